@@ -1,0 +1,1 @@
+"""megazero: GPT pretraining in which every parallel dimension and every ZeRO stage compose."""
