@@ -1,0 +1,201 @@
+"""Every collective call of the project, asynchronous, counted, and with an error that names what was lost.
+
+A call starts the operation and returns a `Pending`; its result may be used after `wait()`. Over an axis of one rank there
+is no call and the `Pending` is already done, so that callers write one path.
+
+On gloo a reduce-scatter moves as many bytes as an all-reduce, so it is done there as an all-to-all of the parts and a
+local sum in rank order: half the bytes, and the same result on every shape. NCCL keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.parallel_state import Axis
+
+T = TypeVar("T")
+
+# torch 2.13 renamed both; 2.11 has the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class LostPeerError(RuntimeError):
+    """A collective could not finish: a peer died, or did not come within the time limit."""
+
+
+class Pending:
+    """An operation under way.
+
+    Args:
+        work: what torch returned, or None when there was nothing to do.
+        describe: says what operation it is, for the error.
+        finish: runs once after the operation, for example a local sum.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work | None = None,
+        describe: Callable[[], str] = lambda: "",
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self._work = work
+        self._describe = describe
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait until the result may be used; more than once is harmless.  Raises: LostPeerError."""
+        work, self._work = self._work, None
+        if work is not None:
+            _guarded(work.wait, self._describe)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+
+def _guarded(call: Callable[[], T], describe: Callable[[], str]) -> T:
+    try:
+        return call()
+    except RuntimeError as error:  # gloo and NCCL report a lost peer and a time-out as RuntimeError
+        raise LostPeerError(
+            f"{describe()} did not finish: a rank was lost or is stuck. The first rank to fail holds the cause. "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+def _describe(operation: str, axis: Axis) -> Callable[[], str]:
+    def text() -> str:
+        shown = ", ".join(map(str, axis.ranks[:8])) + (", ..." if axis.size > 8 else "")
+        return f"rank {axis.ranks[axis.index]}: {operation} over {axis.name} (ranks {shown})"
+
+    return text
+
+
+def _start(operation: str, axis: Axis, sent_bytes: int, call: Callable[[], Any]) -> tuple[Any, Callable[[], str]]:
+    axis.traffic.add(axis.name, operation, sent_bytes)
+    describe = _describe(operation, axis)
+    return _guarded(call, describe), describe
+
+
+def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
+    """Replace `tensor` by its sum or maximum over the axis.
+
+    Args:
+        tensor: contiguous, equal shape and dtype on every rank; overwritten.
+        axis: the ranks that take part.
+        op: "sum" or "max".
+    """
+    if axis.size == 1:
+        return Pending()
+    sent = 2 * tensor.nbytes * (axis.size - 1) // axis.size
+    work, describe = _start(
+        "all_reduce",
+        axis,
+        sent,
+        lambda: dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.group, async_op=True),
+    )
+    return Pending(work, describe)
+
+
+def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
+    """Concatenate every rank's `shard` into `out`, in rank order.
+
+    Args:
+        out: 1-D or leading dimension n * shard's; contiguous.
+        shard: contiguous; may be this rank's own part of `out`.
+        axis: the ranks that take part.
+    """
+    if axis.size == 1:
+        if out.data_ptr() != shard.data_ptr():
+            out.copy_(shard.view_as(out))
+        return Pending()
+    work, describe = _start(
+        "all_gather",
+        axis,
+        shard.nbytes * (axis.size - 1),
+        lambda: _all_gather(out, shard, group=axis.group, async_op=True),
+    )
+    return Pending(work, describe)
+
+
+def reduce_scatter(out: Tensor, full: Tensor, axis: Axis) -> Pending:
+    """Sum `full` over the axis and keep this rank's part in `out`.
+
+    Args:
+        out: this rank's 1/n of `full`'s leading dimension; contiguous; may be this rank's own part of `full`.
+        full: contiguous; its leading dimension divides by the axis size. Not to be changed before `wait`.
+        axis: the ranks that take part.
+    """
+    if axis.size == 1:
+        if out.data_ptr() != full.data_ptr():
+            out.copy_(full.view_as(out))
+        return Pending()
+    sent = full.nbytes * (axis.size - 1) // axis.size
+    if full.device.type != "cpu":
+        work, describe = _start(
+            "reduce_scatter",
+            axis,
+            sent,
+            lambda: _reduce_scatter(out, full, group=axis.group, async_op=True),
+        )
+        return Pending(work, describe)
+    parts = torch.empty_like(full)
+    work, describe = _start(
+        "reduce_scatter", axis, sent, lambda: dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
+    )
+    return Pending(work, describe, finish=lambda: _sum_parts(out, parts, axis.size))
+
+
+def _sum_parts(out: Tensor, parts: Tensor, count: int) -> None:
+    """out = sum of `count` equal parts, in rank order (pairwise adds: a sum over a stacked dimension is slow in bf16)."""
+    pieces = parts.view(count, *out.shape).unbind(0)
+    torch.add(pieces[0], pieces[1], out=out)
+    for piece in pieces[2:]:
+        out.add_(piece)
+
+
+def gather_objects(value: T, axis: Axis) -> list[T]:
+    """Every rank's `value`, in rank order, on every rank.  For small picklable values."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    _start("gather_objects", axis, 0, lambda: dist.all_gather_object(values, value, group=axis.group))
+    return values
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of the axis is here."""
+    all_reduce(torch.zeros(1), axis).wait()
+
+
+def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> list[Pending]:
+    """Post point-to-point operations together.
+
+    Args:
+        sends: (tensor, global rank to send to); the tensor must not change before its `Pending` is done.
+        receives: (buffer, global rank to receive from).
+        axis: the ranks among which messages travel; both sides must post a pair's messages in the same order.
+
+    Returns: one `Pending` per operation, sends first.
+    """
+    operations = [dist.P2POp(dist.isend, tensor, peer, group=axis.group) for tensor, peer in sends]
+    operations += [dist.P2POp(dist.irecv, buffer, peer, group=axis.group) for buffer, peer in receives]
+    if not operations:
+        return []
+    works, describe = _start(
+        "send_recv", axis, sum(t.nbytes for t, _ in sends), lambda: dist.batch_isend_irecv(operations)
+    )
+    if len(works) < len(operations):  # NCCL returns one handle for the whole batch
+        works = list(works) * len(operations)
+    return [Pending(work, describe) for work in works]

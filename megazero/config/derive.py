@@ -1,0 +1,147 @@
+"""What the keys left open become, once the number of ranks is known.
+
+    world size = tp * pp * dp                                  dp is what tp and pp leave
+    global batch = micro-batch * dp * accumulation             in samples; two give the third
+
+These are pure functions of numbers. A combination that no value can complete raises a ConfigError with one problem.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.config.problem import ConfigError, Problem, divisors, nearest_multiples, nearest_text
+from megazero.config.schema import Auto, DataConfig, ModelConfig, ParallelConfig
+
+# With 8/3 of the hidden size, SwiGLU's three matrices hold as much as the two of a 4x MLP (Shazeer 2020, section 3).
+_FFN_MULTIPLE = 256
+
+
+def complete_model(model: ModelConfig) -> ModelConfig:
+    """Fill in the model sizes that are unset.
+
+    Args:
+        model: the section as written.
+    """
+    open_keys: dict[str, object] = {
+        "num_kv_heads": model.num_heads,
+        "ffn_hidden_size": ffn_hidden_size(model),
+        "tie_embeddings": model.family == "gpt2",
+    }
+    return model.model_copy(update={key: value for key, value in open_keys.items() if getattr(model, key) is None})
+
+
+def ffn_hidden_size(model: ModelConfig) -> int:
+    """Give the inner width of the MLP.
+
+    Args:
+        model: the section as written.
+    """
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    if model.family == "gpt2":
+        return 4 * model.hidden_size
+    return -(-8 * model.hidden_size // (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE
+
+
+def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Give the number of model replicas.
+
+    Args:
+        parallel: the section as written.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: tp * pp * dp cannot be the world size.
+    """
+    replica = parallel.tp * parallel.pp
+    divides = world_size > 0 and world_size % replica == 0
+    if parallel.dp == "auto":
+        if not divides:
+            nearest = nearest_text(nearest_multiples(max(world_size, 0), replica))
+            raise _error("world_size", world_size, f"must divide by tp*pp={replica}", nearest)
+        return world_size // replica
+    total = replica * parallel.dp
+    if total != world_size:
+        rule = f"tp*pp*dp={parallel.tp}*{parallel.pp}*{parallel.dp}={total} must be the world size, {world_size}"
+        hint = f'write {world_size // replica} or "auto"' if divides else f"start {total} ranks"
+        raise _error("parallel.dp", parallel.dp, rule, hint)
+    return parallel.dp
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """A complete triple: global_batch_size = micro_batch_size * dp * accumulation, in samples."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+
+
+def complete_batch(
+    global_batch_size: int | Auto, micro_batch_size: int | Auto, accumulation: int | Auto, *, dp: int, pp: int
+) -> BatchSizes:
+    """Fill in the batch sizes that are "auto".
+
+    Two sizes give the third. With fewer, micro-batches are made as many as pipeline stages, so that every stage has
+    work, and no more than that, so that they stay large; a size that nothing tells is 1.
+
+    Args:
+        global_batch_size: samples in an optimizer step.
+        micro_batch_size: samples in one forward pass.
+        accumulation: micro-batches in a step on each data-parallel rank.
+        dp: data-parallel degree.
+        pp: pipeline-parallel degree.
+
+    Raises:
+        ConfigError: the sizes contradict each other; the message names the numbers and the nearest that do not.
+    """
+    if global_batch_size == "auto":
+        micro = 1 if micro_batch_size == "auto" else micro_batch_size
+        count = pp if accumulation == "auto" else accumulation
+        return BatchSizes(micro * dp * count, micro, count)
+
+    if micro_batch_size != "auto" and accumulation != "auto":
+        product = micro_batch_size * dp * accumulation
+        if global_batch_size != product:
+            rule = f"must be micro_batch_size*dp*accumulation={micro_batch_size}*{dp}*{accumulation}={product}"
+            raise _batch_error(global_batch_size, rule, f'write {product}, or make one of the three "auto"')
+        return BatchSizes(product, micro_batch_size, accumulation)
+
+    if micro_batch_size != "auto":
+        count = _divide(global_batch_size, micro_batch_size * dp, "micro_batch_size*dp")
+        return BatchSizes(global_batch_size, micro_batch_size, count)
+    if accumulation != "auto":
+        micro = _divide(global_batch_size, accumulation * dp, "accumulation*dp")
+        return BatchSizes(global_batch_size, micro, accumulation)
+    per_replica = _divide(global_batch_size, dp, "dp")
+    count = next((d for d in divisors(per_replica) if d >= pp), per_replica)
+    return BatchSizes(global_batch_size, per_replica // count, count)
+
+
+def cache_directory(data: DataConfig, environment: Mapping[str, str] = os.environ) -> Path:
+    """Give the directory where prepared data is kept.
+
+    Args:
+        data: the section as written.
+        environment: where XDG_CACHE_HOME is looked up.
+    """
+    if data.cache_dir is not None:
+        return Path(data.cache_dir).expanduser()
+    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megazero"
+
+
+def _divide(global_batch_size: int, divisor: int, name: str) -> int:
+    if global_batch_size % divisor:
+        nearest = nearest_text(nearest_multiples(global_batch_size, divisor))
+        raise _batch_error(global_batch_size, f"must divide by {name}={divisor}", nearest)
+    return global_batch_size // divisor
+
+
+def _batch_error(value: int, rule: str, hint: str) -> ConfigError:
+    return _error("training.global_batch_size", value, rule, hint)
+
+
+def _error(place: str, value: object, rule: str, hint: str) -> ConfigError:
+    return ConfigError([Problem(place, value, rule, hint)])

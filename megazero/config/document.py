@@ -1,0 +1,100 @@
+"""Documentation of every key, from the schema itself, so that it cannot say anything else.
+
+    | key | type | default | meaning |
+    |---|---|---|---|
+    | `tp` | integer >= 1 | `1` | Tensor-parallel degree: ... |
+
+A table like this stands under a heading for each section.
+"""
+
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+
+from megazero.config.schema import LARGEST_COUNT, sections
+from megazero.config.values import toml_value
+
+_NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
+
+
+@dataclass(frozen=True)
+class KeyDoc:
+    """What there is to know of one key."""
+
+    section: str
+    key: str
+    type: str
+    """What it takes, in words and TOML values."""
+    default: str
+    """As TOML; "unset" where leaving it out means something that no value says."""
+    meaning: str
+
+
+def document_keys() -> list[KeyDoc]:
+    """Give the documentation of every key, in the order of the schema."""
+    docs = []
+    for name, section in sections().items():
+        defaults = section().model_dump()
+        for key, field in section.model_fields.items():
+            default = "unset" if defaults[key] is None else toml_value(defaults[key])
+            taken = type_text(field.annotation, tuple(field.metadata))
+            docs.append(KeyDoc(name, key, taken, default, field.description or ""))
+    return docs
+
+
+def to_markdown() -> str:
+    """Give the documentation of every key as Markdown: a heading and a table for each section."""
+    docs = document_keys()
+    parts = []
+    for name, section in sections().items():
+        rows = [
+            f"| `{doc.key}` | {doc.type} | `{doc.default}` | {doc.meaning} |\n" for doc in docs if doc.section == name
+        ]
+        head = f"## [{name}]\n\n{section.__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+        parts.append(head + "".join(rows))
+    return "\n".join(parts)
+
+
+def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
+    """Say in words what a field takes.
+
+    Args:
+        annotation: the type, as written in the schema.
+        metadata: the constraints that stand beside it.
+    """
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0], _constraints(arguments[1:]))
+    if origin is Literal:
+        return " or ".join(map(toml_value, arguments))
+    if origin in (Union, UnionType):
+        return " or ".join(type_text(part) for part in arguments if part is not NoneType)
+    if origin is tuple:
+        items = [type_text(part) for part in arguments if part is not Ellipsis]
+        return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "string or { " + ", ".join(annotation.model_fields) + " }"
+    return f"{_NAMES[annotation]} {' and '.join(_signs(metadata))}".rstrip()
+
+
+def _constraints(metadata: tuple[Any, ...]) -> tuple[object, ...]:
+    """Unpack pydantic's Field(...), which keeps its constraints one level down."""
+    return tuple(part for item in metadata for part in getattr(item, "metadata", (item,)))
+
+
+def _signs(metadata: tuple[object, ...]) -> list[str]:
+    signs = []
+    for constraint in metadata:
+        match constraint:
+            case Ge(ge=bound):
+                signs.append(f">= {bound}")
+            case Gt(gt=bound):
+                signs.append(f"> {bound}")
+            case Le(le=bound) if bound not in (LARGEST_COUNT, 2**63 - 1):  # these are out of anyone's way
+                signs.append(f"<= {bound}")
+            case Lt(lt=bound):
+                signs.append(f"< {bound}")
+    return signs

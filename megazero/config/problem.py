@@ -1,0 +1,81 @@
+"""What a configuration error says: place, value, rule, and what to write instead.
+
+    training.global_batch_size = 30: must divide by micro_batch_size*dp=8; the nearest are 24 and 32
+    [--------- place --------]  [v]  [--------------- rule -------------]  [-------- hint --------]
+
+All problems of one file are reported together, so a run is started twice at most.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megazero.config.values import toml_value
+
+_SHOWN_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a configuration."""
+
+    place: str
+    """The key, as `section.key`, or the file."""
+    value: object
+    """What stands there; None where there is no one value to show."""
+    rule: str
+    """What is asked of it."""
+    hint: str = ""
+    """What to write instead; empty where the rule says it all."""
+
+    def __str__(self) -> str:
+        text = self.place
+        if self.value is not None:
+            shown = toml_value(self.value)
+            text += f" = {shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + '…'}"
+        text += f": {self.rule}"
+        return f"{text}; {self.hint}" if self.hint else text
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run, with everything that is wrong with it."""
+
+    def __init__(self, problems: Sequence[Problem], source: str = "the configuration") -> None:
+        """Gather the problems of one configuration.
+
+        Args:
+            problems: what is wrong, in the order to show it; at least one.
+            source: where the configuration came from, for the first line of the message.
+        """
+        super().__init__(problems, source)
+        self.problems = list(problems)
+        self.source = source
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        lines = [f"{count} problem{'s' if count > 1 else ''} in {self.source}:"]
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
+        return "\n".join(lines)
+
+
+def nearest_multiples(value: int, step: int) -> list[int]:
+    """Give the positive multiples of `step` next below and next above a value that is none."""
+    below = value // step * step
+    return [multiple for multiple in (below, below + step) if multiple > 0]
+
+
+def nearest_of(value: int, candidates: Iterable[int]) -> list[int]:
+    """Give the candidate next below a value and the one next above it, where there is one."""
+    others = sorted(set(candidates) - {value})
+    return [c for c in others if c < value][-1:] + [c for c in others if c > value][:1]
+
+
+def nearest_text(values: Sequence[int], name: str = "") -> str:
+    """Say in words which values are nearest: `the nearest tp are 2 and 4`."""
+    subject = f"the nearest {name}".rstrip()
+    return f"{subject} {'is' if len(values) == 1 else 'are'} {' and '.join(map(str, values))}"
+
+
+def divisors(number: int) -> list[int]:
+    """Give every divisor of a positive number, in ascending order."""
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})

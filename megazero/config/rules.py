@@ -1,0 +1,155 @@
+"""What ties several keys together: a table of rules, each naming the keys it reads.
+
+    keys that are wrong by themselves      {model.hidden_size, ...}
+    rule reads                             {model.hidden_size, model.num_heads}   -> left out: it could only mislead
+    rule reads                             {training.steps, ...}                  -> checked
+
+So every rule that can be judged is judged, and all problems are told at once.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from megazero.config.derive import complete_batch, data_parallel_size, ffn_hidden_size
+from megazero.config.problem import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text
+from megazero.config.schema import RunConfig
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A relation between keys."""
+
+    reads: tuple[str, ...]
+    """The keys it looks at, as `section.key`, and `world_size`."""
+    check: Callable[[RunConfig, int], Iterator[Problem]]
+    """(config, world size) -> what is wrong."""
+
+
+def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str] = ()) -> list[Problem]:
+    """Check every rule that reads no key already known to be wrong.
+
+    Args:
+        config: the run; where a key is wrong, any value of the right type.
+        world_size: number of ranks.
+        wrong_keys: what rules may read whose value means nothing here.
+    """
+    judged = [rule for rule in RULES if not set(rule.reads) & set(wrong_keys)]
+    return [problem for rule in judged for problem in rule.check(config, world_size)]
+
+
+def _heads_split_hidden(config: RunConfig, _: int) -> Iterator[Problem]:
+    model = config.model
+    rotary = model.family == "llama"
+    step, name = (2 * model.num_heads, "2*num_heads") if rotary else (model.num_heads, "num_heads")
+    if model.hidden_size % step:
+        why = " (rotary positions turn pairs of a head's elements)" if rotary else ""
+        nearest = nearest_text(nearest_multiples(model.hidden_size, step))
+        yield Problem("model.hidden_size", model.hidden_size, f"must divide by {name}={step}{why}", nearest)
+
+
+def _tp_splits_heads(config: RunConfig, _: int) -> Iterator[Problem]:
+    yield from _tp_splits("num_heads", config.model.num_heads, config.parallel.tp)
+
+
+def _tp_splits_ffn(config: RunConfig, _: int) -> Iterator[Problem]:
+    yield from _tp_splits("ffn_hidden_size", ffn_hidden_size(config.model), config.parallel.tp)
+
+
+def _tp_splits_sequence(config: RunConfig, _: int) -> Iterator[Problem]:
+    if config.parallel.sequence_parallel:
+        yield from _tp_splits("seq_len", config.model.seq_len, config.parallel.tp, " (sequence_parallel)")
+
+
+def _tp_splits(key: str, value: int, tp: int, why: str = "") -> Iterator[Problem]:
+    if value % tp:
+        nearest = nearest_text(nearest_multiples(value, tp), key)
+        other = nearest_text(nearest_of(tp, divisors(value)), "tp")
+        yield Problem(f"model.{key}", value, f"must divide by parallel.tp={tp}{why}", f"{nearest}, {other}")
+
+
+def _kv_heads_fit(config: RunConfig, _: int) -> Iterator[Problem]:
+    heads, kv_heads, tp = config.model.num_heads, config.model.num_kv_heads, config.parallel.tp
+    if kv_heads is None:
+        return
+    if config.model.family == "gpt2":
+        if kv_heads != heads:
+            rule = f"must be num_heads={heads}: gpt2 has no grouped-query attention"
+            yield Problem("model.num_kv_heads", kv_heads, rule, "leave it out")
+        return
+    tp_fits = heads % tp == 0  # if not, that is told of num_heads, and kv heads need only divide heads
+    if heads % kv_heads or (tp_fits and kv_heads % tp):
+        rule = f"must divide num_heads={heads}" + (f" and be a multiple of parallel.tp={tp}" if tp_fits else "")
+        valid = [d for d in divisors(heads) if not tp_fits or d % tp == 0]
+        yield Problem("model.num_kv_heads", kv_heads, rule, nearest_text(nearest_of(kv_heads, valid)))
+
+
+def _gpt2_ties_embeddings(config: RunConfig, _: int) -> Iterator[Problem]:
+    if config.model.family == "gpt2" and config.model.tie_embeddings is False:
+        rule = "must be true for gpt2: its output layer is the embedding table"
+        yield Problem("model.tie_embeddings", False, rule, "leave it out")
+
+
+def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
+    layers, pp = config.model.num_layers, config.parallel.pp
+    if layers < pp:
+        hint = f"the nearest num_layers is {pp}, the nearest pp is {layers}"
+        yield Problem("model.num_layers", layers, f"must be >= parallel.pp={pp}, a layer for each stage", hint)
+
+
+def _schedule_has_one_chunk(config: RunConfig, _: int) -> Iterator[Problem]:
+    chunks = config.parallel.virtual_stages
+    if chunks != 1:
+        rule = "the schedules gpipe and 1f1b have one chunk per rank"
+        yield Problem("parallel.virtual_stages", chunks, rule, "write 1")
+
+
+def _world_is_filled(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    try:
+        data_parallel_size(config.parallel, world_size)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def _batch_sizes_agree(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    try:
+        dp = data_parallel_size(config.parallel, world_size)
+    except ConfigError:
+        return  # told by _world_is_filled
+    batch = config.training
+    sizes = batch.global_batch_size, batch.micro_batch_size, batch.accumulation
+    try:
+        complete_batch(*sizes, dp=dp, pp=config.parallel.pp)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def _warmup_ends(config: RunConfig, _: int) -> Iterator[Problem]:
+    warmup, steps = config.lr_schedule.warmup_steps, config.training.steps
+    if warmup > steps:
+        hint = f"the nearest is {steps}"
+        yield Problem("lr_schedule.warmup_steps", warmup, f"must be <= training.steps={steps}", hint)
+
+
+def _evaluation_has_samples(config: RunConfig, _: int) -> Iterator[Problem]:
+    every, fraction = config.training.eval_every_steps, config.data.validation_fraction
+    if every and not fraction:
+        rule = f"must be > 0 where training.eval_every_steps={every} asks for evaluations"
+        yield Problem("data.validation_fraction", fraction, rule, "write 0.005, or training.eval_every_steps = 0")
+
+
+_WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp")
+_BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
+RULES = (
+    Rule(("model.family", "model.hidden_size", "model.num_heads"), _heads_split_hidden),
+    Rule(("model.num_heads", "parallel.tp"), _tp_splits_heads),
+    Rule(("model.family", "model.num_heads", "model.num_kv_heads", "parallel.tp"), _kv_heads_fit),
+    Rule(("model.family", "model.hidden_size", "model.ffn_hidden_size", "parallel.tp"), _tp_splits_ffn),
+    Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp"), _tp_splits_sequence),
+    Rule(("model.family", "model.tie_embeddings"), _gpt2_ties_embeddings),
+    Rule(("model.num_layers", "parallel.pp"), _every_stage_has_a_layer),
+    Rule(("parallel.virtual_stages", "parallel.schedule"), _schedule_has_one_chunk),
+    Rule(_WORLD, _world_is_filled),
+    Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
+    Rule(("training.steps", "lr_schedule.warmup_steps"), _warmup_ends),
+    Rule(("training.eval_every_steps", "data.validation_fraction"), _evaluation_has_samples),
+)

@@ -1,0 +1,255 @@
+"""The keys of a run file: one TOML file is one run, one class here is one of its sections.
+
+    [parallel]          RunConfig.parallel: ParallelConfig
+    tp = 2                  .tp: 2
+    schedule = "gpipe"      .schedule: "gpipe"
+
+Every key has a default, so an empty file is a run. Types are strict: "8" is no integer and neither is 8.0, but 1 is a
+number. A key holds here what the file says; `resolve` gives the keys left open ("auto", or unset) their values. What
+ties several keys together is in `rules`. The line below each key is its documentation, wherever it is shown.
+"""
+
+from itertools import permutations
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_serializer
+from pydantic_core import PydanticCustomError, PydanticKnownError
+
+AXES = ("tp", "cp", "dp", "pp")
+
+# No count of a run comes near it, and below it the search for divisors is short.
+LARGEST_COUNT = 2**40
+
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Positive = Annotated[float, Field(gt=0)]
+PositiveOrZero = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+Auto = Literal["auto"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ModelConfig(_Section):
+    """The network: its family and its sizes."""
+
+    family: Literal["llama", "gpt2"] = "llama"
+    """Llama (RMSNorm, rotary positions, SwiGLU) or GPT-2 (LayerNorm, learned positions, GELU)."""
+    hidden_size: Count = 1024
+    """Width of the residual stream; a multiple of num_heads (llama: of twice num_heads)."""
+    num_layers: Count = 24
+    """Number of transformer blocks; at least one for each pipeline stage."""
+    num_heads: Count = 16
+    """Attention heads; a multiple of parallel.tp."""
+    num_kv_heads: Count | None = None
+    """Key and value heads, for grouped-query attention: divides num_heads. Unset: num_heads, as gpt2 always has it."""
+    ffn_hidden_size: Count | None = None
+    """Inner width of the MLP. Unset: 4*hidden_size (gpt2), or 8/3 of it up to a multiple of 256 (llama)."""
+    vocab_size: Count = 50304
+    """Number of token ids; any number, since the table is padded where tensor parallelism needs it."""
+    seq_len: Count = 1024
+    """Tokens in a sample."""
+    tie_embeddings: bool | None = None
+    """Whether the output layer is the embedding table. Unset: false (llama) or true (gpt2, which has no other form)."""
+    norm_eps: Positive = 1e-5
+    """Added to the variance in every norm."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary frequencies (llama only)."""
+    dropout: ShareBelowOne = 0.0
+    """Probability of dropping an element after the embedding and after each residual branch."""
+    init_std: Positive = 0.02
+    """Standard deviation of the initial weights."""
+
+
+class ParallelConfig(_Section):
+    """How the model and the data are spread over the ranks: tp * pp * dp = world size."""
+
+    tp: Count = 1
+    """Tensor-parallel degree: ranks that share every matrix."""
+    pp: Count = 1
+    """Pipeline-parallel degree: number of stages the layers are cut into."""
+    dp: Count | Auto = "auto"
+    """Data-parallel degree: number of model replicas. "auto" fills the world."""
+    sequence_parallel: bool = False
+    """Split what lies between the tensor-parallel regions over tp by sequence position; without effect at tp = 1."""
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """Order of forward and backward passes in the pipeline."""
+    virtual_stages: Count = 1
+    """Model chunks on each pipeline rank; both schedules have one."""
+    order: str = "tp-cp-dp-pp"
+    """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart. cp is always 1."""
+    timeout_seconds: Count = 600
+    """How long a collective may wait for a rank before the run is given up."""
+
+    @field_validator("order")
+    @classmethod
+    def _order_names_every_axis(cls, order: str) -> str:
+        if sorted(order.split("-")) != sorted(AXES):
+            choices = ["-".join(axes) for axes in permutations(AXES)]
+            raise PydanticCustomError(
+                "axis_order", "be tp, cp, dp and pp, each once and joined by -", {"choices": choices}
+            )
+        return order
+
+
+def _integer(value: object) -> object:
+    # A literal compares by ==, so true and 1.0 would pass for 1.
+    if type(value) is not int:
+        raise PydanticKnownError("int_type")
+    return value
+
+
+class ZeroConfig(_Section):
+    """What data-parallel ranks shard instead of keeping whole."""
+
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)] = 1
+    """0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters."""
+    bucket_bytes: Annotated[int, Field(ge=1024, le=LARGEST_COUNT)] = 40 * 1024 * 1024
+    """Size of a gradient bucket, in bytes of fp32 gradients."""
+
+
+class PrecisionConfig(_Section):
+    """Number formats."""
+
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Format of weights and activations. bf16 keeps fp32 master weights and accumulates gradients in fp32."""
+
+
+class OptimizerConfig(_Section):
+    """How gradients change weights."""
+
+    name: Literal["adamw"] = "adamw"
+    """AdamW: Adam with decoupled weight decay."""
+    lr: Positive = 3e-4
+    """Peak learning rate."""
+    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Field(strict=False)] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square."""
+    eps: Positive = 1e-8
+    """Added to the denominator of the update."""
+    weight_decay: PositiveOrZero = 0.1
+    """Decoupled weight decay; on matrices only, not on norms and biases."""
+    grad_clip: PositiveOrZero = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class LrScheduleConfig(_Section):
+    """Learning rate over the steps."""
+
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end."""
+    warmup_steps: CountOrZero = 0
+    """Steps of linear rise to the peak."""
+    min_lr_ratio: Share = 0.1
+    """Learning rate of the last step, as a share of the peak."""
+    decay_fraction: Share = 0.2
+    """Last share of the steps, in which the rate decays (wsd only)."""
+
+
+class DataSource(_Section):
+    """One source of text and its share in the mixture."""
+
+    path: Text
+    """Path prefix of an indexed dataset, or "python-stdlib": the source code of the running Python's library."""
+    weight: Positive = 1.0
+    """Share of the samples, relative to the other sources."""
+
+    @model_serializer
+    def _as_written(self) -> str | dict[str, object]:
+        return self.path if self.weight == 1.0 else {"path": self.path, "weight": self.weight}
+
+
+def _source(value: object) -> object:
+    if not isinstance(value, str | dict | DataSource):
+        raise PydanticCustomError("source", "be a string or a table { path, weight }")
+    return {"path": value} if isinstance(value, str) else value
+
+
+Source = Annotated[DataSource, BeforeValidator(_source)]
+
+
+class DataConfig(_Section):
+    """What the model reads."""
+
+    sources: Annotated[tuple[Source, ...], Field(strict=False, min_length=1)] = (DataSource(path="python-stdlib"),)
+    """Where samples come from: "python-stdlib", a path prefix, or { path, weight }; a bare string has weight 1."""
+    tokenizer: Text = "byte"
+    """Path of a tokenizers JSON file, or "byte": a token for each byte."""
+    validation_fraction: ShareBelowOne = 0.005
+    """Share of the samples kept for evaluation and never trained on."""
+    cache_dir: Text | None = None
+    """Where prepared data is kept. Unset: megazero in $XDG_CACHE_HOME, or in ~/.cache."""
+
+
+class TrainingConfig(_Section):
+    """The run: its length, its place, its batches. global_batch_size = micro_batch_size * dp * accumulation."""
+
+    run_dir: Text = "runs/default"
+    """Directory of everything the run writes."""
+    steps: Count = 1000
+    """Optimizer steps."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1234
+    """Seed of initial weights, data order and dropout."""
+    global_batch_size: Count | Auto = "auto"
+    """Samples in an optimizer step. "auto": from the two below."""
+    micro_batch_size: Count | Auto = "auto"
+    """Samples in one forward pass. "auto": from the other two, or 1."""
+    accumulation: Count | Auto = "auto"
+    """Micro-batches in a step on each data-parallel rank. "auto": from the other two, or as fills the pipeline."""
+    eval_every_steps: CountOrZero = 0
+    """Steps between evaluations; 0: never."""
+    eval_samples: Count = 64
+    """Validation samples in an evaluation."""
+
+
+class CheckpointConfig(_Section):
+    """Saving and resuming."""
+
+    save_every_steps: CountOrZero = 0
+    """Steps between checkpoints; 0: only at the end."""
+    resume: Text = "auto"
+    """Directory of one step, "never", or "auto": the newest complete checkpoint of run_dir, if there is one."""
+
+
+class LoggingConfig(_Section):
+    """What is reported while the run goes on."""
+
+    every_steps: Count = 1
+    """Steps between two reports."""
+    tensorboard: bool = True
+    """Also write TensorBoard events to run_dir."""
+
+
+class LaunchConfig(_Section):
+    """How the command starts ranks when torchrun has not."""
+
+    nproc_per_node: Count = 1
+    """Ranks to start on this machine."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute. "auto": CUDA where there is a device, else the CPU."""
+
+
+class RunConfig(_Section):
+    """One run, as its file tells it."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    zero: ZeroConfig = ZeroConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+
+def sections() -> dict[str, type[BaseModel]]:
+    """Give the class of each section of a run file, by name, in the order of the file."""
+    return {name: type(section) for name, section in RunConfig()}

@@ -1,0 +1,180 @@
+"""Types, ranges and names: what the schema asks of each key by itself, told in the words of a run file.
+
+    training.steps = "8"           ->  must be an integer; write 8
+    training.micro_batch_size = 0  ->  must be >= 1 or "auto"; write 1
+
+A suggestion is made only when the schema takes it.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from copy import deepcopy
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megazero.config.problem import Problem
+from megazero.config.schema import RunConfig, sections
+from megazero.config.typos import unknown_key, unknown_section, unknown_source_key
+from megazero.config.values import toml_value
+
+Path = tuple[str | int, ...]
+
+# Each completes "must ...". An error with no line here has a message that does so itself.
+_MUST = {
+    "int_type": "be an integer",
+    "float_type": "be a number",
+    "finite_number": "be a finite number",
+    "string_type": "be a string",
+    "string_too_short": "not be empty",
+    "bool_type": "be true or false",
+    "tuple_type": "be a list",
+    "too_short": "not be empty",
+    "too_long": "have {max_length} values",
+    "model_type": "be a table",
+    "literal_error": "be {expected}",
+    "greater_than": "be > {gt}",
+    "greater_than_equal": "be >= {ge}",
+    "less_than": "be < {lt}",
+    "less_than_equal": "be <= {le}",
+}
+
+
+def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig, set[str]]:
+    """Check every key of a run by itself.
+
+    Args:
+        tables: the run file as parsed.
+
+    Returns:
+        What is wrong; the run with the wrong keys left at their defaults; and the keys, as `section.key`, whose values
+        there mean nothing, because they are wrong or because a misspelt key probably meant them.
+    """
+    problems: list[Problem] = []
+    wrong_keys: set[str] = set()
+    rest = deepcopy(tables)
+    for path, errors in _errors(tables).items():
+        for problem, meant in _describe(tables, path, errors):
+            problems.append(problem)
+            wrong_keys.update(key for key in meant if not _is_written(tables, key))
+        section = str(path[0])
+        keys = [str(path[1])] if len(path) > 1 else list(getattr(sections().get(section), "model_fields", ()))
+        wrong_keys.update(f"{section}.{key}" for key in keys)
+        if len(path) == 1:
+            rest.pop(section)
+        else:
+            rest[section].pop(path[1], None)
+    return problems, RunConfig.model_validate(rest), wrong_keys
+
+
+def _is_written(tables: dict[str, Any], name: str) -> bool:
+    section, key = name.split(".")
+    table = tables.get(section)
+    return isinstance(table, dict) and key in table
+
+
+def _errors(tables: dict[str, Any]) -> dict[Path, list[ErrorDetails]]:
+    """Validate; group the errors by where in the file they are, as a key of several types has one for each."""
+    try:
+        RunConfig.model_validate(tables)
+    except ValidationError as error:
+        by_path: dict[Path, list[ErrorDetails]] = {}
+        for detail in error.errors(include_url=False):
+            if detail["type"] == "too_short" and detail["input"]:
+                continue  # what is in the list is wrong, which is told of it, and only then is the list empty
+            by_path.setdefault(_path_in_file(tables, detail["loc"]), []).append(detail)
+        return by_path
+    return {}
+
+
+def _path_in_file(tables: dict[str, Any], location: Path) -> Path:
+    """Keep of a pydantic location what stands in the file; the rest names types, or what is missing."""
+    value: Any = tables
+    for depth, part in enumerate(location):
+        inside = isinstance(value, dict) and part in value
+        if not inside and not (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+            return location[:depth]
+        value = value[part]
+    return location
+
+
+def _describe(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> list[tuple[Problem, list[str]]]:
+    """Turn the errors at one place into problems, each with the keys that a misspelt one may have meant."""
+    value, place = _get(tables, path), _place(path)
+    if errors[0]["type"] == "extra_forbidden":
+        if len(path) == 1:
+            return unknown_section(str(path[0]), value)
+        if len(path) == 2:
+            return [unknown_key(place, str(path[1]), str(path[0]), value)]
+        return [(unknown_source_key(place, str(path[-1]), value), [])]
+    phrases = list(dict.fromkeys(map(_must, errors)))
+    rule = "must " + " or ".join([phrases[0], *(phrase.removeprefix("be ") for phrase in phrases[1:])])
+    return [(Problem(place, value, rule, _hint(tables, path, errors)), [])]
+
+
+def _must(error: ErrorDetails) -> str:
+    if error["type"] == "missing":
+        part = error["loc"][-1]
+        return f"have {part + 1} values" if isinstance(part, int) else f"have a {part}"
+    phrase = _MUST.get(error["type"], error["msg"])
+    context = {key: str(item).removesuffix(".0").replace("'", '"') for key, item in error.get("ctx", {}).items()}
+    return phrase.format(**context) if error["type"] in _MUST else phrase
+
+
+def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str:
+    """Say what to write instead, of the candidates that the schema takes."""
+    if len(path) == 1:
+        return f"write [{path[0]}] and its keys below it"
+    taken = []
+    for candidate in _candidates(_get(tables, path), errors):
+        changed = deepcopy(tables)
+        _get(changed, path[:-1])[path[-1]] = candidate
+        if not any(other[: len(path)] == path for other in _errors(changed)):
+            taken.append(toml_value(candidate))
+    if not taken and len(path) == 2:
+        default = sections()[str(path[0])]().model_dump()[str(path[1])]
+        return "" if default is None else f"the default is {toml_value(default)}"
+    return f"write {' or '.join(dict.fromkeys(taken))}" if taken else ""
+
+
+def _candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
+    """Give values near a wrong one: the same in another type, the nearest bound, the most similar word."""
+    kinds = {error["type"] for error in errors}
+    if isinstance(value, str):
+        with suppress(tomllib.TOMLDecodeError):
+            yield from tomllib.loads(f"value = {value.lower()}").values()
+        words = [word for error in errors for word in _choices(error)]
+        yield from get_close_matches(value.lower(), words, n=1)
+    elif isinstance(value, float) and math.isfinite(value):
+        yield from sorted({math.floor(value), math.ceil(value)})
+    if "tuple_type" in kinds:
+        yield [value]
+    if "string_type" in kinds:
+        yield value if isinstance(value, str) else toml_value(value)
+    for error in errors:
+        context = error.get("ctx", {})
+        yield from (context[bound] for bound in ("ge", "le") if bound in context)
+
+
+def _choices(error: ErrorDetails) -> list[str]:
+    context = error.get("ctx", {})
+    return [*context.get("choices", ()), *re.findall(r"'([^']*)'", context.get("expected", ""))]
+
+
+def _get(tables: dict[str, Any], path: Path) -> Any:
+    value: Any = tables
+    for part in path:
+        value = value[part]
+    return value
+
+
+def _place(path: Path) -> str:
+    text = str(path[0])
+    for part in path[1:]:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text

@@ -1,0 +1,137 @@
+"""From the data section of a run to its two streams of samples.
+
+    "python-stdlib" --find in the cache, or build--> prefix --IndexedDataset--> tokens --split--> training windows
+    path/to/prefix  ------------------------------->                                         '--> validation windows
+
+Errors here are the user's, so each names the source and says the numbers.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megazero.data.blend import Blend
+from megazero.data.indexed import IndexedDataset, pair_paths
+from megazero.data.sampler import SampleStream, ValidationStream, Windows, split
+from megazero.data.stdlib import build_python_stdlib
+from megazero.data.tokenizer import load_tokenizer
+
+PYTHON_STDLIB: Final = "python-stdlib"
+
+# A source is sampled in this many evenly spaced blocks, the first and the last among them: half a megabyte or so.
+_SAMPLE_BLOCKS: Final = 64
+_SAMPLE_BLOCK_TOKENS: Final = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """The data of a run.
+
+    Attributes:
+        train: endless training samples.
+        validation: validation samples in order, or None when the run holds none out.
+        fingerprint: hex; equal when the tokens, their order and the split are.
+        tokenizer_name: what to give to `load_tokenizer` to read samples.
+        vocab: ids that the tokenizer knows.
+    """
+
+    train: SampleStream
+    validation: ValidationStream | None
+    fingerprint: str
+    tokenizer_name: str
+    vocab: int
+
+
+def open_corpus(
+    sources: Sequence[tuple[str, float]],
+    *,
+    tokenizer: str,
+    seq_len: int,
+    seed: int,
+    validation_fraction: float,
+    cache_dir: str | os.PathLike[str],
+    vocab_size: int,
+    eod_token: str | None = None,
+) -> Corpus:
+    """Open the sources of a run, check them against the model, and give each sample an index.
+
+    Args:
+        sources: (source, weight) pairs; a source is "python-stdlib" or the prefix of a `.bin`/`.idx` pair.
+        tokenizer: name for `load_tokenizer`.
+        seq_len: tokens that a sample predicts.
+        seed: chooses the order of the samples.
+        validation_fraction: part of each source's windows, its last ones, that is held out; 0 for none.
+        cache_dir: where "python-stdlib" is kept, a directory of this node.
+        vocab_size: rows of the model's embedding.
+        eod_token: see `load_tokenizer`.
+
+    Raises:
+        FileNotFoundError: a source or the tokenizer is missing.
+        ValueError: a damaged source, one too short for `seq_len` or for the split, a bad weight, or ids that the
+            model has no embedding for.
+    """
+    if not sources:
+        raise ValueError(f'no data sources; name "{PYTHON_STDLIB}" or the prefix of a .bin/.idx pair')
+    vocab = load_tokenizer(tokenizer, eod_token).vocab_size
+    if vocab > vocab_size:
+        raise ValueError(
+            f"tokenizer {tokenizer!r} has {vocab:,} ids and the model's vocab_size is {vocab_size:,}; "
+            f"set vocab_size to {vocab:,} or more"
+        )
+    training: list[Windows] = []
+    validation: list[Windows] = []
+    weights = Blend([weight for _, weight in sources]).weights
+    digest = xxhash.xxh3_128(repr(("corpus 1", seq_len, int(seed), float(validation_fraction), weights)).encode())
+    for name, _ in sources:
+        prefix = build_python_stdlib(cache_dir, tokenizer, eod_token) if name == PYTHON_STDLIB else Path(name)
+        dataset = IndexedDataset(prefix)
+        windows = Windows.over(dataset.tokens, seq_len, name)  # first: an empty source has no blocks to check
+        for start, block in _sampled_blocks(dataset.tokens):
+            _check_ids(name, start, block, vocab_size)
+            digest.update(block.tobytes())
+        digest.update(repr((dataset.dtype.str, len(dataset.tokens))).encode())
+        _update_with_file(digest, pair_paths(prefix)[1])
+        kept, held_out = split(windows, validation_fraction, name)
+        training.append(kept)
+        if held_out is not None:
+            validation.append(held_out)
+    return Corpus(
+        train=SampleStream(training, weights, seed),
+        validation=ValidationStream(validation) if validation else None,
+        fingerprint=digest.hexdigest(),
+        tokenizer_name=tokenizer,
+        vocab=vocab,
+    )
+
+
+def _sampled_blocks(tokens: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
+    """(start, block) of evenly spaced blocks; of a short source, all of it."""
+    if len(tokens) <= _SAMPLE_BLOCKS * _SAMPLE_BLOCK_TOKENS:
+        yield 0, tokens
+        return
+    last = len(tokens) - _SAMPLE_BLOCK_TOKENS
+    for number in range(_SAMPLE_BLOCKS):
+        start = number * last // (_SAMPLE_BLOCKS - 1)
+        yield start, tokens[start : start + _SAMPLE_BLOCK_TOKENS]
+
+
+def _check_ids(name: str, start: int, block: NDArray[Any], vocab_size: int) -> None:
+    outside = np.flatnonzero((block >= vocab_size) | (block < 0))
+    if outside.size:
+        at = int(outside[0])
+        raise ValueError(
+            f"{name} has id {int(block[at])} at token {start + at:,}, and the model's vocab_size is {vocab_size:,}; "
+            "raise vocab_size, or tokenize the source with this run's tokenizer"
+        )
+
+
+def _update_with_file(digest: "xxhash.xxh3_128", path: Path) -> None:
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)

@@ -1,0 +1,257 @@
+"""Which tokens the i-th sample of a run holds: a pure function of (seed, i).
+
+    global sample i  --blend-->  (source, n)                       n counts 0, 1, 2, ... within the source
+                                 epoch = n // windows
+                                 window = permutation[n % windows]  another permutation for each (seed, source, epoch)
+
+    tokens    t0 t1 t2 t3 t4 t5 t6 t7 t8 ...        seq_len = 4
+    window 0  [t0 t1 t2 t3 t4]                      seq_len + 1 tokens: inputs t0..t3, targets t1..t4
+    window 1              [t4 t5 t6 t7 t8]          stride seq_len: every target is predicted once in an epoch
+
+No state and no rank: a resumed run, or one on another cluster shape, asks for the same indices and gets the same
+tokens. Validation takes the last windows of each source and reads them in order, each once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megazero.data.blend import Blend
+from megazero.data.permutation import Permutation
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """A run of one source's samples: windows `first` to `first + count` of its token stream.
+
+    Attributes:
+        tokens: [total tokens] the whole stream.
+        seq_len: tokens that a sample predicts; it holds one more.
+        first: the first window, counted from the start of the stream.
+        count: how many there are.
+    """
+
+    tokens: NDArray[Any]
+    seq_len: int
+    first: int
+    count: int
+
+    @classmethod
+    def over(cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source") -> "Windows":
+        """All windows of a stream.
+
+        Args:
+            tokens: [total tokens] integer ids.
+            seq_len: tokens that a sample predicts, at least 1.
+            name: what to call the source in an error.
+
+        Raises:
+            ValueError: the stream is shorter than one sample.
+        """
+        if seq_len < 1:
+            raise ValueError(f"seq_len={seq_len} must be at least 1")
+        count = (len(tokens) - 1) // seq_len
+        if count < 1:
+            raise ValueError(
+                f"{name} holds {len(tokens):,} tokens, fewer than one sample of seq_len + 1 = {seq_len + 1:,}; "
+                "use more data or a shorter seq_len"
+            )
+        return cls(tokens, seq_len, 0, count)
+
+    def read(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The samples at `positions` (each in [0, count)): int64 [n, seq_len + 1]."""
+        samples = np.empty((len(positions), self.seq_len + 1), np.int64)
+        # Row by row: an index array of [n, seq_len + 1] would be larger than the tokens it fetches.
+        for row, start in zip(samples, ((positions + self.first) * self.seq_len).tolist(), strict=True):
+            row[:] = self.tokens[start : start + self.seq_len + 1]
+        return samples
+
+
+def split(
+    windows: Windows, validation_fraction: float, name: str = "the token source"
+) -> tuple[Windows, Windows | None]:
+    """(training, validation): the last `validation_fraction` of the windows, rounded down, validate.
+
+    No target token is on both sides. A fraction of 0 means no validation.
+
+    Args:
+        windows: all windows of a source.
+        validation_fraction: in [0, 1), taken as the decimal that it is written as.
+        name: what to call the source in an error.
+
+    Raises:
+        ValueError: the fraction is outside [0, 1), or one side would be empty.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and below 1")
+    if validation_fraction == 0:
+        return windows, None
+    held_out = int(windows.count * Fraction(str(validation_fraction)))
+    kept = windows.count - held_out
+    if not (held_out and kept):
+        side = "training" if held_out else "validation"
+        raise ValueError(
+            f"validation_fraction={validation_fraction} of the {windows.count:,} windows of {name} leaves none for "
+            f"{side}; " + _fractions_that_work(windows.count)
+        )
+    return (
+        Windows(windows.tokens, windows.seq_len, windows.first, kept),
+        Windows(windows.tokens, windows.seq_len, windows.first + kept, held_out),
+    )
+
+
+def _fractions_that_work(count: int) -> str:
+    if count < 2:
+        return "it takes two windows at least: use more data, a shorter seq_len, or 0"
+    return f"it takes at least 1/{count} = {1 / count:.2g}, or 0 for no validation"
+
+
+class SampleStream:
+    """Training samples without end: sources blended by weight, each shuffled anew in every epoch of its own.
+
+    Args:
+        sources: the training windows of each source, all of one seq_len.
+        weights: a positive number for each source; their sum does not matter.
+        seed: chooses the order.
+
+    Raises:
+        ValueError: no sources, sources of different seq_len, or weights that do not match them.
+
+    Source: Megatron-LM blends by greedy error minimisation with a table for each run; here the same bound comes from
+    arithmetic (see `Blend`, `Permutation`).
+    """
+
+    def __init__(self, sources: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
+        if len(weights) != len(sources):
+            raise ValueError(f"{len(sources)} sources and {len(weights)} weights; give each source one weight")
+        self._sources = tuple(sources)
+        self._blend = Blend(weights)
+        self._seed = seed
+        self.seq_len = _common_seq_len(self._sources)
+
+    @property
+    def num_windows(self) -> int:
+        """Different samples over all sources."""
+        return sum(windows.count for windows in self._sources)
+
+    @property
+    def tokens(self) -> int:
+        """Different target tokens over all sources."""
+        return self.num_windows * self.seq_len
+
+    def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(source, window within it) of global samples.
+
+        Args:
+            indices: [n] global sample indices, 0 or more.
+
+        Raises:
+            IndexError: a negative index.
+        """
+        source, window = self._blend.locate(_sample_indices(indices))
+        for number in np.unique(source).tolist():
+            rows = source == number
+            window[rows] = self._shuffled(number, window[rows])
+        return source, window
+
+    def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """The samples of global indices: int64 [n, seq_len + 1].
+
+        Args:
+            indices: [n] global sample indices, 0 or more.
+
+        Raises:
+            IndexError: a negative index.
+        """
+        return _read(self._sources, self.seq_len, *self.locate(indices))
+
+    def _shuffled(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        count = self._sources[source].count
+        epoch, position = np.divmod(index, count)
+        for number in np.unique(epoch).tolist():
+            rows = epoch == number
+            position[rows] = Permutation(count, (self._seed, source, number))(position[rows])
+        return position
+
+
+class ValidationStream:
+    """Validation samples in order, each window of each source exactly once.
+
+    The sources are interleaved by their size, so the first samples are a fair cut of the whole.
+
+    Args:
+        sources: the validation windows of each source, all of one seq_len.
+
+    Raises:
+        ValueError: no sources, or sources of different seq_len.
+    """
+
+    def __init__(self, sources: Sequence[Windows]) -> None:
+        self._sources = tuple(sources)
+        self.seq_len = _common_seq_len(self._sources)
+        self._blend = Blend([windows.count for windows in self._sources])
+
+    def __len__(self) -> int:
+        return self.num_windows
+
+    @property
+    def num_windows(self) -> int:
+        """Samples over all sources."""
+        return sum(windows.count for windows in self._sources)
+
+    @property
+    def tokens(self) -> int:
+        """Target tokens over all sources."""
+        return self.num_windows * self.seq_len
+
+    def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(source, window within it) of samples.
+
+        Args:
+            indices: [n] sample indices in [0, len).
+
+        Raises:
+            IndexError: an index outside.
+        """
+        checked = _sample_indices(indices)
+        if checked.size and int(checked.max()) >= len(self):
+            raise IndexError(f"validation sample {checked.max()} of {len(self):,}")
+        return self._blend.locate(checked)
+
+    def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """The samples at `indices`, each in [0, len): int64 [n, seq_len + 1].
+
+        Raises:
+            IndexError: an index outside.
+        """
+        return _read(self._sources, self.seq_len, *self.locate(indices))
+
+
+def _read(
+    sources: Sequence[Windows], seq_len: int, source: NDArray[np.int64], window: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    samples = np.empty((len(source), seq_len + 1), np.int64)
+    for number in np.unique(source).tolist():
+        rows = source == number
+        samples[rows] = sources[number].read(window[rows])
+    return samples
+
+
+def _common_seq_len(sources: Sequence[Windows]) -> int:
+    lengths = sorted({windows.seq_len for windows in sources})
+    if len(lengths) != 1:
+        raise ValueError(f"a stream needs sources of one seq_len, got {lengths or 'no sources'}")
+    return lengths[0]
+
+
+def _sample_indices(indices: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(indices, np.int64)
+    if array.ndim != 1:
+        raise ValueError(f"sample indices are one row of integers, got shape {array.shape}")
+    if array.size and int(array.min()) < 0:
+        raise IndexError(f"sample index {array.min()} is negative; samples count from 0")
+    return array

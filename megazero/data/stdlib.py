@@ -1,0 +1,91 @@
+"""A corpus that is on every machine: the running interpreter's own library.
+
+About twelve megabytes of real text with no download, enough for a first run, a smoke test or a benchmark. Each node
+builds its own copy, in a second or so with the byte tokenizer; many ranks may ask at once and one of them builds.
+"""
+
+import os
+import platform
+import sysconfig
+from pathlib import Path
+from typing import Final
+
+from megazero.data.indexed import IndexedDataset
+from megazero.data.tokenize import tokenize_files
+from megazero.data.tokenizer import load_tokenizer
+
+_LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_LOCK_SECONDS: Final = 600.0
+
+
+def stdlib_files() -> list[Path]:
+    """The `.py` sources of the standard library, sorted by their path within it.
+
+    Left out: installed packages, test suites, and `_sysconfigdata*`, which differs from build to build.
+
+    Raises:
+        FileNotFoundError: this interpreter has no sources on disk.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for directory, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in _LEFT_OUT]
+        found += [
+            Path(directory, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
+    if not found:
+        raise FileNotFoundError(f"no standard-library sources in {root}; name a .bin/.idx prefix as the data source")
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def build_python_stdlib(
+    cache_dir: str | os.PathLike[str], tokenizer: str | os.PathLike[str], eod_token: str | None = None
+) -> Path:
+    """The prefix of the tokenized standard library, built when it is not in `cache_dir` yet.
+
+    Any number of processes may call it at once: one builds, the others wait for it. Files that are no UTF-8 are
+    left out.
+
+    Args:
+        cache_dir: a directory of this node; the pair's name there holds the Python version and the tokenizer's
+            fingerprint.
+        tokenizer: name for `load_tokenizer`.
+        eod_token: see `load_tokenizer`.
+
+    Raises:
+        TimeoutError: another process has held the lock for ten minutes.
+    """
+    from filelock import FileLock, Timeout
+
+    fingerprint = load_tokenizer(os.fspath(tokenizer), eod_token).fingerprint
+    prefix = Path(cache_dir) / f"python-stdlib-{platform.python_version()}-{fingerprint}"
+    if _is_whole(prefix):
+        return prefix
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    lock = f"{prefix}.lock"
+    try:
+        with FileLock(lock, timeout=_LOCK_SECONDS):
+            if not _is_whole(prefix):  # it may have been built while this process waited
+                files = [path for path in stdlib_files() if _is_utf8(path)]
+                tokenize_files(files, prefix, tokenizer, eod_token=eod_token)
+    except Timeout as error:
+        raise TimeoutError(
+            f"waited {_LOCK_SECONDS:.0f} s for another process to build {prefix}; see who holds {lock}"
+        ) from error
+    return prefix
+
+
+def _is_whole(prefix: Path) -> bool:
+    try:
+        IndexedDataset(prefix)
+    except (FileNotFoundError, ValueError):  # a damaged cache is built again
+        return False
+    return True
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -1,0 +1,239 @@
+"""Text files to one `.bin`/`.idx` pair, in several processes.
+
+    files, sorted  ->  pieces (path, start, stop)  ->  workers tokenize  ->  one writer, in the order of the pieces
+                       a text file is one piece        any of them           so the output does not depend on how
+                       a .jsonl is cut by bytes                              many workers there were
+
+A line of a `.jsonl` belongs to the piece in which it starts. Every document ends with the tokenizer's
+end-of-document id; a document with no text is left out.
+"""
+
+import functools
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megazero.data.indexed import IndexedWriter, token_dtype
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
+
+_PIECE_BYTES: Final = 4 << 20
+_PENDING_PER_WORKER: Final = 4  # pieces under way at once: bounds memory when the first of them is slow
+
+
+@dataclass(frozen=True)
+class TokenizeSummary:
+    """What `tokenize_files` wrote: documents, tokens (end-of-document ids included), input bytes, wall seconds."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one input file that one worker reads: bytes `start` to `stop`."""
+
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Tokenized:
+    piece: Piece
+    ids: NDArray[Any]  # documents end to end
+    lengths: NDArray[np.int64]  # tokens of each document
+
+
+def tokenize_files(
+    inputs: Sequence[str | os.PathLike[str]],
+    out_prefix: str | os.PathLike[str],
+    tokenizer: str | os.PathLike[str],
+    *,
+    workers: int = 1,
+    jsonl_key: str = "text",
+    eod_token: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> TokenizeSummary:
+    """Tokenize text and `.jsonl` files into `out_prefix`.bin and .idx.
+
+    Args:
+        inputs: files and directories, in the order wanted; directories are walked in sorted order, without names
+            that start with a dot. A `.jsonl` holds a document on each line, any other file is one document in UTF-8.
+        out_prefix: path of the pair to write, replaced as a whole when all is done.
+        tokenizer: name for `load_tokenizer`; every worker loads its own.
+        workers: processes that tokenize; 1 works in this one.
+        jsonl_key: the field of a line that holds its text.
+        eod_token: see `load_tokenizer`.
+        on_progress: called in this process with (input bytes done, input bytes in all) after each piece.
+
+    Raises:
+        FileNotFoundError: an input does not exist.
+        ValueError: a file that is no UTF-8, a bad line (`file:line: why`), or nothing to write.
+        RuntimeError: a worker died.
+    """
+    if workers < 1:
+        raise ValueError(f"workers={workers}; at least 1 process has to do the work")
+    began = time.monotonic()
+    pieces = cut_into_pieces(find_files(inputs))
+    bytes_total = sum(piece.stop - piece.start for piece in pieces)
+    dtype = token_dtype(load_tokenizer(os.fspath(tokenizer), eod_token).vocab_size)
+    work = functools.partial(
+        _tokenize_piece, tokenizer=os.fspath(tokenizer), eod_token=eod_token, jsonl_key=jsonl_key, dtype=dtype.str
+    )
+    documents = tokens = bytes_done = 0
+    with closing(_in_order(work, pieces, workers)) as results, IndexedWriter(out_prefix, dtype) as writer:
+        for result in results:
+            for document in np.split(result.ids, np.cumsum(result.lengths)[:-1]) if len(result.lengths) else ():
+                writer.add_document(document)
+            documents += len(result.lengths)
+            tokens += len(result.ids)
+            bytes_done += result.piece.stop - result.piece.start
+            if on_progress is not None:
+                on_progress(bytes_done, bytes_total)
+        if not documents:
+            raise ValueError(f"no text in {len(pieces):,} files under {[os.fspath(i) for i in inputs]}")
+    return TokenizeSummary(documents, tokens, bytes_total, time.monotonic() - began)
+
+
+def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files of `inputs`: each file as it stands, each directory walked in sorted order.
+
+    Raises:
+        FileNotFoundError: an input does not exist, or there is no file at all.
+    """
+    files: list[Path] = []
+    for entry in map(Path, inputs):
+        if entry.is_dir():
+            files += _walk(entry)
+        elif entry.exists():
+            files.append(entry)
+        else:
+            raise FileNotFoundError(f"no file or directory {entry} to tokenize")
+    if not files:
+        raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
+    return files
+
+
+def _walk(root: Path) -> list[Path]:
+    found = []
+    for directory, names, files in os.walk(root):
+        names[:] = [name for name in names if not name.startswith(".")]
+        found += [Path(directory, name) for name in files if not name.startswith(".")]
+    return sorted(found)
+
+
+def cut_into_pieces(files: Sequence[Path], piece_bytes: int = _PIECE_BYTES) -> list[Piece]:
+    """Cut each `.jsonl` into ranges of `piece_bytes`; other files stay whole. Their order is the output's order."""
+    pieces = []
+    for file in files:
+        size = file.stat().st_size
+        step = piece_bytes if file.suffix == ".jsonl" else max(size, 1)
+        pieces += [Piece(str(file), start, min(start + step, size)) for start in range(0, size, step)]
+    return pieces
+
+
+def _in_order(
+    work: Callable[[Piece], _Tokenized], pieces: Sequence[Piece], workers: int
+) -> Generator[_Tokenized, None, None]:
+    """`map(work, pieces)` over processes: results in the order of the pieces, a bounded number under way."""
+    if workers == 1:
+        yield from map(work, pieces)
+        return
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
+    # Spawned, because the caller may have threads; and no multiprocessing.Pool, which hangs when a worker is killed.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pending = deque(pool.submit(work, piece) for piece in pieces[: workers * _PENDING_PER_WORKER])
+        try:
+            for following in [*pieces[len(pending) :], *[None] * len(pending)]:
+                yield pending.popleft().result()
+                if following is not None:
+                    pending.append(pool.submit(work, following))
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                f"one of {workers} tokenizing processes died, perhaps for want of memory; nothing was written; "
+                "try again with fewer workers"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@functools.cache
+def _tokenizer_of_process(name: str, eod_token: str | None) -> Tokenizer:
+    return load_tokenizer(name, eod_token)
+
+
+def _tokenize_piece(piece: Piece, tokenizer: str, eod_token: str | None, jsonl_key: str, dtype: str) -> _Tokenized:
+    encoder = _tokenizer_of_process(tokenizer, eod_token)
+    end = np.array([encoder.eod_id], np.int32)
+    parts: list[NDArray[np.int32]] = []
+    lengths: list[int] = []
+    for where, text in _documents(piece, jsonl_key):
+        if not text:
+            continue
+        try:
+            ids = encoder.encode(text)
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+            raise ValueError(f"{where()}: text that UTF-8 cannot hold: {error}") from None
+        parts += [ids, end]
+        lengths.append(len(ids) + 1)
+    flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    return _Tokenized(piece, flat.astype(dtype), np.array(lengths, np.int64))
+
+
+def _documents(piece: Piece, jsonl_key: str) -> Iterator[tuple[Callable[[], str], str]]:
+    """(where, text) of each document of a piece; `where` is asked only when something is wrong."""
+    if piece.path.endswith(".jsonl"):
+        for offset, line in _lines(piece):
+            where = functools.partial(_line_name, piece.path, offset)
+            yield where, _text_of_line(line, jsonl_key, where)
+        return
+    try:
+        yield lambda: piece.path, Path(piece.path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{piece.path}: not a UTF-8 text file: {error}") from None
+
+
+def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of the lines that start in a piece, blank ones left out."""
+    with open(piece.path, "rb") as file:
+        if piece.start:
+            # From one byte before: a line that starts exactly at `start` is this piece's own.
+            file.seek(piece.start - 1)
+            file.readline()
+        while (offset := file.tell()) < piece.stop and (line := file.readline()):
+            if line.strip():
+                yield offset, line
+
+
+def _line_name(path: str, offset: int) -> str:
+    with open(path, "rb") as file:
+        lines_before = file.read(offset).count(b"\n")
+    return f"{path}:{lines_before + 1}"
+
+
+def _text_of_line(line: bytes, key: str, where: Callable[[], str]) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:  # also covers bytes that are no UTF-8
+        raise ValueError(f"{where()}: not a line of JSON: {error}") from None
+    if not isinstance(record, dict) or key not in record:
+        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise ValueError(f"{where()}: no {key!r} in it, found {found}; name the field with jsonl_key")
+    text = record[key]
+    if not isinstance(text, str):
+        raise ValueError(f"{where()}: {key!r} must be a string, found a {type(text).__name__}")
+    return text

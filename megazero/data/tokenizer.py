@@ -1,0 +1,155 @@
+"""Text to ids and back: one protocol, two kinds of tokenizer.
+
+    "byte"                  ByteTokenizer   UTF-8 bytes 0..255 and an end-of-document id 256; needs no file
+    path/to/tokenizer.json  FileTokenizer   any fast Hugging Face tokenizer
+
+A tokenizer travels by its name, never as an object: each process calls `load_tokenizer` for itself. `fingerprint`
+says what the ids mean, so that a cache made by one tokenizer is never taken for another's.
+"""
+
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import ArrayLike, NDArray
+
+END_OF_DOCUMENT_TOKENS: Final = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<EOS>",
+    "<eod>",
+    "<｜end▁of▁sentence｜>",
+)
+
+
+class Tokenizer(Protocol):
+    """What the project asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def eod_id(self) -> int:
+        """The id that ends every document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A short name for the meaning of the ids, fit for a file name."""
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """The ids of `text`, int32 [length], with no special token added at either end."""
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of integer ids [length]; special tokens vanish."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255, end of document 256."""
+
+    vocab_size: Final = 257
+    eod_id: Final = 256
+    fingerprint: Final = "byte"
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """The UTF-8 bytes of `text`: int32 [bytes].
+
+        Raises:
+            UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 does not know.
+        """
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of byte ids [length]; other ids vanish and bytes that are no UTF-8 become U+FFFD."""
+        array = np.asarray(ids, np.int64)
+        return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizers` JSON file.
+
+    Truncation and padding that the file asks for are switched off: a document keeps its length. As in that library,
+    the text of a special token inside a document becomes the special token.
+
+    Args:
+        path: the `tokenizer.json`.
+        eod_token: the token that ends a document; None looks for the usual ones (`END_OF_DOCUMENT_TOKENS`).
+
+    Raises:
+        ValueError: not a tokenizer file, or no end-of-document token in it.
+
+    Source: https://huggingface.co/docs/tokenizers
+    """
+
+    def __init__(self, path: str | Path, eod_token: str | None = None) -> None:
+        import tokenizers  # slow to import, and byte runs do without it
+
+        content = Path(path).read_bytes()
+        try:
+            self._inner = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises bare Exception or ValueError
+            raise ValueError(f"{path} is not a tokenizer JSON file: {error}") from error
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        tried = END_OF_DOCUMENT_TOKENS if eod_token is None else (eod_token,)
+        found = [(token, id_) for token in tried if (id_ := self._inner.token_to_id(token)) is not None]
+        if not found:
+            raise ValueError(
+                f"{path} has no end-of-document token: tried {', '.join(tried)}; "
+                'name the one it has with eod_token="..."'
+            )
+        name, self._eod_id = found[0]
+        # Not the library's count: ids may have holes, and the embedding needs a row for the largest.
+        self._vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        self._fingerprint = xxhash.xxh3_64_hexdigest(content + b"\0" + name.encode())
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return self._vocab_size
+
+    @property
+    def eod_id(self) -> int:
+        """The id of the end-of-document token."""
+        return self._eod_id
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex xxh3 of the file and of the end-of-document token's name."""
+        return self._fingerprint
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """The ids of `text`: int32 [length]."""
+        return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: ArrayLike) -> str:
+        """The text of ids [length], special tokens left out."""
+        return str(self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
+
+
+def load_tokenizer(name: str | Path, eod_token: str | None = None) -> Tokenizer:
+    """The tokenizer of a name.
+
+    Args:
+        name: "byte", a `tokenizer.json`, or a directory that holds one.
+        eod_token: the token that ends a document in a tokenizer file; None looks for the usual ones.
+
+    Raises:
+        FileNotFoundError: neither "byte" nor a file that exists.
+        ValueError: see `FileTokenizer`; or `eod_token` was named for "byte".
+    """
+    if str(name) == "byte":
+        if eod_token is not None:
+            raise ValueError(f'the "byte" tokenizer ends documents with id 256; leave out eod_token={eod_token!r}')
+        return ByteTokenizer()
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f'tokenizer {str(name)!r} is neither "byte" nor a tokenizer.json file: no {path}')
+    return FileTokenizer(path, eod_token)

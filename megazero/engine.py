@@ -1,0 +1,242 @@
+"""One training step: model, schedule, ZeRO and precision bound together on one rank.
+
+    micro-batches -> executor(schedule, stage) -> gradients reduced as they become ready
+                  -> one collective: squared norm, loss, tokens -> clip -> sharded AdamW -> weights published
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor, nn
+
+from megazero.comm.collectives import Pending, all_reduce
+from megazero.config import RunConfig
+from megazero.layers.cross_entropy import IGNORED_LABEL
+from megazero.models.gpt import BuildContext, GPTStage, MicroBatch, collect_specs
+from megazero.models.stages import cut_evenly
+from megazero.parallel_state import ParallelState
+from megazero.schedules.action import Schedule
+from megazero.schedules.executor import Executor
+from megazero.schedules.generators import GENERATORS, forward_only
+from megazero.zero.gradients import GradientReducer
+from megazero.zero.optimizer import ShardedAdamW
+from megazero.zero.parameters import ShardedParameters
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is not a number; nothing was stepped."""
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What a step measured over the whole global batch.
+
+    Args:
+        loss: mean nats per counted token.
+        grad_norm: global L2 norm before clipping; 0 in evaluation.
+        tokens: counted (unmasked) tokens.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+
+
+class _StageRunner:
+    """Runs this rank's stage on the micro-batches of one step, for the executor.
+
+    Args:
+        module: the stage.
+        batches: this rank's micro-batches.
+        trains: keep what the backward needs.
+        state: the rank's place.
+    """
+
+    def __init__(self, module: nn.Module, batches: Sequence[MicroBatch], trains: bool, state: ParallelState) -> None:
+        self._module, self._batches, self._trains, self._is_last = module, batches, trains, state.is_last_stage
+        self._saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
+        self.tokens = torch.zeros((), dtype=torch.float64, device=state.device)
+        self._global_tokens, self._counting = self.tokens, Pending()
+        if self._is_last:
+            for batch in batches:
+                if batch.labels is not None:
+                    self.tokens += (batch.labels != IGNORED_LABEL).sum()
+            # The count of the whole global batch arrives while the first forwards run.
+            self._global_tokens = self.tokens.clone()
+            self._counting = all_reduce(self._global_tokens, state.dp)
+
+    def forward(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor | None:
+        if x is not None and self._trains:
+            x.requires_grad_()
+        y = self._module(x, self._batches[microbatch])
+        if self._trains:
+            self._saved[chunk, microbatch] = (x, y)
+        if not self._is_last:
+            return y
+        self.loss_sum += y.detach()
+        return None
+
+    def backward(self, chunk: int, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        x, y = self._saved.pop((chunk, microbatch))
+        if grad is None:
+            self._counting.wait()
+            # Losses are sums; dividing by the global count here makes every gradient that of the global mean.
+            grad = self._global_tokens.clamp(min=1).reciprocal().to(y.dtype)
+        torch.autograd.backward(y, grad)
+        return None if x is None else x.grad
+
+    def finish(self) -> None:
+        """Leave no collective behind."""
+        self._counting.wait()
+
+
+class Engine:
+    """One rank of a training run.
+
+    Args:
+        module: this rank's stage; its parameters may be on the meta device.
+        config: the resolved run.
+        state: the rank's place and groups.
+
+    Every method is called on every rank, in the same order.
+    """
+
+    def __init__(self, module: GPTStage, config: RunConfig, state: ParallelState) -> None:
+        self.module, self.config, self.state = module, config, state
+        self.dtype = DTYPES[config.precision.dtype]
+        self.parameters = ShardedParameters(
+            module.units(),
+            list(collect_specs(module)),
+            zero_stage=config.zero.stage,
+            dtype=self.dtype,
+            bucket_bytes=config.zero.bucket_bytes,
+            dp=state.dp,
+            device=state.device,
+        )
+        self.reducer = GradientReducer(
+            self.parameters.buckets, config.zero.stage, state.dp, state.tp, state.embedding
+        )
+        self.reducer.attach(self.parameters.by_name)
+        self.optimizer = ShardedAdamW(
+            self.parameters.buckets,
+            betas=config.optimizer.betas,
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        self._executors: dict[tuple[str, int], Executor] = {}
+        self._grad_norm = 0.0
+
+    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepStatistics:
+        """One optimizer step on this rank's micro-batches.
+
+        Args:
+            batches: this dp rank's share of the global batch, as micro-batches of equal size.
+            lr: learning rate of this step.
+
+        Raises:
+            NonFiniteError: on every rank, before any weight has changed.
+            LostPeerError: a rank is gone.
+        """
+        statistics = self.compute_gradients(batches)
+        self.update(lr)
+        return statistics
+
+    def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
+        """Forward and backward of all micro-batches; afterwards every bucket holds the global batch's mean gradient.
+
+        Args:
+            batches: this dp rank's share of the global batch, as micro-batches of equal size.
+
+        Raises: as `train_step`.
+        """
+        self.module.train()
+        self.reducer.begin_step(len(batches))
+        runner = _StageRunner(self.module, batches, True, self.state)
+        self._executor(GENERATORS[self.config.parallel.schedule](self.state.pp.size, len(batches)), batches).run(runner)
+        runner.finish()
+        self.reducer.finish()
+        statistics = self._agree(runner, self.reducer.square_sum())
+        if not (isfinite(statistics.loss) and isfinite(statistics.grad_norm)):
+            raise NonFiniteError(
+                f"loss={statistics.loss} and grad_norm={statistics.grad_norm} must be finite; the weights were not changed. "
+                "Resume from the last checkpoint with a lower learning rate or other data"
+            )
+        self._grad_norm = statistics.grad_norm
+        return statistics
+
+    def update(self, lr: float) -> None:
+        """Clip by the last computed norm, step the optimizer, publish the weights."""
+        limit = self.config.optimizer.grad_clip
+        coefficient = min(1.0, limit / (self._grad_norm + 1e-6)) if limit else 1.0
+        self.optimizer.step(lr, coefficient)
+        self.parameters.publish()
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
+        """Mean loss of micro-batches over all ranks, without gradients and without dropout."""
+        self.module.eval()
+        with torch.no_grad():
+            runner = _StageRunner(self.module, batches, False, self.state)
+            self._executor(forward_only(self.state.pp.size, len(batches)), batches).run(runner)
+            runner.finish()
+        return self._agree(runner, torch.zeros((), dtype=torch.float64, device=self.state.device))
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of model state on this rank: parameters, gradients, optimizer, and the working buffers of ZeRO-2/3."""
+        return {
+            **self.parameters.memory_bytes(),
+            "optimizer": self.optimizer.memory_bytes(),
+            "gradient_buffers": self.reducer.working_bytes(),
+        }
+
+    def _agree(self, runner: _StageRunner, square_sum: Tensor) -> StepStatistics:
+        """The one collective at the end of a step: every rank learns norm, loss and tokens."""
+        counts = self.state.is_last_stage and self.state.at.tp == 0
+        share = torch.stack([square_sum, runner.loss_sum, runner.tokens])
+        if not counts:
+            share[1:] = 0
+        all_reduce(share, self.state.world).wait()
+        squared, loss_sum, tokens = share.tolist()
+        if tokens == 0:
+            raise ValueError("every token of the global batch is masked: there is no loss to compute")
+        return StepStatistics(loss_sum / tokens, sqrt(squared) if squared >= 0 else squared, int(tokens))
+
+    def _executor(self, schedule: Schedule, batches: Sequence[MicroBatch]) -> Executor:
+        """The executor of a schedule, proved once."""
+        key = (schedule.name, schedule.microbatches)
+        if key not in self._executors:
+            samples = batches[0].sample_ids.numel()
+            self._executors[key] = Executor(schedule, self.state.pp, lambda: self._new_activation(samples))
+        return self._executors[key]
+
+    def _new_activation(self, samples: int) -> Tensor:
+        """What passes between stages: [seq or seq / tp, micro-batch, hidden]."""
+        model = self.config.model
+        seq = model.seq_len // (self.state.tp.size if self.config.parallel.sequence_parallel else 1)
+        return torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device)
+
+
+def initialize(config: RunConfig, state: ParallelState, *, draw: bool = True) -> Engine:
+    """Build this rank's part of the model and bind it to its schedule, its ZeRO stage and its precision.
+
+    Args:
+        config: a resolved run.
+        state: the rank's place and groups.
+        draw: give the parameters their initial values; False where a checkpoint follows at once.
+    """
+    layout = cut_evenly(config.model.num_layers, state.pp.size)[state.at.pp]
+    context = BuildContext(
+        config.model, state.tp, config.parallel.sequence_parallel, config.training.seed, state.device
+    )
+    with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
+        module = GPTStage(context, layout)
+    engine = Engine(module, config, state)
+    if draw:
+        engine.parameters.draw(config.training.seed, state.tp)
+    return engine

@@ -1,0 +1,95 @@
+"""Random numbers that are a function of (key, element index), so that no shape of the cluster can change them.
+
+    key    = hash(seed, name)                     what is drawn: a parameter, a dropout site
+    bits   = mix(key + index * golden)            splitmix64 (Steele, Lea, Flood 2014), one 64-bit word per element
+    normal = quantile table at bits               exact table look-up and one multiply-add
+
+Only integer operations, table look-ups and single IEEE multiplications and additions are used: a logarithm or a cosine may
+round differently in the vectorised body and the scalar tail of a loop, and then the same element would differ with the
+slice it was drawn in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # two's complement of the 64-bit constants, as torch has int64 only
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_KNOTS_LOG2 = 8  # knots per octave of the quantile table
+_LOWEST_EXPONENT = -54  # the smallest tail probability is 2^-54
+_DOUBLE_MANTISSA_BITS = 52
+_DOUBLE_BIAS = 1023
+
+
+def derive_key(seed: int, name: str) -> int:
+    """A signed 64-bit key for everything drawn under `name`."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def random_bits(key: int, index: Tensor) -> Tensor:
+    """64 random bits per element.
+
+    Args:
+        key: from `derive_key`.
+        index: int64, any shape: the logical position of each element.
+
+    Returns: int64 of the same shape, uniform over all 64-bit words.
+    """
+    z = index * _GOLDEN + key
+    z = (z ^ _shift_right(z, 30)) * _MIX_1
+    z = (z ^ _shift_right(z, 27)) * _MIX_2
+    return z ^ _shift_right(z, 31)
+
+
+@lru_cache(maxsize=1)
+def _quantiles() -> Tensor:
+    """Normal quantiles at probabilities 2^e * (1 + k/knots) for e = -54 ... -2, and at 1/2."""
+    knots = 1 << _KNOTS_LOG2
+    quantile = NormalDist().inv_cdf
+    below = [quantile(2.0**e * (1 + k / knots)) for e in range(_LOWEST_EXPONENT, -1) for k in range(knots)]
+    return torch.tensor([*below, 0.0], dtype=torch.float64)
+
+
+def normal(key: int, index: Tensor) -> Tensor:
+    """Standard normal numbers, fp32.
+
+    Args:
+        key: from `derive_key`.
+        index: int64, any shape: the logical position of each element.
+
+    Source: inversion; the quantile is linear between 256 knots per octave of the tail probability (error below 4e-6).
+    """
+    bits = random_bits(key, index)
+    # 53 bits give the tail probability p in (0, 1/2); one more bit gives the sign.
+    p = (_shift_right(bits, 11) | 1).to(torch.float64) * 2.0**_LOWEST_EXPONENT
+    pattern = p.view(torch.int64)
+    cell = (pattern >> (_DOUBLE_MANTISSA_BITS - _KNOTS_LOG2)) - ((_DOUBLE_BIAS + _LOWEST_EXPONENT) << _KNOTS_LOG2)
+    fraction_bits = _DOUBLE_MANTISSA_BITS - _KNOTS_LOG2
+    fraction = (pattern & ((1 << fraction_bits) - 1)).to(torch.float64) * 2.0**-fraction_bits
+    table = _quantiles().to(index.device)
+    low = table[cell]
+    quantile = low + (table[cell + 1] - low) * fraction
+    return torch.where(bits & 1 == 0, quantile, -quantile).to(torch.float32)
+
+
+def keep_mask(key: int, index: Tensor, drop_probability: float) -> Tensor:
+    """True where an element survives dropout.
+
+    Args:
+        key: from `derive_key`.
+        index: int64, any shape: the logical position of each element.
+        drop_probability: share of elements that are dropped, in [0, 1).
+    """
+    return _shift_right(random_bits(key, index), 11) >= int(drop_probability * 2.0**53)

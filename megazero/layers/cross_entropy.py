@@ -1,0 +1,142 @@
+"""The output head and its loss as one operation, over a vocabulary cut over TP, a chunk of tokens at a time.
+
+    per chunk of tokens    logits = x W^T                 [chunk, vocab / tp], fp32
+                           peak, sum(exp), target logit   reduced over tp: two small collectives
+                           loss = log(sum) + peak - target
+
+Logits of a long sequence never exist whole: with more than one chunk only the log-sum-exp of each token is kept and the
+backward computes a chunk's logits again.  A single chunk keeps its probabilities and computes nothing twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
+from megazero.comm.collectives import all_reduce
+from megazero.layers.spec import Init, ParamSpec, Section
+from megazero.parallel_state import Axis
+
+IGNORED_LABEL = -100
+"""Label of a token that does not count (torch's convention)."""
+
+CHUNK_TOKENS = 2048
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Sum over tokens of -log softmax(x W^T)[label].  x: [tokens, hidden], labels: int64 [tokens] -> fp32 scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, tp: Axis, vocab_size: int, chunk: int) -> Tensor:  # type: ignore[override]
+        first = tp.index * weight.shape[0]
+        real_rows = max(0, min(weight.shape[0], vocab_size - first))
+        counted = labels != IGNORED_LABEL
+        local = labels - first
+        here = counted & (local >= 0) & (local < weight.shape[0])
+        local = local.where(here, 0)
+        loss = x.new_zeros((), dtype=torch.float32)
+        log_sums, kept = [], None
+        for start in range(0, x.shape[0], chunk):
+            part = slice(start, start + chunk)
+            logits = _masked_logits(x[part], weight, real_rows)
+            peak = logits.amax(-1)
+            all_reduce(peak, tp, "max").wait()
+            logits -= peak.unsqueeze(-1)
+            target = logits.gather(-1, local[part].unsqueeze(-1)).squeeze(-1).where(here[part], 0.0)
+            probabilities = logits.exp_()
+            sums = torch.stack([probabilities.sum(-1), target])
+            all_reduce(sums, tp).wait()
+            loss += (sums[0].log() - sums[1]).where(counted[part], 0.0).sum()
+            log_sums.append(peak + sums[0].log())
+            if chunk >= x.shape[0]:
+                kept = probabilities.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(x, weight, local, here, counted, torch.cat(log_sums), kept)
+        ctx.chunk, ctx.real_rows = chunk, real_rows
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, local, here, counted, log_sum, kept = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        grad_weight = None
+        for start in range(0, x.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            if kept is not None:
+                slope = kept.clone()
+            else:
+                slope = _masked_logits(x[part], weight, ctx.real_rows).sub_(log_sum[part].unsqueeze(-1)).exp_()
+            slope.scatter_add_(-1, local[part].unsqueeze(-1), -here[part].unsqueeze(-1).to(slope.dtype))
+            slope *= (counted[part] * grad).unsqueeze(-1)
+            slope = slope.to(x.dtype)
+            torch.mm(slope, weight, out=grad_x[part])
+            piece = slope.t().mm(x[part])
+            # bf16 pieces are summed in fp32: their number grows with the sequence.
+            grad_weight = piece if ctx.chunk >= x.shape[0] else piece.float() if grad_weight is None else grad_weight + piece
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _masked_logits(x: Tensor, weight: Tensor, real_rows: int) -> Tensor:
+    """fp32 logits of this rank's rows; padded vocabulary rows can never be chosen."""
+    logits = F.linear(x, weight).float()
+    if real_rows < weight.shape[0]:
+        logits[:, real_rows:] = float("-inf")
+    return logits
+
+
+class VocabParallelHead(nn.Module):
+    """Logits over the vocabulary and their cross-entropy.
+
+    Args:
+        name: canonical name of the weight.
+        vocab_size: tokens of the vocabulary; need not divide by tp.
+        hidden_size: size of the input.
+        tp: the tensor-parallel axis.
+        sequence_parallel: x arrives as [seq / tp, batch, hidden].
+        tied: the weight is the input embedding's.
+        init: how the weight starts.
+        weight: the embedding's parameter when this rank holds both; None makes one.
+        chunk_tokens: tokens whose logits exist at a time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tp: Axis,
+        *,
+        sequence_parallel: bool,
+        tied: bool,
+        init: Init,
+        weight: nn.Parameter | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ) -> None:
+        super().__init__()
+        self.tp, self.vocab_size, self.chunk_tokens = tp, vocab_size, chunk_tokens
+        self.enter = gather_sequence if sequence_parallel else copy_to_tp
+        spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
+        self.specs = {"weight": spec}
+        self.weight = nn.Parameter(torch.empty(spec.local_shape(tp.size))) if weight is None else weight
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Loss summed over counted tokens.
+
+        Args:
+            x: [seq or seq / tp, batch, hidden].
+            labels: int64 [seq, batch]; `IGNORED_LABEL` where a token does not count.
+
+        Returns: fp32 scalar, equal on every TP rank.
+        """
+        tokens = self.enter(x, self.tp).flatten(0, 1)
+        return _LinearCrossEntropy.apply(
+            tokens, self.weight, labels.flatten(), self.tp, self.vocab_size, self.chunk_tokens
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[seq or seq / tp, batch, hidden] -> [seq, batch, vocab] on every TP rank."""
+        local = F.linear(self.enter(x, self.tp), self.weight)
+        return gather_features(local, self.tp)[..., : self.vocab_size]

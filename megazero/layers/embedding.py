@@ -1,0 +1,82 @@
+"""Token and position embeddings: the vocabulary is cut over TP, the sequence over TP under sequence parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.comm.autograd import reduce_from_tp, scatter_sequence
+from megazero.layers.spec import Init, ParamSpec, Section
+from megazero.parallel_state import Axis
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the embedding for the tokens.  tokens: int64 [seq, batch] -> [seq or seq / tp, batch, hidden].
+
+    Args:
+        name: canonical name of the weight.
+        vocab_size: tokens of the vocabulary; need not divide by tp.
+        hidden_size: size of an embedding.
+        tp: the tensor-parallel axis.
+        sequence_parallel: return this rank's part of the sequence.
+        tied: the output head uses the same weight.
+        init: how the weight starts.
+
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        hidden_size: int,
+        tp: Axis,
+        *,
+        sequence_parallel: bool,
+        tied: bool,
+        init: Init,
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
+        spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
+        self.specs = {"weight": spec}
+        self.weight = nn.Parameter(torch.empty(spec.local_shape(tp.size)))
+        self.first = tp.index * self.weight.shape[0]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [seq, batch] -> [seq or seq / tp, batch, hidden]."""
+        if self.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first
+        here = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(local.where(here, 0), self.weight) * here.unsqueeze(-1)
+        return self.reduce(rows, self.tp)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions, added to the embeddings.  x: [seq or seq / tp, batch, hidden], unchanged in shape.
+
+    Args:
+        name: canonical name of the weight.
+        seq_len: number of positions.
+        hidden_size: size of an embedding.
+        tp: the tensor-parallel axis.
+        sequence_parallel: x is this rank's part of the sequence.
+        init: how the weight starts.
+    """
+
+    def __init__(
+        self, name: str, seq_len: int, hidden_size: int, tp: Axis, *, sequence_parallel: bool, init: Init
+    ) -> None:
+        super().__init__()
+        cut = sequence_parallel and tp.size > 1
+        self.specs = {"weight": ParamSpec((Section(name, seq_len),), hidden_size, None, init, sum_over_tp=cut)}
+        self.weight = nn.Parameter(torch.empty(seq_len, hidden_size))
+        self.part = tp.index if cut else 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the position's row to every token."""
+        first = self.part * x.shape[0]
+        return x + self.weight[first : first + x.shape[0]].unsqueeze(1)

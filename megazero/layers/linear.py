@@ -1,0 +1,222 @@
+"""Linear layers cut over tensor parallelism, with sequence parallelism and a weight gradient that can wait.
+
+    column-parallel  y = x @ W.T, W cut by rows            row-parallel  W cut by columns, x arrives cut
+      x  replicated --- copy -------+                        y  partial --- all-reduce ----> replicated
+         or [seq/tp] -- all-gather -+--> y [.., out/tp]          or ----- reduce-scatter --> [seq/tp]
+
+One autograd function serves both.  Its backward starts the exchange of the input gradient, computes the weight gradient
+meanwhile (or hands it to `WeightGradients` for later), then waits.  With tp = 1 and nothing deferred a layer is a plain
+`F.linear`.  Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.comm.autograd import (
+    gather_features,
+    reduce_from_tp,
+    scatter_sequence,
+    split_features,
+    start_gather_sequence,
+    start_scatter_sequence,
+)
+from megazero.comm.collectives import Pending, all_reduce
+from megazero.layers.spec import Init, ParamSpec, Section, bias_spec
+from megazero.parallel_state import Axis
+
+Entry: TypeAlias = Literal["local", "replicated", "sequence"]
+
+
+class WeightGradients:
+    """Where linear layers leave weight gradients that are to be computed later.
+
+    Args:
+        accumulate: takes (weight, gradient) when a kept gradient has been computed.
+
+    While `deferring` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
+    queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.
+    """
+
+    def __init__(self, accumulate: Callable[[Tensor, Tensor], None]) -> None:
+        self.deferring = False
+        self._accumulate = accumulate
+        self._passes: deque[list[tuple[Tensor, Callable[[], Tensor]]]] = deque()
+
+    def begin_pass(self) -> None:
+        """Open the list of the backward pass that starts now."""
+        self._passes.append([])
+
+    def submit(self, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
+        """Give a weight gradient: computed now and returned, or kept for later and None."""
+        if not self.deferring:
+            return compute()
+        self._passes[-1].append((weight, compute))
+        return None
+
+    def run_oldest(self) -> None:
+        """Compute and accumulate the weight gradients of the oldest backward pass that still waits."""
+        for weight, compute in self._passes.popleft():
+            self._accumulate(weight, compute())
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+
+class _ParallelLinear(torch.autograd.Function):
+    """y = x @ weight.T (+ bias).  x: [seq or seq / tp, batch, in] -> [seq, batch, out / tp]."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, later: WeightGradients | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.entry, ctx.tp, ctx.later, ctx.has_bias = entry, tp, later, bias is not None
+        full = x
+        if entry == "sequence":
+            full, pending = start_gather_sequence(x, tp)
+            pending.wait()
+        return F.linear(full, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        tp = ctx.tp
+        gathering = Pending()
+        if ctx.entry == "sequence":
+            # Only the shard was saved; the whole sequence comes back while the input gradient is computed.
+            x, gathering = start_gather_sequence(x, tp)
+        grad_x, exchanging = None, Pending()
+        if ctx.needs_input_grad[0]:
+            grad_x = grad.matmul(weight)
+            if ctx.entry == "replicated":
+                exchanging = all_reduce(grad_x, tp)
+            elif ctx.entry == "sequence":
+                grad_x, exchanging = start_scatter_sequence(grad_x, tp)
+        gathering.wait()
+
+        def weight_gradient() -> Tensor:
+            return grad.reshape(-1, grad.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient() if ctx.later is None else ctx.later.submit(weight, weight_gradient)
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
+        exchanging.wait()
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def parallel_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, later: WeightGradients | None = None
+) -> Tensor:
+    """y = x @ weight.T + bias, with the exchange that `entry` names.
+
+    Args:
+        x: [seq, batch, in], or [seq / tp, batch, in] for "sequence".
+        weight: [out, in] as this rank holds it.
+        bias: [out] or None.
+        entry: "local" (no exchange), "replicated" (gradients summed over tp), "sequence" (gathered, gradients scattered).
+        tp: the tensor-parallel axis.
+        later: where weight gradients may wait.
+
+    Returns: [seq, batch, out].
+    """
+    if later is None and (tp.size == 1 or entry == "local"):
+        return F.linear(x, weight, bias)
+    return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, later)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x @ W.T + b with W cut by rows over tp.  x: [seq, batch, in] -> [seq, batch, out / tp].
+
+    Args:
+        sections: the fused outputs (one, or q|k|v, or gate|up), each cut over tp on its own.
+        in_features: size of the input.
+        tp: the tensor-parallel axis.
+        bias_sections: logical names of the biases; empty for none.
+        sequence_parallel: x arrives as [seq / tp, batch, in].
+        gather_output: return [seq, batch, out] on every rank.
+        init, transposed: see `ParamSpec`.
+        later: where weight gradients may wait; None computes them in the backward.
+    """
+
+    def __init__(
+        self,
+        sections: tuple[Section, ...],
+        in_features: int,
+        tp: Axis,
+        *,
+        bias_sections: tuple[Section, ...] = (),
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        init: Init | None = None,
+        transposed: bool = False,
+        later: WeightGradients | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp, self.later, self.gather_output = tp, later, gather_output
+        self.entry: Entry = "sequence" if sequence_parallel else "replicated"
+        spec = ParamSpec(sections, in_features, 0, init or Init(), transposed=transposed)
+        self.specs = {"weight": spec}
+        self.weight = nn.Parameter(torch.empty(spec.local_shape(tp.size)))
+        if bias_sections:
+            self.specs["bias"] = bias_spec(spec, bias_sections)
+        self.bias = nn.Parameter(torch.empty(self.specs["bias"].local_shape(tp.size))) if bias_sections else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[seq or seq / tp, batch, in] -> [seq, batch, out / tp] (or out, when gathering)."""
+        y = parallel_linear(x, self.weight, self.bias, self.entry, self.tp, self.later)
+        return gather_features(y, self.tp) if self.gather_output else y
+
+
+class RowParallelLinear(nn.Module):
+    """y = x @ W.T + b with W cut by columns over tp.  x: [seq, batch, in / tp] -> [seq, batch, out].
+
+    Args:
+        section: the logical tensor.
+        in_features: size of the whole input; must divide by tp.
+        tp: the tensor-parallel axis.
+        bias_section: logical name of the bias, or None.  It is added once, after the sum.
+        sequence_parallel: return [seq / tp, batch, out].
+        scatter_input: x arrives whole, [seq, batch, in], and is cut here.
+        init, transposed: see `ParamSpec`.
+        later: where weight gradients may wait; None computes them in the backward.
+    """
+
+    def __init__(
+        self,
+        section: Section,
+        in_features: int,
+        tp: Axis,
+        *,
+        bias_section: Section | None = None,
+        sequence_parallel: bool = False,
+        scatter_input: bool = False,
+        init: Init | None = None,
+        transposed: bool = False,
+        later: WeightGradients | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp, self.later, self.scatter_input = tp, later, scatter_input
+        self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
+        spec = ParamSpec((section,), in_features, 1, init or Init(), transposed=transposed)
+        self.specs = {"weight": spec}
+        self.weight = nn.Parameter(torch.empty(spec.local_shape(tp.size)))
+        if bias_section:
+            self.specs["bias"] = bias_spec(spec, (bias_section,), sum_over_tp=sequence_parallel and tp.size > 1)
+        self.bias = nn.Parameter(torch.empty(bias_section.rows)) if bias_section else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[seq, batch, in / tp] (or in, when scattering) -> [seq or seq / tp, batch, out]."""
+        if self.scatter_input:
+            x = split_features(x, self.tp)
+        y = self.reduce(parallel_linear(x, self.weight, None, "local", self.tp, self.later), self.tp)
+        return y if self.bias is None else y + self.bias
+
+

@@ -1,0 +1,48 @@
+"""RMSNorm and LayerNorm over the hidden dimension.  Their weights are whole on every TP rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero.layers.spec import Init, vector_spec
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich 2019).  [..., hidden] -> [..., hidden].
+
+    Args:
+        name: prefix of the canonical name; the weight is `name.weight`.
+        hidden_size: size of the last dimension.
+        eps: added to the mean square.
+        sum_over_tp: each TP rank sees part of the sequence, so its gradient is partial.
+    """
+
+    def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.specs = {"weight": vector_spec(f"{name}.weight", hidden_size, Init("ones"), sum_over_tp=sum_over_tp)}
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight + bias (Ba et al. 2016).  [..., hidden] -> [..., hidden].  Arguments as `RMSNorm`."""
+
+    def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.specs = {
+            "weight": vector_spec(f"{name}.weight", hidden_size, Init("ones"), sum_over_tp=sum_over_tp),
+            "bias": vector_spec(f"{name}.bias", hidden_size, Init("zeros"), sum_over_tp=sum_over_tp),
+        }
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

@@ -1,0 +1,207 @@
+"""What a parameter is, globally: the one description that storage, initialisation, norm and checkpoint read.
+
+A module's own ("local") tensor is a stack of sections along dimension 0, each cut over TP.  In a checkpoint every section
+is a block of rows of one logical tensor under its Hugging Face name:
+
+    fused q|k|v, tp = 2                       logical tensors
+    rank 0  [ q0 | k0 | v0 ]                  q_proj = q0 q1
+    rank 1  [ q1 | k1 | v1 ]      <->         k_proj = k0 k1
+                                              v_proj = v0 v1
+
+Random numbers are keyed by the position in the logical tensor, so the fused layout and the cut leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megazero.layers.counter_rng import derive_key, normal
+
+_DRAW_ELEMENTS = 1 << 20  # elements drawn at a time, to bound the scratch memory
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: "normal" with standard deviation `std`, "zeros" or "ones"."""
+
+    kind: Literal["normal", "zeros", "ones"] = "normal"
+    std: float = 0.02
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows of a fused parameter that are one block of a logical tensor.
+
+    Args:
+        name: canonical (Hugging Face) name of the logical tensor.
+        rows: rows of the section, all TP ranks together.
+        offset: first of these rows in the logical tensor.
+        logical_rows: rows of the logical tensor; None when the section is all of it.
+    """
+
+    name: str
+    rows: int
+    offset: int = 0
+    logical_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a local parameter and where it lies in its logical tensor.
+
+    Args:
+        name: logical tensor.
+        local_rows: (start, stop) in the local tensor's dimension 0.
+        rows: (start, stop) in the logical tensor's dimension 0, before any transposition.
+        columns: (start, stop) in dimension 1; None for 1-D parameters.
+        shape: of the logical tensor, before any transposition.
+        transposed: the checkpoint stores the logical tensor as [columns, rows].
+    """
+
+    name: str
+    local_rows: tuple[int, int]
+    rows: tuple[int, int]
+    columns: tuple[int, int] | None
+    shape: tuple[int, ...]
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter of the model, whatever the cluster.
+
+    Args:
+        sections: the logical tensors, or parts of them, that are stacked along dimension 0.
+        columns: size of dimension 1; None for a 1-D parameter.
+        split: the dimension cut over TP (0 or 1), or None for a parameter that every TP rank holds.
+        init: how it starts.
+        sum_over_tp: a replicated parameter whose gradient on each TP rank covers only part of the sequence.
+        tied: the embedding that first and last pipeline stage share.
+        decay: whether weight decay applies.
+        transposed: stored [in, out] in a checkpoint (GPT-2's Conv1D).
+
+    A dimension that does not divide by TP is cut into ceil(size / tp) rows each; the last rank's surplus rows are padding:
+    zero, masked in use, and part of no logical tensor.
+    """
+
+    sections: tuple[Section, ...]
+    columns: int | None = None
+    split: Literal[0, 1] | None = None
+    init: Init = Init()
+    sum_over_tp: bool = False
+    tied: bool = False
+    decay: bool = True
+    transposed: bool = False
+
+    def local_shape(self, tp_size: int) -> tuple[int, ...]:
+        """Shape of one TP rank's tensor."""
+        cut = tp_size if self.split == 0 else 1
+        rows = sum(-(-section.rows // cut) for section in self.sections)
+        if self.columns is None:
+            return (rows,)
+        return rows, self.columns // tp_size if self.split == 1 else self.columns
+
+    @property
+    def logical_elements(self) -> int:
+        """Elements of the parameter, all TP ranks together, without padding."""
+        return sum(section.rows for section in self.sections) * (self.columns or 1)
+
+    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the logical tensors as a checkpoint stores them, by name."""
+        return {block.name: stored_shape(block) for block in self.blocks(0, 1)}
+
+    def blocks(self, tp_rank: int, tp_size: int) -> Iterator[Block]:
+        """Where each part of one TP rank's tensor lies in the logical tensors.
+
+        Args:
+            tp_rank, tp_size: place on the tensor-parallel axis.
+
+        Yields: blocks that cover the local tensor once, padding excepted.
+        """
+        columns = None
+        if self.columns is not None:
+            width = self.columns // tp_size if self.split == 1 else self.columns
+            start = width * tp_rank if self.split == 1 else 0
+            columns = (start, start + width)
+        first = 0
+        for section in self.sections:
+            part = -(-section.rows // tp_size) if self.split == 0 else section.rows
+            low = min(part * tp_rank, section.rows) if self.split == 0 else 0
+            high = min(low + part, section.rows)
+            total = section.logical_rows or section.rows
+            if high > low:
+                yield Block(
+                    section.name,
+                    (first, first + high - low),
+                    (section.offset + low, section.offset + high),
+                    columns,
+                    (total,) if self.columns is None else (total, self.columns),
+                    self.transposed,
+                )
+            first += part
+
+    def draw(self, out: Tensor, start: int, tp_rank: int, tp_size: int, seed: int) -> None:
+        """Fill part of a local tensor with its initial values.
+
+        Args:
+            out: fp32, 1-D; elements [start, start + len(out)) of the flattened local tensor.
+            start: first element.
+            tp_rank, tp_size: place on the tensor-parallel axis.
+            seed: the run's seed.
+        """
+        out.zero_()
+        width = 1 if self.columns is None else self.local_shape(tp_size)[1]
+        for block in self.blocks(tp_rank, tp_size):
+            low = max(block.local_rows[0] * width, start)
+            high = min(block.local_rows[1] * width, start + out.numel())
+            for at in range(low, high, _DRAW_ELEMENTS):
+                stop = min(at + _DRAW_ELEMENTS, high)
+                self._draw_block(out[at - start : stop - start], at, width, block, seed)
+
+    def _draw_block(self, out: Tensor, at: int, width: int, block: Block, seed: int) -> None:
+        if self.init.kind != "normal":
+            out.fill_(1.0 if self.init.kind == "ones" else 0.0)
+            return
+        local = torch.arange(at, at + out.numel(), dtype=torch.int64, device=out.device)
+        row = local // width - block.local_rows[0] + block.rows[0]
+        column = local % width + (block.columns[0] if block.columns else 0)
+        stored = stored_shape(block)
+        last = 1 if len(stored) == 1 else stored[1]
+        index = column * last + row if block.transposed else row * last + column
+        out.copy_(normal(derive_key(seed, block.name), index) * self.init.std)
+
+
+def stored_shape(block: Block) -> tuple[int, ...]:
+    """Shape of the block's logical tensor as a checkpoint stores it."""
+    return tuple(reversed(block.shape)) if block.transposed else block.shape
+
+
+def vector_spec(name: str, size: int, init: Init, *, split: Literal[0] | None = None, sum_over_tp: bool = False) -> ParamSpec:
+    """Spec of a norm weight or a bias: 1-D, never decayed."""
+    return ParamSpec((Section(name, size),), None, split, init, sum_over_tp, decay=False)
+
+
+def bias_spec(weight: ParamSpec, sections: tuple[Section, ...], *, sum_over_tp: bool = False) -> ParamSpec:
+    """Spec of the bias that goes with a linear layer's weight: zero at the start, never decayed."""
+    split = 0 if weight.split == 0 else None
+    return replace(
+        weight,
+        sections=sections,
+        columns=None,
+        split=split,
+        init=Init("zeros"),
+        sum_over_tp=sum_over_tp,
+        decay=False,
+        transposed=False,
+    )
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    """Elements of a shape."""
+    return prod(shape)

@@ -1,0 +1,229 @@
+"""Which rank talks to whom: a grid of ranks, its groups as data, then process groups.
+
+    order "tp-cp-dp-pp", tp=2 dp=2 pp=2            pp 0            pp 1
+    rank = tp + 2*dp + 4*pp                     dp 0   dp 1     dp 0   dp 1
+                                          tp 0   0      2        4      6
+                                          tp 1   1      3        5      7
+
+`RankGrid` is arithmetic and needs no process. `ParallelState` binds one rank of a grid to process groups and is handed
+down by argument. An axis of size 1 has no group, and nothing that runs over it makes a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+AXES = ("tp", "cp", "dp", "pp")
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Where one rank stands on each axis."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Sizes of the parallel axes and the order in which ranks fill them, innermost (nearest neighbours) first.
+
+    Args:
+        tp, cp, dp, pp: degree of tensor, context, data and pipeline parallelism.
+        order: the four axes joined by "-", innermost first.
+
+    Raises:
+        ValueError: a degree below 1, or an order that is not a permutation of the axes.
+
+    Source: Narayanan et al. 2021, section 3 (tensor parallelism inside a node, pipeline across nodes).
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    order: str = "tp-cp-dp-pp"
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.size(axis) < 1:
+                raise ValueError(f"{axis}={self.size(axis)} must be at least 1")
+        if sorted(self.order.split("-")) != sorted(AXES):
+            raise ValueError(f"order={self.order!r} must name each of {', '.join(AXES)} once, joined by '-'")
+
+    def size(self, axis: str) -> int:
+        """Degree of one axis."""
+        return int(getattr(self, axis))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return prod(self.size(axis) for axis in AXES)
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        strides, stride = {}, 1
+        for axis in self.order.split("-"):
+            strides[axis] = stride
+            stride *= self.size(axis)
+        return strides
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Place of `rank` on each axis.  Raises: ValueError for a rank outside the grid."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the grid of {self.world_size} ranks")
+        return Coordinate(**{axis: rank // self._strides[axis] % self.size(axis) for axis in AXES})
+
+    def rank(self, at: Coordinate) -> int:
+        """The rank at a coordinate."""
+        return sum(getattr(at, axis) * self._strides[axis] for axis in AXES)
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Ranks that differ from `rank` only on `axes`, in rank order.
+
+        Args:
+            rank: a rank of the grid; it is part of the group.
+            axes: one or more axis names; the group has the product of their sizes.
+        """
+        base = rank - sum(getattr(self.coordinate(rank), axis) * self._strides[axis] for axis in axes)
+        steps = ([i * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
+        return tuple(sorted(base + sum(combination) for combination in itertools.product(*steps)))
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Every group over `axes`: a partition of all ranks, ordered by first rank."""
+        others = [axis for axis in AXES if axis not in axes]
+        steps = ([i * self._strides[axis] for i in range(self.size(axis))] for axis in others)
+        bases = sorted(sum(combination) for combination in itertools.product(*steps))
+        return [self.group_of(base, *axes) for base in bases]
+
+    def embedding_group_of(self, rank: int) -> tuple[int, ...]:
+        """First and last pipeline stage at this rank's other coordinates: the two holders of tied embeddings.
+
+        One rank when pp = 1.  The group is defined for every rank; those in between are not members of it.
+        """
+        pipeline = self.group_of(rank, "pp")
+        return tuple(sorted({pipeline[0], pipeline[-1]}))
+
+
+class Traffic:
+    """Bytes that this rank sent, by (axis, operation), as ring volume.
+
+    Source: ring collectives send (n-1)/n of the full buffer per pass (Rajbhandari et al. 2020, section 7).
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes: Counter[tuple[str, str]] = Counter()
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    def add(self, axis: str, operation: str, sent_bytes: int) -> None:
+        """Count one call."""
+        self.sent_bytes[axis, operation] += sent_bytes
+        self.calls[axis, operation] += 1
+
+    def by_axis(self) -> dict[str, int]:
+        """Bytes sent over each axis, all operations together."""
+        totals: Counter[str] = Counter()
+        for (axis, _), sent in self.sent_bytes.items():
+            totals[axis] += sent
+        return dict(totals)
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.sent_bytes.clear()
+        self.calls.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One rank's view of a group: what every parallel layer and every collective takes as its argument.
+
+    Args:
+        name: "tp", "dp", ...; the key under which traffic is counted.
+        ranks: global ranks of the group, in order.
+        index: this rank's place among them.
+        group: the process group; None when the axis has one rank.
+        traffic: where collectives count their bytes.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on the axis."""
+        return len(self.ranks)
+
+
+class ParallelState:
+    """One rank of a grid with its process groups, made up front, once per distinct set of ranks.
+
+    Args:
+        grid: the rank grid; its world size must equal the number of running ranks.
+        rank: this rank.
+        device: where this rank computes.
+        timeout_seconds: how long a collective may wait for a peer.
+
+    Raises:
+        ValueError: the grid does not have as many ranks as were started.
+    """
+
+    def __init__(
+        self, grid: RankGrid, rank: int = 0, device: torch.device | None = None, timeout_seconds: float = 600
+    ) -> None:
+        running = dist.get_world_size() if dist.is_initialized() else 1
+        if grid.world_size != running:
+            raise ValueError(
+                f"tp*cp*dp*pp={grid.world_size} ranks are described but {running} were started; "
+                f"start {grid.world_size}, or change the degrees"
+            )
+        self.grid = grid
+        self.rank = rank
+        self.device = device or torch.device("cpu")
+        self.at = grid.coordinate(rank)
+        self.traffic = Traffic()
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)
+        self.model = self._axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
+        self.world = self._axis("world", tuple(range(grid.world_size)))
+        holders = grid.embedding_group_of(rank)
+        self.embedding = self._axis("embedding", holders if rank in holders else (rank,))
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head and computes the loss."""
+        return self.at.pp == self.grid.pp - 1
+
+    def _axis(self, name: str, ranks: Sequence[int]) -> Axis:
+        ranks = tuple(ranks)
+        return Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic)
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.grid.world_size:
+            return dist.group.WORLD
+        if ranks not in self._groups:
+            # Only members wait for one another, so making a group does not grow with the world.
+            group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+            self._groups[ranks] = group
+        return self._groups[ranks]

@@ -1,0 +1,116 @@
+"""A pipeline schedule as a value: one list of actions per rank, printable and comparable.
+
+    rank 0   F0 F1 F2 F3 B0 B1 B2 B3        F3 = forward of micro-batch 3, B3 = its backward
+    rank 1      F0 F1 F2 F3 B0 B1 B2 B3     F3.1 = on the rank's second model chunk
+
+Virtual stages are numbered along the model; `placement` says which (rank, chunk) runs each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What an action does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND = "SEND"
+    RECV = "RECV"
+
+
+@dataclass(frozen=True)
+class Action:
+    """A forward or a backward of one micro-batch on one model chunk."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One side of a message: the result of `carries`, from one pipeline rank to another.
+
+    Args:
+        kind: SEND or RECV.
+        carries: the forward or backward whose result travels, as the sender names it.
+        lands: the action that uses it, as the receiver names it.
+        peer: the other pipeline rank.
+    """
+
+    kind: Kind
+    carries: Action
+    lands: Action
+    peer: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}({self.carries}{'->' if self.kind is Kind.SEND else '<-'}{self.peer})"
+
+
+Placement = tuple[tuple[int, int], ...]
+"""Virtual stage -> (pipeline rank, chunk)."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What every pipeline rank computes, in order.
+
+    Args:
+        name: "gpipe", "1f1b", ...
+        microbatches: micro-batches of one step.
+        placement: where each virtual stage runs.
+        ranks: the actions of each pipeline rank.
+        has_backward: False for evaluation.
+    """
+
+    name: str
+    microbatches: int
+    placement: Placement
+    ranks: tuple[tuple[Action, ...], ...]
+    has_backward: bool = True
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """The virtual stage that a rank's chunk is."""
+        return self.placement.index((rank, chunk))
+
+    def source(self, rank: int, action: Action) -> tuple[int, Action] | None:
+        """The (rank, action) whose result `action` needs, or None for the first forward.
+
+        A forward needs the forward of the stage before; a backward the backward of the stage after, or on the last stage its
+        own forward.
+        """
+        stage = self.stage_of(rank, action.chunk)
+        if action.kind is Kind.FORWARD:
+            if stage == 0:
+                return None
+            before, chunk = self.placement[stage - 1]
+            return before, Action(Kind.FORWARD, action.microbatch, chunk)
+        if stage == len(self.placement) - 1:
+            return rank, Action(Kind.FORWARD, action.microbatch, action.chunk)
+        after, chunk = self.placement[stage + 1]
+        return after, Action(Kind.BACKWARD, action.microbatch, chunk)
+
+    def target(self, rank: int, action: Action) -> tuple[int, Action] | None:
+        """The (rank, action) that uses the result of `action` through a message or hand-over, or None."""
+        stage = self.stage_of(rank, action.chunk)
+        step = 1 if action.kind is Kind.FORWARD else -1
+        if not 0 <= stage + step < len(self.placement):
+            return None
+        other, chunk = self.placement[stage + step]
+        return other, Action(action.kind, action.microbatch, chunk)
+
+
+def straight(pp: int) -> Placement:
+    """One chunk per rank, in order."""
+    return tuple((rank, 0) for rank in range(pp))

@@ -1,0 +1,235 @@
+"""The proof of a schedule: it is played on paper before it runs, and its messages are put in an order that cannot deadlock.
+
+    simulate   who computes what when; refuses a schedule whose dependencies never come true
+    program    the same actions with SEND and RECV placed between them, every pair of ranks in one agreed order
+    prove      plays a program under the strictest rule: the messages of a pair pass one after the other, each only
+               once both sides have posted it
+
+[Note: agreed order]  All messages are put in one global order, that of the simulated time at which they are produced, and
+every rank posts its own in that order.  Take the earliest message that has not passed: both its ranks have finished all
+earlier ones, so neither can be stuck behind another message, and both get to post it.  Hence no deadlock, even where a
+send blocks until its receive is posted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from megazero.schedules.action import Action, Kind, Schedule, Transfer
+
+Program: TypeAlias = tuple[tuple[Action | Transfer, ...], ...]
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run, with the first offending action."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time of a forward, a backward and a hop between ranks, in any one unit."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    hop: float = 0.0
+
+    def of(self, action: Action) -> float:
+        """Time that an action takes."""
+        return self.forward if action.kind is Kind.FORWARD else self.backward
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action runs.
+
+    Args:
+        schedule: what was played.
+        spans: (rank, action) -> (start, end).
+    """
+
+    schedule: Schedule
+    spans: dict[tuple[int, Action], tuple[float, float]]
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end."""
+        return max(end for _, end in self.spans.values())
+
+    def idle(self, rank: int) -> float:
+        """Time within the makespan in which a rank computes nothing."""
+        return self.makespan - sum(end - start for (at, _), (start, end) in self.spans.items() if at == rank)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of all ranks' time."""
+        ranks = range(self.schedule.pp)
+        return sum(self.idle(rank) for rank in ranks) / (self.makespan * self.schedule.pp)
+
+
+def peak_activations(schedule: Schedule, rank: int) -> int:
+    """Most micro-batches (per chunk) whose activations a rank holds at once."""
+    held = peak = 0
+    for action in schedule.ranks[rank]:
+        held += 1 if action.kind is Kind.FORWARD else -1
+        peak = max(peak, held)
+    return peak
+
+
+def _check_complete(schedule: Schedule) -> None:
+    kinds = (Kind.FORWARD, Kind.BACKWARD) if schedule.has_backward else (Kind.FORWARD,)
+    for rank, actions in enumerate(schedule.ranks):
+        chunks = [chunk for at, chunk in schedule.placement if at == rank]
+        wanted = {Action(k, m, c) for k in kinds for m in range(schedule.microbatches) for c in chunks}
+        if repeated := [action for index, action in enumerate(actions) if action in actions[:index]]:
+            raise ScheduleError(f"{schedule.name}: rank {rank} runs {repeated[0]} twice")
+        if missing := wanted - set(actions):
+            raise ScheduleError(f"{schedule.name}: rank {rank} never runs {min(map(str, missing))}")
+        if surplus := set(actions) - wanted:
+            raise ScheduleError(f"{schedule.name}: rank {rank} runs {min(map(str, surplus))}, which is no part of a step")
+        for action in actions:
+            own = Action(Kind.FORWARD, action.microbatch, action.chunk)
+            if action.kind is Kind.BACKWARD and actions.index(own) > actions.index(action):
+                raise ScheduleError(f"{schedule.name}: rank {rank} runs {action} before {own}")
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Play a schedule.
+
+    Args:
+        schedule: what to play.
+        costs: time of each kind of action.
+
+    Raises:
+        ScheduleError: an action is missing or runs twice, or waits for one that can never come.
+    """
+    _check_complete(schedule)
+    costs = costs or Costs()
+    spans: dict[tuple[int, Action], tuple[float, float]] = {}
+    clock, at = [0.0] * schedule.pp, [0] * schedule.pp
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            while at[rank] < len(actions):
+                action = actions[at[rank]]
+                source = schedule.source(rank, action)
+                if source is not None and source not in spans:
+                    break
+                ready = 0.0
+                if source is not None:
+                    ready = spans[source][1] + (costs.hop if source[0] != rank else 0.0)
+                start = max(clock[rank], ready)
+                clock[rank] = start + costs.of(action)
+                spans[rank, action] = (start, clock[rank])
+                at[rank] += 1
+                moved = True
+    for rank, actions in enumerate(schedule.ranks):
+        if at[rank] < len(actions):
+            action = actions[at[rank]]
+            source = schedule.source(rank, action)
+            waits = "" if source is None else f", which waits for {source[1]} on rank {source[0]}"
+            raise ScheduleError(f"{schedule.name}: deadlock; rank {rank} stops at {action}{waits}")
+    return Timeline(schedule, spans)
+
+
+def program(schedule: Schedule) -> Program:
+    """Place sends and receives among the actions, and prove the result.
+
+    Raises:
+        ScheduleError: as `simulate` and `prove`.
+    """
+    spans = simulate(schedule).spans
+    messages = sorted(
+        (spans[rank, action][1], rank, index, action, target)
+        for rank, actions in enumerate(schedule.ranks)
+        for index, action in enumerate(actions)
+        if (target := schedule.target(rank, action)) is not None and target[0] != rank
+    )
+    # Per rank: transfers to post before action i (index len(actions): after the last), in global message order.
+    posts: list[list[tuple[int, Transfer]]] = [[] for _ in range(schedule.pp)]
+    for time, sender, index, action, (receiver, use) in messages:
+        _place(posts[sender], index + 1, Transfer(Kind.SEND, action, use, receiver))
+        ahead = next(
+            i for i, own in enumerate(schedule.ranks[receiver]) if spans[receiver, own][1] >= time or own == use
+        )
+        _place(posts[receiver], ahead, Transfer(Kind.RECV, action, use, sender))
+    placed = tuple(_merge(actions, posts[rank]) for rank, actions in enumerate(schedule.ranks))
+    prove(schedule, placed)
+    return placed
+
+
+def _place(posts: list[tuple[int, Transfer]], before: int, transfer: Transfer) -> None:
+    """Post a transfer before action `before`, or later when an earlier message is posted later."""
+    posts.append((max(before, posts[-1][0]) if posts else before, transfer))
+
+
+def _merge(actions: tuple[Action, ...], posts: list[tuple[int, Transfer]]) -> tuple[Action | Transfer, ...]:
+    merged: list[Action | Transfer] = []
+    for index in range(len(actions) + 1):
+        merged += [transfer for before, transfer in posts if before == index]
+        merged += actions[index : index + 1]
+    return tuple(merged)
+
+
+def prove(schedule: Schedule, placed: Program) -> None:
+    """Play a program with in-order, rendezvous messages.
+
+    Args:
+        schedule: the schedule that the program was made from.
+        placed: actions with transfers among them.
+
+    Raises:
+        ScheduleError: a rank waits for ever, a message is used before it was received or sent before it was computed, or a
+            message has only one side.
+    """
+    at = [0] * len(placed)
+    posted: list[list[Transfer]] = [[] for _ in placed]
+    arrived: list[set[tuple[Action, int]]] = [set() for _ in placed]
+    done: list[set[Action]] = [set() for _ in placed]
+    moved = True
+    while moved:
+        moved = False
+        for rank, steps in enumerate(placed):
+            while at[rank] < len(steps):
+                step = steps[at[rank]]
+                if isinstance(step, Transfer):
+                    if step.kind is Kind.SEND and step.carries not in done[rank]:
+                        raise ScheduleError(f"{schedule.name}: rank {rank} posts {step} before {step.carries}")
+                    posted[rank].append(step)
+                elif not _ready(schedule, rank, step, arrived[rank], done[rank]):
+                    break
+                else:
+                    done[rank].add(step)
+                at[rank] += 1
+                moved = True
+            moved |= _pass_messages(rank, posted, arrived)
+    for rank, steps in enumerate(placed):
+        if at[rank] < len(steps):
+            raise ScheduleError(f"{schedule.name}: deadlock; rank {rank} stops at {steps[at[rank]]}")
+        if posted[rank]:
+            raise ScheduleError(f"{schedule.name}: rank {rank} posts {posted[rank][0]}, which no rank answers")
+
+
+def _ready(
+    schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Action, int]], done: set[Action]
+) -> bool:
+    source = schedule.source(rank, action)
+    if source is None:
+        return True
+    return source[1] in done if source[0] == rank else (source[1], source[0]) in arrived
+
+
+def _pass_messages(rank: int, posted: list[list[Transfer]], arrived: list[set[tuple[Action, int]]]) -> bool:
+    """Pass the messages at the head of both queues of a pair; a rank's queue moves strictly in order."""
+    moved = False
+    while posted[rank]:
+        head = posted[rank][0]
+        other = posted[head.peer]
+        if not other or other[0].peer != rank or other[0].carries != head.carries or other[0].kind is head.kind:
+            return moved
+        receiver, sender = (rank, head.peer) if head.kind is Kind.RECV else (head.peer, rank)
+        arrived[receiver].add((head.carries, sender))
+        posted[rank].pop(0)
+        other.pop(0)
+        moved = True
+    return moved

@@ -1,0 +1,350 @@
+"""The yardstick: Llama, GPT-2 and AdamW in plain formulas, on one process, in any floating dtype.
+
+A parallel run is right when it computes what this file computes. So nothing here comes from the package under test:
+a model is a dict of tensors under the Hugging Face names, and a forward pass is a function of that dict.
+
+    weights, tokens -> logits -> loss_sum / count -> gradients -> clip -> AdamW
+                       `-- labels: the token that follows each position, -100 where none is to be learned
+
+Letters in shapes: b batch, s sequence, d hidden, h heads, k key-value heads, e head dimension, v vocabulary.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the label of a position that carries no loss
+
+
+@dataclass(frozen=True)
+class PlainConfig:
+    """The shape of one model.
+
+    Raises: ValueError for a shape that neither family has.
+    """
+
+    family: str  # "llama" | "gpt2"
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_hidden_size: int
+    vocab_size: int
+    seq_len: int  # the rows of GPT-2's position table; Llama has none
+    tie_embeddings: bool
+    norm_eps: float
+    rope_theta: float  # Llama only
+
+    def __post_init__(self) -> None:
+        if self.family not in ("llama", "gpt2"):
+            raise ValueError(f"family={self.family!r} is unknown; use 'llama' or 'gpt2'")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size={self.hidden_size} must divide by num_heads={self.num_heads}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must divide by num_kv_heads={self.num_kv_heads}")
+        if self.family == "llama" and self.head_dim % 2:
+            raise ValueError(f"RoPE turns pairs, so the head dimension must be even; got {self.head_dim}")
+        if self.family == "gpt2" and self.num_kv_heads != self.num_heads:
+            raise ValueError(f"gpt2 needs num_kv_heads=num_heads={self.num_heads}; got {self.num_kv_heads}")
+        if self.family == "gpt2" and not self.tie_embeddings:
+            raise ValueError("gpt2 has no head of its own; set tie_embeddings=True")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names and shapes
+
+
+def parameter_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter's Hugging Face name and shape, in the order of `named_parameters()`."""
+    return _llama_shapes(config) if config.family == "llama" else _gpt2_shapes(config)
+
+
+def _llama_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
+    """Matrices lie as in `torch.nn.Linear`: [out, in]."""
+    d, f, kv = config.hidden_size, config.ffn_hidden_size, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, d)}
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.self_attn.q_proj.weight": (d, d),
+            f"{layer}.self_attn.k_proj.weight": (kv, d),
+            f"{layer}.self_attn.v_proj.weight": (kv, d),
+            f"{layer}.self_attn.o_proj.weight": (d, d),
+            f"{layer}.mlp.gate_proj.weight": (f, d),
+            f"{layer}.mlp.up_proj.weight": (f, d),
+            f"{layer}.mlp.down_proj.weight": (d, f),
+            f"{layer}.input_layernorm.weight": (d,),
+            f"{layer}.post_attention_layernorm.weight": (d,),
+        }
+    shapes["model.norm.weight"] = (d,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, d)
+    return shapes
+
+
+def _gpt2_shapes(config: PlainConfig) -> dict[str, tuple[int, ...]]:
+    """Matrices lie as in Hugging Face's `Conv1D`: [in, out]."""
+    d, f = config.hidden_size, config.ffn_hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (config.vocab_size, d),
+        "transformer.wpe.weight": (config.seq_len, d),
+    }
+    for i in range(config.num_layers):
+        layer = f"transformer.h.{i}"
+        shapes |= {
+            f"{layer}.ln_1.weight": (d,),
+            f"{layer}.ln_1.bias": (d,),
+            f"{layer}.attn.c_attn.weight": (d, 3 * d),
+            f"{layer}.attn.c_attn.bias": (3 * d,),
+            f"{layer}.attn.c_proj.weight": (d, d),
+            f"{layer}.attn.c_proj.bias": (d,),
+            f"{layer}.ln_2.weight": (d,),
+            f"{layer}.ln_2.bias": (d,),
+            f"{layer}.mlp.c_fc.weight": (d, f),
+            f"{layer}.mlp.c_fc.bias": (f,),
+            f"{layer}.mlp.c_proj.weight": (f, d),
+            f"{layer}.mlp.c_proj.bias": (d,),
+        }
+    return shapes | {"transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
+
+
+def decays(name: str, shape: tuple[int, ...]) -> bool:
+    """Weight decay falls on matrices, embeddings among them; never on biases and norms."""
+    return len(shape) >= 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model
+
+
+def logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor) -> Tensor:
+    """Scores of the next token.  tokens: [b, s] -> [b, s, v], in the dtype of the weights."""
+    forward = _llama_logits if config.family == "llama" else _gpt2_logits
+    return forward(weights, config, tokens)
+
+
+def _llama_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor) -> Tensor:
+    """Touvron et al. 2023: RMSNorm before each block, RoPE, SwiGLU, no biases."""
+    embedding = weights["model.embed_tokens.weight"]
+    x = embedding[tokens]
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+
+        normed = rms_norm(x, weights[f"{layer}.input_layernorm.weight"], config.norm_eps)
+        q = split_heads(normed @ weights[f"{layer}.self_attn.q_proj.weight"].T, config.num_heads)
+        k = split_heads(normed @ weights[f"{layer}.self_attn.k_proj.weight"].T, config.num_kv_heads)
+        v = split_heads(normed @ weights[f"{layer}.self_attn.v_proj.weight"].T, config.num_kv_heads)
+        mixed = causal_attention(rope(q, config.rope_theta), rope(k, config.rope_theta), v)
+        x = x + mixed @ weights[f"{layer}.self_attn.o_proj.weight"].T
+
+        normed = rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], config.norm_eps)
+        gate = normed @ weights[f"{layer}.mlp.gate_proj.weight"].T
+        up = normed @ weights[f"{layer}.mlp.up_proj.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
+
+    x = rms_norm(x, weights["model.norm.weight"], config.norm_eps)
+    head = embedding if config.tie_embeddings else weights["lm_head.weight"]
+    return x @ head.T
+
+
+def _gpt2_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor) -> Tensor:
+    """Radford et al. 2019: LayerNorm before each block, learned positions, biases everywhere, tied head."""
+    if tokens.shape[1] > config.seq_len:
+        raise ValueError(f"{tokens.shape[1]} tokens in a row, but the position table has seq_len={config.seq_len} rows")
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], config.norm_eps)
+
+    embedding = weights["transformer.wte.weight"]
+    x = embedding[tokens] + weights["transformer.wpe.weight"][: tokens.shape[1]]
+    for i in range(config.num_layers):
+        layer = f"transformer.h.{i}"
+        qkv = linear(norm(x, f"{layer}.ln_1"), f"{layer}.attn.c_attn")
+        q, k, v = (split_heads(part, config.num_heads) for part in qkv.split(config.hidden_size, dim=-1))
+        x = x + linear(causal_attention(q, k, v), f"{layer}.attn.c_proj")
+        up = linear(norm(x, f"{layer}.ln_2"), f"{layer}.mlp.c_fc")
+        x = x + linear(gelu_tanh(up), f"{layer}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ embedding.T
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[b, s, heads * e] -> [b, heads, s, e]."""
+    b, s, width = x.shape
+    return x.view(b, s, heads, width // heads).transpose(1, 2)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(e)) v, each position looking at itself and those before it.
+
+    q: [b, h, s, e]; k, v: [b, k, s, e], each serving h / k query heads in a row -> [b, s, h * e].
+    Source: Vaswani et al. 2017; grouped heads, Ainslie et al. 2023.
+    """
+    b, h, s, e = q.shape
+    k = k.repeat_interleave(h // k.shape[1], dim=1)
+    v = v.repeat_interleave(h // v.shape[1], dim=1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(e)
+    future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(diagonal=1)
+    probabilities = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    return (probabilities @ v).transpose(1, 2).reshape(b, s, h * e)
+
+
+def rope(x: Tensor, theta: float) -> Tensor:
+    """Turn the pair (x[i], x[i + e/2]) at position p by the angle p * theta^(-2i/e).  x: [b, h, s, e].
+    Source: Su et al. 2021, with Hugging Face's pairing of the two halves."""
+    s, e = x.shape[-2:]
+    frequencies = theta ** (-torch.arange(0, e, 2, dtype=x.dtype, device=x.device) / e)
+    angles = torch.outer(torch.arange(s, dtype=x.dtype, device=x.device), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis (Zhang & Sennrich 2019)."""
+    return x / torch.sqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """(x - mean) / std * weight + bias over the last axis (Ba et al. 2016)."""
+    centred = x - x.mean(dim=-1, keepdim=True)
+    return centred / torch.sqrt(centred.square().mean(dim=-1, keepdim=True) + eps) * weight + bias
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GPT-2's GELU (Hendrycks & Gimpel 2016, the tanh approximation; `gelu_new` at Hugging Face)."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loss
+
+
+def loss_sum(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Sum of -log p(label) over the positions whose label is not -100; a scalar, in nats.
+
+    Args:
+        tokens: [b, s].
+        labels: [b, s], already shifted: labels[:, t] is what position t should predict.
+    """
+    kept = labels != IGNORED
+    scores = logits(weights, config, tokens)[kept]
+    of_label = scores.gather(-1, labels[kept].unsqueeze(-1)).squeeze(-1)
+    return (scores.logsumexp(dim=-1) - of_label).sum()
+
+
+def count(labels: Tensor) -> int:
+    """How many positions carry loss."""
+    return int((labels != IGNORED).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """What one step saw, before it changed the weights."""
+
+    loss: float  # nats per unmasked token
+    grad_norm: float  # before clipping
+    gradients: dict[str, Tensor]  # before clipping
+
+
+class PlainTrainer:
+    """AdamW with global-norm clipping on whole batches.
+
+    Args:
+        weights: exactly the names and shapes of `parameter_shapes(config)`; copied, so the caller's stay as they are.
+        lr: used by every step that brings none of its own.
+        grad_clip: the largest gradient norm let through; 0 turns clipping off.
+        dtype: of the weights, the moments and all arithmetic.
+
+    Raises: ValueError when a weight is missing, left over or of the wrong shape.
+    """
+
+    def __init__(  # noqa: PLR0917 - the order of the formulas
+        self,
+        weights: Mapping[str, Tensor],
+        config: PlainConfig,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        grad_clip: float,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        _check_shapes(weights, config)
+        self.config = config
+        self.lr, self.betas, self.eps = lr, betas, eps
+        self.weight_decay, self.grad_clip = weight_decay, grad_clip
+        self.weights = {
+            name: weights[name].detach().to(dtype, copy=True).requires_grad_() for name in parameter_shapes(config)
+        }
+        self.first_moment = {name: torch.zeros_like(w, requires_grad=False) for name, w in self.weights.items()}
+        self.second_moment = {name: torch.zeros_like(w, requires_grad=False) for name, w in self.weights.items()}
+        self.steps_taken = 0
+
+    def gradients(self, tokens: Tensor, labels: Tensor) -> tuple[float, dict[str, Tensor]]:
+        """The mean loss over all unmasked tokens of the batch, and its gradient by name.  tokens, labels: [b, s].
+
+        Raises: ValueError when every label is masked, for then there is no mean.
+        """
+        unmasked = count(labels)
+        if unmasked == 0:
+            raise ValueError(f"all {labels.numel()} labels are {IGNORED}; a batch needs at least one token to learn")
+        loss = loss_sum(self.weights, self.config, tokens, labels) / unmasked
+        by_weight = torch.autograd.grad(loss, list(self.weights.values()))
+        return loss.item(), dict(zip(self.weights, by_weight, strict=True))
+
+    @staticmethod
+    def gradient_norm(gradients: Mapping[str, Tensor]) -> float:
+        """The length of all gradients laid end to end, summed in fp64."""
+        return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
+
+    def step(self, tokens: Tensor, labels: Tensor, lr: float | None = None) -> PlainStep:
+        """Train on one global batch; `lr` takes the place of the trainer's own for this step only."""
+        loss, gradients = self.gradients(tokens, labels)
+        norm = self.gradient_norm(gradients)
+        scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0
+        clipped = {name: g * scale for name, g in gradients.items()}
+        self._adamw(clipped, self.lr if lr is None else lr)
+        return PlainStep(loss, norm, gradients)
+
+    @torch.no_grad()
+    def _adamw(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Loshchilov & Hutter 2019, algorithm 2, with the decay scaled by the learning rate as in PyTorch:
+
+        p <- p (1 - lr wd);   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
+        p <- p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+        """
+        self.steps_taken += 1
+        t, (b1, b2) = self.steps_taken, self.betas
+        for name, p in self.weights.items():
+            g, m, v = gradients[name], self.first_moment[name], self.second_moment[name]
+            if decays(name, tuple(p.shape)):
+                p.copy_(p * (1 - lr * self.weight_decay))
+            m.copy_(b1 * m + (1 - b1) * g)
+            v.copy_(b2 * v + (1 - b2) * g * g)
+            m_hat = m / (1 - b1**t)
+            v_hat = v / (1 - b2**t)
+            p.copy_(p - lr * m_hat / (v_hat.sqrt() + self.eps))
+
+
+def _check_shapes(weights: Mapping[str, Tensor], config: PlainConfig) -> None:
+    expected = parameter_shapes(config)
+    missing, extra = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    if missing or extra:
+        raise ValueError(f"weights do not fit the config: missing {missing}, left over {extra}")
+    for name, shape in expected.items():
+        if tuple(weights[name].shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(weights[name].shape)}; the config asks for {shape}")

@@ -1,0 +1,266 @@
+"""Bucket layouts: each parameter once, shards even to the element, traits in contiguous runs."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazero.layers.spec import ParamSpec, Section
+from megazero.parallel_state import Axis
+from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, intersect, plan_buckets
+
+laws = settings(deadline=None, max_examples=200)
+shapes = st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple)
+traits = st.tuples(st.booleans(), st.sampled_from([0, 1, None]), st.booleans())
+
+
+def parameter(index: int, shape: tuple[int, ...], unit: int = 0, tied: bool = False, trait=(True, 0, False)) -> ParamInfo:
+    decay, split, sum_over_tp = trait
+    sections = (Section(f"p{index}", shape[0]),)
+    columns = shape[1] if len(shape) > 1 else None
+    spec = ParamSpec(sections, columns, split, decay=decay, sum_over_tp=sum_over_tp, tied=tied)
+    return ParamInfo(f"p{index}", shape, spec, unit)
+
+
+@st.composite
+def models(draw) -> list[ParamInfo]:
+    """Parameters in forward order: unit indices rise, some units are empty, about one in eight parameters is tied."""
+    infos, unit = [], 0
+    for index in range(draw(st.integers(1, 25))):
+        unit += draw(st.sampled_from([0, 0, 0, 1, 2]))
+        tied = draw(st.integers(0, 7)) == 7
+        infos.append(parameter(index, draw(shapes), unit, tied, draw(traits)))
+    return infos
+
+
+plans = st.fixed_dictionaries(
+    {"by_unit": st.booleans(), "bucket_elements": st.integers(1, 200), "shards": st.integers(1, 9)}
+)
+
+
+def elements(info: ParamInfo) -> int:
+    return torch.Size(info.shape).numel()
+
+
+def members(layout: BucketLayout) -> list[ParamInfo]:
+    return [slot.info for slot in layout.slots]
+
+
+def in_forward_order(layout: BucketLayout) -> list[ParamInfo]:
+    return sorted(members(layout), key=lambda info: int(info.name[1:]))
+
+
+def painted(layout: BucketLayout) -> list[ParamInfo | None]:
+    """Whose each element of the flat buffer is."""
+    owners: list[ParamInfo | None] = [None] * layout.padded_numel
+    for slot in layout.slots:
+        for element in range(slot.start, slot.start + elements(slot.info)):
+            assert owners[element] is None
+            owners[element] = slot.info
+    return owners
+
+
+# ---- layouts
+
+
+@laws
+@given(infos=models(), plan=plans)
+def test_every_parameter_is_in_one_bucket(infos, plan):
+    layouts = plan_buckets(infos, **plan)
+    assert sorted(info.name for layout in layouts for info in members(layout)) == sorted(info.name for info in infos)
+
+
+@laws
+@given(infos=models(), plan=plans)
+def test_slots_do_not_overlap_and_padding_is_only_at_the_end(infos, plan):
+    for layout in plan_buckets(infos, **plan):
+        count = sum(elements(info) for info in members(layout))
+        owners = painted(layout)
+        assert layout.numel == count
+        assert None not in owners[:count]
+        assert owners[count:] == [None] * (layout.padded_numel - count)
+        assert all(slot.stop - slot.start == elements(slot.info) for slot in layout.slots)
+        assert layout.whole == Run(0, layout.padded_numel)
+
+
+@laws
+@given(infos=models(), plan=plans)
+def test_shards_cover_the_padded_bucket_once_and_are_equal(infos, plan):
+    for layout in plan_buckets(infos, **plan):
+        shards = [layout.shard(index) for index in range(plan["shards"])]
+        covered = list(itertools.chain(*(range(shard.start, shard.stop) for shard in shards)))
+        assert covered == list(range(layout.padded_numel))
+        assert {shard.stop - shard.start for shard in shards} == {layout.shard_numel}
+
+
+@laws
+@given(infos=models(), plan=plans)
+def test_padding_is_less_than_16_elements_per_shard_and_none_without_sharding(infos, plan):
+    for layout in plan_buckets(infos, **plan):
+        padding = layout.padded_numel - layout.numel
+        assert 0 <= padding < plan["shards"] * 16
+        assert plan["shards"] > 1 or padding == 0
+        assert plan["shards"] == 1 or layout.shard_numel % 16 == 0  # 64 bytes in fp32
+
+
+@laws
+@given(infos=models(), plan=plans)
+def test_runs_cover_exactly_the_slots_with_their_trait(infos, plan):
+    for layout in plan_buckets(infos, **plan):
+        owners = painted(layout)
+        for key in (
+            lambda spec: spec.decay,
+            lambda spec: spec.split is None,
+            lambda spec: spec.sum_over_tp,
+            lambda spec: (spec.decay, spec.split is None, spec.sum_over_tp),
+        ):
+            seen = [0] * layout.padded_numel
+            for value, run in layout.runs(key):
+                for element in range(run.start, run.stop):
+                    seen[element] += 1
+                    assert key(owners[element].spec) == value
+            assert seen == [int(owner is not None) for owner in owners]
+
+
+@laws
+@given(infos=models(), plan=plans)
+def test_each_combination_of_traits_is_one_run(infos, plan):
+    for layout in plan_buckets(infos, **plan):
+        for key in (lambda s: s.decay, lambda s: (s.decay, s.split is None), lambda s: (s.decay, s.split is None, s.sum_over_tp)):
+            values = [value for value, _ in layout.runs(key)]
+            assert len(values) == len(set(values))
+
+
+# ---- which bucket
+
+
+@laws
+@given(infos=models(), shards=st.integers(1, 9), bucket_elements=st.integers(1, 200))
+def test_by_unit_gives_a_bucket_per_unit_in_forward_order_and_one_per_tied_parameter(infos, shards, bucket_elements):
+    layouts = plan_buckets(infos, by_unit=True, bucket_elements=bucket_elements, shards=shards)
+    free = [layout for layout in layouts if not layout.tied]
+    units = sorted({info.unit for info in infos if not info.spec.tied})
+    assert [layout.unit for layout in free] == units
+    for layout, unit in zip(free, units, strict=True):
+        assert in_forward_order(layout) == [info for info in infos if info.unit == unit and not info.spec.tied]
+
+
+@laws
+@given(infos=models(), shards=st.integers(1, 9), bucket_elements=st.integers(1, 200))
+def test_other_buckets_follow_the_backward_and_close_at_their_size(infos, shards, bucket_elements):
+    layouts = plan_buckets(infos, by_unit=False, bucket_elements=bucket_elements, shards=shards)
+    free = [layout for layout in layouts if not layout.tied]
+    backward = [info for layout in free for info in reversed(in_forward_order(layout))]
+    assert backward == [info for info in reversed(infos) if not info.spec.tied]
+    for layout in free:
+        first_in_forward = in_forward_order(layout)[0]
+        assert layout.numel - elements(first_in_forward) < bucket_elements  # was still open when the last came in
+        assert layout.unit == min(info.unit for info in members(layout))
+    assert all(layout.numel >= bucket_elements for layout in free[:-1])
+
+
+@laws
+@given(infos=models(), plan=plans)
+def test_a_tied_parameter_has_a_bucket_of_its_own_equal_on_both_stages(infos, plan):
+    for layout in plan_buckets(infos, **plan):
+        assert layout.tied == any(info.spec.tied for info in members(layout))
+        if layout.tied:
+            assert len(layout.slots) == 1
+            # The other stage holds other parameters beside it.
+            (other,) = plan_buckets([layout.slots[0].info], **plan)
+            assert other == layout
+
+
+def test_buckets_of_a_small_model_by_hand():
+    sizes = [40, 10, 30, 30, 5, 60]  # forward order
+    infos = [parameter(index, (size,), unit=index // 2) for index, size in enumerate(sizes)]
+    by_size = plan_buckets(infos, by_unit=False, bucket_elements=64, shards=4)
+    assert [sorted(info.name for info in members(layout)) for layout in by_size] == [
+        ["p4", "p5"],
+        ["p1", "p2", "p3"],
+        ["p0"],
+    ]
+    assert [(layout.numel, layout.shard_numel, layout.padded_numel) for layout in by_size] == [
+        (65, 32, 128),
+        (70, 32, 128),
+        (40, 16, 64),
+    ]
+    by_unit = plan_buckets(infos, by_unit=True, bucket_elements=64, shards=1)
+    assert [(layout.unit, layout.padded_numel) for layout in by_unit] == [(0, 50), (1, 60), (2, 65)]
+
+
+@given(*[st.integers(0, 12)] * 4)
+def test_an_intersection_is_the_common_elements(a, b, c, d):
+    common = set(range(a, b)) & set(range(c, d))
+    run = intersect(Run(a, b), Run(c, d))
+    assert (set() if run is None else set(range(run.start, run.stop))) == common
+
+
+# ---- storage
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
+    """Rajbhandari et al. 2020, figure 1: stage 1 shards the optimizer state, 2 the gradients too, 3 the weights too."""
+    dp = 4
+    (layout,) = plan_buckets([parameter(0, (10, 10)), parameter(1, (7,))], by_unit=True, bucket_elements=1, shards=dp)
+    whole, shard = 128, 32  # 107 elements in four shards of a multiple of 16
+    lent = torch.zeros(whole, dtype=dtype) if zero_stage == 3 else None
+    for rank in range(dp):
+        axis = Axis("dp", tuple(range(dp)), rank)
+        bucket = Bucket(layout, zero_stage, dtype, axis, lent, torch.device("cpu"))
+        keeps_weights = bucket.weight_shard.untyped_storage().nbytes() // dtype.itemsize
+        assert keeps_weights == (shard if zero_stage == 3 else whole)
+        assert bucket.gradient.untyped_storage().nbytes() // 4 == (shard if zero_stage >= 2 else whole)
+        assert bucket.master.numel() == (shard if zero_stage >= 1 else whole)
+        assert bucket.gradient.numel() == bucket.weight_shard.numel() == bucket.master.numel()
+        assert bucket.master.dtype == bucket.gradient.dtype == torch.float32
+        assert (bucket.master.data_ptr() == bucket.weight_shard.data_ptr()) == (dtype == torch.float32)
+        assert bucket.counted == Run(rank * shard, (rank + 1) * shard)
+        assert bucket.owned == (Run(0, whole) if zero_stage == 0 else bucket.counted)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
+    (layout,) = plan_buckets([parameter(0, (5, 3))], by_unit=True, bucket_elements=1, shards=1)
+    bucket = Bucket(layout, zero_stage, torch.float32, Axis("dp"), None, torch.device("cpu"))
+    assert bucket.owned == bucket.counted == Run(0, 15)
+    assert bucket.master.data_ptr() == bucket.weights.data_ptr()
+    assert bucket.full_gradient is not None
+    assert bucket.gradient.data_ptr() == bucket.full_gradient.data_ptr()
+
+
+def test_module_weights_are_views_of_the_bucket():
+    infos = [parameter(0, (2, 3)), parameter(1, (4,), trait=(False, None, False)), parameter(2, (0, 3))]
+    (layout,) = plan_buckets(infos, by_unit=True, bucket_elements=1, shards=1)
+    bucket = Bucket(layout, 0, torch.float32, Axis("dp"), None, torch.device("cpu"))
+    bucket.weights.copy_(torch.arange(10))
+    views = {slot.info.name: bucket.module_view(slot) for slot in layout.slots}
+    assert {name: tuple(view.shape) for name, view in views.items()} == {"p0": (2, 3), "p1": (4,), "p2": (0, 3)}
+    assert sorted(torch.cat([view.flatten() for view in views.values()]).tolist()) == list(range(10))
+    views["p0"].fill_(-1)
+    views["p1"].fill_(-2)
+    assert sorted(bucket.weights.tolist()) == [-2] * 4 + [-1] * 6
+
+
+def test_refilling_the_bucket_does_not_look_like_a_change_of_saved_weights():
+    (layout,) = plan_buckets([parameter(0, (3, 3))], by_unit=True, bucket_elements=1, shards=1)
+    bucket = Bucket(layout, 3, torch.float32, Axis("dp"), None, torch.device("cpu"))
+    weight = bucket.module_view(layout.slots[0]).requires_grad_()
+    bucket.weights.fill_(2.0)
+    x = torch.ones(1, 3, requires_grad=True)
+    y = (x @ weight).sum()
+    bucket.weights.zero_()
+    bucket.weights.fill_(2.0)
+    y.backward()
+    assert x.grad.tolist() == [[6.0, 6.0, 6.0]]
+
+
+def test_owned_parts_are_addressed_by_their_place_in_the_bucket():
+    (layout,) = plan_buckets([parameter(0, (64,))], by_unit=True, bucket_elements=1, shards=4)
+    bucket = Bucket(layout, 2, torch.float32, Axis("dp", (0, 1, 2, 3), 2), None, torch.device("cpu"))
+    bucket.gradient.copy_(torch.arange(32.0, 48.0))
+    assert bucket.owned_part(bucket.gradient, Run(35, 40)).tolist() == [35, 36, 37, 38, 39]

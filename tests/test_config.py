@@ -1,0 +1,437 @@
+"""The run file: what it accepts, what it derives, and what it says when it is wrong."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, save_config, to_toml
+from megazero.config.derive import cache_directory, complete_batch
+from megazero.config.document import document_keys, to_markdown
+from megazero.config.schema import DataConfig, DataSource, sections
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text: str) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+def problems(path: Path, *overrides: str, world_size: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, overrides, world_size)
+    return [str(problem) for problem in raised.value.problems]
+
+
+# What a file gives
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_an_empty_file_is_a_run_at_every_degree(family, tp):
+    for pp in range(1, 25):
+        for dp in (1, 3):
+            parallel = {"tp": tp, "pp": pp, "sequence_parallel": True}
+            config = RunConfig.model_validate({"model": {"family": family}, "parallel": parallel})
+            run = resolve(config, tp * pp * dp)
+            assert (run.dp, run.micro_batch_size, run.accumulation) == (dp, 1, pp)
+            assert run.global_batch_size == dp * pp
+
+
+def test_the_world_is_what_the_command_starts_unless_told(write):
+    path = write("[launch]\nnproc_per_node = 4\n[parallel]\ntp = 2")
+    assert load_config(path, [], None).dp == 2
+    assert load_config(path, [], 16).dp == 8
+    assert load_config(path, ["launch.nproc_per_node=6"]).world_size == 6
+
+
+@pytest.mark.parametrize(
+    ("family", "hidden", "ffn", "ties"),
+    # 8/3 * 768 = 2048 is a multiple of 256 already; 8/3 * 1024 = 2730.7 -> 11*256; Llama 7B: 4096 -> 11008 = 43*256.
+    [
+        ("llama", 768, 2048, False),
+        ("llama", 1024, 2816, False),
+        ("llama", 4096, 11008, False),
+        ("gpt2", 768, 3072, True),
+    ],
+)
+def test_open_model_sizes_come_from_the_family(family, hidden, ffn, ties):
+    config = RunConfig.model_validate({"model": {"family": family, "hidden_size": hidden}})
+    model = resolve(config, 1).config.model
+    assert (model.ffn_hidden_size, model.tie_embeddings, model.num_kv_heads) == (ffn, ties, 16)
+
+
+def test_written_model_sizes_stay():
+    written = {"num_kv_heads": 4, "ffn_hidden_size": 100, "tie_embeddings": True}
+    model = resolve(RunConfig.model_validate({"model": written}), 1).config.model
+    assert {key: getattr(model, key) for key in written} == written
+
+
+@pytest.mark.parametrize(
+    ("written", "dp", "pp", "expected"),
+    [
+        (("auto", "auto", "auto"), 3, 4, (12, 1, 4)),
+        ((64, "auto", "auto"), 2, 1, (64, 32, 1)),
+        ((64, "auto", "auto"), 2, 4, (64, 8, 4)),
+        ((60, "auto", "auto"), 2, 4, (60, 6, 5)),  # 30 per replica: the least divisor that is >= 4 is 5
+        ((6, "auto", "auto"), 2, 4, (6, 1, 3)),  # 3 per replica cannot fill 4 stages
+        (("auto", 4, "auto"), 2, 3, (24, 4, 3)),
+        (("auto", "auto", 5), 2, 3, (10, 1, 5)),
+        (("auto", 4, 5), 2, 1, (40, 4, 5)),
+        ((40, 4, "auto"), 2, 1, (40, 4, 5)),
+        ((40, "auto", 5), 2, 1, (40, 4, 5)),
+        ((40, 4, 5), 2, 1, (40, 4, 5)),
+    ],
+)
+def test_batch_sizes_complete_each_other(written, dp, pp, expected):
+    batch = complete_batch(*written, dp=dp, pp=pp)
+    assert (batch.global_batch_size, batch.micro_batch_size, batch.accumulation) == expected
+
+
+def test_overrides_are_toml_values_and_bare_words_are_strings(write):
+    path = write("[training]\nsteps = 5\nrun_dir = 'a'\n[optimizer]\nlr = 1\n")
+    overrides = ["training.steps=7", "training.steps = 0x10", "training.run_dir=2024-05-01", "model.family=gpt2"]
+    overrides += ["optimizer.betas=[0.8, 0.9]", "logging.tensorboard=false", 'data.tokenizer="x=y.json"']
+    config = load_config(path, overrides).config
+    assert (config.training.steps, config.training.run_dir, config.model.family) == (16, "2024-05-01", "gpt2")
+    assert (config.optimizer.betas, config.optimizer.lr) == ((0.8, 0.9), 1.0)
+    assert (config.logging.tensorboard, config.data.tokenizer) == (False, "x=y.json")
+
+
+def test_sources_are_strings_or_weighted_tables(write):
+    path = write('[data]\nsources = ["python-stdlib", { path = "/books", weight = 3 }]')
+    books = DataSource(path="/books", weight=3.0)
+    assert load_config(path).config.data.sources == (DataSource(path="python-stdlib"), books)
+
+
+def test_a_config_cannot_change():
+    run = resolve(RunConfig(), 1)
+    with pytest.raises(FrozenInstanceError):
+        run.dp = 2
+    with pytest.raises(ValidationError, match="frozen"):
+        run.config.model.hidden_size = 2
+    assert hash(run) == hash(resolve(RunConfig(), 1))
+
+
+def test_the_cache_is_found_when_asked_for():
+    assert cache_directory(DataConfig(cache_dir="/x"), {"XDG_CACHE_HOME": "/y"}) == Path("/x")
+    assert cache_directory(DataConfig(), {"XDG_CACHE_HOME": "/y"}) == Path("/y/megazero")
+    assert cache_directory(DataConfig(), {}) == Path.home() / ".cache" / "megazero"
+
+
+# What a wrong file is told
+
+
+def test_five_mistakes_give_five_messages_with_place_value_and_fix(write):
+    path = write("""
+        [model]
+        num_head = 8
+        hidden_size = 1000
+        lr = 3e-4
+        [training]
+        steps = "8"
+        global_batch_size = 30
+        micro_batch_size = 4
+        [parallel]
+        schedule = "1f2b"
+    """)
+    told = problems(path, world_size=2)
+    # hidden_size is not judged: num_heads, which it must divide by, is what num_head probably meant
+    assert told == [
+        "model.num_head = 8: unknown key; did you mean model.num_heads?",
+        "model.lr = 0.0003: unknown key in [model]; did you mean optimizer.lr?",
+        'parallel.schedule = "1f2b": must be "gpipe" or "1f1b"; write "1f1b"',
+        'training.steps = "8": must be an integer; write 8',
+        "training.global_batch_size = 30: must divide by micro_batch_size*dp=8; the nearest are 24 and 32",
+    ]
+    assert "model.hidden_size = 1000: must divide by 2*num_heads=32" in problems(path, "model.num_heads=16")[-2]
+
+
+def test_the_message_is_a_numbered_list(write):
+    path = write("[zero]\nstage = 5\nbucket_bytes = 3")
+    with pytest.raises(ConfigError) as raised:
+        load_config(path)
+    assert str(raised.value) == (
+        f"2 problems in {path}:\n"
+        "  1. zero.stage = 5: must be 0, 1, 2 or 3; the default is 1\n"
+        "  2. zero.bucket_bytes = 3: must be >= 1024; write 1024"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("training.step=3", "training.step = 3: unknown key; did you mean training.steps?"),
+        ("model.lr=3", "model.lr = 3: unknown key in [model]; did you mean optimizer.lr?"),
+        ("model.name=3", "model.name = 3: unknown key in [model]; did you mean optimizer.name or lr_schedule.name?"),
+        ("training.zero_stage=3", "training.zero_stage = 3: unknown key in [training]; did you mean zero.stage?"),
+        ("modle.num_heads=3", "modle.num_heads = 3: unknown section [modle]; did you mean model.num_heads?"),
+        ("modle.num_layer=3", "modle.num_layer = 3: unknown section [modle]; did you mean model.num_layers?"),
+        ("batch.steps=3", "batch.steps = 3: unknown section [batch]; did you mean training.steps?"),
+        ("tp=3", "tp = 3: a key outside any section; did you mean parallel.tp?"),
+        ("zero.xyz=3", "zero.xyz = 3: unknown key; the keys of [zero] are stage, bucket_bytes"),
+        ("data.sources=[{pth='a', path='b'}]", 'data.sources[0].pth = "a": unknown key; did you mean path?'),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_one_that_was_meant(write, override, told):
+    assert problems(write(""), override) == [told]
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("training.steps='8'", 'training.steps = "8": must be an integer; write 8'),
+        ("training.steps=1.5", "training.steps = 1.5: must be an integer; write 1 or 2"),
+        (
+            "model.num_heads=9999999999999999",
+            "model.num_heads = 9999999999999999: must be <= 1099511627776; write 1099511627776",
+        ),
+        ("training.steps=true", "training.steps = true: must be an integer; the default is 1000"),
+        ("training.run_dir=3", 'training.run_dir = 3: must be a string; write "3"'),
+        ("training.run_dir=", 'training.run_dir = "": must not be empty; the default is "runs/default"'),
+        ("training.accumulation=0", 'training.accumulation = 0: must be >= 1 or "auto"; write 1'),
+        ("training.accumulation=Auto", 'training.accumulation = "Auto": must be an integer or "auto"; write "auto"'),
+        ("zero.stage=true", "zero.stage = true: must be an integer; the default is 1"),
+        ("zero.stage=1.0", "zero.stage = 1.0: must be an integer; write 1"),
+        ("model.family=lama", 'model.family = "lama": must be "llama" or "gpt2"; write "llama"'),
+        ("model.dropout=1", "model.dropout = 1: must be < 1; the default is 0.0"),
+        ("optimizer.lr=nan", "optimizer.lr = nan: must be a finite number; the default is 0.0003"),
+        ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must have 2 values; the default is [0.9, 0.95]"),
+        ("optimizer.betas=[0.9, 2]", "optimizer.betas[1] = 2: must be < 1"),
+        ("logging.tensorboard=yes", 'logging.tensorboard = "yes": must be true or false; the default is true'),
+        ("data.sources=abc", 'data.sources = "abc": must be a list; write ["abc"]'),
+        ("data.sources=[]", 'data.sources = []: must not be empty; the default is ["python-stdlib"]'),
+        ("data.sources=[{path='a', weight=0}]", "data.sources[0].weight = 0: must be > 0"),
+        ("data.sources=[{weight=1}]", "data.sources[0] = { weight = 1 }: must have a path"),
+        ("data.sources=[3]", "data.sources[0] = 3: must be a string or a table { path, weight }"),
+    ],
+)
+def test_a_wrong_value_is_told_what_to_write(write, override, told):
+    assert problems(write(""), override) == [told]
+
+
+@pytest.mark.parametrize("order", ["tp-dp-pp", "tp-tp-dp-pp", "tp_cp_dp_pp", "dp"])
+def test_the_order_names_every_axis_once(write, order):
+    assert "must be tp, cp, dp and pp, each once and joined by -" in problems(write(""), f"parallel.order={order}")[0]
+    assert load_config(write(""), ["parallel.order=pp-dp-cp-tp"]).config.parallel.order == "pp-dp-cp-tp"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "told"),
+    [
+        ("model.hidden_size=1000", 1, "model.hidden_size = 1000: must divide by 2*num_heads=32"),
+        ("model.family=gpt2 model.hidden_size=1000", 1, "model.hidden_size = 1000: must divide by num_heads=16"),
+        ("parallel.tp=3 model.ffn_hidden_size=3", 3, "model.num_heads = 16: must divide by parallel.tp=3"),
+        ("model.num_kv_heads=5", 1, "model.num_kv_heads = 5: must divide num_heads=16 and be a multiple of"),
+        (
+            "model.num_kv_heads=2 parallel.tp=4",
+            4,
+            "model.num_kv_heads = 2: must divide num_heads=16 and be a multiple of",
+        ),
+        ("model.family=gpt2 model.num_kv_heads=4", 1, "model.num_kv_heads = 4: must be num_heads=16: gpt2 has no"),
+        ("model.family=gpt2 model.tie_embeddings=false", 1, "model.tie_embeddings = false: must be true for gpt2"),
+        ("model.ffn_hidden_size=1001 parallel.tp=2", 2, "model.ffn_hidden_size = 1001: must divide by parallel.tp=2"),
+        (
+            "model.seq_len=1001 parallel.tp=2 parallel.sequence_parallel=true",
+            2,
+            "model.seq_len = 1001: must divide by parallel.tp=2 (sequence_parallel); the nearest",
+        ),
+        ("model.num_layers=2 parallel.pp=4", 4, "model.num_layers = 2: must be >= parallel.pp=4"),
+        (
+            "parallel.virtual_stages=2",
+            1,
+            "parallel.virtual_stages = 2: the schedules gpipe and 1f1b have one chunk per rank",
+        ),
+        ("lr_schedule.warmup_steps=9 training.steps=8", 1, "lr_schedule.warmup_steps = 9: must be <= training.steps=8"),
+        (
+            "training.eval_every_steps=5 data.validation_fraction=0",
+            1,
+            "data.validation_fraction = 0.0: must be > 0 where training.eval_every_steps=5 asks for evaluations",
+        ),
+        ("parallel.tp=2 parallel.pp=3", 8, "world_size = 8: must divide by tp*pp=6; the nearest are 6 and 12"),
+        ("parallel.tp=4", None, "launch.nproc_per_node = 1: must divide by tp*pp=4; the nearest is 4"),
+        (
+            "parallel.tp=2 parallel.dp=3",
+            8,
+            'parallel.dp = 3: tp*pp*dp=2*1*3=6 must be the world size, 8; write 4 or "auto"',
+        ),
+        (
+            "parallel.tp=2 parallel.dp=3",
+            7,
+            "parallel.dp = 3: tp*pp*dp=2*1*3=6 must be the world size, 7; start 6 ranks",
+        ),
+        (
+            "training.global_batch_size=30",
+            4,
+            "training.global_batch_size = 30: must divide by dp=4; the nearest are 28 and 32",
+        ),
+        (
+            "training.global_batch_size=30 training.accumulation=4",
+            2,
+            "training.global_batch_size = 30: must divide by accumulation*dp=8; the nearest are 24 and 32",
+        ),
+        (
+            "training.global_batch_size=30 training.accumulation=4 training.micro_batch_size=2",
+            2,
+            "training.global_batch_size = 30: must be micro_batch_size*dp*accumulation=2*2*4=16; write 16, or",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_each_other_are_told_with_their_numbers(write, overrides, world_size, told):
+    (problem,) = problems(write(""), *overrides.split(), world_size=world_size)
+    assert problem.startswith(told)
+
+
+@given(
+    model=st.fixed_dictionaries(
+        {"hidden_size": st.integers(1, 300), "num_heads": st.integers(1, 12)},
+        optional={"num_kv_heads": st.integers(1, 12), "ffn_hidden_size": st.integers(1, 300)},
+    ),
+    training=st.fixed_dictionaries({"global_batch_size": st.integers(1, 60), "micro_batch_size": st.integers(1, 6)}),
+    tp=st.integers(1, 6),
+)
+def test_every_nearest_value_ends_the_problem_that_named_it(model, training, tp):
+    tables = {"model": model, "parallel": {"tp": tp}, "training": training}
+    for problem in broken(tables, 3 * tp):
+        section, key = problem.place.split(".")
+        nearest = re.search(r"the nearest(?: \w+)? (?:is|are) (\d+)(?: and (\d+))?", problem.hint)
+        for value in filter(None, nearest.groups()):
+            fixed = {**tables, section: {**tables[section], key: int(value)}}
+            assert problem.rule not in [other.rule for other in broken(fixed, 3 * tp) if other.place == problem.place]
+
+
+def broken(tables, world_size):
+    try:
+        resolve(RunConfig.model_validate(tables), world_size)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_a_rule_is_silent_about_keys_that_are_wrong_by_themselves(write):
+    path = write('[model]\nhidden_size = "1000"\nnum_layers = 2\n[parallel]\npp = 3\n[launch]\nnproc_per_node = 0')
+    places = [problem.partition(" = ")[0] for problem in problems(path)]
+    assert places == ["model.hidden_size", "launch.nproc_per_node", "model.num_layers"]
+
+
+def test_a_broken_override_is_told_with_the_rest(write):
+    told = problems(write("[zero]\nstage = 9"), "steps", "model=3", "=3")
+    assert [line.partition(":")[0] for line in told] == [
+        'override = "steps"',
+        'override = "model=3"',
+        'override = "=3"',
+        "zero.stage = 9",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "told"),
+    [
+        ("[model]\nnum_layers = = 3\n", 2, "num_layers = = 3"),
+        ("[model]\n[model]\n", 2, "[model]"),
+        ("[model]\nnum_heads = [1,", 2, "num_heads = [1,"),
+    ],
+)
+def test_broken_toml_is_told_with_its_file_and_line(write, text, line, told):
+    path = write(text)
+    (problem,) = problems(path)
+    assert problem.startswith(f"{path}:{line}: is not TOML: ")
+    assert problem.endswith(f"the line reads: {told}")
+
+
+def test_a_file_that_cannot_be_read_is_told_why(write, tmp_path):
+    path = write("")
+    assert problems(tmp_path / "rnu.toml") == [f"{tmp_path / 'rnu.toml'}: no such file; did you mean {path}?"]
+    assert problems(tmp_path / "a" / "b.toml")[0].endswith(f"there is no directory {tmp_path / 'a'} either")
+    assert "cannot be read" in problems(tmp_path)[0]
+    path.write_bytes(b"a = '\xff'")
+    assert "is not UTF-8 at byte 5" in problems(path)[0]
+
+
+@pytest.mark.parametrize("text", ["model = 3", "[[model]]\nnum_heads = 8"])
+def test_a_section_that_is_no_table_is_told_how_to_be_one(write, text):
+    assert problems(write(text), "model.num_heads=4")[0].endswith(
+        "must be a table; write [model] and its keys below it"
+    )
+
+
+# Writing back
+
+
+names = st.text(min_size=1, max_size=20)
+shares = st.floats(0, 1, exclude_max=True)
+configs = st.fixed_dictionaries(
+    {
+        "model": st.fixed_dictionaries(
+            {"dropout": shares, "norm_eps": st.floats(1e-300, 1e300)},
+            optional={"num_kv_heads": st.sampled_from([1, 2, 4, 8, 16]), "tie_embeddings": st.booleans()},
+        ),
+        "optimizer": st.fixed_dictionaries({"betas": st.tuples(shares, shares)}),
+        "data": st.fixed_dictionaries(
+            {"sources": st.lists(names | st.builds(dict, path=names, weight=st.floats(1e-9, 1e9)), min_size=1)},
+            optional={"cache_dir": names},
+        ),
+        "training": st.fixed_dictionaries(
+            {"run_dir": names, "seed": st.integers(0, 2**63 - 1)},
+            optional={"micro_batch_size": st.integers(1, 9), "accumulation": st.integers(1, 9)},
+        ),
+    }
+)
+
+
+@given(tables=configs, world_size=st.integers(1, 9))
+def test_what_is_written_reads_back_equal(tmp_path_factory, tables, world_size):
+    config = RunConfig.model_validate(tables)
+    assert RunConfig.model_validate(tomllib.loads(to_toml(config))) == config
+    run = resolve(config, world_size)
+    path = tmp_path_factory.getbasetemp() / "written.toml"
+    for written in (config, run):
+        save_config(written, path)
+        assert load_config(path, [], world_size) == run
+    assert resolve(run.config, world_size) == run
+
+
+def test_saving_replaces_the_file_whole_and_leaves_nothing_beside_it(tmp_path):
+    path = tmp_path / "deep" / "run.toml"
+    save_config(RunConfig(), path)
+    save_config(resolve(RunConfig(), 2), path)
+    assert load_config(path, [], 2) == resolve(RunConfig(), 2)
+    assert [file.name for file in path.parent.iterdir()] == ["run.toml"]
+
+
+# The schema itself
+
+
+def test_every_key_is_documented_and_every_default_stands():
+    docs = document_keys()
+    assert len(docs) == sum(len(section.model_fields) for section in sections().values())
+    for doc in docs:
+        assert doc.meaning.endswith("."), doc
+        if doc.default != "unset":
+            table = tomllib.loads(f"[{doc.section}]\n{doc.key} = {doc.default}")
+            assert RunConfig.model_validate(table) == RunConfig(), doc
+    assert "| `tp` | integer >= 1 | `1` | Tensor-parallel degree" in to_markdown()
+    assert '| `resume` | string | `"auto"` |' in to_markdown()
+
+
+def test_reading_a_config_needs_no_torch():
+    code = "import sys, megazero.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_resolved_run_repeats_its_batch_in_its_config():
+    run = resolve(RunConfig.model_validate({"training": {"global_batch_size": 48}, "parallel": {"pp": 2}}), 6)
+    assert run == ResolvedRun(run.config, 6, 3, 48, 8, 2)
+    training = run.config.training
+    assert (training.global_batch_size, training.micro_batch_size, training.accumulation) == (48, 8, 2)

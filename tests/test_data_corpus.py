@@ -1,0 +1,93 @@
+"""A run's data section: checked against the model, and fingerprinted by what decides the samples."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megazero.data import IndexedWriter, open_corpus
+
+
+def write_pair(prefix: Path, tokens: np.ndarray, lengths: list[int] | None = None) -> str:
+    with IndexedWriter(prefix, np.int32) as writer:
+        for document in np.split(tokens, np.cumsum(lengths or [len(tokens)])[:-1]):
+            writer.add_document(document)
+    return str(prefix)
+
+
+def open_with(sources, tmp_path, **changes):
+    options = {"tokenizer": "byte", "seq_len": 8, "seed": 3, "validation_fraction": 0.25, "vocab_size": 300}
+    return open_corpus(sources, cache_dir=tmp_path / "cache", **{**options, **changes})
+
+
+def test_prefixes_are_blended_and_split(tmp_path):
+    one = write_pair(tmp_path / "one", np.arange(161) % 100)
+    two = write_pair(tmp_path / "two", np.arange(81) % 100 + 100)
+    corpus = open_with([(one, 3.0), (two, 1.0)], tmp_path)
+    assert (corpus.train.num_windows, len(corpus.validation)) == (15 + 8, 5 + 2)
+    assert (corpus.tokenizer_name, corpus.vocab) == ("byte", 257)
+    from_two = np.sum(corpus.train.batch(range(40))[:, 0] >= 100)
+    assert from_two == 10
+    assert open_with([(one, 1.0)], tmp_path, validation_fraction=0.0).validation is None
+
+
+def test_the_standard_library_is_a_source_by_name(tmp_path):
+    corpus = open_with([("python-stdlib", 1.0)], tmp_path, seq_len=128, vocab_size=257)
+    assert corpus.train.tokens > 5_000_000
+    assert corpus.train.batch([0]).shape == (1, 129)
+    again = open_with([("python-stdlib", 1.0)], tmp_path, seq_len=128, vocab_size=257)
+    assert again.fingerprint == corpus.fingerprint
+
+
+def test_the_fingerprint_follows_whatever_decides_the_samples(tmp_path):
+    tokens = np.arange(400) % 100
+    changed = tokens.copy()
+    changed[200] += 1
+    one = write_pair(tmp_path / "one", tokens, [100, 300])
+    copy = write_pair(tmp_path / "copy", tokens, [100, 300])
+    base = open_with([(one, 1.0)], tmp_path).fingerprint
+    assert base == open_with([(copy, 2.0)], tmp_path, vocab_size=999).fingerprint  # the same samples
+    others = [
+        open_with([(one, 1.0)], tmp_path, seed=4),
+        open_with([(one, 1.0)], tmp_path, seq_len=9),
+        open_with([(one, 1.0)], tmp_path, validation_fraction=0.3),
+        open_with([(one, 1.0), (copy, 1.0)], tmp_path),
+        open_with([(one, 1.0), (copy, 2.0)], tmp_path),
+        open_with([(write_pair(tmp_path / "other", changed, [100, 300]), 1.0)], tmp_path),
+        open_with([(write_pair(tmp_path / "cut", tokens, [200, 200]), 1.0)], tmp_path),
+        open_with([(write_pair(tmp_path / "short", tokens[:-1], [100, 299]), 1.0)], tmp_path),
+    ]
+    prints = {corpus.fingerprint for corpus in others} | {base}
+    assert len(prints) == len(others) + 1
+    assert all(len(text) == 32 and int(text, 16) >= 0 for text in prints)
+
+
+@pytest.mark.parametrize("length", [1000, 600_000])
+@pytest.mark.parametrize(("id_", "at"), [(300, 0), (-1, -1)])
+def test_an_id_without_embedding_is_found_at_either_end(tmp_path, length, id_, at):
+    tokens = np.zeros(length, np.int64)
+    tokens[at] = id_
+    prefix = write_pair(tmp_path / "bad", tokens)
+    with pytest.raises(ValueError, match=rf"bad has id {id_} at token {at % length:,}, .*vocab_size is 300"):
+        open_with([(prefix, 1.0)], tmp_path)
+
+
+def test_sources_that_cannot_serve_are_refused_by_name(tmp_path):
+    short = write_pair(tmp_path / "short", np.zeros(8, np.int64))
+    with pytest.raises(ValueError, match="'byte' has 257 ids and the model's vocab_size is 256; set vocab_size"):
+        open_with([("python-stdlib", 1.0)], tmp_path, vocab_size=256)
+    with pytest.raises(ValueError, match="short holds 8 tokens"):
+        open_with([(short, 1.0)], tmp_path)
+    with pytest.raises(FileNotFoundError, match="absent"):
+        open_with([(str(tmp_path / "absent"), 1.0)], tmp_path)
+    with pytest.raises(ValueError, match="no data sources"):
+        open_with([], tmp_path)
+
+
+def test_the_data_room_is_imported_without_torch_or_what_it_may_not_need():
+    slow = {"torch", "tokenizers", "filelock", "multiprocessing.pool", "concurrent.futures.process"}
+    code = f"import sys, megazero.data; print(sorted({slow!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

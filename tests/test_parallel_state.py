@@ -1,0 +1,201 @@
+"""Rank grids are arithmetic: groups partition the ranks, whatever the order, and a size-1 axis has no group."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megazero.parallel_state import AXES, Axis, Coordinate, ParallelState, RankGrid, Traffic
+
+ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
+SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(AXES, size)]
+
+degrees = st.integers(1, 4)
+grids = st.builds(RankGrid, degrees, degrees, degrees, degrees, st.sampled_from(ORDERS))
+
+
+def cube(grid: RankGrid) -> np.ndarray:
+    """All ranks as an array with axes in the order of AXES, made by numpy's own index arithmetic."""
+    outermost_first = grid.order.split("-")[::-1]
+    ranks = np.arange(grid.world_size).reshape([getattr(grid, axis) for axis in outermost_first])
+    return ranks.transpose([outermost_first.index(axis) for axis in AXES])
+
+
+def slices(grid: RankGrid, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """The groups over `axes`, by moving those axes of the cube last."""
+    others = [index for index, axis in enumerate(AXES) if axis not in axes]
+    moved = cube(grid).transpose(others + [AXES.index(axis) for axis in axes])
+    flat = moved.reshape(-1, int(np.prod([getattr(grid, axis) for axis in axes])))
+    return sorted(tuple(sorted(row)) for row in flat.tolist())
+
+
+# ---- RankGrid
+
+
+@settings(deadline=None)
+@given(grid=grids)
+def test_coordinates_and_ranks_are_inverse(grid):
+    ranks = cube(grid)
+    for tp, cp, dp, pp in np.ndindex(ranks.shape):
+        at = Coordinate(tp, cp, dp, pp)
+        assert grid.rank(at) == ranks[tp, cp, dp, pp]
+        assert grid.coordinate(int(ranks[tp, cp, dp, pp])) == at
+
+
+@settings(deadline=None)
+@given(grid=grids, axes=st.sampled_from(SUBSETS))
+def test_groups_of_any_axes_partition_the_ranks(grid, axes):
+    groups = grid.groups(*axes)
+    assert sorted(itertools.chain(*groups)) == list(range(grid.world_size))
+    assert groups == slices(grid, axes)
+    assert all(grid.group_of(rank, *axes) == group for group in groups for rank in group)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_the_axes_keeps_members_apart_on_their_axis_only(order):
+    grid = RankGrid(tp=2, cp=3, dp=2, pp=3, order=order)
+    for axis in AXES:
+        for group in grid.groups(axis):
+            places = [vars(grid.coordinate(rank)) for rank in group]
+            assert [place.pop(axis) for place in places] == list(range(getattr(grid, axis)))
+            assert all(place == places[0] for place in places)
+    innermost = order.split("-")[0]
+    assert grid.groups(innermost)[0] == tuple(range(getattr(grid, innermost)))
+
+
+def test_sixteen_ranks_group_as_in_megatron():
+    """The example in the docstring of Megatron-LM's `initialize_model_parallel`: 16 GPUs, tp 2, pp 4."""
+    grid = RankGrid(tp=2, dp=2, pp=4)
+    assert grid.groups("tp") == [(2 * i, 2 * i + 1) for i in range(8)]
+    assert grid.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    assert grid.groups("pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
+    assert [grid.embedding_group_of(rank) for rank in range(4)] == [(0, 12), (1, 13), (2, 14), (3, 15)]
+
+
+def test_eight_ranks_with_the_pipeline_innermost():
+    grid = RankGrid(tp=2, dp=2, pp=2, order="pp-dp-tp-cp")
+    assert grid.groups("pp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert grid.groups("dp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert grid.groups("tp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert grid.groups("cp") == [(rank,) for rank in range(8)]
+    assert grid.groups("tp", "dp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+
+@settings(deadline=None)
+@given(grid=grids)
+def test_the_embedding_group_is_first_and_last_stage_of_the_same_pipeline(grid):
+    ranks = cube(grid)
+    for tp, cp, dp, pp in np.ndindex(ranks.shape):
+        ends = {int(ranks[tp, cp, dp, 0]), int(ranks[tp, cp, dp, -1])}
+        assert grid.embedding_group_of(int(ranks[tp, cp, dp, pp])) == tuple(sorted(ends))
+
+
+def test_a_grid_of_16384_ranks_lists_all_its_groups_in_a_second():
+    grid = RankGrid(tp=8, cp=2, dp=64, pp=16)
+    start = time.process_time()
+    groups = {axis: grid.groups(axis) for axis in AXES}
+    assert time.process_time() - start < 1
+    assert not dist.is_initialized()
+    assert {axis: len(listed) for axis, listed in groups.items()} == {"tp": 2048, "cp": 8192, "dp": 256, "pp": 1024}
+    assert groups["tp"][-1] == tuple(range(16376, 16384))
+    assert groups["cp"][0] == (0, 8)
+    assert groups["dp"][0] == tuple(range(0, 1024, 16))
+    assert groups["pp"][0] == tuple(range(0, 16384, 1024))
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("degree", [0, -3])
+def test_a_degree_below_one_is_an_error_with_the_number(axis, degree):
+    with pytest.raises(ValueError, match=rf"{axis}={degree} must be at least 1"):
+        RankGrid(**{axis: degree})
+
+
+@pytest.mark.parametrize("order", ["", "tp", "tp-cp-dp", "tp-cp-dp-pp-ep", "tp-tp-dp-pp", "tp cp dp pp", "TP-CP-DP-PP"])
+def test_an_order_that_is_no_permutation_is_an_error_that_quotes_it(order):
+    with pytest.raises(ValueError, match=rf"order='{order}' must name each of tp, cp, dp, pp once"):
+        RankGrid(order=order)
+
+
+@pytest.mark.parametrize("rank", [-1, 12, 1000])
+def test_a_rank_outside_the_grid_is_an_error_with_both_numbers(rank):
+    with pytest.raises(ValueError, match=f"rank {rank} is outside the grid of 12 ranks"):
+        RankGrid(tp=2, dp=3, pp=2).coordinate(rank)
+
+
+# ---- ParallelState
+
+
+@pytest.fixture
+def started():
+    """Starts a world of pretended ranks in this process."""
+
+    def start(rank: int, world: int) -> None:
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def axes_of(state: ParallelState) -> list[Axis]:
+    return [state.tp, state.cp, state.dp, state.pp, state.model, state.world, state.embedding]
+
+
+def test_one_rank_alone_needs_no_process_group():
+    state = ParallelState(RankGrid())
+    assert [(axis.size, axis.index, axis.group) for axis in axes_of(state)] == [(1, 0, None)] * 7
+    assert state.is_first_stage
+    assert state.is_last_stage
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("rank", range(12))
+def test_an_axis_has_a_group_exactly_when_it_has_peers(started, rank):
+    started(rank, 12)
+    grid = RankGrid(tp=2, dp=2, pp=3)
+    state = ParallelState(grid, rank)
+    for axis in axes_of(state):
+        assert axis.ranks[axis.index] == rank
+        assert (axis.group is None) == (axis.size == 1)
+        if axis.group is not None:
+            assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
+    assert (state.tp.ranks, state.dp.ranks, state.pp.ranks) == tuple(grid.group_of(rank, a) for a in ("tp", "dp", "pp"))
+    assert state.cp.size == 1
+    assert state.model.ranks == tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
+    assert state.embedding.ranks == ((rank % 4, rank % 4 + 8) if rank // 4 != 1 else (rank,))
+    assert (state.is_first_stage, state.is_last_stage) == (rank < 4, rank >= 8)
+
+
+def test_equal_sets_of_ranks_share_one_group(started):
+    started(1, 4)
+    state = ParallelState(RankGrid(dp=2, pp=2), 1)
+    assert state.dp.ranks == state.model.ranks
+    assert state.dp.group is state.model.group
+    assert state.pp.ranks == state.embedding.ranks
+    assert state.pp.group is state.embedding.group
+    assert state.world.group is dist.group.WORLD
+
+
+@pytest.mark.parametrize("running", [1, 4])
+def test_a_grid_of_another_size_than_the_world_is_an_error_with_both_numbers(started, running):
+    if running > 1:
+        started(0, running)
+    with pytest.raises(ValueError, match=f"6 ranks are described but {running} were started"):
+        ParallelState(RankGrid(tp=2, dp=3))
+
+
+def test_traffic_of_all_axes_of_a_rank_is_counted_in_one_place():
+    state = ParallelState(RankGrid())
+    assert all(axis.traffic is state.traffic for axis in axes_of(state))
+    traffic = Traffic()
+    for axis, operation, sent in (("dp", "sum", 3), ("dp", "gather", 5), ("tp", "sum", 7), ("dp", "sum", 11)):
+        traffic.add(axis, operation, sent)
+    assert traffic.by_axis() == {"dp": 19, "tp": 7}
+    assert (traffic.sent_bytes["dp", "sum"], traffic.calls["dp", "sum"]) == (14, 2)
+    traffic.reset()
+    assert traffic.by_axis() == {}

@@ -1,0 +1,166 @@
+"""A parameter's cut over TP and its fused layout leave no trace: every logical element is held once and drawn the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megazero.layers import spec as spec_module
+from megazero.layers.counter_rng import derive_key, normal
+from megazero.layers.spec import Init, ParamSpec, Section, bias_spec, vector_spec
+
+FUSED = ParamSpec((Section("q", 12), Section("k", 4), Section("v", 4)), columns=6, split=0)
+SECTIONS = (Section("c_attn", 8, 0, 24), Section("c_attn", 8, 8, 24), Section("c_attn", 8, 16, 24))
+SPECS = {
+    "fused q|k|v": FUSED,
+    "three sections of one transposed tensor": ParamSpec(SECTIONS, columns=5, split=0, transposed=True),
+    "columns cut": ParamSpec((Section("o_proj", 7),), columns=24, split=1),
+    "columns cut, transposed": ParamSpec((Section("c_proj", 7),), columns=24, split=1, transposed=True),
+    "columns cut, two sections": ParamSpec((Section("a", 3), Section("b", 2)), columns=12, split=1),
+    "every rank holds it": ParamSpec((Section("wpe", 9),), columns=4, init=Init(std=0.5)),
+    "rows that do not divide": ParamSpec((Section("wte", 13),), columns=3, split=0, tied=True),
+    "fused rows that do not divide": ParamSpec((Section("a", 7), Section("b", 5), Section("c", 1)), columns=2, split=0),
+    "fused bias": bias_spec(FUSED, (Section("q.b", 12), Section("k.b", 4), Section("v.b", 4))),
+    "bias of a transposed weight": replace(
+        bias_spec(ParamSpec(SECTIONS, columns=5, split=0, transposed=True), SECTIONS), init=Init("normal")
+    ),
+    "norm": vector_spec("norm", 11, Init("ones")),
+    "vector that does not divide": vector_spec("bias", 10, Init("ones"), split=0),
+}
+SIZES = (1, 2, 3, 4, 6)
+
+every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+every_size = pytest.mark.parametrize("tp_size", SIZES)
+
+
+def stored(spec: ParamSpec, seed: int) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors: element i of a tensor is a function of (seed, name, i) alone."""
+    shapes = {}
+    for section in spec.sections:
+        rows = section.logical_rows or section.rows
+        shape = (rows,) if spec.columns is None else (rows, spec.columns)
+        shapes[section.name] = shape[::-1] if spec.transposed else shape
+    tensors = {}
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel()
+        if spec.init.kind == "normal":
+            tensors[name] = (normal(derive_key(seed, name), torch.arange(count)) * spec.init.std).view(shape)
+        else:
+            tensors[name] = torch.full(shape, float(spec.init.kind == "ones"))
+    return tensors
+
+
+def held(spec: ParamSpec, tensors: dict[str, torch.Tensor], tp_rank: int, tp_size: int) -> torch.Tensor:
+    """What a rank must hold: each section's rows, cut and padded with zeros, one under the other."""
+    parts = []
+    for section in spec.sections:
+        tensor = tensors[section.name]
+        rows = (tensor.t() if spec.transposed else tensor)[section.offset : section.offset + section.rows]
+        if spec.split == 1:
+            rows = rows.chunk(tp_size, dim=1)[tp_rank]
+        elif spec.split == 0:
+            height = (section.rows + tp_size - 1) // tp_size
+            padded = torch.cat([rows, rows.new_zeros(height * tp_size - section.rows, *rows.shape[1:])])
+            rows = padded[height * tp_rank : height * (tp_rank + 1)]
+        parts.append(rows)
+    return torch.cat(parts)
+
+
+def drawn(spec: ParamSpec, tp_rank: int, tp_size: int, seed: int = 7) -> torch.Tensor:
+    shape = spec.local_shape(tp_size)
+    out = torch.full((torch.Size(shape).numel(),), torch.nan)
+    spec.draw(out, 0, tp_rank, tp_size, seed)
+    return out.view(shape)
+
+
+@every_spec
+@every_size
+def test_the_blocks_of_all_ranks_cover_every_logical_element_once(spec, tp_size):
+    counts = {name: torch.zeros_like(tensor) for name, tensor in stored(spec, 0).items()}
+    for tp_rank in range(tp_size):
+        for block in spec.blocks(tp_rank, tp_size):
+            count = counts[block.name].t() if block.transposed else counts[block.name]
+            assert tuple(count.shape) == block.shape
+            region = count[slice(*block.rows)]
+            if block.columns is not None:
+                region = region[:, slice(*block.columns)]
+            assert region.shape[0] == block.local_rows[1] - block.local_rows[0]
+            region += 1
+    copies = tp_size if spec.split is None else 1
+    assert all((count == copies).all() for count in counts.values())
+
+
+@every_spec
+@every_size
+def test_the_blocks_of_a_rank_do_not_overlap_and_leave_only_padding(spec, tp_size):
+    for tp_rank in range(tp_size):
+        local = torch.zeros(spec.local_shape(tp_size)[0], dtype=torch.int)
+        for block in spec.blocks(tp_rank, tp_size):
+            local[slice(*block.local_rows)] += 1
+        ones = {name: torch.ones_like(tensor) for name, tensor in stored(spec, 0).items()}
+        expected = held(spec, ones, tp_rank, tp_size)
+        assert torch.equal(local, expected.view(len(expected), -1)[:, 0].int())
+
+
+@every_spec
+@every_size
+def test_what_a_rank_draws_is_its_part_of_the_logical_tensors(spec, tp_size):
+    """For any tp, hence also what tp = 1 draws; padding is zero."""
+    tensors = stored(spec, 7)
+    for tp_rank in range(tp_size):
+        assert torch.equal(drawn(spec, tp_rank, tp_size), held(spec, tensors, tp_rank, tp_size))
+
+
+@settings(deadline=None, max_examples=200)
+@given(name=st.sampled_from(list(SPECS)), tp_size=st.sampled_from(SIZES), data=st.data())
+def test_any_flat_range_draws_what_the_whole_draws_there(name, tp_size, data):
+    spec = SPECS[name]
+    tp_rank = data.draw(st.integers(0, tp_size - 1))
+    whole = held(spec, stored(spec, 7), tp_rank, tp_size).flatten()
+    start = data.draw(st.integers(0, whole.numel()))
+    stop = data.draw(st.integers(start, whole.numel()))
+    out = torch.full((stop - start,), torch.nan)
+    spec.draw(out, start, tp_rank, tp_size, 7)
+    assert torch.equal(out, whole[start:stop])
+
+
+@every_spec
+def test_the_number_of_elements_drawn_at_a_time_leaves_no_trace(spec, monkeypatch):
+    whole = [drawn(spec, tp_rank, 3) for tp_rank in range(3)]
+    monkeypatch.setattr(spec_module, "_DRAW_ELEMENTS", 5)
+    assert all(torch.equal(drawn(spec, tp_rank, 3), whole[tp_rank]) for tp_rank in range(3))
+
+
+@pytest.mark.parametrize("kind", ["normal", "ones", "zeros"])
+def test_padding_is_zero_whatever_the_init(kind):
+    spec = ParamSpec((Section("wte", 5),), columns=3, split=0, init=Init(kind))
+    assert spec.local_shape(4) == (2, 3)
+    assert (drawn(spec, 2, 4)[0] == 0).all() == (kind == "zeros")  # row 4, the last
+    assert (drawn(spec, 2, 4)[1] == 0).all()
+    assert (drawn(spec, 3, 4) == 0).all()
+
+
+@every_spec
+def test_a_checkpoint_shape_is_the_logical_one_and_counts_without_padding(spec):
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored(spec, 0).items()}
+    assert spec.logical_shapes() == shapes
+    assert spec.logical_elements == sum(torch.Size(shape).numel() for shape in shapes.values())
+
+
+def test_seeds_and_names_draw_different_weights():
+    spec = ParamSpec((Section("a", 8), Section("b", 8)), columns=8)
+    one, other = drawn(spec, 0, 1, seed=1), drawn(spec, 0, 1, seed=2)
+    assert not (one == other).any()
+    assert not (one[:8] == one[8:]).any()
+
+
+def test_biases_and_norms_never_decay_and_follow_the_cut_of_their_weight():
+    for spec in (vector_spec("n", 4, Init("ones")), bias_spec(FUSED, (Section("b", 20),))):
+        assert (spec.decay, spec.columns, spec.transposed) == (False, None, False)
+    row_parallel = ParamSpec((Section("o", 6),), columns=8, split=1)
+    assert bias_spec(FUSED, (Section("b", 20),)).split == 0
+    assert bias_spec(row_parallel, (Section("b", 6),), sum_over_tp=True).split is None
+    assert bias_spec(row_parallel, (Section("b", 6),), sum_over_tp=True).sum_over_tp
+    assert (drawn(bias_spec(FUSED, (Section("b", 20),)), 1, 2) == 0).all()
