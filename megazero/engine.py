@@ -1,7 +1,7 @@
 """One training step: model, schedule, ZeRO and precision bound together on one rank.
 
-    micro-batches -> executor(schedule, stage) -> gradients reduced as they become ready
-                  -> one collective: squared norm, loss, tokens -> clip -> sharded AdamW -> weights published
+micro-batches -> executor(schedule, stage) -> gradients reduced as they become ready
+              -> one collective: squared norm, loss, tokens -> clip -> sharded AdamW -> weights published
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megazero.schedules.generators import GENERATORS, forward_only
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.optimizer import ShardedAdamW
 from megazero.zero.parameters import ShardedParameters
+from megazero.zero.state import ShardedState
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -120,9 +121,7 @@ class Engine:
             dp=state.dp,
             device=state.device,
         )
-        self.reducer = GradientReducer(
-            self.parameters.buckets, config.zero.stage, state.dp, state.tp, state.embedding
-        )
+        self.reducer = GradientReducer(self.parameters.buckets, config.zero.stage, state.dp, state.tp, state.embedding)
         self.reducer.attach(self.parameters.by_name)
         self.optimizer = ShardedAdamW(
             self.parameters.buckets,
@@ -130,6 +129,7 @@ class Engine:
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
         )
+        self.sharded_state = ShardedState(self.parameters.buckets, self.optimizer)
         self._executors: dict[tuple[str, int], Executor] = {}
         self._grad_norm = 0.0
 

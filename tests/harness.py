@@ -31,7 +31,9 @@ class RankFailedError(AssertionError):
     """A rank raised, died or did not finish."""
 
 
-def _main(rank: int, world: int, store: str, timeout: float, body: Callable[..., Any], args: tuple[Any, ...], out: Connection) -> None:
+def _main(
+    rank: int, world: int, store: str, timeout: float, body: Callable[..., Any], args: tuple[Any, ...], out: Connection
+) -> None:
     try:
         torch.set_num_threads(1)
         if world > 1:
@@ -52,7 +54,11 @@ def _main(rank: int, world: int, store: str, timeout: float, body: Callable[...,
 
 
 def run_world(
-    world: int, body: Callable[..., Any], *args: Any, timeout: float = WORLD_TIMEOUT_SECONDS, may_die: tuple[int, ...] = ()
+    world: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout: float = WORLD_TIMEOUT_SECONDS,
+    may_die: tuple[int, ...] = (),
 ) -> list[Any]:
     """Run `body(rank, *args)` on every rank of a new world and return the results in rank order.
 

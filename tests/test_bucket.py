@@ -11,12 +11,14 @@ from megazero.layers.spec import ParamSpec, Section
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, intersect, plan_buckets
 
-laws = settings(deadline=None, max_examples=200)
+laws = settings(deadline=None, max_examples=75)
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple)
 traits = st.tuples(st.booleans(), st.sampled_from([0, 1, None]), st.booleans())
 
 
-def parameter(index: int, shape: tuple[int, ...], unit: int = 0, tied: bool = False, trait=(True, 0, False)) -> ParamInfo:
+def parameter(
+    index: int, shape: tuple[int, ...], unit: int = 0, tied: bool = False, trait=(True, 0, False)
+) -> ParamInfo:
     decay, split, sum_over_tp = trait
     sections = (Section(f"p{index}", shape[0]),)
     columns = shape[1] if len(shape) > 1 else None
@@ -128,7 +130,11 @@ def test_runs_cover_exactly_the_slots_with_their_trait(infos, plan):
 @given(infos=models(), plan=plans)
 def test_each_combination_of_traits_is_one_run(infos, plan):
     for layout in plan_buckets(infos, **plan):
-        for key in (lambda s: s.decay, lambda s: (s.decay, s.split is None), lambda s: (s.decay, s.split is None, s.sum_over_tp)):
+        for key in (
+            lambda s: s.decay,
+            lambda s: (s.decay, s.split is None),
+            lambda s: (s.decay, s.split is None, s.sum_over_tp),
+        ):
             values = [value for value, _ in layout.runs(key)]
             assert len(values) == len(set(values))
 

@@ -149,7 +149,7 @@ def test_the_kolmogorov_smirnov_distance_is_that_of_a_normal_sample(first):
 
 
 def test_tails_hold_to_four_sigma_on_both_sides():
-    count = 1 << 22
+    count = 1 << 21
     x = normal(derive_key(4, "tails"), torch.arange(count))
     for sigma in (2, 3, 3.5, 4):
         expected = count * NormalDist().cdf(-sigma)
@@ -163,10 +163,11 @@ def test_tails_hold_to_four_sigma_on_both_sides():
 
 def test_seeds_and_names_are_uncorrelated():
     index = torch.arange(1 << 16)
-    drawn = [normal(derive_key(seed, name), index) for seed in range(4) for name in ("a", "b", "layers.0", "layers.1")]
-    for a, b in itertools.combinations(drawn, 2):
-        assert abs(correlation(a, b)) < 4.5 / sqrt(len(index))
-        assert abs(correlation(a**2, b**2)) < 4.5 / sqrt(len(index))
+    keys = [derive_key(seed, name) for seed in range(3) for name in ("a", "b", "layers.0", "layers.1")]
+    drawn = torch.stack([normal(key, index) for key in keys])
+    for power in (1, 2):
+        between = torch.corrcoef(drawn**power).fill_diagonal_(0)
+        assert float(between.abs().max()) < 4 / sqrt(len(index))
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 16, 1024, 4097, 2**32])

@@ -1,4 +1,4 @@
-"""A parameter's cut over TP and its fused layout leave no trace: every logical element is held once and drawn the same."""
+"""Cut over TP and fused layout leave no trace: every logical element is held once and drawn the same."""
 
 from dataclasses import replace
 

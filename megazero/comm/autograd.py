@@ -48,7 +48,7 @@ class _CopyToTP(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous().clone()
         all_reduce(grad, ctx.tp).wait()
         return grad, None
@@ -62,7 +62,7 @@ class _ReduceFromTP(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -73,7 +73,7 @@ class _GatherSequence(torch.autograd.Function):
         return _done(start_gather_sequence(x, tp))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _done(start_scatter_sequence(grad, ctx.tp)), None
 
 
@@ -84,7 +84,7 @@ class _ScatterSequence(torch.autograd.Function):
         return _done(start_scatter_sequence(x, tp))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _done(start_gather_sequence(grad, ctx.tp)), None
 
 
@@ -97,7 +97,7 @@ class _GatherFeatures(torch.autograd.Function):
         return torch.cat(parts.unbind(0), dim=-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.chunk(ctx.tp.size, dim=-1)[ctx.tp.index].contiguous(), None
 
 
@@ -108,7 +108,7 @@ class _SplitFeatures(torch.autograd.Function):
         return x.chunk(tp.size, dim=-1)[tp.index].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         parts = grad.new_empty((ctx.tp.size, *grad.shape))
         all_gather(parts, grad.contiguous(), ctx.tp).wait()
         return torch.cat(parts.unbind(0), dim=-1), None

@@ -31,7 +31,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Sum over tokens of -log softmax(x W^T)[label].  x: [tokens, hidden], labels: int64 [tokens] -> fp32 scalar."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, tp: Axis, vocab_size: int, chunk: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, tp: Axis, vocab_size: int, chunk: int) -> Tensor:
         first = tp.index * weight.shape[0]
         real_rows = max(0, min(weight.shape[0], vocab_size - first))
         counted = labels != IGNORED_LABEL
@@ -59,7 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, local, here, counted, log_sum, kept = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         grad_weight = None
@@ -75,7 +75,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mm(slope, weight, out=grad_x[part])
             piece = slope.t().mm(x[part])
             # bf16 pieces are summed in fp32: their number grows with the sequence.
-            grad_weight = piece if ctx.chunk >= x.shape[0] else piece.float() if grad_weight is None else grad_weight + piece
+            grad_weight = (
+                piece if ctx.chunk >= x.shape[0] else piece.float() if grad_weight is None else grad_weight + piece
+            )
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 

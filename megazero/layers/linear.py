@@ -73,7 +73,7 @@ class _ParallelLinear(torch.autograd.Function):
     """y = x @ weight.T (+ bias).  x: [seq or seq / tp, batch, in] -> [seq, batch, out / tp]."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, later: WeightGradients | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -85,7 +85,7 @@ class _ParallelLinear(torch.autograd.Function):
         return F.linear(full, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         tp = ctx.tp
         gathering = Pending()
@@ -218,5 +218,3 @@ class RowParallelLinear(nn.Module):
             x = split_features(x, self.tp)
         y = self.reduce(parallel_linear(x, self.weight, None, "local", self.tp, self.later), self.tp)
         return y if self.bias is None else y + self.bias
-
-

@@ -182,14 +182,16 @@ def stored_shape(block: Block) -> tuple[int, ...]:
     return tuple(reversed(block.shape)) if block.transposed else block.shape
 
 
-def vector_spec(name: str, size: int, init: Init, *, split: Literal[0] | None = None, sum_over_tp: bool = False) -> ParamSpec:
+def vector_spec(
+    name: str, size: int, init: Init, *, split: Literal[0] | None = None, sum_over_tp: bool = False
+) -> ParamSpec:
     """Spec of a norm weight or a bias: 1-D, never decayed."""
     return ParamSpec((Section(name, size),), None, split, init, sum_over_tp, decay=False)
 
 
 def bias_spec(weight: ParamSpec, sections: tuple[Section, ...], *, sum_over_tp: bool = False) -> ParamSpec:
     """Spec of the bias that goes with a linear layer's weight: zero at the start, never decayed."""
-    split = 0 if weight.split == 0 else None
+    split: Literal[0] | None = 0 if weight.split == 0 else None
     return replace(
         weight,
         sections=sections,

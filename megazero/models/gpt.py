@@ -1,13 +1,13 @@
 """One GPT in two families, written once for every cluster shape.
 
-    tokens -> embedding -> block 0 ... block n-1 -> final norm -> head -> loss
-              [first stage]   [this stage's layers]     [last stage]
+tokens -> embedding -> block 0 ... block n-1 -> final norm -> head -> loss
+          [first stage]   [this stage's layers]     [last stage]
 
-    block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq, batch, hidden]
-            under sequence parallelism norms, residuals and dropout see [seq / tp, batch, hidden]
+block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq, batch, hidden]
+        under sequence parallelism norms, residuals and dropout see [seq / tp, batch, hidden]
 
-    Llama   RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases (Touvron et al. 2023)
-    GPT-2   learned positions, LayerNorm, GELU, biases, tied embeddings (Radford et al. 2019)
+Llama   RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases (Touvron et al. 2023)
+GPT-2   learned positions, LayerNorm, GELU, biases, tied embeddings (Radford et al. 2019)
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class BuildContext:
         """Initialisation of projections onto the residual stream, smaller with depth (Radford et al. 2019)."""
         return Init("normal", self.model.init_std / sqrt(2 * self.model.num_layers))
 
-    def column(self, sections: tuple[Section, ...], biases: tuple[Section, ...], transposed: bool) -> ColumnParallelLinear:
+    def column(
+        self, sections: tuple[Section, ...], biases: tuple[Section, ...], transposed: bool
+    ) -> ColumnParallelLinear:
         """A projection from the hidden size into a block."""
         return ColumnParallelLinear(
             sections,
@@ -148,7 +150,12 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, prefix: str, norms: tuple[nn.Module, nn.Module], attention: Attention, mlp: nn.Module, context: BuildContext
+        self,
+        prefix: str,
+        norms: tuple[nn.Module, nn.Module],
+        attention: Attention,
+        mlp: nn.Module,
+        context: BuildContext,
     ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norms
@@ -206,7 +213,11 @@ def gpt2_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None) 
     )
     mlp = GELU(up, context.row(named(layer, "mlp.c_proj.weight"), ffn, named(layer, "mlp.c_proj.bias"), True))
     return Block(
-        named(layer, ""), (context.norm(named(layer, "ln_1")), context.norm(named(layer, "ln_2"))), attention, mlp, context
+        named(layer, ""),
+        (context.norm(named(layer, "ln_1")), context.norm(named(layer, "ln_2"))),
+        attention,
+        mlp,
+        context,
     )
 
 

@@ -35,6 +35,5 @@ def cut_evenly(num_layers: int, stages: int) -> tuple[StageLayout, ...]:
     short, surplus = divmod(num_layers, stages)
     starts = [stage * short + min(stage, surplus) for stage in range(stages + 1)]
     return tuple(
-        StageLayout(range(starts[stage], starts[stage + 1]), stage == 0, stage == stages - 1)
-        for stage in range(stages)
+        StageLayout(range(starts[stage], starts[stage + 1]), stage == 0, stage == stages - 1) for stage in range(stages)
     )

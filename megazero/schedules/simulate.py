@@ -85,7 +85,9 @@ def _check_complete(schedule: Schedule) -> None:
         if missing := wanted - set(actions):
             raise ScheduleError(f"{schedule.name}: rank {rank} never runs {min(map(str, missing))}")
         if surplus := set(actions) - wanted:
-            raise ScheduleError(f"{schedule.name}: rank {rank} runs {min(map(str, surplus))}, which is no part of a step")
+            raise ScheduleError(
+                f"{schedule.name}: rank {rank} runs {min(map(str, surplus))}, which is no part of a step"
+            )
         for action in actions:
             own = Action(Kind.FORWARD, action.microbatch, action.chunk)
             if action.kind is Kind.BACKWARD and actions.index(own) > actions.index(action):
@@ -210,9 +212,7 @@ def prove(schedule: Schedule, placed: Program) -> None:
             raise ScheduleError(f"{schedule.name}: rank {rank} posts {posted[rank][0]}, which no rank answers")
 
 
-def _ready(
-    schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Action, int]], done: set[Action]
-) -> bool:
+def _ready(schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Action, int]], done: set[Action]) -> bool:
     source = schedule.source(rank, action)
     if source is None:
         return True

@@ -192,7 +192,13 @@ class Bucket:
     """
 
     def __init__(
-        self, layout: BucketLayout, zero_stage: int, dtype: torch.dtype, dp: Axis, weights: Tensor | None, device: torch.device
+        self,
+        layout: BucketLayout,
+        zero_stage: int,
+        dtype: torch.dtype,
+        dp: Axis,
+        weights: Tensor | None,
+        device: torch.device,
     ) -> None:
         self.layout, self.dp = layout, dp
         sharded = dp.size > 1

@@ -47,7 +47,9 @@ class _Rounds:
         """Note a contribution; True when it completes a round."""
         if self.contributions[slot] == expected:
             name = self.bucket.layout.slots[slot].info.name
-            raise RuntimeError(f"gradient of {name} came more than {expected} times in a step of {expected} micro-batches")
+            raise RuntimeError(
+                f"gradient of {name} came more than {expected} times in a step of {expected} micro-batches"
+            )
         self.contributions[slot] += 1
         if self.contributions[slot] != self.complete_rounds + 1:
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -63,10 +63,13 @@ class ShardedAdamW:
         self.torch_optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self.torch_optimizer.step()
 
-    def moments(self, name: str) -> Iterator[tuple[Bucket, Run, Tensor]]:
-        """Each part of one moment with the bucket elements it belongs to."""
-        for bucket, run, part in self._parts:
-            yield bucket, run, self.torch_optimizer.state[part][name]
+    def moment(self, name: str, bucket: Bucket, run: Run) -> Tensor:
+        """Elements `run` of one moment; they must lie in one parameter and be owned."""
+        for at, whole, part in self._parts:
+            if at is bucket and whole.start <= run.start and run.stop <= whole.stop:
+                moment: Tensor = self.torch_optimizer.state[part][name]
+                return moment[run.start - whole.start : run.stop - whole.start]
+        raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
 
     @property
     def steps_taken(self) -> int:
@@ -80,4 +83,4 @@ class ShardedAdamW:
 
     def memory_bytes(self) -> int:
         """Bytes of the moments."""
-        return sum(tensor.nbytes for name in MOMENTS for _, _, tensor in self.moments(name))
+        return sum(self.torch_optimizer.state[part][name].nbytes for name in MOMENTS for _, _, part in self._parts)

@@ -58,9 +58,7 @@ class ShardedParameters:
         by_unit = zero_stage == 3 and dp.size > 1
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=dp.size)
         self.gather_buffers = _gather_buffers(layouts, dtype, device) if by_unit else {}
-        self.buckets = [
-            Bucket(layout, zero_stage, dtype, dp, self._weights_of(layout), device) for layout in layouts
-        ]
+        self.buckets = [Bucket(layout, zero_stage, dtype, dp, self._weights_of(layout), device) for layout in layouts]
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({id(parameter): name for name, parameter, _ in described}, units)
         self.gatherer = None

@@ -1,0 +1,62 @@
+"""From global sample indices to the micro-batches of one rank.
+
+global batch of step k   [ dp 0 | dp 1 | dp 2 | dp 3 ]      each dp rank's slice is cut into micro-batches
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megazero.layers.cross_entropy import IGNORED_LABEL
+from megazero.models.gpt import MicroBatch
+from megazero.parallel_state import ParallelState
+
+
+class Samples(Protocol):
+    """A stream of samples by index."""
+
+    def batch(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 [n, seq + 1]: each sample's tokens and the one after."""
+
+
+def read_batches(
+    stream: Samples, first: int, count: int, micro_batch_size: int, at: ParallelState, available: int | None = None
+) -> list[MicroBatch]:
+    """This rank's micro-batches of the samples [first, first + count).
+
+    Args:
+        stream: where samples come from.
+        first: global index of the first sample.
+        count: samples of the global batch; divides by dp * micro_batch_size.
+        micro_batch_size: samples per micro-batch.
+        at: this rank's place.
+        available: samples from this index on do not exist; they are masked out.
+    """
+    share = count // at.dp.size
+    indices = np.arange(first + at.dp.index * share, first + (at.dp.index + 1) * share, dtype=np.int64)
+    sample_ids = torch.from_numpy(indices).to(at.device)
+    tokens = labels = None
+    if at.is_first_stage or at.is_last_stage:
+        real = indices if available is None else np.minimum(indices, available - 1)
+        samples = torch.from_numpy(stream.batch(real))
+        tokens, labels = samples[:, :-1], samples[:, 1:].clone()
+        labels[torch.from_numpy(real != indices)] = IGNORED_LABEL
+
+    def cut(whole: Tensor | None, start: int) -> Tensor | None:
+        if whole is None:
+            return None
+        return whole[start : start + micro_batch_size].t().contiguous().to(at.device, non_blocking=True)
+
+    return [
+        MicroBatch(
+            sample_ids[start : start + micro_batch_size],
+            cut(tokens if at.is_first_stage else None, start),
+            cut(labels if at.is_last_stage else None, start),
+        )
+        for start in range(0, share, micro_batch_size)
+    ]

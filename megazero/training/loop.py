@@ -1,0 +1,262 @@
+"""The training run: config -> parallel state -> engine -> data -> loop."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megazero.checkpoint.index import CheckpointError, TrainerState, find_newest, is_complete, step_directory
+from megazero.checkpoint.load import load_checkpoint
+from megazero.checkpoint.save import save_checkpoint
+from megazero.comm.collectives import gather_objects
+from megazero.config import ResolvedRun, RunConfig, save_config
+from megazero.config.derive import cache_directory
+from megazero.data import Corpus, open_corpus
+from megazero.engine import Engine, initialize
+from megazero.models.hf_names import hugging_face_config
+from megazero.parallel_state import ParallelState
+from megazero.training.batches import read_batches
+from megazero.training.lr_schedule import learning_rate_factor
+from megazero.training.metrics import (
+    METRICS_FILE,
+    JsonLines,
+    ProgressLine,
+    Sink,
+    StepMetrics,
+    TensorBoard,
+    peak_memory_bytes,
+)
+
+CHECKPOINTS, SAVED_CONFIG = "checkpoints", "config.toml"
+_FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may set anew
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended.
+
+    Args:
+        step: optimizer steps done.
+        loss: of the last step, mean nats per token; None when there was nothing left to do.
+        val_loss: of the last evaluation, or None.
+        checkpoint: the newest complete step directory.
+        seconds: duration of the training loop.
+        sent_bytes: bytes this rank sent per axis.
+    """
+
+    step: int
+    loss: float | None
+    val_loss: float | None
+    checkpoint: Path
+    seconds: float
+    sent_bytes: dict[str, int]
+
+
+def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -> RunSummary:
+    """Run, or go on with, the training that a configuration describes.  Called on every rank.
+
+    Args:
+        run: the resolved run.
+        state: this rank's place and groups.
+        show: takes lines for the terminal; given lines on rank 0 only.
+
+    Raises:
+        CheckpointError: what `checkpoint.resume` names cannot be used.
+        NonFiniteError, LostPeerError: see `Engine.train_step`.
+    """
+    config, run_dir = run.config, Path(run.config.training.run_dir)
+    say = show if state.rank == 0 else lambda line: None
+    corpus = _open_corpus(config)
+    origin = _resume_from(config, run_dir, state)
+    engine = initialize(config, state, draw=origin is None)
+    position = _Position()
+    if origin is not None:
+        position = _resume(origin, engine, corpus)
+        say(f"resumed {origin} at step {position.step}")
+    sinks = _open_sinks(run, run_dir, position.step, say) if state.rank == 0 else []
+    say(_describe(run, engine))
+    try:
+        return _Loop(run, engine, corpus, sinks, run_dir).finish(position, origin)
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
+@dataclass(frozen=True)
+class _Position:
+    """How far a run has come."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+class _Loop:
+    """Steps until the run is done, with evaluation and checkpoints on the way."""
+
+    def __init__(self, run: ResolvedRun, engine: Engine, corpus: Corpus, sinks: Sequence[Sink], run_dir: Path) -> None:
+        self.run, self.engine, self.corpus, self.sinks = run, engine, corpus, sinks
+        self.checkpoints = run_dir / CHECKPOINTS
+        self.loss: float | None = None
+        self.val_loss: float | None = None
+
+    def finish(self, position: _Position, origin: Path | None) -> RunSummary:
+        """Do the steps that are left."""
+        training, every = self.run.config.training, self.run.config.checkpoint.save_every_steps
+        saved = origin
+        started = time.perf_counter()
+        while position.step < training.steps:
+            position = self._step(position)
+            if position.step == training.steps or (every and position.step % every == 0):
+                saved = self._save(position)
+        seconds = time.perf_counter() - started
+        if saved is None:
+            saved = self._save(position)
+        traffic = self.engine.state.traffic.by_axis()
+        return RunSummary(position.step, self.loss, self.val_loss, saved, seconds, traffic)
+
+    def _step(self, position: _Position) -> _Position:
+        run, state = self.run, self.engine.state
+        started = time.perf_counter()
+        count = run.global_batch_size
+        batches = read_batches(self.corpus.train, position.samples, count, run.micro_batch_size, state)
+        lr = run.config.optimizer.lr * learning_rate_factor(
+            run.config.lr_schedule, position.step, run.config.training.steps
+        )
+        statistics = self.engine.train_step(batches, lr)
+        seconds = time.perf_counter() - started
+        done = _Position(position.step + 1, position.samples + count, position.tokens + statistics.tokens)
+        self.loss = statistics.loss
+        every = run.config.training.eval_every_steps
+        evaluated = bool(every) and (done.step % every == 0 or done.step == run.config.training.steps)
+        if evaluated:
+            self.val_loss = self._evaluate()
+        metrics = StepMetrics(
+            step=done.step,
+            loss=statistics.loss,
+            grad_norm=statistics.grad_norm,
+            lr=lr,
+            tokens=done.tokens,
+            tokens_per_second=statistics.tokens / seconds,
+            step_seconds=seconds,
+            memory_bytes=peak_memory_bytes(state.device),
+            val_loss=self.val_loss if evaluated else None,
+        )
+        for sink in self.sinks:
+            sink.write(metrics)
+        return done
+
+    def _evaluate(self) -> float:
+        validation = self.corpus.validation
+        if validation is None:
+            raise ValueError("training.eval_every_steps needs data.validation_fraction above 0")
+        samples = min(self.run.config.training.eval_samples, len(validation))
+        whole = self.run.dp * self.run.micro_batch_size
+        count = -(-samples // whole) * whole
+        batches = read_batches(validation, 0, count, self.run.micro_batch_size, self.engine.state, available=samples)
+        return self.engine.evaluate(batches).loss
+
+    def _save(self, position: _Position) -> Path:
+        config, engine = self.run.config, self.engine
+        grid = engine.state.grid
+        directory = step_directory(self.checkpoints, position.step)
+        trainer = TrainerState(
+            step=position.step,
+            consumed_samples=position.samples,
+            consumed_tokens=position.tokens,
+            optimizer_steps=position.step,
+            data_fingerprint=self.corpus.fingerprint,
+            model=config.model.model_dump(),
+            config=config.model_dump(mode="json"),
+            shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": config.zero.stage},
+            versions={"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)},
+        )
+        save_checkpoint(
+            directory,
+            engine.sharded_state,
+            engine.state,
+            trainer,
+            hugging_face_config(config.model, config.precision.dtype),
+        )
+        return directory
+
+
+def _open_corpus(config: RunConfig) -> Corpus:
+    return open_corpus(
+        [(source.path, source.weight) for source in config.data.sources],
+        tokenizer=config.data.tokenizer,
+        seq_len=config.model.seq_len,
+        seed=config.training.seed,
+        validation_fraction=config.data.validation_fraction,
+        cache_dir=cache_directory(config.data),
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def _resume_from(config: RunConfig, run_dir: Path, state: ParallelState) -> Path | None:
+    """The step directory to go on from; rank 0 looks, so that all ranks see the same."""
+    wish = config.checkpoint.resume
+    newest = gather_objects(find_newest(run_dir / CHECKPOINTS) if state.rank == 0 else None, state.world)[0]
+    if wish == "auto":
+        return newest
+    if wish == "never":
+        if newest is not None:
+            raise CheckpointError(
+                f"checkpoint.resume=never, but {run_dir} holds the run that wrote {newest.name}; "
+                "set training.run_dir to a new directory, or checkpoint.resume=auto to go on with it"
+            )
+        return None
+    if not is_complete(Path(wish)):
+        raise CheckpointError(f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json)")
+    return Path(wish)
+
+
+def _resume(origin: Path, engine: Engine, corpus: Corpus) -> _Position:
+    trainer = load_checkpoint(origin, engine.sharded_state, engine.state)
+    wanted = engine.config.model.model_dump()
+    changed = [
+        f"model.{key} is {wanted[key]!r}, the checkpoint has {trainer.model.get(key)!r}"
+        for key in wanted
+        if key not in _FREE_TO_CHANGE and trainer.model.get(key) != wanted[key]
+    ]
+    if changed:
+        raise CheckpointError(f"{origin} is of another model: " + "; ".join(changed))
+    if trainer.data_fingerprint != corpus.fingerprint:
+        raise CheckpointError(
+            f"{origin} was trained on other data (fingerprint {trainer.data_fingerprint}, now {corpus.fingerprint}): "
+            "the sources, their weights, data.tokenizer, data.validation_fraction, model.seq_len and training.seed "
+            "must be those of the run"
+        )
+    engine.parameters.publish()
+    return _Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens)
+
+
+def _open_sinks(run: ResolvedRun, run_dir: Path, after_step: int, show: Callable[[str], None]) -> list[Sink]:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(run, run_dir / SAVED_CONFIG)
+    logging = run.config.logging
+    sinks: list[Sink] = [
+        JsonLines(run_dir / METRICS_FILE, after_step),
+        ProgressLine(run.config.training.steps, logging.every_steps, show),
+    ]
+    if logging.tensorboard:
+        sinks.append(TensorBoard(run_dir / "tensorboard", after_step))
+    return sinks
+
+
+def _describe(run: ResolvedRun, engine: Engine) -> str:
+    grid, memory = engine.state.grid, engine.memory_bytes()
+    shapes: dict[str, Any] = {
+        "tp": grid.tp, "pp": grid.pp, "dp": grid.dp, "ZeRO": run.config.zero.stage, "schedule": run.config.parallel.schedule,
+    }  # fmt: skip
+    return (
+        ", ".join(f"{name} {value}" for name, value in shapes.items())
+        + f" | global batch {run.global_batch_size} = {run.micro_batch_size} x {run.accumulation} x dp {run.dp}"
+        + f" | model state {sum(memory.values()) / 2**20:,.1f} MiB on rank 0"
+    )
