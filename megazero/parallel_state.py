@@ -86,7 +86,10 @@ class RankGrid:
         return Coordinate(**{axis: rank // self._strides[axis] % self.size(axis) for axis in AXES})
 
     def rank(self, at: Coordinate) -> int:
-        """The rank at a coordinate."""
+        """The rank at a coordinate.  Raises: ValueError for a coordinate outside the grid."""
+        for axis in AXES:
+            if not 0 <= getattr(at, axis) < self.size(axis):
+                raise ValueError(f"{axis}={getattr(at, axis)} is outside the grid, whose {axis} is {self.size(axis)}")
         return sum(getattr(at, axis) * self._strides[axis] for axis in AXES)
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
@@ -95,13 +98,18 @@ class RankGrid:
         Args:
             rank: a rank of the grid; it is part of the group.
             axes: one or more axis names; the group has the product of their sizes.
+
+        Raises:
+            ValueError: an unknown or repeated axis.
         """
+        _check_axes(axes)
         base = rank - sum(getattr(self.coordinate(rank), axis) * self._strides[axis] for axis in axes)
         steps = ([i * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
         return tuple(sorted(base + sum(combination) for combination in itertools.product(*steps)))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Every group over `axes`: a partition of all ranks, ordered by first rank."""
+        """Every group over `axes`: a partition of all ranks, ordered by first rank.  Raises: as `group_of`."""
+        _check_axes(axes)
         others = [axis for axis in AXES if axis not in axes]
         steps = ([i * self._strides[axis] for i in range(self.size(axis))] for axis in others)
         bases = sorted(sum(combination) for combination in itertools.product(*steps))
@@ -114,6 +122,13 @@ class RankGrid:
         """
         pipeline = self.group_of(rank, "pp")
         return tuple(sorted({pipeline[0], pipeline[-1]}))
+
+
+def _check_axes(axes: Sequence[str]) -> None:
+    if unknown := [axis for axis in axes if axis not in AXES]:
+        raise ValueError(f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"axes {', '.join(axes)} name one more than once")
 
 
 class Traffic:

@@ -415,19 +415,38 @@ def test_a_receive_after_its_use_is_refused():
     generate=st.sampled_from(ALL), pp=st.integers(2, 4), m=st.integers(1, 4), moves=st.integers(1, 3), data=st.data()
 )
 def test_prove_and_the_second_proof_agree_on_any_damage(generate, pp, m, moves, data):
-    """Steps are moved, and transfers lost, at random: refused exactly when the events have no order."""
+    """Transfers are moved and lost at random: refused exactly when the events have no order."""
     schedule = generate(pp, m)
     placed = program(schedule)
     for _ in range(moves):
         rank = data.draw(st.integers(0, pp - 1))
         steps = list(placed[rank])
-        step = steps.pop(data.draw(st.integers(0, len(steps) - 1)))
-        if isinstance(step, Action) or data.draw(st.integers(0, 5)) > 0:
+        transfers = [index for index, step in enumerate(steps) if not isinstance(step, Action)]
+        assume(transfers)
+        step = steps.pop(data.draw(st.sampled_from(transfers)))
+        if data.draw(st.integers(0, 5)) > 0:
             steps.insert(data.draw(st.integers(0, len(steps))), step)
-        assume(steps)
         placed = (*placed[:rank], tuple(steps), *placed[rank + 1 :])
     if can_run(placed):
         prove(schedule, placed)
     else:
         with pytest.raises(ScheduleError):
             prove(schedule, placed)
+
+
+@pytest.mark.parametrize("damage", ["missing", "twice", "lands elsewhere"])
+def test_a_program_that_is_not_its_schedule_is_refused(damage):
+    schedule = gpipe(2, 2)
+    first, second = program(schedule)
+    if damage == "missing":
+        damaged = (first[:-1], second)
+    elif damage == "twice":
+        damaged = ((*first, first[-1]), second)
+    else:
+        elsewhere = Action(Kind.FORWARD, 7)
+        damaged = (
+            first,
+            tuple(replace(step, lands=elsewhere) if str(step) == "RECV(F0<-0)" else step for step in second),
+        )
+    with pytest.raises(ScheduleError, match="gpipe: rank"):
+        prove(schedule, damaged)

@@ -41,6 +41,11 @@ def _done(started: tuple[Tensor, Pending]) -> Tensor:
     return result
 
 
+def _gather_last(x: Tensor, tp: Axis) -> Tensor:
+    """[..., n / tp] -> [..., n]."""
+    return torch.cat(_done(start_gather_sequence(x, tp)).chunk(tp.size), dim=-1)
+
+
 class _CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
@@ -92,9 +97,7 @@ class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
         ctx.tp = tp
-        parts = x.new_empty((tp.size, *x.shape))
-        all_gather(parts, x.contiguous(), tp).wait()
-        return torch.cat(parts.unbind(0), dim=-1)
+        return _gather_last(x, tp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -109,9 +112,7 @@ class _SplitFeatures(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        parts = grad.new_empty((ctx.tp.size, *grad.shape))
-        all_gather(parts, grad.contiguous(), ctx.tp).wait()
-        return torch.cat(parts.unbind(0), dim=-1), None
+        return _gather_last(grad, ctx.tp), None
 
 
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:

@@ -108,6 +108,13 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     return Pending(work, describe)
 
 
+def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
+    if whole.shape != (part.shape[0] * axis.size, *part.shape[1:]):
+        raise ValueError(
+            f"over {axis.name} of {axis.size} ranks, parts {list(part.shape)} do not make up {list(whole.shape)}"
+        )
+
+
 def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
     """Concatenate every rank's `shard` into `out`, in rank order.
 
@@ -115,10 +122,14 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
         out: 1-D or leading dimension n * shard's; contiguous.
         shard: contiguous; may be this rank's own part of `out`.
         axis: the ranks that take part.
+
+    Raises:
+        ValueError: the shapes do not fit.
     """
+    _check_parts(out, shard, axis)
     if axis.size == 1:
         if out.data_ptr() != shard.data_ptr():
-            out.copy_(shard.view_as(out))
+            out.copy_(shard)
         return Pending()
     work, describe = _start(
         "all_gather",
@@ -136,10 +147,14 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis) -> Pending:
         out: this rank's 1/n of `full`'s leading dimension; contiguous; may be this rank's own part of `full`.
         full: contiguous; its leading dimension divides by the axis size. Not to be changed before `wait`.
         axis: the ranks that take part.
+
+    Raises:
+        ValueError: the shapes do not fit.
     """
+    _check_parts(full, out, axis)
     if axis.size == 1:
         if out.data_ptr() != full.data_ptr():
-            out.copy_(full.view_as(out))
+            out.copy_(full)
         return Pending()
     sent = full.nbytes * (axis.size - 1) // axis.size
     if full.device.type != "cpu":

@@ -62,8 +62,9 @@ class WeightGradients:
 
     def run_oldest(self) -> None:
         """Compute and accumulate the weight gradients of the oldest backward pass that still waits."""
-        for weight, compute in self._passes.popleft():
-            self._accumulate(weight, compute())
+        with torch.no_grad():
+            for weight, compute in self._passes.popleft():
+                self._accumulate(weight, compute())
 
     def __len__(self) -> int:
         return len(self._passes)

@@ -86,8 +86,8 @@ class ParamSpec:
         decay: whether weight decay applies.
         transposed: stored [in, out] in a checkpoint (GPT-2's Conv1D).
 
-    A dimension that does not divide by TP is cut into ceil(size / tp) rows each; the last rank's surplus rows are padding:
-    zero, masked in use, and part of no logical tensor.
+    Columns that are cut must divide by tp.  Rows that do not are cut into ceil(size / tp) rows each; the last rank's
+    surplus rows are padding: zero, masked in use, and part of no logical tensor.
     """
 
     sections: tuple[Section, ...]
@@ -105,6 +105,8 @@ class ParamSpec:
         rows = sum(-(-section.rows // cut) for section in self.sections)
         if self.columns is None:
             return (rows,)
+        if self.split == 1 and self.columns % tp_size:
+            raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must divide by tp={tp_size}")
         return rows, self.columns // tp_size if self.split == 1 else self.columns
 
     @property
@@ -126,7 +128,7 @@ class ParamSpec:
         """
         columns = None
         if self.columns is not None:
-            width = self.columns // tp_size if self.split == 1 else self.columns
+            width = self.local_shape(tp_size)[1]
             start = width * tp_rank if self.split == 1 else 0
             columns = (start, start + width)
         first = 0

@@ -30,8 +30,8 @@ def cut_evenly(num_layers: int, stages: int) -> tuple[StageLayout, ...]:
     Raises:
         ValueError: more stages than layers.
     """
-    if stages > num_layers:
-        raise ValueError(f"{stages} pipeline stages need at least as many layers; num_layers={num_layers}")
+    if not 1 <= stages <= num_layers:
+        raise ValueError(f"{stages} pipeline stages must be at least 1 and at most num_layers={num_layers}")
     short, surplus = divmod(num_layers, stages)
     starts = [stage * short + min(stage, surplus) for stage in range(stages + 1)]
     return tuple(

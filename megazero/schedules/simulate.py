@@ -13,7 +13,11 @@ send blocks until its receive is posted.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeAlias
 
 from megazero.schedules.action import Action, Kind, Schedule, Transfer
@@ -80,7 +84,8 @@ def _check_complete(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.ranks):
         chunks = [chunk for at, chunk in schedule.placement if at == rank]
         wanted = {Action(k, m, c) for k in kinds for m in range(schedule.microbatches) for c in chunks}
-        if repeated := [action for index, action in enumerate(actions) if action in actions[:index]]:
+        place = {action: index for index, action in reversed(list(enumerate(actions)))}
+        if repeated := [action for index, action in enumerate(actions) if place[action] < index]:
             raise ScheduleError(f"{schedule.name}: rank {rank} runs {repeated[0]} twice")
         if missing := wanted - set(actions):
             raise ScheduleError(f"{schedule.name}: rank {rank} never runs {min(map(str, missing))}")
@@ -90,7 +95,7 @@ def _check_complete(schedule: Schedule) -> None:
             )
         for action in actions:
             own = Action(Kind.FORWARD, action.microbatch, action.chunk)
-            if action.kind is Kind.BACKWARD and actions.index(own) > actions.index(action):
+            if action.kind is Kind.BACKWARD and place[own] > place[action]:
                 raise ScheduleError(f"{schedule.name}: rank {rank} runs {action} before {own}")
 
 
@@ -147,13 +152,14 @@ def program(schedule: Schedule) -> Program:
         for index, action in enumerate(actions)
         if (target := schedule.target(rank, action)) is not None and target[0] != rank
     )
+    ends = [[spans[rank, action][1] for action in actions] for rank, actions in enumerate(schedule.ranks)]
+    place = [{action: index for index, action in enumerate(actions)} for actions in schedule.ranks]
     # Per rank: transfers to post before action i (index len(actions): after the last), in global message order.
     posts: list[list[tuple[int, Transfer]]] = [[] for _ in range(schedule.pp)]
     for time, sender, index, action, (receiver, use) in messages:
         _place(posts[sender], index + 1, Transfer(Kind.SEND, action, use, receiver))
-        ahead = next(
-            i for i, own in enumerate(schedule.ranks[receiver]) if spans[receiver, own][1] >= time or own == use
-        )
+        # The action during which the message arrives, or its use where that comes first.
+        ahead = min(bisect_left(ends[receiver], time), place[receiver][use])
         _place(posts[receiver], ahead, Transfer(Kind.RECV, action, use, sender))
     placed = tuple(_merge(actions, posts[rank]) for rank, actions in enumerate(schedule.ranks))
     prove(schedule, placed)
@@ -167,8 +173,10 @@ def _place(posts: list[tuple[int, Transfer]], before: int, transfer: Transfer) -
 
 def _merge(actions: tuple[Action, ...], posts: list[tuple[int, Transfer]]) -> tuple[Action | Transfer, ...]:
     merged: list[Action | Transfer] = []
+    waiting = deque(posts)
     for index in range(len(actions) + 1):
-        merged += [transfer for before, transfer in posts if before == index]
+        while waiting and waiting[0][0] == index:
+            merged.append(waiting.popleft()[1])
         merged += actions[index : index + 1]
     return tuple(merged)
 
@@ -184,8 +192,9 @@ def prove(schedule: Schedule, placed: Program) -> None:
         ScheduleError: a rank waits for ever, a message is used before it was received or sent before it was computed, or a
             message has only one side.
     """
+    _check_faithful(schedule, placed)
     at = [0] * len(placed)
-    posted: list[list[Transfer]] = [[] for _ in placed]
+    posted: list[deque[Transfer]] = [deque() for _ in placed]
     arrived: list[set[tuple[Action, int]]] = [set() for _ in placed]
     done: list[set[Action]] = [set() for _ in placed]
     moved = True
@@ -212,6 +221,23 @@ def prove(schedule: Schedule, placed: Program) -> None:
             raise ScheduleError(f"{schedule.name}: rank {rank} posts {posted[rank][0]}, which no rank answers")
 
 
+def _check_faithful(schedule: Schedule, placed: Program) -> None:
+    """A program computes what its schedule says, and every transfer lands where the schedule says."""
+    for rank, steps in enumerate(placed):
+        computed = tuple(step for step in steps if isinstance(step, Action))
+        if computed != schedule.ranks[rank]:
+            pairs = zip_longest(computed, schedule.ranks[rank])
+            found, wanted = next((found, wanted) for found, wanted in pairs if found != wanted)
+            raise ScheduleError(f"{schedule.name}: rank {rank} runs {found} where the schedule has {wanted}")
+        for step in steps:
+            if isinstance(step, Transfer):
+                sender, receiver = (rank, step.peer) if step.kind is Kind.SEND else (step.peer, rank)
+                if schedule.target(sender, step.carries) != (receiver, step.lands):
+                    raise ScheduleError(
+                        f"{schedule.name}: rank {rank} posts {step} for {step.lands}, which is no message"
+                    )
+
+
 def _ready(schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Action, int]], done: set[Action]) -> bool:
     source = schedule.source(rank, action)
     if source is None:
@@ -219,7 +245,7 @@ def _ready(schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Act
     return source[1] in done if source[0] == rank else (source[1], source[0]) in arrived
 
 
-def _pass_messages(rank: int, posted: list[list[Transfer]], arrived: list[set[tuple[Action, int]]]) -> bool:
+def _pass_messages(rank: int, posted: Sequence[deque[Transfer]], arrived: list[set[tuple[Action, int]]]) -> bool:
     """Pass the messages at the head of both queues of a pair; a rank's queue moves strictly in order."""
     moved = False
     while posted[rank]:
@@ -229,7 +255,7 @@ def _pass_messages(rank: int, posted: list[list[Transfer]], arrived: list[set[tu
             return moved
         receiver, sender = (rank, head.peer) if head.kind is Kind.RECV else (head.peer, rank)
         arrived[receiver].add((head.carries, sender))
-        posted[rank].pop(0)
-        other.pop(0)
+        posted[rank].popleft()
+        other.popleft()
         moved = True
     return moved

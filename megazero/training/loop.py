@@ -71,7 +71,7 @@ def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -
         NonFiniteError, LostPeerError: see `Engine.train_step`.
     """
     config, run_dir = run.config, Path(run.config.training.run_dir)
-    say = show if state.rank == 0 else lambda line: None
+    say = show if state.rank == 0 else lambda _: None
     corpus = _open_corpus(config)
     origin = _resume_from(config, run_dir, state)
     engine = initialize(config, state, draw=origin is None)

@@ -153,7 +153,7 @@ def plan_buckets(
         parameters: in forward order.
         by_unit: one bucket per unit, in forward order (what ZeRO-3 gathers at once); otherwise buckets are filled up to
             `bucket_elements` in the order in which the backward completes gradients.
-        bucket_elements: a bucket is closed once it holds as many; a larger parameter has a bucket of its own.
+        bucket_elements: a bucket takes parameters until it holds as many, and so exceeds it by less than one parameter.
         shards: equal parts a bucket must divide into.
 
     A tied embedding has its own bucket, equal on both stages that hold it.

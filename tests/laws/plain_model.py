@@ -272,7 +272,7 @@ class PlainTrainer:
     Raises: ValueError when a weight is missing, left over or of the wrong shape.
     """
 
-    def __init__(  # noqa: PLR0917 - the order of the formulas
+    def __init__(
         self,
         weights: Mapping[str, Tensor],
         config: PlainConfig,

@@ -1,0 +1,174 @@
+"""Law 2: the checkpoint does not know the cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from plain_model import logits
+from safetensors.torch import load_file
+from worlds import GPT2, LLAMA, LR, engine_on, global_batch, initial_weights, micro_batches, plain_config, run_of
+
+from megazero.checkpoint.index import TrainerState
+from megazero.checkpoint.load import load_checkpoint
+from megazero.checkpoint.save import save_checkpoint
+from megazero.config import ResolvedRun
+from megazero.engine import Engine
+from megazero.models.hf_names import hugging_face_config
+
+TIED, UNTIED = LLAMA | {"tie_embeddings": True}, LLAMA | {"tie_embeddings": False}
+MODELS = {"untied": UNTIED, "tied": TIED, "gpt2": GPT2}
+SHAPES: dict[str, tuple[int, dict[str, Any], int]] = {
+    "one rank": (1, {}, 0),
+    "dp 2, stage 3": (2, {}, 3),
+    "tp 2 with sp": (2, {"tp": 2, "sequence_parallel": True}, 1),
+    "pp 2 dp 2, stage 2": (4, {"pp": 2}, 2),
+    "tp 2 pp 2 dp 2, stage 1": (8, {"tp": 2, "pp": 2}, 1),
+    "dp 4, stage 1": (4, {}, 1),
+}
+
+
+def _save(engine: Engine, directory: Path, step: int) -> None:
+    config = engine.config
+    state = TrainerState(step, step * 8, 0, step, "data", config.model.model_dump(), {}, {}, {})
+    hugging_face = hugging_face_config(config.model, config.precision.dtype)
+    save_checkpoint(directory, engine.sharded_state, engine.state, state, hugging_face)
+
+
+def _run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None) -> list[float]:
+    """Load or draw, do some steps, save; the losses."""
+    engine = engine_on(rank, run, draw=origin is None)
+    if origin is not None:
+        state = load_checkpoint(origin, engine.sharded_state, engine.state)
+        assert state.step == steps.start
+        engine.parameters.publish()
+    losses = [engine.train_step(micro_batches(run, engine.state, step), LR).loss for step in steps]
+    if save_to is not None:
+        _save(engine, save_to, steps.stop)
+    return losses
+
+
+def _stored(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Every tensor of every kind, read with safetensors alone."""
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for index in directory.glob("*.index.json"):
+        kind = index.name.split(".")[0]
+        for name, file in json.loads(index.read_text())["weight_map"].items():
+            kinds.setdefault(kind, {})[name] = load_file(directory / file)[name]
+    return kinds
+
+
+def _of(name: str, model: dict[str, Any], **sections: Any) -> tuple[int, ResolvedRun]:
+    world, parallel, stage = SHAPES[name]
+    return world, run_of(world, model=model, parallel=parallel, zero={"stage": stage}, **sections)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_step_0_is_bit_equal_from_every_shape(model: str, tmp_path: Path) -> None:
+    wanted: dict[str, torch.Tensor] = {}
+    for name in SHAPES:
+        world, run = _of(name, MODELS[model])
+        run_world(world, _run, run, None, range(0), tmp_path / name)
+        stored = _stored(tmp_path / name)
+        assert set(stored) == {"model", "exp_avg", "exp_avg_sq"}
+        wanted = wanted or initial_weights(run)
+        assert set(stored["model"]) == set(wanted)
+        for tensor in wanted:
+            assert torch.equal(stored["model"][tensor], wanted[tensor]), f"{tensor} from {name}"
+            assert stored["exp_avg"][tensor].shape == wanted[tensor].shape
+            assert not stored["exp_avg"][tensor].any()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_equal_states_of_any_shape_are_equal_tensors(model: str, tmp_path: Path) -> None:
+    """Loading on another shape and saving again changes no bit of weights and moments."""
+    world, run = _of("tp 2 pp 2 dp 2, stage 1", MODELS[model])
+    run_world(world, _run, run, None, range(2), tmp_path / "origin")
+    origin = _stored(tmp_path / "origin")
+    for name in SHAPES:
+        world, run = _of(name, MODELS[model])
+        run_world(world, _run, run, tmp_path / "origin", range(2, 2), tmp_path / name)
+        again = _stored(tmp_path / name)
+        for kind, tensors in origin.items():
+            assert set(again[kind]) == set(tensors)
+            for tensor in tensors:
+                assert torch.equal(again[kind][tensor], tensors[tensor]), f"{kind} of {tensor} through {name}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_resumed_on_any_shape_goes_on_as_if_uninterrupted(model: str, tmp_path: Path) -> None:
+    wanted = run_world(1, _run, _of("one rank", MODELS[model])[1], None, range(6), None)[0]
+    world, run = _of("tp 2 pp 2 dp 2, stage 1", MODELS[model])
+    assert run_world(world, _run, run, None, range(3), tmp_path / "step")[0] == pytest.approx(wanted[:3], rel=1e-5)
+    for name in SHAPES:
+        world, run = _of(name, MODELS[model])
+        losses = run_world(world, _run, run, tmp_path / "step", range(3, 6), None)[0]
+        assert losses == pytest.approx(wanted[3:], rel=1e-5), name
+
+
+def test_masters_carry_a_run_between_precisions(tmp_path: Path) -> None:
+    """bf16 saves its fp32 masters; fp32 resumes from them, and bf16 from fp32, without loss."""
+    bf16 = {"precision": {"dtype": "bf16"}}
+    world, run = _of("pp 2 dp 2, stage 2", TIED, **bf16)
+    run_world(world, _run, run, None, range(3), tmp_path / "bf16")
+    stored = _stored(tmp_path / "bf16")
+    assert set(stored) == {"model", "master", "exp_avg", "exp_avg_sq"}
+    for name, tensor in stored["model"].items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, stored["master"][name].to(torch.bfloat16))
+    world, run = _of("tp 2 with sp", TIED)
+    run_world(world, _run, run, tmp_path / "bf16", range(3, 3), tmp_path / "fp32")
+    for name, tensor in _stored(tmp_path / "fp32")["model"].items():
+        assert torch.equal(tensor, stored["master"][name])
+    world, run = _of("dp 2, stage 3", TIED, **bf16)
+    run_world(world, _run, run, tmp_path / "fp32", range(3, 3), tmp_path / "again")
+    again = _stored(tmp_path / "again")
+    for kind in stored:
+        for name, tensor in stored[kind].items():
+            assert torch.equal(again[kind][name], tensor), f"{kind} of {name}"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_transformers_loads_a_step_directory_and_gives_our_logits(model: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    world, run = _of("tp 2 pp 2 dp 2, stage 1", MODELS[model])
+    run_world(world, _run, run, None, range(2), tmp_path / "step")
+    tokens, _ = global_batch(run, 0)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "step", attn_implementation="eager")
+    with torch.no_grad():
+        given = theirs(input_ids=tokens).logits
+        ours = torch.tensor(run_world(2, _logits, _of("tp 2 with sp", MODELS[model])[1], tmp_path / "step")[0])
+        plain = logits(_stored(tmp_path / "step")["model"], plain_config(run), tokens)
+    assert (ours - given).norm() / given.norm() < 1e-5
+    assert (plain - given).norm() / given.norm() < 1e-5
+
+
+def _logits(rank: int, run: ResolvedRun, origin: Path) -> Any:
+    """Our model's logits [batch, seq, vocab], computed over tp."""
+    engine = engine_on(rank, run, draw=False)
+    load_checkpoint(origin, engine.sharded_state, engine.state)
+    engine.parameters.publish()
+    batch = micro_batches(run, engine.state, 0)
+    with torch.no_grad():
+        parts = [engine.module.head.logits(engine.module.hidden(None, part)) for part in batch]
+    return torch.cat([part.transpose(0, 1) for part in parts]).numpy()
+
+
+def test_the_state_is_sent_to_its_writers_once(tmp_path: Path) -> None:
+    """Traffic of a save is at most the state itself: every element has one source and one writer."""
+    world, run = _of("tp 2 pp 2 dp 2, stage 1", UNTIED)
+    sent = sum(run_world(world, _bytes_of_a_save, run, tmp_path / "step"))
+    state = sum(file.stat().st_size for file in (tmp_path / "step").glob("*.safetensors"))
+    assert 0 < sent < state
+
+
+def _bytes_of_a_save(rank: int, run: ResolvedRun, directory: Path) -> int:
+    engine = engine_on(rank, run)
+    engine.state.traffic.reset()
+    _save(engine, directory, 0)
+    return engine.state.traffic.sent_bytes["stage", "send_recv"]

@@ -1,0 +1,219 @@
+"""Law 5: nothing is silent.  Each fault ends in one error that says what was found, on every rank, with nothing lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from worlds import LLAMA, LR, engine_on, micro_batches, run_of
+
+from megazero.checkpoint.index import MANIFEST, CheckpointError, TrainerState, find_newest
+from megazero.checkpoint.load import load_checkpoint
+from megazero.checkpoint.save import save_checkpoint
+from megazero.checkpoint.verify import find_damage
+from megazero.comm.collectives import LostPeerError
+from megazero.config import ResolvedRun
+from megazero.engine import NonFiniteError
+
+TIED = LLAMA | {"tie_embeddings": True}
+
+
+def _state(run: ResolvedRun, step: int) -> TrainerState:
+    return TrainerState(step, step * 8, 0, step, "data", run.config.model.model_dump(), {}, {}, {})
+
+
+def _save(rank: int, run: ResolvedRun, directory: Path, step: int) -> str:
+    engine = engine_on(rank, run)
+    try:
+        save_checkpoint(directory, engine.sharded_state, engine.state, _state(run, step), {})
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _load(rank: int, run: ResolvedRun, directory: Path) -> tuple[str, bool]:
+    """The error, and whether this rank's state is as it was before."""
+    engine = engine_on(rank, run)
+    before = [bucket.master.clone() for bucket in engine.parameters.buckets]
+    error = ""
+    try:
+        load_checkpoint(directory, engine.sharded_state, engine.state)
+    except CheckpointError as found:
+        error = str(found)
+    same = all(torch.equal(a, b.master) for a, b in zip(before, engine.parameters.buckets, strict=True))
+    return error, same
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("law5") / "step-00000001"
+    assert run_world(4, _save, run_of(4, model=TIED, parallel={"tp": 2}), directory, 1) == [""] * 4
+    return directory
+
+
+def _files() -> list[str]:
+    return [
+        "model-00001-of-00004.safetensors",
+        "exp_avg_sq-00003-of-00004.safetensors",
+        "model.safetensors.index.json",
+        "trainer_state.json",
+    ]
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "one byte changed"])
+@pytest.mark.parametrize("file", _files())
+def test_a_damaged_file_is_refused_by_name_on_every_rank(saved: Path, tmp_path: Path, file: str, damage: str) -> None:
+    directory = tmp_path / saved.name
+    shutil.copytree(saved, directory)
+    path = directory / file
+    data = bytearray(path.read_bytes())
+    if damage == "deleted":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(data[:-5])
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    for error, same in run_world(2, _load, run_of(2, model=TIED, parallel={"pp": 2}), directory):
+        assert file in error
+        assert same
+    assert find_damage(saved) == []
+
+
+@pytest.mark.parametrize("position", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_changed_manifest_is_refused_by_name(saved: Path, tmp_path: Path, position: float) -> None:
+    directory = tmp_path / saved.name
+    shutil.copytree(saved, directory)
+    path = directory / MANIFEST
+    data = bytearray(path.read_bytes())
+    digits = [index for index, byte in enumerate(data) if chr(byte) in "0123456789abcdef"]
+    data[digits[int(position * len(digits))]] ^= 1
+    path.write_bytes(data)
+    ((error, same),) = run_world(1, _load, run_of(1, model=TIED), directory)
+    assert MANIFEST in error
+    assert same
+
+
+def test_two_swapped_shards_are_refused(saved: Path, tmp_path: Path) -> None:
+    directory = tmp_path / saved.name
+    shutil.copytree(saved, directory)
+    first, second = (directory / f"model-0000{index}-of-00004.safetensors" for index in (1, 2))
+    first.rename(directory / "aside")
+    second.rename(first)
+    (directory / "aside").rename(second)
+    ((error, same),) = run_world(1, _load, run_of(1, model=TIED), directory)
+    assert first.name in error
+    assert second.name in error
+    assert same
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_layers": 2}, "belongs to no parameter"),
+        ({"num_layers": 4}, "is missing"),
+        ({"ffn_hidden_size": 96}, r"has shape \[64, 32\], this model needs \[96, 32\]"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, change: dict[str, int], says: str) -> None:
+    ((error, same),) = run_world(1, _load, run_of(1, model=TIED | change), saved)
+    assert "another model" in error
+    assert re.search(says, error)
+    assert same
+
+
+def test_a_directory_without_a_manifest_is_not_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """What a run that was killed while saving leaves: it is passed over, and can be written again."""
+    older, newer = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    shutil.copytree(saved, older)
+    shutil.copytree(saved, newer)
+    (newer / MANIFEST).unlink()
+    (newer / "model-00009-of-00009.safetensors.partial").write_bytes(b"half")
+    assert find_newest(tmp_path) == older
+    ((error, _),) = run_world(1, _load, run_of(1, model=TIED), newer)
+    assert "not a complete checkpoint" in error
+    assert run_world(1, _save, run_of(1, model=TIED), newer, 2) == [""]
+    assert find_newest(tmp_path) == newer
+    assert find_damage(newer) == []
+
+
+def test_a_complete_checkpoint_is_never_overwritten(saved: Path) -> None:
+    errors = run_world(2, _save, run_of(2, model=TIED), saved, 1)
+    assert all("already holds a complete checkpoint" in error for error in errors)
+    assert find_damage(saved) == []
+
+
+def test_a_failing_disk_is_reported_on_every_rank_and_keeps_older_checkpoints(saved: Path, tmp_path: Path) -> None:
+    """The directory cannot be made: a file stands where it should be."""
+    (tmp_path / "step-00000002").write_text("in the way")
+    errors = run_world(4, _save, run_of(4, model=TIED, parallel={"pp": 2}), tmp_path / "step-00000002", 2)
+    assert all("could not be written" in error and "step-00000002" in error for error in errors)
+    assert find_damage(saved) == []
+
+
+def _poisoned(rank: int, run: ResolvedRun, poisoned_rank: int) -> tuple[str, bool]:
+    engine = engine_on(rank, run)
+    before = [bucket.master.clone() for bucket in engine.parameters.buckets]
+    if rank == poisoned_rank:  # one element of one rank's shard
+        engine.parameters.buckets[0].weights[0] = float("nan")
+        before[0] = engine.parameters.buckets[0].master.clone()
+    error = ""
+    try:
+        engine.train_step(micro_batches(run, engine.state, 0), LR)
+    except NonFiniteError as found:
+        error = str(found)
+    now = [bucket.master for bucket in engine.parameters.buckets]
+    return error, all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, now, strict=True))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_a_non_finite_gradient_on_one_rank_stops_all_before_any_steps(zero_stage: int) -> None:
+    run = run_of(4, model=TIED, parallel={"pp": 2}, zero={"stage": zero_stage})
+    for error, unchanged in run_world(4, _poisoned, run, 3):
+        assert "must be finite" in error
+        assert unchanged
+
+
+def _masked(rank: int, run: ResolvedRun) -> str:
+    engine = engine_on(rank, run)
+    batches = micro_batches(run, engine.state, 0)
+    for batch in batches:
+        batch.labels.fill_(-100)
+    with pytest.raises(ValueError, match="every token") as found:
+        engine.train_step(batches, LR)
+    return str(found.value)
+
+
+def test_a_batch_without_a_counted_token_is_an_error_everywhere() -> None:
+    assert len(set(run_world(2, _masked, run_of(2, model=TIED)))) == 1
+
+
+def _lose_a_rank(rank: int, run: ResolvedRun, victim: int) -> str:
+    engine = engine_on(rank, run)
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for step in range(1, 100):
+            engine.train_step(micro_batches(run, engine.state, step), LR)
+    except LostPeerError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "victim"), [(2, {}, 1), (2, {"tp": 2}, 0), (2, {"pp": 2}, 1), (4, {"pp": 2}, 3)]
+)
+def test_a_killed_rank_is_noticed_by_every_other(world: int, parallel: dict[str, Any], victim: int) -> None:
+    errors = run_world(world, _lose_a_rank, run_of(world, model=TIED, parallel=parallel), victim, may_die=(victim,))
+    for rank, error in enumerate(errors):
+        if rank != victim:
+            assert f"rank {rank}:" in error
+            assert "did not finish" in error

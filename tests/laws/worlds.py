@@ -1,0 +1,133 @@
+"""What the laws share: small configurations, the global batch, and an engine on one rank of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from plain_model import PlainConfig, parameter_shapes
+from torch import Tensor
+
+from megazero.checkpoint.gather import gather_logical
+from megazero.comm.collectives import gather_objects
+from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.engine import Engine, initialize
+from megazero.layers.counter_rng import derive_key, normal
+from megazero.models.gpt import MicroBatch
+from megazero.parallel_state import ParallelState, RankGrid
+
+LR, STEPS, SAMPLES = 3e-3, 3, 8
+# Adam divides by |g| + eps: with its usual 1e-8 an element whose gradient is rounding noise would take a full step in a
+# direction that is noise too, in the plain model as in ours.
+EPS = 1e-5
+
+LLAMA = {"family": "llama", "num_kv_heads": 2}
+GPT2 = {"family": "gpt2", "num_kv_heads": 4}
+
+
+def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> ResolvedRun:
+    """A small run: 3 layers, a vocabulary that no tp divides, 8 samples of 16 tokens."""
+    small = {
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "ffn_hidden_size": 64,
+        "vocab_size": 61,
+        "seq_len": 16,
+    }
+    config = {
+        "model": small | model,
+        "parallel": sections.get("parallel", {}),
+        "zero": {"bucket_bytes": 8192} | sections.get("zero", {}),
+        "precision": {"dtype": "fp32"} | sections.get("precision", {}),
+        "optimizer": {"lr": LR, "eps": EPS, "grad_clip": 0.5} | sections.get("optimizer", {}),
+        "training": {"global_batch_size": SAMPLES, "seed": 7} | sections.get("training", {}),
+    }
+    return resolve(RunConfig.model_validate(config), world)
+
+
+def plain_config(run: ResolvedRun) -> PlainConfig:
+    """The same model for the plain implementation."""
+    model = run.config.model
+    names = ("family", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
+    more = ("seq_len", "tie_embeddings", "norm_eps", "rope_theta")
+    return PlainConfig(**{name: getattr(model, name) for name in names + more})
+
+
+def initial_weights(run: ResolvedRun) -> dict[str, Tensor]:
+    """What the weights must be at step 0, from (seed, name, element) alone."""
+    config = plain_config(run)
+    weights = {}
+    for name, shape in parameter_shapes(config).items():
+        if len(shape) == 1:
+            is_gain = name.endswith("weight")
+            weights[name] = torch.ones(shape) if is_gain else torch.zeros(shape)
+            continue
+        onto_residual = any(part in name for part in ("o_proj", "down_proj", "c_proj"))
+        std = run.config.model.init_std / ((2 * config.num_layers) ** 0.5 if onto_residual else 1.0)
+        numbers = normal(derive_key(run.config.training.seed, name), torch.arange(torch.Size(shape).numel()))
+        weights[name] = (numbers * std).view(shape)
+    return weights
+
+
+def global_batch(run: ResolvedRun, step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [samples, seq] of one step, masked unevenly: one sample in part, one wholly."""
+    model = run.config.model
+    generator = torch.Generator().manual_seed(100 + step)
+    samples = torch.randint(0, model.vocab_size, (SAMPLES, model.seq_len + 1), generator=generator)
+    labels = samples[:, 1:].clone()
+    labels[0, : model.seq_len // 2] = -100
+    labels[5] = -100
+    return samples[:, :-1], labels
+
+
+def micro_batches(run: ResolvedRun, at: ParallelState, step: int) -> list[MicroBatch]:
+    """One rank's share of `global_batch`."""
+    tokens, labels = global_batch(run, step)
+    share = SAMPLES // at.dp.size
+    first = at.dp.index * share
+    size = run.micro_batch_size
+    return [
+        MicroBatch(
+            torch.arange(start, start + size) + step * SAMPLES,
+            tokens[start : start + size].t().contiguous(),
+            labels[start : start + size].t().contiguous(),
+        )
+        for start in range(first, first + share, size)
+    ]
+
+
+def engine_on(rank: int, run: ResolvedRun, *, draw: bool = True) -> Engine:
+    """One rank's engine."""
+    parallel = run.config.parallel
+    grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
+    return initialize(run.config, ParallelState(grid, rank, timeout_seconds=60), draw=draw)
+
+
+def whole(engine: Engine, kind: str) -> dict[str, Tensor] | None:
+    """Every logical tensor of a kind, on rank 0; None elsewhere."""
+    mine = {name: tensor.clone() for name, tensor in gather_logical(engine.sharded_state, kind, engine.state)}
+    everyone = gather_objects(mine, engine.state.world)
+    return _merged(everyone) if engine.state.rank == 0 else None
+
+
+def _merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    merged: dict[str, Tensor] = {}
+    for part in parts:
+        assert not set(part) & set(merged), "a logical tensor has two writers"
+        merged |= part
+    return merged
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b|."""
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12))
+
+
+def shapes_of(world: int) -> Iterator[dict[str, int]]:
+    """Every (tp, pp, dp) of a world up to 8 ranks that the small model allows (tp divides its 2 kv heads, pp <= 3)."""
+    for tp in (1, 2):
+        for pp in (1, 2):
+            if world % (tp * pp) == 0:
+                yield {"tp": tp, "pp": pp}

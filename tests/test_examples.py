@@ -1,0 +1,172 @@
+"""What the README, the docs and the examples say is so: files exist, commands parse, examples run."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from megazero.cli import app
+from megazero.config import load_config
+from megazero.config.document import to_markdown
+from megazero.data import tokenize_files
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WORLD_SIZES = {"quickstart": 8, "llama_1.3b_8gpu": 8, "llama_7b_64gpu": 64, "llama_70b_512gpu": 512}
+RUN_SECONDS = 60
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Examples
+
+
+def test_every_example_has_a_world_size_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == set(WORLD_SIZES)
+
+
+@pytest.mark.parametrize("name", WORLD_SIZES)
+def test_an_example_resolves_on_its_cluster(name: str) -> None:
+    run = load_config(EXAMPLES / f"{name}.toml", [], WORLD_SIZES[name])
+    parallel = run.config.parallel
+    assert parallel.tp * parallel.pp * run.dp == WORLD_SIZES[name]
+    assert run.micro_batch_size * run.dp * run.accumulation == run.global_batch_size
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("llama_1.3b_8gpu", 1.345e9), ("llama_7b_64gpu", 6.738e9), ("llama_70b_512gpu", 68.98e9)]
+)
+def test_an_example_has_the_size_in_its_name(name: str, parameters: float) -> None:
+    """Published parameter counts: Sheared-LLaMA-1.3B; Llama 2 7B and 70B."""
+    model = load_config(EXAMPLES / f"{name}.toml", [], WORLD_SIZES[name]).config.model
+    hidden, kv = model.hidden_size, model.hidden_size // model.num_heads * model.num_kv_heads
+    block = 2 * hidden * hidden + 2 * kv * hidden + 3 * hidden * model.ffn_hidden_size + 2 * hidden
+    total = model.num_layers * block + 2 * model.vocab_size * hidden + hidden
+    assert total == pytest.approx(parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["launch_torchrun.sh", "pretrain.slurm"])
+def test_a_launcher_parses(name: str) -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    parsed = subprocess.run([bash, "-n", EXAMPLES / name], capture_output=True, text=True, timeout=10, check=False)
+    assert parsed.returncode == 0, parsed.stderr
+
+
+def test_the_library_example_gives_one_run_alone_under_torchrun_and_resumed(tmp_path: Path) -> None:
+    alone = _losses(tmp_path, "alone", [sys.executable], "training.steps=4")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    torchrun += ["--master_addr", "127.0.0.1", "--master_port", port]
+    begun = _losses(tmp_path, "begun", torchrun, "training.steps=3", "parallel.tp=2")
+    resumed = _losses(tmp_path, "begun", [sys.executable], "training.steps=4", "zero.stage=0")
+    assert (len(begun), len(resumed)) == (3, 1)
+    assert [*begun, *resumed] == pytest.approx(alone, abs=1e-4)
+
+
+def _losses(folder: Path, name: str, python: list[str], *overrides: str) -> list[float]:
+    """Run examples/pretrain_gpt.py and give the losses that it prints."""
+    prefix = folder / "corpus"
+    if not prefix.with_suffix(".idx").exists():
+        tokenize_files([ROOT / "megazero"], prefix, "byte")
+    small = ["model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_layers=2", "model.seq_len=32"]
+    small += ["training.global_batch_size=8", "lr_schedule.name=constant", "lr_schedule.warmup_steps=0"]
+    small += ["launch.device=cpu"]
+    small += [f"data.sources=['{prefix}']", "data.validation_fraction=0.0", "training.eval_every_steps=0"]
+    command = [*python, EXAMPLES / "pretrain_gpt.py", *small, f"training.run_dir={folder / name}", *overrides]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=RUN_SECONDS, check=False, env=environment, cwd=folder
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)", ran.stdout, re.MULTILINE)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages
+
+
+def test_the_page_of_keys_is_the_schemas() -> None:
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    keys = page[page.index("\n## [") + 1 :]
+    assert keys == to_markdown(), "docs/config.md is out of date: run the command at its top"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = [ROOT / path for path in re.findall(r"`((?:docs|examples|megazero|tests)/[\w./-]+)`", text)]
+    named += [ROOT / name for name in re.findall(r"`(Makefile|LICENSE|pyproject\.toml|constraints\.txt)`", text)]
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    named += [page.parent / link for link in links]
+    assert not [str(path) for path in named if not path.exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_pages_commands_are_commands(page: Path) -> None:
+    for words in _commands(page):
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+        else:
+            _check_megazero(words[1:])
+
+
+def _commands(page: Path) -> list[list[str]]:
+    """Lines of shell blocks that start with `make` or `megazero`, as words."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(?:sh|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(("make ", "megazero "))]
+
+
+def _check_megazero(words: list[str]) -> None:
+    """The subcommand exists with these options; a training command's configuration resolves."""
+    command = typer.main.get_command(app)
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    assert not hasattr(command, "commands"), words
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= options
+    if command.name == "train" and (ROOT / words[0]).exists():
+        load_config(ROOT / words[0], words[1:])
+
+
+def test_the_command_line_helps() -> None:
+    assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The house
+
+
+def test_rooms_import_only_from_floors_below() -> None:
+    """The floors are those that docs/architecture.md draws, top floor first."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d) \| (.+?) \|", page, re.MULTILINE)
+    floors = {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)}
+    built = {path.stem for path in (ROOT / "megazero").iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert set(floors) == built - {"__init__", "__pycache__"}
+    for path in (ROOT / "megazero").rglob("*.py"):
+        room = path.relative_to(ROOT / "megazero").parts[0].removesuffix(".py")
+        for other in _rooms_imported(path) - {room}:
+            assert floors[other] < floors[room], f"{path.relative_to(ROOT)} imports {other}, which is not below {room}"
+
+
+def _rooms_imported(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    return {module.split(".")[1] for module in modules if module.startswith("megazero.")}

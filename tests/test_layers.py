@@ -1,0 +1,207 @@
+"""Layers cut over TP give what the whole layer gives, in values and in gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_world
+from torch import Tensor
+
+from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
+from megazero.layers.dropout import Dropout
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradients
+from megazero.layers.spec import Init, ParamSpec, Section
+from megazero.parallel_state import Axis, ParallelState, RankGrid
+
+SEQ, BATCH, HIDDEN, OUT = 8, 2, 6, 12
+
+
+def _fill(module: torch.nn.Module, tp: Axis) -> None:
+    for name, spec in module.specs.items():
+        parameter = getattr(module, name)
+        flat = torch.empty(parameter.numel())
+        ParamSpec.draw(spec, flat, 0, tp.index, tp.size, seed=3)
+        parameter.data = flat.view(parameter.shape) if name == "weight" else torch.ones(parameter.shape)
+
+
+def _given(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def _part(x: Tensor, tp: Axis, cut: bool, dim: int = 0) -> Tensor:
+    return x.chunk(tp.size, dim)[tp.index].clone() if cut else x.clone()
+
+
+def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: bool, later: bool) -> dict[str, Any]:
+    """column -> gelu -> row, forward and backward; whole tensors of what each rank saw."""
+    tp = ParallelState(RankGrid(tp=world), rank).tp
+    taken: list[tuple[Tensor, Tensor]] = []
+    waiting = WeightGradients(lambda weight, gradient: taken.append((weight, gradient))) if later else None
+    init = Init("normal", 0.3)
+    column = ColumnParallelLinear(
+        (Section("column", OUT),),
+        HIDDEN,
+        tp,
+        bias_sections=(Section("column.bias", OUT),),
+        sequence_parallel=sequence_parallel,
+        gather_output=whole_between,
+        init=init,
+        later=waiting,
+    )
+    row = RowParallelLinear(
+        Section("row", HIDDEN),
+        OUT,
+        tp,
+        bias_section=Section("row.bias", HIDDEN),
+        sequence_parallel=sequence_parallel,
+        scatter_input=whole_between,
+        init=init,
+        later=waiting,
+    )
+    for module in (column, row):
+        _fill(module, tp)
+    x = _part(_given((SEQ, BATCH, HIDDEN)), tp, sequence_parallel).requires_grad_()
+    if waiting is not None:
+        waiting.deferring = True
+        waiting.begin_pass()
+    y = row(F.gelu(column(x)))
+    y.backward(_part(_given((SEQ, BATCH, HIDDEN)).cos(), tp, sequence_parallel))
+    if waiting is not None:
+        assert column.weight.grad is None
+        assert row.weight.grad is None
+        waiting.run_oldest()
+        assert len(waiting) == 0
+        for weight, gradient in taken:
+            weight.grad = gradient
+    grads = {"x": x.grad, "column": column.weight.grad, "row": row.weight.grad, "bias": column.bias.grad}
+    return {"y": y.detach().numpy(), **{name: grad.numpy() for name, grad in grads.items()}}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize("whole_between", [False, True], ids=["cut between", "whole between"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_column_and_a_row_layer_equal_plain_linear_layers(
+    world: int, sequence_parallel: bool, whole_between: bool, later: bool
+) -> None:
+    results = run_world(world, _linear_pair, world, sequence_parallel, whole_between, later)
+    weights = {}
+    for name, rows, columns in (("column", OUT, HIDDEN), ("row", HIDDEN, OUT)):
+        flat = torch.empty(rows * columns)
+        ParamSpec((Section(name, rows),), columns, init=Init("normal", 0.3)).draw(flat, 0, 0, 1, seed=3)
+        weights[name] = flat.view(rows, columns).requires_grad_()
+    x = _given((SEQ, BATCH, HIDDEN)).requires_grad_()
+    bias = torch.ones(OUT, requires_grad=True)
+    y = F.gelu(x @ weights["column"].t() + bias) @ weights["row"].t() + 1
+    y.backward(_given((SEQ, BATCH, HIDDEN)).cos())
+
+    def joined(key: str, dim: int, cut: bool) -> Tensor:
+        parts = [torch.tensor(result[key]) for result in results]
+        return torch.cat(parts, dim) if cut else parts[0]
+
+    torch.testing.assert_close(joined("y", 0, sequence_parallel), y.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joined("x", 0, sequence_parallel), x.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joined("column", 0, True), weights["column"].grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joined("row", 1, True), weights["row"].grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joined("bias", 0, True), bias.grad, rtol=1e-5, atol=1e-5)
+
+
+def _head(rank: int, world: int, vocab: int, chunk: int) -> dict[str, Any]:
+    tp = ParallelState(RankGrid(tp=world), rank).tp
+    head = VocabParallelHead(
+        "head", vocab, HIDDEN, tp, sequence_parallel=False, tied=False, init=Init("normal", 1.0), chunk_tokens=chunk
+    )
+    _fill(head, tp)
+    x = (_given((SEQ, BATCH, HIDDEN)) * 3).requires_grad_()
+    loss = head(x, _labels(vocab))
+    (loss * 0.5).backward()
+    return {
+        "loss": loss.item(),
+        "x": x.grad.numpy(),
+        "weight": head.weight.grad.numpy(),
+        "logits": head.logits(x).detach().numpy(),
+    }
+
+
+def _labels(vocab: int) -> Tensor:
+    labels = torch.randint(0, vocab, (SEQ, BATCH), generator=torch.Generator().manual_seed(2))
+    labels[0, 1] = labels[5] = IGNORED_LABEL
+    return labels
+
+
+@pytest.mark.parametrize("chunk", [3, 16, 2048], ids=["many chunks", "one exact chunk", "one chunk"])
+@pytest.mark.parametrize(("world", "vocab"), [(1, 11), (2, 11), (4, 5)])
+def test_the_head_equals_torchs_cross_entropy(world: int, vocab: int, chunk: int) -> None:
+    """Vocabularies that tp does not divide, one of them with a rank that holds padding only."""
+    results = run_world(world, _head, world, vocab, chunk)
+    flat = torch.empty(vocab * HIDDEN)
+    ParamSpec((Section("head", vocab),), HIDDEN, init=Init("normal", 1.0)).draw(flat, 0, 0, 1, seed=3)
+    weight = flat.view(vocab, HIDDEN).requires_grad_()
+    x = (_given((SEQ, BATCH, HIDDEN)) * 3).requires_grad_()
+    logits = x @ weight.t()
+    loss = F.cross_entropy(logits.flatten(0, 1), _labels(vocab).flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    (loss * 0.5).backward()
+    got = torch.cat([torch.tensor(result["weight"]) for result in results])
+    torch.testing.assert_close(got[:vocab], weight.grad, rtol=1e-4, atol=1e-5)
+    assert not got[vocab:].any()
+    for result in results:
+        assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        torch.testing.assert_close(torch.tensor(result["x"]), x.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(result["logits"]), logits.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_logits_of_a_long_sequence_never_exist_whole() -> None:
+    """Peak size of any tensor made on the way, forward and backward, is that of a chunk."""
+    vocab, tokens, chunk = 512, 64, 8
+    head = VocabParallelHead(
+        "head", vocab, 4, Axis("tp"), sequence_parallel=False, tied=False, init=Init("normal", 1.0), chunk_tokens=chunk
+    )
+    _fill(head, Axis("tp"))
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.shape[-1:] == (vocab,):
+                largest = max(largest, result.numel())
+            return result
+
+    x = torch.randn(tokens, 1, 4, requires_grad=True)
+    with Watch():
+        head(x, torch.zeros(tokens, 1, dtype=torch.int64)).backward()
+    assert largest == chunk * vocab
+
+
+def test_weight_gradients_wait_in_micro_batch_order_and_are_bit_equal() -> None:
+    def gradient(later: WeightGradients | None, taken: list[Tensor]) -> Tensor:
+        layer = ColumnParallelLinear((Section("w", OUT),), HIDDEN, Axis("tp"), later=later)
+        _fill(layer, Axis("tp"))
+        for micro_batch in range(3):
+            if later is not None:
+                later.begin_pass()
+            layer(_given((SEQ, BATCH, HIDDEN)) * (micro_batch + 1)).square().sum().backward()
+        while later is not None and len(later):
+            later.run_oldest()
+        if later is None:
+            return layer.weight.grad
+        total = taken[0].clone()
+        for more in taken[1:]:
+            total += more
+        return total
+
+    taken: list[Tensor] = []
+    later = WeightGradients(lambda weight, grad: taken.append(grad))
+    later.deferring = True
+    assert torch.equal(gradient(later, taken), gradient(None, []))
+
+
+def test_dropout_keeps_the_expected_share_and_scale() -> None:
+    dropout = Dropout(0.25, "site", seed=1, seq_len=64, seq_part=0)
+    y = dropout(torch.ones(64, 8, 32), torch.arange(8))
+    assert float((y == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
+    assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert torch.equal(dropout.eval()(torch.ones(4, 1, 2), torch.arange(1)), torch.ones(4, 1, 2))
