@@ -253,7 +253,6 @@ def test_the_order_names_every_axis_once(write, order):
             1,
             "parallel.virtual_stages = 2: the schedules gpipe and 1f1b have one chunk per rank",
         ),
-        ("lr_schedule.warmup_steps=9 training.steps=8", 1, "lr_schedule.warmup_steps = 9: must be <= training.steps=8"),
         (
             "training.eval_every_steps=5 data.validation_fraction=0",
             1,

@@ -167,6 +167,10 @@ def test_rooms_import_only_from_floors_below() -> None:
 
 
 def _rooms_imported(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    return {module.split(".")[1] for module in modules if module.startswith("megazero.")}
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("megazero.")}

@@ -123,13 +123,6 @@ def _batch_sizes_agree(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from error.problems
 
 
-def _warmup_ends(config: RunConfig, _: int) -> Iterator[Problem]:
-    warmup, steps = config.lr_schedule.warmup_steps, config.training.steps
-    if warmup > steps:
-        hint = f"the nearest is {steps}"
-        yield Problem("lr_schedule.warmup_steps", warmup, f"must be <= training.steps={steps}", hint)
-
-
 def _evaluation_has_samples(config: RunConfig, _: int) -> Iterator[Problem]:
     every, fraction = config.training.eval_every_steps, config.data.validation_fraction
     if every and not fraction:
@@ -150,6 +143,5 @@ RULES = (
     Rule(("parallel.virtual_stages", "parallel.schedule"), _schedule_has_one_chunk),
     Rule(_WORLD, _world_is_filled),
     Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
-    Rule(("training.steps", "lr_schedule.warmup_steps"), _warmup_ends),
     Rule(("training.eval_every_steps", "data.validation_fraction"), _evaluation_has_samples),
 )

@@ -7,6 +7,7 @@ outside.  On the CPU they are forked: torch is imported once instead of once per
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -139,13 +140,11 @@ def launch(run: ResolvedRun) -> RunSummary | None:
         try:
             summaries = elastic_launch(config, run_rank)(run)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            if failure.exitcode < 0:  # a rank that failed by itself has said why
-                print(
-                    f"error: rank {rank} was killed by {failure.signal_name()}; the other ranks were stopped",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            # A rank that failed by itself has said why; the launcher ends the others with SIGTERM.
+            for rank, failure in sorted(error.failures.items()):
+                if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                    lost = f"error: rank {rank} was killed by {failure.signal_name()}; the other ranks were stopped"
+                    print(lost, file=sys.stderr, flush=True)
             return None
         finally:
             del os.environ[_MEETING_FILE]

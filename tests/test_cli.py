@@ -1,0 +1,201 @@
+"""The command line as a user meets it: whole processes, real text, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megazero.checkpoint.index import find_newest
+from megazero.checkpoint.verify import find_damage
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "examples" / "quickstart.toml"
+COMMAND = [sys.executable, "-m", "megazero.cli"]
+TINY = [
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.ffn_hidden_size=64",
+    "model.seq_len=32",
+    "training.global_batch_size=8",
+    "training.eval_every_steps=0",
+    "logging.tensorboard=false",
+]
+
+
+def megazero(
+    *words: str | Path, timeout: float = 120, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command and wait for it."""
+    given = {**os.environ, **(env or {})}
+    return subprocess.run(
+        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=timeout, env=given, check=False
+    )
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Losses by step, from metrics.jsonl."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def shape(tp: int, pp: int, world: int, zero_stage: int) -> list[str]:
+    return [f"parallel.tp={tp}", f"parallel.pp={pp}", f"launch.nproc_per_node={world}", f"zero.stage={zero_stage}"]
+
+
+def test_the_quickstart_gives_the_same_20_losses_on_1_2_4_and_8_ranks(tmp_path: Path) -> None:
+    found = {}
+    for name, words in {
+        "as it is": [],
+        "one rank": shape(1, 1, 1, 0),
+        "dp 2, stage 3": shape(1, 1, 2, 3),
+        "pp 2 dp 2, stage 2": shape(1, 2, 4, 2),
+    }.items():
+        run_dir = tmp_path / name.replace(" ", "_")
+        done = megazero("train", QUICKSTART, "training.steps=20", f"training.run_dir={run_dir}", *words)
+        assert done.returncode == 0, done.stderr
+        found[name] = losses(run_dir)
+        assert len(found[name]) == 20
+        for step, loss in enumerate(found[name], 1):
+            assert f"step {step:>2}/20 | loss {loss:.4f} |" in done.stdout
+    for name, series in found.items():
+        assert series == pytest.approx(found["one rank"], rel=1e-4), name
+
+
+def test_a_run_stopped_and_resumed_on_other_shapes_is_the_uninterrupted_run(tmp_path: Path) -> None:
+    steps = ["checkpoint.save_every_steps=2", "training.steps=6"]
+    whole = tmp_path / "whole"
+    assert megazero("train", QUICKSTART, *TINY, *shape(1, 1, 1, 1), *steps, f"training.run_dir={whole}").returncode == 0
+    parts = tmp_path / "parts"
+    first = megazero("train", QUICKSTART, *TINY, *shape(2, 1, 4, 3), *steps, f"training.run_dir={parts}")
+    assert first.returncode == 0, first.stderr
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
+    # from step 4 again, in a run of its own, on two other shapes
+    for name, words in {"pp2": shape(1, 2, 2, 0), "dp4": shape(1, 1, 4, 2)}.items():
+        origin = parts / "checkpoints" / "step-00000004"
+        again = tmp_path / name
+        done = megazero(
+            "train", QUICKSTART, *TINY, *words, *steps, f"training.run_dir={again}", f"checkpoint.resume={origin}"
+        )
+        assert done.returncode == 0, done.stderr
+        assert "at step 4" in done.stdout
+        lines = [json.loads(line) for line in (again / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [5, 6]
+        assert [line["loss"] for line in lines] == pytest.approx(losses(whole)[4:], rel=1e-4)
+
+
+def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -> None:
+    words = [*TINY, *shape(1, 1, 2, 1), f"training.run_dir={tmp_path}"]
+    done = megazero(
+        "train", QUICKSTART, *words, "training.steps=3", "training.eval_every_steps=2", "logging.tensorboard=true"
+    )
+    assert done.returncode == 0, done.stderr
+    assert find_newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000003"
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000003"
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes"}
+    assert set(lines[0]) == keys
+    assert set(lines[1]) == set(lines[2]) == keys | {"val_loss"}
+    assert lines[-1]["tokens"] == 3 * 8 * 32
+    command = next(line.strip() for line in done.stdout.splitlines() if line.strip().startswith("megazero train"))
+    more = megazero(*command.split()[1:], "training.steps=4", "parallel.pp=2", "zero.stage=3")
+    assert more.returncode == 0, more.stderr
+    assert "at step 3" in more.stdout
+    assert len(losses(tmp_path)) == 4
+    listed = megazero("checkpoint", "inspect", tmp_path / "checkpoints" / "step-00000004")
+    assert "step 4" in listed.stdout
+    assert "zero_stage 3" in listed.stdout
+    assert "model.layers.1.self_attn.q_proj.weight" in listed.stdout
+    assert "F32" in listed.stdout
+    refused = megazero("train", QUICKSTART, *words, "training.steps=5", "checkpoint.resume=never")
+    assert refused.returncode == 1
+    assert "holds the run" in refused.stderr
+
+
+def test_five_mistakes_give_five_messages_and_exit_code_2(tmp_path: Path) -> None:
+    config = tmp_path / "wrong.toml"
+    config.write_text(
+        '[model]\nhiden_size = 64\nnum_heads = "8"\n[optimizer]\nlr = -1.0\n[zero]\nstage = 4\n'
+        "[training]\nglobal_batch_size = 30\nmicro_batch_size = 4\n"
+    )
+    done = megazero("train", config, "parallel.tp=1", "launch.nproc_per_node=2", f"training.run_dir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    places = ("model.hiden_size", "model.num_heads", "optimizer.lr", "zero.stage", "training.global_batch_size")
+    for place in places:
+        assert sum(place in line for line in done.stderr.splitlines()) >= 1, place
+    assert "did you mean model.hidden_size" in done.stderr
+    assert "24 and 32" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_config_and_a_directory_that_is_no_checkpoint_are_told(tmp_path: Path) -> None:
+    missing = megazero("train", tmp_path / "none.toml")
+    assert missing.returncode == 2
+    assert "none.toml" in missing.stderr
+    empty = megazero("checkpoint", "inspect", tmp_path)
+    assert empty.returncode == 1
+    assert "not a complete checkpoint" in empty.stderr
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_killed_rank_ends_the_run_with_a_message_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    words = [*TINY, *shape(1, 2, 4, 2), f"training.run_dir={tmp_path}", "checkpoint.save_every_steps=5"]
+    run = subprocess.Popen(
+        [*COMMAND, "train", str(QUICKSTART), *words, "training.steps=100000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        end = time.monotonic() + 60
+        while find_newest(tmp_path / "checkpoints") is None:
+            assert time.monotonic() < end
+            assert run.poll() is None
+            time.sleep(0.05)
+        os.kill(_children(run.pid)[2], signal.SIGKILL)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 1
+    assert "SIGKILL" in errors
+    assert "was killed" in errors
+    newest = find_newest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert str(newest) in errors
+    assert find_damage(newest) == []
+    step = int(newest.name.removeprefix("step-"))
+    more = megazero("train", QUICKSTART, *words, f"training.steps={step + 2}", *shape(1, 1, 2, 3))
+    assert more.returncode == 0, more.stderr
+    assert len(losses(tmp_path)) == step + 2
+
+
+def test_tokenized_text_trains_under_torchrun(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"The law of line {index} is that it holds. " * 5}) for index in range(200)]
+    text.write_text("\n".join(lines))
+    done = megazero("data", "tokenize", text, "--out", tmp_path / "corpus", "--tokenizer", "byte", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    assert "200 documents" in done.stdout
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    sources = f'data.sources=[{{path="{tmp_path / "corpus"}", weight=2.0}}, "python-stdlib"]'
+    words = ["parallel.tp=2", "parallel.pp=1", sources, f"training.run_dir={tmp_path / 'run'}", "training.steps=3"]
+    run = subprocess.run(
+        [*launcher, "-m", "megazero.cli", "train", str(QUICKSTART), *TINY, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert len(losses(tmp_path / "run")) == 3
