@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -15,6 +16,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from megazero.config import ResolvedRun
     from megazero.training.loop import RunSummary
+
+EXIT_CONFIG = 2
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
@@ -47,14 +50,16 @@ def train(
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
-        raise SystemExit(2) from None
-    from megazero.training.launch import EXIT_FAILED, launch, launched_by_torchrun, run_rank
+        raise SystemExit(EXIT_CONFIG) from None
+    from megazero.training.launch import launch, launched_by_torchrun, leave_at_once, run_rank
 
     summary = run_rank(run) if launched_by_torchrun() else launch(run)
+    speaks = os.environ.get("RANK", "0") == "0"
     if summary is None:
-        _report_failure(run)
-        raise SystemExit(EXIT_FAILED)
-    if os.environ.get("RANK", "0") == "0":
+        if speaks:
+            _report_failure(run)
+        leave_at_once()
+    if speaks:
         _report(run, summary, config, overrides or [])
 
 
@@ -66,16 +71,16 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
     losses += [] if summary.val_loss is None else [f"validation loss {summary.val_loss:.4f}"]
     traffic = ", ".join(f"{axis} {sent / 2**20:,.1f} MiB" for axis, sent in sorted(summary.sent_bytes.items()))
     more = [f"training.steps={summary.step + run.config.training.steps}"]
-    kept = [override for override in overrides if not override.startswith("training.steps=")]
+    kept = [override for override in overrides if not override.startswith(("training.steps=", "checkpoint.resume="))]
     print(
         f"\ndone: step {summary.step} in {readable_seconds(summary.seconds)}"
         + (f", {', '.join(losses)} nats per token" if losses else "; there was nothing left to do")
-        + f"\n  checkpoint   {summary.checkpoint}"
+        + (f"\n  checkpoint   {summary.checkpoint}" if summary.checkpoint else "")
         + f"\n  metrics      {run_dir / 'metrics.jsonl'}"
         + (f"\n  tensorboard  tensorboard --logdir {run_dir}" if run.config.logging.tensorboard else "")
         + (f"\n  sent by rank 0: {traffic}" if traffic else "")
         + "\n  go on, on this or any other shape (for example parallel.tp=1 zero.stage=3):"
-        + f"\n    megazero train {' '.join([str(config), *kept, *more])}"
+        + f"\n    megazero train {shlex.join([str(config), *kept, *more])}"
     )
 
 
@@ -83,8 +88,12 @@ def _report_failure(run: ResolvedRun) -> None:
     from megazero.checkpoint.index import find_newest
 
     newest = find_newest(Path(run.config.training.run_dir) / "checkpoints")
-    state = f"the newest complete checkpoint is {newest}" if newest else "no checkpoint had been written yet"
-    print(f"the run ended early; {state}. The same command goes on from there.", file=sys.stderr)
+    state = "no checkpoint had been written yet"
+    if newest:
+        state = (
+            f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto the same command goes on from it"
+        )
+    print(f"the run ended early; {state}", file=sys.stderr)
 
 
 @data_app.command()

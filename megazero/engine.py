@@ -6,17 +6,24 @@ micro-batches -> executor(schedule, stage) -> gradients reduced as they become r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite, sqrt
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.collectives import Pending, all_reduce
+from megazero.checkpoint.index import CheckpointError, TrainerState, read_trainer_state
+from megazero.checkpoint.load import load_checkpoint
+from megazero.checkpoint.save import save_checkpoint
+from megazero.comm.collectives import Pending, agree, all_reduce
 from megazero.config import RunConfig
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch, collect_specs
+from megazero.models.hf_names import hugging_face_config
 from megazero.models.stages import cut_evenly
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Schedule
@@ -47,6 +54,21 @@ class StepStatistics:
     loss: float
     grad_norm: float
     tokens: int
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run has come.
+
+    Args:
+        step: optimizer steps done.
+        samples: samples consumed; the next sample's global index.
+        tokens: counted tokens consumed.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
 
 
 class _StageRunner:
@@ -130,7 +152,7 @@ class Engine:
             weight_decay=config.optimizer.weight_decay,
         )
         self.sharded_state = ShardedState(self.parameters.buckets, self.optimizer)
-        self._executors: dict[tuple[str, int], Executor] = {}
+        self._executors: dict[tuple[Callable[[int, int], Schedule], int, int], Executor] = {}
         self._grad_norm = 0.0
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepStatistics:
@@ -159,15 +181,10 @@ class Engine:
         self.module.train()
         self.reducer.begin_step(len(batches))
         runner = _StageRunner(self.module, batches, True, self.state)
-        self._executor(GENERATORS[self.config.parallel.schedule](self.state.pp.size, len(batches)), batches).run(runner)
+        self._executor(GENERATORS[self.config.parallel.schedule], batches).run(runner)
         runner.finish()
         self.reducer.finish()
         statistics = self._agree(runner, self.reducer.square_sum())
-        if not (isfinite(statistics.loss) and isfinite(statistics.grad_norm)):
-            raise NonFiniteError(
-                f"loss={statistics.loss} and grad_norm={statistics.grad_norm} must be finite; the weights were not changed. "
-                "Resume from the last checkpoint with a lower learning rate or other data"
-            )
         self._grad_norm = statistics.grad_norm
         return statistics
 
@@ -179,13 +196,69 @@ class Engine:
         self.parameters.publish()
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """Mean loss of micro-batches over all ranks, without gradients and without dropout."""
+        """Mean loss of micro-batches over all ranks, without gradients and without dropout.  Raises: NonFiniteError."""
         self.module.eval()
         with torch.no_grad():
             runner = _StageRunner(self.module, batches, False, self.state)
-            self._executor(forward_only(self.state.pp.size, len(batches)), batches).run(runner)
+            self._executor(forward_only, batches).run(runner)
             runner.finish()
         return self._agree(runner, torch.zeros((), dtype=torch.float64, device=self.state.device))
+
+    def _check_weights(self) -> None:
+        """Make sure that every weight is a number.  Raises: NonFiniteError."""
+        wrong = torch.zeros((), device=self.state.device)
+        for bucket in self.parameters.buckets:
+            wrong += torch.isfinite(bucket.master).logical_not().sum()
+        all_reduce(wrong, self.state.world).wait()
+        if wrong.item():
+            raise NonFiniteError(
+                f"{int(wrong.item())} weights are not finite after the last update; they were not saved. "
+                "Resume from the last checkpoint with a lower learning rate or other data"
+            )
+
+    def save(self, directory: Path, position: Position, data_fingerprint: str) -> None:
+        """Write the whole state into a new step directory.
+
+        Args:
+            directory: the step directory, on a file system that all ranks share.
+            position: how far the run has come.
+            data_fingerprint: of the data that the samples came from.
+
+        Raises:
+            NonFiniteError: a weight is not a number; nothing was written.
+            CheckpointError: see `save_checkpoint`.
+        """
+        self._check_weights()
+        grid, config = self.state.grid, self.config
+        trainer = TrainerState(
+            step=position.step,
+            consumed_samples=position.samples,
+            consumed_tokens=position.tokens,
+            optimizer_steps=self.optimizer.steps_taken,
+            data_fingerprint=data_fingerprint,
+            model=config.model.model_dump(),
+            config=config.model_dump(mode="json"),
+            shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": config.zero.stage},
+            versions={"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)},
+        )
+        about = hugging_face_config(config.model, config.precision.dtype)
+        save_checkpoint(directory, self.sharded_state, self.state, trainer, about)
+
+    def load(self, directory: Path, data_fingerprint: str) -> Position:
+        """Take over the state that a run of any shape saved, and say how far it had come.
+
+        Args:
+            directory: a complete step directory.
+            data_fingerprint: of the data that the samples will come from.
+
+        Raises:
+            CheckpointError: on every rank, and nothing has changed: it is of another model or other data, or damaged.
+        """
+        check = partial(_check_origin, directory, self.config, data_fingerprint)
+        trainer = agree(check, self.state.world, CheckpointError)
+        load_checkpoint(directory, self.sharded_state, self.state)
+        self.parameters.publish()
+        return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank: parameters, gradients, optimizer, and the working buffers of ZeRO-2/3."""
@@ -205,13 +278,22 @@ class Engine:
         squared, loss_sum, tokens = share.tolist()
         if tokens == 0:
             raise ValueError("every token of the global batch is masked: there is no loss to compute")
-        return StepStatistics(loss_sum / tokens, sqrt(squared) if squared >= 0 else squared, int(tokens))
+        if not (isfinite(loss_sum) and isfinite(squared)):
+            raise NonFiniteError(
+                f"loss={loss_sum / tokens} and grad_norm={squared**0.5} must be finite; the weights were not changed. "
+                "Resume from the last checkpoint with a lower learning rate or other data"
+            )
+        return StepStatistics(loss_sum / tokens, sqrt(squared), int(tokens))
 
-    def _executor(self, schedule: Schedule, batches: Sequence[MicroBatch]) -> Executor:
-        """The executor of a schedule, proved once."""
-        key = (schedule.name, schedule.microbatches)
+    def _executor(self, generate: Callable[[int, int], Schedule], batches: Sequence[MicroBatch]) -> Executor:
+        """The executor of a schedule for these micro-batches, made and proved once."""
+        sizes = {batch.sample_ids.numel() for batch in batches}
+        if len(sizes) != 1:
+            raise ValueError(f"micro-batches of a step must have one size; these have {sorted(sizes)} samples")
+        samples = sizes.pop()
+        key = (generate, len(batches), samples)
         if key not in self._executors:
-            samples = batches[0].sample_ids.numel()
+            schedule = generate(self.state.pp.size, len(batches))
             self._executors[key] = Executor(schedule, self.state.pp, lambda: self._new_activation(samples))
         return self._executors[key]
 
@@ -220,6 +302,29 @@ class Engine:
         model = self.config.model
         seq = model.seq_len // (self.state.tp.size if self.config.parallel.sequence_parallel else 1)
         return torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device)
+
+
+_FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may set anew
+
+
+def _check_origin(origin: Path, config: RunConfig, data_fingerprint: str) -> TrainerState:
+    """Make sure that a checkpoint is of this model and this data, before anything is loaded."""
+    trainer = read_trainer_state(origin)
+    wanted = config.model.model_dump()
+    changed = [
+        f"model.{key} is {wanted[key]!r}, the checkpoint has {trainer.model.get(key)!r}"
+        for key in wanted
+        if key not in _FREE_TO_CHANGE and trainer.model.get(key) != wanted[key]
+    ]
+    if changed:
+        raise CheckpointError(f"{origin} is of another model: " + "; ".join(changed))
+    if trainer.data_fingerprint != data_fingerprint:
+        raise CheckpointError(
+            f"{origin} was trained on other data (fingerprint {trainer.data_fingerprint}, now {data_fingerprint}): "
+            "the sources, their weights, data.tokenizer, data.validation_fraction, model.seq_len and training.seed "
+            "must be those of the run"
+        )
+    return trainer
 
 
 def initialize(config: RunConfig, state: ParallelState, *, draw: bool = True) -> Engine:

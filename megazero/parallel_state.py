@@ -193,7 +193,7 @@ class ParallelState:
         timeout_seconds: how long a collective may wait for a peer.
 
     Raises:
-        ValueError: the grid does not have as many ranks as were started.
+        ValueError: the grid does not have as many ranks as were started, or a CUDA run has no backend for CPU tensors.
     """
 
     def __init__(
@@ -208,6 +208,11 @@ class ParallelState:
         self.grid = grid
         self.rank = rank
         self.device = device or torch.device("cpu")
+        if running > 1 and self.device.type != "cpu" and "gloo" not in str(dist.get_backend_config()):
+            raise ValueError(
+                f"the process group was made with backend {dist.get_backend_config()}, but checkpoints travel as CPU "
+                'tensors; use init_process_group("cpu:gloo,cuda:nccl")'
+            )
         self.at = grid.coordinate(rank)
         self.traffic = Traffic()
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -240,5 +245,7 @@ class ParallelState:
         if ranks not in self._groups:
             # Only members wait for one another, so making a group does not grow with the world.
             group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+            # NCCL connects at the first call; here all members are certain to make it.
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._groups[ranks] = group
         return self._groups[ranks]

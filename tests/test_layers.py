@@ -122,7 +122,7 @@ def _head(rank: int, world: int, vocab: int, chunk: int) -> dict[str, Any]:
         "loss": loss.item(),
         "x": x.grad.numpy(),
         "weight": head.weight.grad.numpy(),
-        "logits": head.logits(x).detach().numpy(),
+        "logits": head(x, None).detach().numpy(),
     }
 
 

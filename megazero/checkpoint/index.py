@@ -6,7 +6,7 @@
       config.json                              what `transformers` needs to load the weights
       trainer_state.json                       step, samples consumed, shape of origin, configuration
       manifest.json                            size and xxh3 of every other file; the directory is complete when it exists
-    latest                                     the name of the newest complete directory
+    latest                                     the name of the newest complete directory, for people and scripts
 
 A file is written beside its name and renamed into place.
 """
@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import xxhash
@@ -29,6 +31,7 @@ from torch import Tensor
 FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
 _READ_BYTES = 1 << 22
+_STEP = re.compile(r"step-(\d+)")
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -124,7 +127,7 @@ class SafetensorsWriter:
             start = stop
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._waiting = list(tensors)
+        self._waiting = deque(tensors)
         self._hash, self._bytes = xxhash.xxh3_128(), 0
         self._file = self._partial.open("wb")
         self._put(len(text).to_bytes(8, "little") + text)
@@ -137,29 +140,28 @@ class SafetensorsWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor.  Raises: ValueError when it is not the next."""
         if not self._waiting or self._waiting[0] != name:
-            raise ValueError(f"{self._path.name}: {name} is not the next tensor; {self._waiting[:1]} is")
-        self._waiting.pop(0)
+            raise ValueError(
+                f"{self._path.name}: {name} is not the next tensor; {self._waiting[0] if self._waiting else 'none'} is"
+            )
         self._put(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        self._waiting.popleft()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None or self._waiting:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
-            return
+    def finish(self) -> FileRecord:
+        """Flush to disk and rename into place; size and hash of what was written.  Raises: ValueError, OSError."""
+        if self._waiting:
+            raise ValueError(f"{self._path.name}: {self._waiting[0]} was not written")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self._path)
-
-    @property
-    def record(self) -> FileRecord:
-        """Size and hash of what was written."""
         return FileRecord(self._bytes, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Remove what was written; never raises."""
+        with suppress(OSError):
+            self._file.close()  # may try once more to write what the disk refused
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)
 
 
 def hash_file(path: Path) -> str:
@@ -218,10 +220,18 @@ def read_trainer_state(directory: Path) -> TrainerState:
 def find_newest(root: Path) -> Path | None:
     """The newest complete step directory, or None.
 
-    `latest` is only a hint: a run may have been stopped between the manifest and the hint.
+    The manifests decide, not `latest`: a run may have been stopped between the two.
     """
-    complete = sorted(path.parent for path in root.glob(f"step-*/{MANIFEST}"))
-    return complete[-1] if complete else None
+    complete = [path.parent for path in root.glob(f"step-*/{MANIFEST}") if _STEP.fullmatch(path.parent.name)]
+    return max(complete, key=step_of, default=None)
+
+
+def step_of(directory: Path) -> int:
+    """10 for `step-00000010`.  Raises: ValueError for another name."""
+    match = _STEP.fullmatch(directory.name)
+    if match is None:
+        raise ValueError(f"{directory.name} is not the name of a step directory, like step-00000010")
+    return int(match[1])
 
 
 class StoredTensors:

@@ -1,10 +1,11 @@
-"""Reading a checkpoint into any shape: each rank reads the slices it owns, and proves that it read each element once."""
+"""Reading a checkpoint into any shape: each rank reads the slices it owns; together they prove that none is missing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,14 +19,13 @@ from megazero.checkpoint.index import (
     read_trainer_state,
 )
 from megazero.checkpoint.verify import find_damage
-from megazero.comm.collectives import gather_objects
-from megazero.layers.spec import Block, ParamSpec, stored_shape
+from megazero.comm.collectives import agree, gather_objects
+from megazero.layers.spec import Block, ParamSpec, numel, stored_shape
 from megazero.parallel_state import ParallelState
 from megazero.zero.bucket import intersect
 from megazero.zero.optimizer import MOMENTS
 from megazero.zero.state import MASTER, MODEL, ShardedState
 
-T = TypeVar("T")
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
@@ -43,29 +43,16 @@ def load_checkpoint(directory: Path, state: ShardedState, at: ParallelState) -> 
         CheckpointError: on every rank, before anything is overwritten: a file is missing, has another size or another
             hash, or the tensors are not those of this model.
     """
-    trainer = _agree(lambda: _intact(directory, at), at)
+    trainer = agree(lambda: _intact(directory, at), at.world, CheckpointError)
     wanted = _logical_shapes(state)
     all_wanted = {name: shape for stage in gather_objects(wanted, at.pp) for name, shape in stage.items()}
-    _agree(lambda: _compare(directory, wanted, all_wanted), at)
+    agree(lambda: _compare(directory, wanted, all_wanted), at.world, CheckpointError)
     stored_masters = MASTER if index_name(MASTER) in read_manifest(directory) else MODEL
     for kind, source in ((MASTER, stored_masters), *((name, name) for name in MOMENTS)):
-        _fill(StoredTensors(directory, source), kind, state, at)
+        read = agree(partial(_fill, directory, source, kind, state, at), at.world, CheckpointError)
+        _prove_coverage(directory, kind, sum(gather_objects(read, at.world)), all_wanted)
     state.optimizer.steps_taken = trainer.optimizer_steps
     return trainer
-
-
-def _agree(check: Callable[[], T], at: ParallelState) -> T:
-    """Run a check on every rank; if it fails on one, all raise."""
-    answer: list[T] = []
-    failure = None
-    try:
-        answer.append(check())
-    except CheckpointError as error:
-        failure = str(error)
-    found = list(dict.fromkeys(text for text in gather_objects(failure, at.world) if text is not None))
-    if found:
-        raise CheckpointError("\n".join(found))
-    return answer[0]
 
 
 def _intact(directory: Path, at: ParallelState) -> TrainerState:
@@ -105,17 +92,34 @@ def _differences(stored: StoredTensors, wanted: Shapes, all_wanted: Shapes) -> I
             yield f"{name} has shape {list(found)}, this model needs {list(wanted[name])}"
 
 
-def _fill(stored: StoredTensors, kind: str, state: ShardedState, at: ParallelState) -> None:
+def _fill(directory: Path, source: str, kind: str, state: ShardedState, at: ParallelState) -> int:
+    """Read one kind from the stored kind `source`; the number of elements of which this rank holds the first copy."""
+    stored, first_copies = StoredTensors(directory, source), 0
     for bucket in state.buckets:
+        second_tied = bucket.layout.tied and at.embedding.index > 0
         for slot in bucket.layout.slots:
-            run = intersect(slot.run, bucket.owned)
-            if run is not None:
+            spec = slot.info.spec
+            second_copy = second_tied or (spec.split is None and at.tp.index > 0)
+            for shard in range(at.dp.size):
+                run = intersect(slot.run, bucket.layout.shard(shard))
+                if run is None or intersect(run, bucket.owned) is None:
+                    continue
                 target = state.view(kind, bucket, run)
                 target.zero_()
-                read_range(stored, slot.info.spec, target, run.start - slot.start, at.tp.index, at.tp.size)
+                elements = read_range(stored, spec, target, run.start - slot.start, at.tp.index, at.tp.size)
+                if shard == at.dp.index and not second_copy:
+                    first_copies += elements
+    return first_copies
 
 
-def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, tp_rank: int, tp_size: int) -> None:
+def _prove_coverage(directory: Path, kind: str, read: int, all_wanted: Shapes) -> None:
+    """All ranks together have read each element of the model once: their number is that of the logical shapes."""
+    wanted = sum(numel(shape) for shape in all_wanted.values())
+    if read != wanted:
+        raise CheckpointError(f"{directory}: {read} elements of {kind} were read, the model has {wanted}")
+
+
+def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, tp_rank: int, tp_size: int) -> int:
     """Read part of a local tensor from the logical tensors that hold it.
 
     Args:
@@ -125,27 +129,21 @@ def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, 
         start: first element.
         tp_rank, tp_size: place on the tensor-parallel axis.
 
-    Raises:
-        CheckpointError: the pieces read do not cover the elements exactly once.
+    Returns: elements read; all but the padding.
     """
     width = 1 if spec.columns is None else spec.local_shape(tp_size)[1]
     stop = start + out.numel()
-    covered = expected = 0
+    read = 0
     for block in spec.blocks(tp_rank, tp_size):
         low, high = max(block.local_rows[0] * width, start), min(block.local_rows[1] * width, stop)
         if low >= high:
             continue
-        expected += high - low
         first_row, last_row = low // width, -(-high // width)
         piece = _read_rows(stored, block, first_row, last_row).reshape(-1)
         piece = piece[low - first_row * width : high - first_row * width]
         out[low - start : high - start].copy_(piece)
-        covered += piece.numel()
-    if covered != expected:
-        names = ", ".join(section.name for section in spec.sections)
-        raise CheckpointError(
-            f"{stored.directory}: {covered} elements of {names} were read where {expected} are needed"
-        )
+        read += piece.numel()
+    return read
 
 
 def _read_rows(stored: StoredTensors, block: Block, first: int, last: int) -> Tensor:

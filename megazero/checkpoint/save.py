@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from megazero.checkpoint.index import (
     write_atomically,
     write_manifest,
 )
-from megazero.comm.collectives import gather_objects
+from megazero.comm.collectives import agree, gather_objects
 from megazero.parallel_state import ParallelState
 from megazero.zero.state import ShardedState
 
@@ -50,16 +49,31 @@ def save_checkpoint(
     """
     assignments = stage_assignments(state, at)
     mine = [assignment for assignment in assignments if assignment.writer == at.rank]
+    agree(lambda: _prepare(directory) if at.rank == 0 else None, at.world, CheckpointError)
     writers = [rank for rank, writes in enumerate(gather_objects(bool(mine), at.world)) if writes]
     suffix = f"{writers.index(at.rank) + 1:05d}-of-{len(writers):05d}" if mine else ""
     written = _Written()
-    if is_complete(directory):
-        written.error = f"{directory} already holds a complete checkpoint"
-    else:
-        written.attempt(lambda: directory.mkdir(parents=True, exist_ok=True))
     for kind in state.kinds:
         _write_kind(directory / f"{kind}-{suffix}.safetensors", kind, state, assignments, mine, at, written)
     _commit(directory, state.kinds, written, at, trainer, hugging_face)
+
+
+def _prepare(directory: Path) -> None:
+    """Make the directory, empty of what a run that was stopped while saving may have left."""
+    if is_complete(directory):
+        raise CheckpointError(f"{directory} already holds a complete checkpoint")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for left in directory.iterdir():
+            left.unlink()
+    except OSError as error:
+        raise _not_written(directory, str(error)) from error
+
+
+def _not_written(directory: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {directory.name} could not be written ({reason}); older checkpoints are untouched"
+    )
 
 
 class _Written:
@@ -70,13 +84,13 @@ class _Written:
         self.records: dict[str, FileRecord] = {}
         self.tensors: dict[str, dict[str, tuple[str, int]]] = {}  # kind -> name -> (file, bytes)
 
-    def attempt(self, action: Callable[[], T]) -> T | None:
+    def attempt(self, path: Path, action: Callable[[], T]) -> T | None:
         """Run an action unless something has failed; keep the error for the commit, where all ranks learn of it."""
         if self.error is None:
             try:
                 return action()
             except OSError as error:
-                self.error = f"{error.filename or 'a checkpoint file'}: {error.strerror or error}"
+                self.error = f"{path}: {error.strerror or error}"
         return None
 
 
@@ -98,20 +112,21 @@ def _write_kind(
         for assignment in mine
         for name, shape in assignment.slot.info.spec.logical_shapes().items()
     }
-    with ExitStack() as stack:
-        writer: SafetensorsWriter | None = None
-        if mine:
-            writer = written.attempt(lambda: stack.enter_context(SafetensorsWriter(path, shapes)))
-        for assignment, local in gather_locals(state, kind, assignments, at):
-            for name, tensor in assemble(assignment.slot.info.spec, local).items():
-                if writer is not None:
-                    written.attempt(partial(writer.write, name, tensor))
-        written.attempt(stack.close)
-    if writer is not None and written.error is None:
-        written.records[path.name] = writer.record
-        written.tensors[kind] = {
-            name: (path.name, dtype.itemsize * torch.Size(shape).numel()) for name, (dtype, shape) in shapes.items()
-        }
+    writer = written.attempt(path, lambda: SafetensorsWriter(path, shapes)) if mine else None
+    for assignment, local in gather_locals(state, kind, assignments, at):
+        for name, tensor in assemble(assignment.slot.info.spec, local).items():
+            if writer is not None:
+                written.attempt(path, partial(writer.write, name, tensor))
+    if writer is None:
+        return
+    record = written.attempt(path, writer.finish)
+    if record is None:
+        writer.abandon()
+        return
+    written.records[path.name] = record
+    written.tensors[kind] = {
+        name: (path.name, dtype.itemsize * torch.Size(shape).numel()) for name, (dtype, shape) in shapes.items()
+    }
 
 
 def _commit(
@@ -124,15 +139,18 @@ def _commit(
 ) -> None:
     everyone = gather_objects(written, at.world)
     failure = next((f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error), None)
-    if failure is None and at.rank == 0:
-        mine = _Written()
-        mine.attempt(lambda: _write_index(directory, kinds, everyone, trainer, hugging_face))
-        failure = mine.error and f"rank 0: {mine.error}"
-    failure = gather_objects(failure, at.world)[0] or failure
     if failure is not None:
-        raise CheckpointError(
-            f"checkpoint {directory.name} could not be written ({failure}); older checkpoints are untouched"
-        )
+        raise _not_written(directory, failure)
+
+    def commit() -> None:
+        try:
+            _write_index(directory, kinds, everyone, trainer, hugging_face)
+        except OSError as error:
+            raise _not_written(directory, str(error)) from error
+        # After the manifest, which is what counts.
+        write_atomically(directory.parent / LATEST, (directory.name + "\n").encode())
+
+    agree(commit if at.rank == 0 else lambda: None, at.world, CheckpointError)
 
 
 def _write_index(
@@ -153,4 +171,3 @@ def _write_index(
     files[HF_CONFIG] = write_atomically(directory / HF_CONFIG, to_json(hugging_face))
     files[TRAINER_STATE] = write_atomically(directory / TRAINER_STATE, to_json(asdict(trainer)))
     write_manifest(directory, files)
-    write_atomically(directory.parent / LATEST, (directory.name + "\n").encode())

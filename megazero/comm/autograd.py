@@ -54,7 +54,7 @@ class _CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
+        grad = grad.clone(memory_format=torch.contiguous_format)
         all_reduce(grad, ctx.tp).wait()
         return grad, None
 
@@ -62,7 +62,7 @@ class _CopyToTP(torch.autograd.Function):
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        x = x.contiguous().clone()
+        ctx.mark_dirty(x)
         all_reduce(x, tp).wait()
         return x
 
@@ -121,8 +121,8 @@ def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
-    """Sum partial results over tp; the gradient passes unchanged."""
-    return _ReduceFromTP.apply(x, tp) if tp.size > 1 else x
+    """Sum partial results over tp, in place; the gradient passes unchanged."""
+    return _ReduceFromTP.apply(x.contiguous(), tp) if tp.size > 1 else x
 
 
 def gather_sequence(x: Tensor, tp: Axis) -> Tensor:

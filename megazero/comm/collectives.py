@@ -77,7 +77,7 @@ def _guarded(call: Callable[[], T], describe: Callable[[], str]) -> T:
 def _describe(operation: str, axis: Axis) -> Callable[[], str]:
     def text() -> str:
         shown = ", ".join(map(str, axis.ranks[:8])) + (", ..." if axis.size > 8 else "")
-        return f"rank {axis.ranks[axis.index]}: {operation} over {axis.name} (ranks {shown})"
+        return f"{operation} over {axis.name}, as rank {axis.ranks[axis.index]} of ({shown}),"
 
     return text
 
@@ -140,13 +140,15 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
     return Pending(work, describe)
 
 
-def reduce_scatter(out: Tensor, full: Tensor, axis: Axis) -> Pending:
+def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None = None) -> Pending:
     """Sum `full` over the axis and keep this rank's part in `out`.
 
     Args:
         out: this rank's 1/n of `full`'s leading dimension; contiguous; may be this rank's own part of `full`.
         full: contiguous; its leading dimension divides by the axis size. Not to be changed before `wait`.
         axis: the ranks that take part.
+        scratch: at least as many elements as `full`, for the parts that arrive on the CPU; made here when None. `out` may
+            be its beginning.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -165,7 +167,7 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis) -> Pending:
             lambda: _reduce_scatter(out, full, group=axis.group, async_op=True),
         )
         return Pending(work, describe)
-    parts = torch.empty_like(full)
+    parts = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
     work, describe = _start(
         "reduce_scatter", axis, sent, lambda: dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
     )
@@ -189,9 +191,24 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     return values
 
 
-def barrier(axis: Axis) -> None:
-    """Wait until every rank of the axis is here."""
-    all_reduce(torch.zeros(1), axis).wait()
+def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
+    """Run an action that may fail on some ranks only; if it fails on any, every rank raises.
+
+    Args:
+        action: makes no collective call.
+        axis: the ranks that run it.
+        raises: what all raise, with the texts of the failures.
+    """
+    answer: list[T] = []
+    failure, cause = None, None
+    try:
+        answer.append(action())
+    except Exception as error:
+        failure, cause = str(error) or repr(error), error
+    found = list(dict.fromkeys(text for text in gather_objects(failure, axis) if text is not None))
+    if found:
+        raise raises("\n".join(found)) from cause
+    return answer[0]
 
 
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> list[Pending]:

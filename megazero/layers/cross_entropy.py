@@ -66,7 +66,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, x.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             if kept is not None:
-                slope = kept.clone()
+                slope = kept  # overwritten: autograd frees it after this
             else:
                 slope = _masked_logits(x[part], weight, ctx.real_rows).sub_(log_sum[part].unsqueeze(-1)).exp_()
             slope.scatter_add_(-1, local[part].unsqueeze(-1), -here[part].unsqueeze(-1).to(slope.dtype))
@@ -74,10 +74,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope = slope.to(x.dtype)
             torch.mm(slope, weight, out=grad_x[part])
             piece = slope.t().mm(x[part])
-            # bf16 pieces are summed in fp32: their number grows with the sequence.
-            grad_weight = (
-                piece if ctx.chunk >= x.shape[0] else piece.float() if grad_weight is None else grad_weight + piece
-            )
+            if grad_weight is None:
+                # bf16 pieces are summed in fp32: their number grows with the sequence.
+                grad_weight = piece if ctx.chunk >= x.shape[0] else piece.float()
+            else:
+                grad_weight += piece
         return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
@@ -124,21 +125,18 @@ class VocabParallelHead(nn.Module):
         self.specs = {"weight": spec}
         self.weight = nn.Parameter(torch.empty(spec.local_shape(tp.size))) if weight is None else weight
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Loss summed over counted tokens.
+    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """Loss summed over counted tokens, or the logits where there are no labels.
 
         Args:
             x: [seq or seq / tp, batch, hidden].
-            labels: int64 [seq, batch]; `IGNORED_LABEL` where a token does not count.
+            labels: int64 [seq, batch], `IGNORED_LABEL` where a token does not count; or None.
 
-        Returns: fp32 scalar, equal on every TP rank.
+        Returns: fp32 scalar, or [seq, batch, vocab]; equal on every TP rank.
         """
-        tokens = self.enter(x, self.tp).flatten(0, 1)
+        x = self.enter(x, self.tp)
+        if labels is None:
+            return gather_features(F.linear(x, self.weight), self.tp)[..., : self.vocab_size]
         return _LinearCrossEntropy.apply(
-            tokens, self.weight, labels.flatten(), self.tp, self.vocab_size, self.chunk_tokens
+            x.flatten(0, 1), self.weight, labels.flatten(), self.tp, self.vocab_size, self.chunk_tokens
         )
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[seq or seq / tp, batch, hidden] -> [seq, batch, vocab] on every TP rank."""
-        local = F.linear(self.enter(x, self.tp), self.weight)
-        return gather_features(local, self.tp)[..., : self.vocab_size]

@@ -109,11 +109,6 @@ class ParamSpec:
             raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must divide by tp={tp_size}")
         return rows, self.columns // tp_size if self.split == 1 else self.columns
 
-    @property
-    def logical_elements(self) -> int:
-        """Elements of the parameter, all TP ranks together, without padding."""
-        return sum(section.rows for section in self.sections) * (self.columns or 1)
-
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the logical tensors as a checkpoint stores them, by name."""
         return {block.name: stored_shape(block) for block in self.blocks(0, 1)}

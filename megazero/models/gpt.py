@@ -41,7 +41,7 @@ class MicroBatch:
     Args:
         sample_ids: int64 [batch], the global index of each sample in the run; keys dropout.
         tokens: int64 [seq, batch]; None on stages without the embedding.
-        labels: int64 [seq, batch]; None on stages without the head.
+        labels: int64 [seq, batch]; None on stages without the head, and to have logits instead of a loss.
     """
 
     sample_ids: Tensor
@@ -143,7 +143,7 @@ class Block(nn.Module):
     """One transformer layer, pre-norm, with two residual branches.
 
     Args:
-        prefix: canonical name of the layer; keys its dropout.
+        sites: canonical names of the two branches; they key dropout.
         norms: before attention and before the MLP.
         attention, mlp: the two branches.
         context: what every layer is built with.
@@ -151,7 +151,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        prefix: str,
+        sites: tuple[str, str],
         norms: tuple[nn.Module, nn.Module],
         attention: Attention,
         mlp: nn.Module,
@@ -160,8 +160,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
-        self.attention_dropout = context.dropout(f"{prefix}.attention")
-        self.mlp_dropout = context.dropout(f"{prefix}.mlp")
+        self.attention_dropout = context.dropout(sites[0])
+        self.mlp_dropout = context.dropout(sites[1])
 
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
         """[seq or seq / tp, batch, hidden], unchanged in shape; sample_ids int64 [batch]."""
@@ -189,7 +189,8 @@ def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None)
         context.column(gate_up, (), False), context.row(named(layer, "mlp.down_proj.weight"), ffn, None, False)
     )
     norms = tuple(context.norm(named(layer, part)) for part in ("input_layernorm", "post_attention_layernorm"))
-    return Block(named(layer, ""), (norms[0], norms[1]), attention, mlp, context)
+    sites = named(layer, "self_attn"), named(layer, "mlp")
+    return Block(sites, (norms[0], norms[1]), attention, mlp, context)
 
 
 def gpt2_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None) -> Block:
@@ -212,13 +213,8 @@ def gpt2_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None) 
         (Section(named(layer, "mlp.c_fc.weight"), ffn),), (Section(named(layer, "mlp.c_fc.bias"), ffn),), True
     )
     mlp = GELU(up, context.row(named(layer, "mlp.c_proj.weight"), ffn, named(layer, "mlp.c_proj.bias"), True))
-    return Block(
-        named(layer, ""),
-        (context.norm(named(layer, "ln_1")), context.norm(named(layer, "ln_2"))),
-        attention,
-        mlp,
-        context,
-    )
+    norms = context.norm(named(layer, "ln_1")), context.norm(named(layer, "ln_2"))
+    return Block((named(layer, "attn"), named(layer, "mlp")), norms, attention, mlp, context)
 
 
 class Embedding(nn.Module):
@@ -279,13 +275,9 @@ class Head(nn.Module):
             chunk_tokens=context.chunk_tokens,
         )
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """[seq or seq / tp, batch, hidden] and int64 [seq, batch] -> fp32 sum of losses over counted tokens."""
+    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """[seq or seq / tp, batch, hidden] -> fp32 sum of losses over counted tokens; logits where labels is None."""
         return self.output(self.norm(x), labels)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[seq or seq / tp, batch, hidden] -> [seq, batch, vocab]."""
-        return self.output.logits(self.norm(x))
 
 
 class GPTStage(nn.Module):
@@ -313,24 +305,19 @@ class GPTStage(nn.Module):
         ends = ([self.embedding] if self.embedding else [], [self.head] if self.head else [])
         return [*ends[0], *self.blocks, *ends[1]]
 
-    def hidden(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Hidden states after this stage's last block: [seq or seq / tp, batch, hidden]."""
-        if self.embedding is not None:
-            x = self.embedding(batch.tokens, batch.sample_ids)
-        for block in self.blocks:
-            x = block(x, batch.sample_ids)
-        if x is None:
-            raise ValueError("a stage without the embedding needs the previous stage's output")
-        return x
-
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Hidden states for the next stage, or on the last stage the loss summed over counted tokens.
+        """Hidden states for the next stage; on the last stage the loss summed over counted tokens, or without labels logits.
 
         Args:
             x: [seq or seq / tp, batch, hidden] from the previous stage; None on the first.
             batch: this micro-batch's tokens, labels and sample ids.
         """
-        x = self.hidden(x, batch)
+        if self.embedding is not None:
+            x = self.embedding(batch.tokens, batch.sample_ids)
+        if x is None:
+            raise ValueError("a stage without the embedding needs the previous stage's output")
+        for block in self.blocks:
+            x = block(x, batch.sample_ids)
         return x if self.head is None else self.head(x, batch.labels)
 
 

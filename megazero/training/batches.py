@@ -12,9 +12,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megazero.config import RunConfig
+from megazero.config.derive import cache_directory
+from megazero.data import Corpus, open_corpus
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
+
+
+class DataError(ValueError):
+    """The data that a configuration names cannot be used."""
+
+
+def open_corpus_of(config: RunConfig) -> Corpus:
+    """The data that a resolved configuration names.  Raises: ValueError, FileNotFoundError."""
+    return open_corpus(
+        [(source.path, source.weight) for source in config.data.sources],
+        tokenizer=config.data.tokenizer,
+        seq_len=config.model.seq_len,
+        seed=config.training.seed,
+        validation_fraction=config.data.validation_fraction,
+        cache_dir=cache_directory(config.data),
+        vocab_size=config.model.vocab_size,
+    )
 
 
 class Samples(Protocol):

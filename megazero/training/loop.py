@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megazero.checkpoint.index import CheckpointError, TrainerState, find_newest, is_complete, step_directory
-from megazero.checkpoint.load import load_checkpoint
-from megazero.checkpoint.save import save_checkpoint
-from megazero.comm.collectives import gather_objects
+from megazero.checkpoint.index import (
+    CheckpointError,
+    find_newest,
+    is_complete,
+    read_trainer_state,
+    step_directory,
+    step_of,
+)
+from megazero.comm.collectives import agree, gather_objects
 from megazero.config import ResolvedRun, RunConfig, save_config
-from megazero.config.derive import cache_directory
-from megazero.data import Corpus, open_corpus
-from megazero.engine import Engine, initialize
-from megazero.models.hf_names import hugging_face_config
+from megazero.data import Corpus
+from megazero.engine import Engine, Position, initialize
 from megazero.parallel_state import ParallelState
-from megazero.training.batches import read_batches
+from megazero.training.batches import DataError, open_corpus_of, read_batches
 from megazero.training.lr_schedule import learning_rate_factor
 from megazero.training.metrics import (
     METRICS_FILE,
@@ -34,7 +34,6 @@ from megazero.training.metrics import (
 )
 
 CHECKPOINTS, SAVED_CONFIG = "checkpoints", "config.toml"
-_FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may set anew
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class RunSummary:
         step: optimizer steps done.
         loss: of the last step, mean nats per token; None when there was nothing left to do.
         val_loss: of the last evaluation, or None.
-        checkpoint: the newest complete step directory.
+        checkpoint: the step directory of the last step.
         seconds: duration of the training loop.
         sent_bytes: bytes this rank sent per axis.
     """
@@ -53,7 +52,7 @@ class RunSummary:
     step: int
     loss: float | None
     val_loss: float | None
-    checkpoint: Path
+    checkpoint: Path | None
     seconds: float
     sent_bytes: dict[str, int]
 
@@ -67,34 +66,27 @@ def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -
         show: takes lines for the terminal; given lines on rank 0 only.
 
     Raises:
-        CheckpointError: what `checkpoint.resume` names cannot be used.
+        DataError: the corpus cannot be opened.
+        CheckpointError: what `checkpoint.resume` names cannot be used, or a checkpoint cannot be written.
         NonFiniteError, LostPeerError: see `Engine.train_step`.
     """
     config, run_dir = run.config, Path(run.config.training.run_dir)
     say = show if state.rank == 0 else lambda _: None
-    corpus = _open_corpus(config)
+    corpus = agree(lambda: open_corpus_of(config), state.world, DataError)
     origin = _resume_from(config, run_dir, state)
     engine = initialize(config, state, draw=origin is None)
-    position = _Position()
+    position = Position()
     if origin is not None:
-        position = _resume(origin, engine, corpus)
+        position = engine.load(origin, corpus.fingerprint)
         say(f"resumed {origin} at step {position.step}")
-    sinks = _open_sinks(run, run_dir, position.step, say) if state.rank == 0 else []
+    open_sinks = (lambda: _open_sinks(run, run_dir, position.step, say)) if state.rank == 0 else list
+    sinks = agree(open_sinks, state.world, OSError)
     say(_describe(run, engine))
     try:
         return _Loop(run, engine, corpus, sinks, run_dir).finish(position, origin)
     finally:
         for sink in sinks:
             sink.close()
-
-
-@dataclass(frozen=True)
-class _Position:
-    """How far a run has come."""
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
 
 
 class _Loop:
@@ -106,8 +98,8 @@ class _Loop:
         self.loss: float | None = None
         self.val_loss: float | None = None
 
-    def finish(self, position: _Position, origin: Path | None) -> RunSummary:
-        """Do the steps that are left."""
+    def finish(self, position: Position, origin: Path | None) -> RunSummary:
+        """Do the steps that are left; the last one is saved."""
         training, every = self.run.config.training, self.run.config.checkpoint.save_every_steps
         saved = origin
         started = time.perf_counter()
@@ -116,12 +108,10 @@ class _Loop:
             if position.step == training.steps or (every and position.step % every == 0):
                 saved = self._save(position)
         seconds = time.perf_counter() - started
-        if saved is None:
-            saved = self._save(position)
         traffic = self.engine.state.traffic.by_axis()
         return RunSummary(position.step, self.loss, self.val_loss, saved, seconds, traffic)
 
-    def _step(self, position: _Position) -> _Position:
+    def _step(self, position: Position) -> Position:
         run, state = self.run, self.engine.state
         started = time.perf_counter()
         count = run.global_batch_size
@@ -131,7 +121,7 @@ class _Loop:
         )
         statistics = self.engine.train_step(batches, lr)
         seconds = time.perf_counter() - started
-        done = _Position(position.step + 1, position.samples + count, position.tokens + statistics.tokens)
+        done = Position(position.step + 1, position.samples + count, position.tokens + statistics.tokens)
         self.loss = statistics.loss
         every = run.config.training.eval_every_steps
         evaluated = bool(every) and (done.step % every == 0 or done.step == run.config.training.steps)
@@ -162,47 +152,20 @@ class _Loop:
         batches = read_batches(validation, 0, count, self.run.micro_batch_size, self.engine.state, available=samples)
         return self.engine.evaluate(batches).loss
 
-    def _save(self, position: _Position) -> Path:
-        config, engine = self.run.config, self.engine
-        grid = engine.state.grid
+    def _save(self, position: Position) -> Path:
         directory = step_directory(self.checkpoints, position.step)
-        trainer = TrainerState(
-            step=position.step,
-            consumed_samples=position.samples,
-            consumed_tokens=position.tokens,
-            optimizer_steps=position.step,
-            data_fingerprint=self.corpus.fingerprint,
-            model=config.model.model_dump(),
-            config=config.model_dump(mode="json"),
-            shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": config.zero.stage},
-            versions={"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)},
-        )
-        save_checkpoint(
-            directory,
-            engine.sharded_state,
-            engine.state,
-            trainer,
-            hugging_face_config(config.model, config.precision.dtype),
-        )
+        self.engine.save(directory, position, self.corpus.fingerprint)
         return directory
-
-
-def _open_corpus(config: RunConfig) -> Corpus:
-    return open_corpus(
-        [(source.path, source.weight) for source in config.data.sources],
-        tokenizer=config.data.tokenizer,
-        seq_len=config.model.seq_len,
-        seed=config.training.seed,
-        validation_fraction=config.data.validation_fraction,
-        cache_dir=cache_directory(config.data),
-        vocab_size=config.model.vocab_size,
-    )
 
 
 def _resume_from(config: RunConfig, run_dir: Path, state: ParallelState) -> Path | None:
     """The step directory to go on from; rank 0 looks, so that all ranks see the same."""
-    wish = config.checkpoint.resume
-    newest = gather_objects(find_newest(run_dir / CHECKPOINTS) if state.rank == 0 else None, state.world)[0]
+    look = (lambda: _find_origin(config.checkpoint.resume, run_dir)) if state.rank == 0 else lambda: None
+    return gather_objects(agree(look, state.world, CheckpointError), state.world)[0]
+
+
+def _find_origin(wish: str, run_dir: Path) -> Path | None:
+    newest = find_newest(run_dir / CHECKPOINTS)
     if wish == "auto":
         return newest
     if wish == "never":
@@ -212,29 +175,16 @@ def _resume_from(config: RunConfig, run_dir: Path, state: ParallelState) -> Path
                 "set training.run_dir to a new directory, or checkpoint.resume=auto to go on with it"
             )
         return None
-    if not is_complete(Path(wish)):
+    origin = Path(wish)
+    if not is_complete(origin):
         raise CheckpointError(f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json)")
-    return Path(wish)
-
-
-def _resume(origin: Path, engine: Engine, corpus: Corpus) -> _Position:
-    trainer = load_checkpoint(origin, engine.sharded_state, engine.state)
-    wanted = engine.config.model.model_dump()
-    changed = [
-        f"model.{key} is {wanted[key]!r}, the checkpoint has {trainer.model.get(key)!r}"
-        for key in wanted
-        if key not in _FREE_TO_CHANGE and trainer.model.get(key) != wanted[key]
-    ]
-    if changed:
-        raise CheckpointError(f"{origin} is of another model: " + "; ".join(changed))
-    if trainer.data_fingerprint != corpus.fingerprint:
+    step = read_trainer_state(origin).step
+    if newest is not None and step_of(newest) > step:
         raise CheckpointError(
-            f"{origin} was trained on other data (fingerprint {trainer.data_fingerprint}, now {corpus.fingerprint}): "
-            "the sources, their weights, data.tokenizer, data.validation_fraction, model.seq_len and training.seed "
-            "must be those of the run"
+            f"checkpoint.resume={wish} is step {step}, but {run_dir} already holds {newest.name}; "
+            "set training.run_dir to a new directory to branch off, or remove the later steps"
         )
-    engine.parameters.publish()
-    return _Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens)
+    return origin
 
 
 def _open_sinks(run: ResolvedRun, run_dir: Path, after_step: int, show: Callable[[str], None]) -> list[Sink]:

@@ -23,7 +23,7 @@ from megazero.comm.collectives import Pending, all_reduce, reduce_scatter
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, intersect
 
-_REDUCTIONS_IN_FLIGHT = 2  # whole-size gradient buffers that may wait for the network before the backward does
+_REDUCTIONS_IN_FLIGHT = 2  # more would hide no more of the network and hold more buffers
 _NORM_BLOCK = 4096
 
 
@@ -62,10 +62,12 @@ class _Rounds:
 
 
 class _Reduction:
-    """One reduction under way, and what to do with its result."""
+    """One reduction under way, what its result is added to, and the buffers that it keeps busy."""
 
-    def __init__(self, pending: Pending, target: Tensor | None, result: Tensor | None, lent: Tensor | None) -> None:
-        self.pending, self.target, self.result, self.lent = pending, target, result, lent
+    def __init__(
+        self, pending: Pending, target: Tensor | None = None, result: Tensor | None = None, busy: Sequence[Tensor] = ()
+    ) -> None:
+        self.pending, self.target, self.result, self.busy = pending, target, result, busy
 
     def finish(self) -> None:
         self.pending.wait()
@@ -95,7 +97,7 @@ class GradientReducer:
         self._last_round = 1
         self._in_flight: deque[_Reduction] = deque()
         self._free: list[Tensor] = []
-        self._lendable = max((b.layout.padded_numel for b in buckets if not b.keeps_gradients), default=0)
+        self._lendable = max(bucket.layout.padded_numel for bucket in buckets)
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take every gradient that autograd computes for these parameters, by qualified name."""
@@ -151,8 +153,9 @@ class GradientReducer:
 
     def _reduce(self, rounds: _Rounds) -> None:
         bucket = rounds.bucket
-        full = rounds.full if rounds.full is not None else self._lend()
-        full = full[: bucket.layout.padded_numel]
+        if rounds.full is None:
+            rounds.full = self._lend()
+        full = rounds.full[: bucket.layout.padded_numel]
         for slot, untouched in zip(bucket.layout.slots, rounds.untouched, strict=True):
             if untouched:
                 full[slot.start : slot.stop].zero_()
@@ -160,18 +163,24 @@ class GradientReducer:
         rounds.untouched = [True] * len(rounds.untouched)
         first = rounds.reductions == 0
         rounds.reductions += 1
-        if self._all_reduces:
-            self._in_flight.append(_Reduction(all_reduce(full, self._dp), None, None, None))
-            return
-        result = bucket.gradient if first else torch.empty_like(bucket.gradient)
-        pending = reduce_scatter(result, full, self._dp)
-        lent = None if bucket.keeps_gradients else rounds.full
-        self._in_flight.append(_Reduction(pending, None if first else bucket.gradient, result, lent))
-        if not bucket.keeps_gradients:
+        self._drain(_REDUCTIONS_IN_FLIGHT - 1)
+        self._in_flight.append(self._start(rounds, full, first))
+
+    def _start(self, rounds: _Rounds, full: Tensor, first: bool) -> _Reduction:
+        bucket = rounds.bucket
+        if self._all_reduces or self._dp.size == 1:
+            return _Reduction(all_reduce(full, self._dp))
+        scratch = self._lend()
+        busy = [scratch]
+        if not bucket.keeps_gradients and (lent := rounds.full) is not None:
+            busy.append(lent)
             rounds.full = None
+        result = bucket.gradient if first else scratch[: bucket.gradient.numel()]
+        pending = reduce_scatter(result, full, self._dp, scratch)
+        return _Reduction(pending, None if first else bucket.gradient, result, busy)
 
     def _lend(self) -> Tensor:
-        self._drain(_REDUCTIONS_IN_FLIGHT - 1)
+        """A buffer as large as the largest bucket, for gradients of one round or for what arrives from other ranks."""
         return self._free.pop() if self._free else torch.empty(self._lendable, device=self.buckets[0].master.device)
 
     def _drain(self, leave: int) -> None:
@@ -179,8 +188,7 @@ class GradientReducer:
         while len(self._in_flight) > leave:
             reduction = self._in_flight.popleft()
             reduction.finish()
-            if reduction.lent is not None:
-                self._free.append(reduction.lent)
+            self._free.extend(reduction.busy)
 
     def _sum_partial_over_tp(self) -> None:
         parts = [
@@ -213,7 +221,7 @@ class GradientReducer:
         return total
 
     def working_bytes(self) -> int:
-        """Bytes of the whole-size buffers that sharded gradients pass through."""
+        """Bytes of the bucket-size buffers through which gradients pass on their way to the shards."""
         open_buffers = [r.full for r in self._rounds if r.full is not None and not r.bucket.keeps_gradients]
         return sum(buffer.nbytes for buffer in [*self._free, *open_buffers])
 

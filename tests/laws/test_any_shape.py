@@ -165,6 +165,6 @@ def test_bf16_follows_fp32_within_its_rounding_on_every_stage() -> None:
 def test_dropout_drops_the_same_elements_on_every_shape() -> None:
     model = TIED | {"dropout": 0.3}
     alone = run_world(1, _train, run_of(1, model=model))[0]
-    assert alone["loss"][0] != pytest.approx(_plain("llama", True, CLIP)["loss"][0], rel=1e-4)
+    assert alone["loss"][0] != pytest.approx(_plain("llama", True, CLIP)["loss"][0], rel=2e-5)
     for parallel in ({"tp": 2, "sequence_parallel": True}, {"tp": 2}, {"pp": 2}, {}):
         _assert_agrees(run_world(2, _train, run_of(2, model=model, parallel=parallel))[0], alone)

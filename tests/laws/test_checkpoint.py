@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,9 @@ def _logits(rank: int, run: ResolvedRun, origin: Path) -> Any:
     engine = engine_on(rank, run, draw=False)
     load_checkpoint(origin, engine.sharded_state, engine.state)
     engine.parameters.publish()
-    batch = micro_batches(run, engine.state, 0)
+    batches = [replace(batch, labels=None) for batch in micro_batches(run, engine.state, 0)]
     with torch.no_grad():
-        parts = [engine.module.head.logits(engine.module.hidden(None, part)) for part in batch]
+        parts = [engine.module(None, batch) for batch in batches]
     return torch.cat([part.transpose(0, 1) for part in parts]).numpy()
 
 

@@ -215,5 +215,5 @@ def test_a_killed_rank_is_noticed_by_every_other(world: int, parallel: dict[str,
     errors = run_world(world, _lose_a_rank, run_of(world, model=TIED, parallel=parallel), victim, may_die=(victim,))
     for rank, error in enumerate(errors):
         if rank != victim:
-            assert f"rank {rank}:" in error
+            assert f"as rank {rank} of (" in error
             assert "did not finish" in error
