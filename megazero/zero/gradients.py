@@ -24,7 +24,7 @@ from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, intersect
 
 _REDUCTIONS_IN_FLIGHT = 2  # more would hide no more of the network and hold more buffers
-_NORM_BLOCK = 4096
+_NORM_BLOCK = 256  # as fast as longer blocks here, and 30 times closer
 
 
 class _Rounds:

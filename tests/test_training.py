@@ -1,0 +1,113 @@
+"""The parts of the loop: learning rate, micro-batches, metrics."""
+
+from __future__ import annotations
+
+import json
+from math import cos, pi
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megazero.config.schema import LrScheduleConfig
+from megazero.layers.cross_entropy import IGNORED_LABEL
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.training.batches import read_batches
+from megazero.training.lr_schedule import learning_rate_factor
+from megazero.training.metrics import JsonLines, ProgressLine, StepMetrics, readable_seconds
+
+
+def _factors(steps: int, **keys: float | str) -> list[float]:
+    schedule = LrScheduleConfig.model_validate(keys)
+    return [learning_rate_factor(schedule, step, steps) for step in range(steps)]
+
+
+def test_warm_up_is_linear_and_reaches_the_peak() -> None:
+    for name in ("constant", "linear", "cosine", "wsd"):
+        factors = _factors(100, name=name, warmup_steps=4)
+        assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_schedules_end_at_their_floor() -> None:
+    for name in ("linear", "cosine", "wsd"):
+        assert _factors(50, name=name, warmup_steps=5, min_lr_ratio=0.1)[-1] == pytest.approx(0.1)
+    assert _factors(50, name="constant", warmup_steps=5)[-1] == 1.0
+
+
+def test_cosine_and_linear_follow_their_formulas() -> None:
+    assert _factors(11, name="cosine", min_lr_ratio=0.0) == pytest.approx(
+        [(1 + cos(pi * k / 10)) / 2 for k in range(11)]
+    )
+    assert _factors(11, name="linear", min_lr_ratio=0.5) == pytest.approx([1 - 0.05 * k for k in range(11)])
+
+
+def test_wsd_is_flat_until_the_last_share_of_the_steps() -> None:
+    factors = _factors(101, name="wsd", decay_fraction=0.2, min_lr_ratio=0.0)
+    assert factors[:81] == [1.0] * 81
+    assert factors[81:] == pytest.approx([1 - k / 20 for k in range(1, 21)])
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 5), (2, 2), (3, 10)])
+def test_short_runs_have_a_rate_at_every_step(name: str, steps: int, warmup: int) -> None:
+    assert all(0 < factor <= 1 for factor in _factors(steps, name=name, warmup_steps=warmup, min_lr_ratio=0.1))
+
+
+class _Counting:
+    """Sample i is the numbers from 100 i on."""
+
+    def batch(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        return indices[:, None] * 100 + np.arange(5)
+
+
+def test_the_ranks_share_a_global_batch_without_gap_or_overlap() -> None:
+    seen = []
+    for dp_rank in range(2):
+        state = ParallelState(RankGrid(), 0)
+        state.dp = type(state.dp)("dp", (0, 1), dp_rank)
+        batches = read_batches(_Counting(), 16, 8, 2, state)
+        assert len(batches) == 2
+        for batch in batches:
+            assert batch.tokens.shape == (4, 2)
+            assert (batch.tokens[0] == batch.sample_ids * 100).all()
+            assert (batch.labels == batch.tokens + 1).all()
+            seen += batch.sample_ids.tolist()
+    assert seen == list(range(16, 24))
+
+
+def test_samples_that_do_not_exist_are_masked() -> None:
+    (batch,) = read_batches(_Counting(), 0, 4, 4, ParallelState(RankGrid(), 0), available=3)
+    assert (batch.labels[:, 3] == IGNORED_LABEL).all()
+    assert (batch.labels[:, :3] != IGNORED_LABEL).all()
+
+
+def _metrics(step: int, val_loss: float | None = None) -> StepMetrics:
+    return StepMetrics(step, 1.5, 0.5, 1e-3, 10 * step, 100.0, 0.1, 1 << 20, val_loss)
+
+
+def test_a_resumed_run_drops_the_steps_it_will_do_again_and_a_half_written_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path, 0)
+    for step in range(1, 6):
+        first.write(_metrics(step))
+    first.close()
+    path.write_text(path.read_text() + '{"step": 6, "lo')
+    again = JsonLines(path, 3)
+    again.write(_metrics(4, val_loss=2.0))
+    again.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert "val_loss" not in lines[0]
+    assert lines[-1]["val_loss"] == 2.0
+
+
+def test_the_progress_line_says_step_loss_rate_and_time_left() -> None:
+    shown: list[str] = []
+    line = ProgressLine(20, 10, shown.append)
+    for step in range(1, 21):
+        line.write(_metrics(step, val_loss=1.25 if step == 15 else None))
+    assert len(shown) == 3
+    assert shown[0].startswith("step 10/20 | loss 1.5000 | grad norm 0.500 | lr 1.00e-03 | 100 tokens/s | ETA 1s")
+    assert shown[1].endswith("validation loss 1.2500")
+    assert [readable_seconds(value) for value in (5.4, 65, 7320)] == ["5s", "1m05s", "2h02m"]
