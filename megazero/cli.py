@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -70,6 +71,7 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
     losses = [] if summary.loss is None else [f"loss {summary.loss:.4f}"]
     losses += [] if summary.val_loss is None else [f"validation loss {summary.val_loss:.4f}"]
     traffic = ", ".join(f"{axis} {sent / 2**20:,.1f} MiB" for axis, sent in sorted(summary.sent_bytes.items()))
+    command = "megazero" if shutil.which("megazero") else os.path.relpath(sys.argv[0])
     more = [f"training.steps={summary.step + run.config.training.steps}"]
     kept = [override for override in overrides if not override.startswith(("training.steps=", "checkpoint.resume="))]
     print(
@@ -80,7 +82,7 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
         + (f"\n  tensorboard  tensorboard --logdir {run_dir}" if run.config.logging.tensorboard else "")
         + (f"\n  sent by rank 0: {traffic}" if traffic else "")
         + "\n  go on, on this or any other shape (for example parallel.tp=1 zero.stage=3):"
-        + f"\n    megazero train {shlex.join([str(config), *kept, *more])}"
+        + f"\n    {command} train {shlex.join([str(config), *kept, *more])}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -105,8 +106,12 @@ def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -
     assert set(lines[0]) == keys
     assert set(lines[1]) == set(lines[2]) == keys | {"val_loss"}
     assert lines[-1]["tokens"] == 3 * 8 * 32
-    command = next(line.strip() for line in done.stdout.splitlines() if line.strip().startswith("megazero train"))
-    more = megazero(*command.split()[1:], "training.steps=4", "parallel.pp=2", "zero.stage=3")
+    command = next(
+        line.strip()
+        for line in done.stdout.splitlines()
+        if " train examples/" in line or f" train {QUICKSTART}" in line
+    )
+    more = megazero(*shlex.split(command)[1:], "training.steps=4", "parallel.pp=2", "zero.stage=3")
     assert more.returncode == 0, more.stderr
     assert "at step 3" in more.stdout
     assert len(losses(tmp_path)) == 4

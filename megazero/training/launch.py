@@ -197,7 +197,7 @@ def launch(run: ResolvedRun) -> RunSummary | None:
             max_restarts=0,
             monitor_interval=0.2,
             start_method="fork" if on_cpu else "spawn",
-            logs_specs=DefaultLogsSpecs(),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
             summaries = elastic_launch(config, _run_started_rank)(run)
