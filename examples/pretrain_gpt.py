@@ -35,7 +35,9 @@ def main(overrides: list[str]) -> None:
     position = engine.load(newest, corpus.fingerprint) if newest else Position()
 
     while position.step < steps:
-        batches = read_batches(corpus.train, position.samples, run.global_batch_size, run.micro_batch_size, state)
+        batches = read_batches(
+            corpus.train, position.samples, run.global_batch_size, run.micro_batch_size, engine.share
+        )
         lr = config.optimizer.lr * learning_rate_factor(config.lr_schedule, position.step, steps)
         statistics = engine.train_step(batches, lr)
         position = Position(

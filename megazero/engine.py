@@ -7,7 +7,7 @@ micro-batches -> executor(schedule, stage) -> gradients reduced as they become r
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, sqrt
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.checkpoint.index import CheckpointError, TrainerState, read_trainer_state
 from megazero.checkpoint.load import load_checkpoint
@@ -22,16 +23,16 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.comm.collectives import Pending, agree, all_reduce
 from megazero.config import RunConfig
 from megazero.layers.cross_entropy import IGNORED_LABEL
+from megazero.layers.linear import WeightGradients
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch, collect_specs
 from megazero.models.hf_names import hugging_face_config
 from megazero.models.stages import cut_evenly
-from megazero.parallel_state import ParallelState
-from megazero.schedules.action import Schedule
+from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.executor import Executor
-from megazero.schedules.generators import GENERATORS, forward_only
+from megazero.schedules.generators import FAMILIES, forward_only
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.optimizer import ShardedAdamW
-from megazero.zero.parameters import ShardedParameters
+from megazero.zero.parameters import ShardedParameters, UnitGatherer
 from megazero.zero.state import ShardedState
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -71,23 +72,51 @@ class Position:
     tokens: int = 0
 
 
-class _StageRunner:
-    """Runs this rank's stage on the micro-batches of one step, for the executor.
+@dataclass(frozen=True)
+class BatchShare:
+    """What a rank needs of each global batch.
 
     Args:
-        module: the stage.
+        dp: its place among those that share the batch.
+        device: where it computes.
+        tokens: whether it embeds them.
+        labels: whether it computes the loss.
+    """
+
+    dp: Axis
+    device: torch.device
+    tokens: bool
+    labels: bool
+
+
+class _StageRunner:
+    """Runs this rank's chunks on the micro-batches of one step, for the executor.
+
+    Args:
+        chunks: this rank's part of the model.
+        later: per chunk, where its weight gradients wait.
+        gatherer: brings the weights under ZeRO-3.
         batches: this rank's micro-batches.
         trains: keep what the backward needs.
         state: the rank's place.
     """
 
-    def __init__(self, module: nn.Module, batches: Sequence[MicroBatch], trains: bool, state: ParallelState) -> None:
-        self._module, self._batches, self._trains, self._is_last = module, batches, trains, state.is_last_stage
-        self._saved: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+    def __init__(
+        self,
+        chunks: Sequence[GPTStage],
+        later: Sequence[WeightGradients],
+        gatherer: UnitGatherer | None,
+        batches: Sequence[MicroBatch],
+        trains: bool,
+        state: ParallelState,
+    ) -> None:
+        self._chunks, self._later, self._gatherer = chunks, later, gatherer
+        self._batches, self._trains = batches, trains
+        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
         self.tokens = torch.zeros((), dtype=torch.float64, device=state.device)
         self._global_tokens, self._counting = self.tokens, Pending()
-        if self._is_last:
+        if any(chunk.head is not None for chunk in chunks):
             for batch in batches:
                 if batch.labels is not None:
                     self.tokens += (batch.labels != IGNORED_LABEL).sum()
@@ -98,22 +127,31 @@ class _StageRunner:
     def forward(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor | None:
         if x is not None and self._trains:
             x.requires_grad_()
-        y = self._module(x, self._batches[microbatch])
+        y = self._chunks[chunk](x, self._batches[microbatch])
         if self._trains:
-            self._saved[chunk, microbatch] = (x, y)
-        if not self._is_last:
+            # The graph is kept, not the output: once it is sent nothing needs its values.
+            self._saved[chunk, microbatch] = (x, get_gradient_edge(y))
+        if self._chunks[chunk].head is None:
             return y
         self.loss_sum += y.detach()
         return None
 
     def backward(self, chunk: int, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        x, y = self._saved.pop((chunk, microbatch))
+        x, edge = self._saved.pop((chunk, microbatch))
         if grad is None:
             self._counting.wait()
             # Losses are sums; dividing by the global count here makes every gradient that of the global mean.
-            grad = self._global_tokens.clamp(min=1).reciprocal().to(y.dtype)
-        torch.autograd.backward(y, grad)
+            grad = self._global_tokens.clamp(min=1).reciprocal().float()
+        self._later[chunk].begin_pass()
+        torch.autograd.backward(edge, grad)
         return None if x is None else x.grad
+
+    def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
+        self._later[chunk].run_oldest()
+
+    def expect(self, chunk: int, is_forward: bool) -> None:
+        if self._gatherer is not None:
+            self._gatherer.expect(chunk, is_forward)
 
     def finish(self) -> None:
         """Leave no collective behind."""
@@ -124,26 +162,38 @@ class Engine:
     """One rank of a training run.
 
     Args:
-        module: this rank's stage; its parameters may be on the meta device.
+        chunks: this rank's part of the model; parameters may be on the meta device.
+        later: per chunk, where its weight gradients wait when the schedule splits the backward.
         config: the resolved run.
         state: the rank's place and groups.
 
     Every method is called on every rank, in the same order.
     """
 
-    def __init__(self, module: GPTStage, config: RunConfig, state: ParallelState) -> None:
-        self.module, self.config, self.state = module, config, state
+    def __init__(
+        self, chunks: Sequence[GPTStage], later: Sequence[WeightGradients], config: RunConfig, state: ParallelState
+    ) -> None:
+        self.chunks, self.config, self.state = nn.ModuleList(chunks), config, state
         self.dtype = DTYPES[config.precision.dtype]
         self.parameters = ShardedParameters(
-            module.units(),
-            list(collect_specs(module)),
+            [chunk.units() for chunk in chunks],
+            list(collect_specs(self.chunks)),
             zero_stage=config.zero.stage,
             dtype=self.dtype,
             bucket_bytes=config.zero.bucket_bytes,
             dp=state.dp,
+            embedding=state.embedding,
             device=state.device,
+            gather_policy=config.zero.gather_policy,
         )
-        self.reducer = GradientReducer(self.parameters.buckets, config.zero.stage, state.dp, state.tp, state.embedding)
+        self.reducer = GradientReducer(
+            self.parameters.buckets,
+            config.zero.stage,
+            state.dp,
+            state.tp,
+            state.embedding,
+            every_micro_batch=config.zero.reduce == "micro_batch",
+        )
         self.reducer.attach(self.parameters.by_name)
         self.optimizer = ShardedAdamW(
             self.parameters.buckets,
@@ -152,7 +202,17 @@ class Engine:
             weight_decay=config.optimizer.weight_decay,
         )
         self.sharded_state = ShardedState(self.parameters.buckets, self.optimizer)
-        self._executors: dict[tuple[Callable[[int, int], Schedule], int, int], Executor] = {}
+        self.share = BatchShare(
+            state.dp,
+            state.device,
+            tokens=any(chunk.embedding is not None for chunk in chunks),
+            labels=any(chunk.head is not None for chunk in chunks),
+        )
+        self._stages, self._later, self._family = list(chunks), later, FAMILIES[config.parallel.schedule]
+        names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
+        for waiting in later:
+            waiting.deliver_to(lambda weight, gradient: self.reducer.accumulate(names[id(weight)], gradient))
+        self._executors: dict[tuple[bool, int, int], Executor] = {}
         self._grad_norm = 0.0
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepStatistics:
@@ -178,10 +238,10 @@ class Engine:
 
         Raises: as `train_step`.
         """
-        self.module.train()
+        self.chunks.train()
         self.reducer.begin_step(len(batches))
-        runner = _StageRunner(self.module, batches, True, self.state)
-        self._executor(GENERATORS[self.config.parallel.schedule], batches).run(runner)
+        runner = self._runner(batches, trains=True)
+        self._executor(batches, trains=True).run(runner)
         runner.finish()
         self.reducer.finish()
         statistics = self._agree(runner, self.reducer.square_sum())
@@ -197,10 +257,10 @@ class Engine:
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """Mean loss of micro-batches over all ranks, without gradients and without dropout.  Raises: NonFiniteError."""
-        self.module.eval()
+        self.chunks.eval()
         with torch.no_grad():
-            runner = _StageRunner(self.module, batches, False, self.state)
-            self._executor(forward_only, batches).run(runner)
+            runner = self._runner(batches, trains=False)
+            self._executor(batches, trains=False).run(runner)
             runner.finish()
         return self._agree(runner, torch.zeros((), dtype=torch.float64, device=self.state.device))
 
@@ -270,7 +330,7 @@ class Engine:
 
     def _agree(self, runner: _StageRunner, square_sum: Tensor) -> StepStatistics:
         """The one collective at the end of a step: every rank learns norm, loss and tokens."""
-        counts = self.state.is_last_stage and self.state.at.tp == 0
+        counts = self.share.labels and self.state.at.tp == 0
         share = torch.stack([square_sum, runner.loss_sum, runner.tokens])
         if not counts:
             share[1:] = 0
@@ -285,16 +345,27 @@ class Engine:
             )
         return StepStatistics(loss_sum / tokens, sqrt(squared), int(tokens))
 
-    def _executor(self, generate: Callable[[int, int], Schedule], batches: Sequence[MicroBatch]) -> Executor:
-        """The executor of a schedule for these micro-batches, made and proved once."""
+    def _runner(self, batches: Sequence[MicroBatch], *, trains: bool) -> _StageRunner:
+        return _StageRunner(self._stages, self._later, self.parameters.gatherer, batches, trains, self.state)
+
+    def _executor(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
+        """The executor of the run's schedule for these micro-batches, made and proved once."""
         sizes = {batch.sample_ids.numel() for batch in batches}
         if len(sizes) != 1:
             raise ValueError(f"micro-batches of a step must have one size; these have {sorted(sizes)} samples")
         samples = sizes.pop()
-        key = (generate, len(batches), samples)
+        key = (trains, len(batches), samples)
         if key not in self._executors:
-            schedule = generate(self.state.pp.size, len(batches))
-            self._executors[key] = Executor(schedule, self.state.pp, lambda: self._new_activation(samples))
+            chunks = self._family.chunks or self.config.parallel.virtual_stages
+            schedule = self._family.generate(self.state.pp.size, len(batches), chunks)
+            for waiting in self._later:
+                waiting.deferring = schedule.splits_backward
+            self._executors[key] = Executor(
+                schedule if trains else forward_only(schedule),
+                self.state.pp,
+                self.state.pp_up,
+                lambda: self._new_activation(samples),
+            )
         return self._executors[key]
 
     def _new_activation(self, samples: int) -> Tensor:
@@ -335,13 +406,26 @@ def initialize(config: RunConfig, state: ParallelState, *, draw: bool = True) ->
         state: the rank's place and groups.
         draw: give the parameters their initial values; False where a checkpoint follows at once.
     """
-    layout = cut_evenly(config.model.num_layers, state.pp.size)[state.at.pp]
-    context = BuildContext(
-        config.model, state.tp, config.parallel.sequence_parallel, config.training.seed, state.device
-    )
-    with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
-        module = GPTStage(context, layout)
-    engine = Engine(module, config, state)
+    family, virtual_stages = FAMILIES[config.parallel.schedule], config.parallel.virtual_stages
+    placement = family.placement(state.pp.size, family.chunks or virtual_stages)
+    layouts = cut_evenly(config.model.num_layers, len(placement))
+    chunks, waiting = [], []
+    for layout, (rank, _) in zip(layouts, placement, strict=True):  # a rank's chunks come in order
+        if rank != state.at.pp:
+            continue
+        later = WeightGradients()
+        context = BuildContext(
+            config.model,
+            state.tp,
+            config.parallel.sequence_parallel,
+            config.training.seed,
+            state.device,
+            later if len(placement) > 1 else None,
+        )
+        with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
+            chunks.append(GPTStage(context, layout))
+        waiting.append(later)
+    engine = Engine(chunks, waiting, config, state)
     if draw:
         engine.parameters.draw(config.training.seed, state.tp)
     return engine

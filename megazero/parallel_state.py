@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from math import prod
@@ -216,36 +216,28 @@ class ParallelState:
         self.at = grid.coordinate(rank)
         self.traffic = Traffic()
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)
+        # Messages down and up the pipeline go over communicators of their own, so that neither waits for the other.
+        self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
         self.model = self._axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._axis("world", tuple(range(grid.world_size)))
         holders = grid.embedding_group_of(rank)
         self.embedding = self._axis("embedding", holders if rank in holders else (rank,))
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
-        return self.at.pp == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank holds the head and computes the loss."""
-        return self.at.pp == self.grid.pp - 1
-
     def _axis(self, name: str, ranks: Sequence[int]) -> Axis:
         ranks = tuple(ranks)
         return Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic)
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _group(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        if len(ranks) == self.grid.world_size:
+        if len(ranks) == self.grid.world_size and not purpose:
             return dist.group.WORLD
-        if ranks not in self._groups:
+        if (ranks, purpose) not in self._groups:
             # Only members wait for one another, so making a group does not grow with the world.
             group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
             # NCCL connects at the first call; here all members are certain to make it.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-            self._groups[ranks] = group
-        return self._groups[ranks]
+            self._groups[ranks, purpose] = group
+        return self._groups[ranks, purpose]

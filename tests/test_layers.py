@@ -39,7 +39,7 @@ def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: 
     """column -> gelu -> row, forward and backward; whole tensors of what each rank saw."""
     tp = ParallelState(RankGrid(tp=world), rank).tp
     taken: list[tuple[Tensor, Tensor]] = []
-    waiting = WeightGradients(lambda weight, gradient: taken.append((weight, gradient))) if later else None
+    waiting = WeightGradients() if later else None
     init = Init("normal", 0.3)
     column = ColumnParallelLinear(
         (Section("column", OUT),),
@@ -65,6 +65,7 @@ def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: 
         _fill(module, tp)
     x = _part(_given((SEQ, BATCH, HIDDEN)), tp, sequence_parallel).requires_grad_()
     if waiting is not None:
+        waiting.deliver_to(lambda weight, gradient: taken.append((weight, gradient)))
         waiting.deferring = True
         waiting.begin_pass()
     y = row(F.gelu(column(x)))
@@ -194,7 +195,8 @@ def test_weight_gradients_wait_in_micro_batch_order_and_are_bit_equal() -> None:
         return total
 
     taken: list[Tensor] = []
-    later = WeightGradients(lambda weight, grad: taken.append(grad))
+    later = WeightGradients()
+    later.deliver_to(lambda weight, grad: taken.append(grad))
     later.deferring = True
     assert torch.equal(gradient(later, taken), gradient(None, []))
 

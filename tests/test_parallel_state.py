@@ -149,8 +149,6 @@ def axes_of(state: ParallelState) -> list[Axis]:
 def test_one_rank_alone_needs_no_process_group():
     state = ParallelState(RankGrid())
     assert [(axis.size, axis.index, axis.group) for axis in axes_of(state)] == [(1, 0, None)] * 7
-    assert state.is_first_stage
-    assert state.is_last_stage
     assert not dist.is_initialized()
 
 
@@ -168,7 +166,6 @@ def test_an_axis_has_a_group_exactly_when_it_has_peers(started, rank):
     assert state.cp.size == 1
     assert state.model.ranks == tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
     assert state.embedding.ranks == ((rank % 4, rank % 4 + 8) if rank // 4 != 1 else (rank,))
-    assert (state.is_first_stage, state.is_last_stage) == (rank < 4, rank >= 8)
 
 
 def test_equal_sets_of_ranks_share_one_group(started):

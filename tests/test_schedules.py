@@ -3,32 +3,84 @@
 [Note: the second proof]  `simulate` and `prove` play a schedule step by step.  The tests ask another question of the
 same program: are its events (a step is reached, a message passes) free of cycles?  A program that can run is exactly
 one whose events can be put in an order.
+
+[Note: chunk time]  With costs of `chunks` each, every forward, backward and weight gradient of a chunk takes 1, so that
+idle times are whole numbers.  Divided by the chunks they are in units of a rank's work on one micro-batch.
 """
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megazero.schedules.action import Action, Kind, Schedule, Transfer, straight
-from megazero.schedules.generators import GENERATORS, forward_only, gpipe, one_forward_one_backward
+from megazero.schedules.action import Action, Kind, Placement, Schedule, Transfer, loop, v_shape
+from megazero.schedules.generators import (
+    FAMILIES,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 from megazero.schedules.simulate import Costs, Program, ScheduleError, peak_activations, program, prove, simulate
 
-TRAINING = (gpipe, one_forward_one_backward)
-ALL = (*TRAINING, forward_only)
 SHAPES = [(pp, m) for pp in range(1, 9) for m in range(1, 25)]
+SPLIT = ("zb-h1", "zbv")
 
-every_schedule = pytest.mark.parametrize("generate", ALL, ids=lambda generate: generate.__name__)
-every_training = pytest.mark.parametrize("generate", TRAINING, ids=lambda generate: generate.__name__)
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def shapes(name: str) -> Iterator[tuple[int, int, int]]:
+    """All (pp, m, chunks) up to (8, 24, 4) that a family can have."""
+    for pp, m in SHAPES:
+        if name != "interleaved":
+            yield pp, m, FAMILIES[name].chunks
+        elif m % pp == 0:
+            yield from ((pp, m, chunks) for chunks in (2, 3, 4))
+
+
+@cache
+def every(name: str) -> list[Schedule]:
+    """A family's schedules of all shapes."""
+    return [FAMILIES[name].generate(*shape) for shape in shapes(name)]
+
+
+@cache
+def every_program(name: str) -> list[tuple[Schedule, Program]]:
+    """The same with their programs, and those of their forwards alone."""
+    schedules = [*every(name), *map(forward_only, every(name))]
+    return [(schedule, program(schedule)) for schedule in schedules]
+
+
+@st.composite
+def small_schedules(draw: st.DrawFn, pp: tuple[int, int] = (1, 4)) -> Schedule:
+    """A small schedule of any family."""
+    name, ranks, m = draw(st.sampled_from(list(FAMILIES))), draw(st.integers(*pp)), draw(st.integers(1, 4))
+    if name == "interleaved":
+        return interleaved(ranks, ranks * (1 + m // 3), draw(st.integers(2, 3)))
+    return FAMILIES[name].generate(ranks, m, FAMILIES[name].chunks)
+
+
+def chunk_time(schedule: Schedule, hop: int = 0) -> Costs:
+    """[Note: chunk time]"""
+    return Costs(schedule.chunks, schedule.chunks, schedule.chunks, hop)
+
+
+def idle_times(schedule: Schedule) -> list[float]:
+    """Idle time of each rank, in units of a chunk's forward."""
+    timeline = simulate(schedule, chunk_time(schedule))
+    return [timeline.idle(rank) for rank in range(schedule.pp)]
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """ "F0 F1.1 B0" as actions."""
+    """ "F0 F1.1 B0 W0" as actions."""
     parsed = []
     for word in text.split():
         microbatch, _, chunk = word[1:].partition(".")
@@ -36,161 +88,329 @@ def actions(text: str) -> tuple[Action, ...]:
     return tuple(parsed)
 
 
-def schedule_of(*ranks: str, chunks: int = 1, microbatches: int = 2) -> Schedule:
-    placement = tuple((rank, chunk) for chunk in range(chunks) for rank in range(len(ranks)))
-    return Schedule("by hand", microbatches, placement, tuple(actions(rank) for rank in ranks))
+def schedule_of(*ranks: str, placement: Placement | None = None, microbatches: int = 2) -> Schedule:
+    return Schedule("by hand", microbatches, placement or loop(len(ranks)), tuple(actions(rank) for rank in ranks))
+
+
+def printed(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, rank)) for rank in schedule.ranks]
 
 
 # ---- the second proof
 
+Computed = tuple[Kind, int, int]
+"""F, B or W of a micro-batch on a virtual stage."""
 
-def can_run(placed: Program, chunks: int = 1) -> bool:
+
+def needed(kind: Kind, microbatch: int, stage: int, stages: int) -> Computed | None:
+    """What must be computed before, or None for a micro-batch's first forward."""
+    if kind is Kind.WEIGHT:
+        return Kind.BACKWARD, microbatch, stage
+    if kind is Kind.FORWARD:
+        return (kind, microbatch, stage - 1) if stage else None
+    return (kind, microbatch, stage + 1) if stage + 1 < stages else (Kind.FORWARD, microbatch, stage)
+
+
+def has_order(before: dict) -> bool:
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError:
+        return False
+    return True
+
+
+def can_run(placed: Program, placement: Placement) -> bool:
     """Whether the events of a program have an order.
 
     A message is (F or B, micro-batch, the virtual stage that it comes from, the rank that it goes to).  It has two
-    sides; the messages of a rank pass in the order in which the rank posts them.
+    sides; those of a rank that go to higher ranks pass in the order in which the rank posts them, and so do the others.
     """
-    pp = len(placed)
-    last = pp * chunks - 1
     before: dict[object, set[object]] = {}  # event -> events that must come first
     sides: dict[object, list[Kind]] = {}
     for rank, steps in enumerate(placed):
-        previous_step = previous_message = None
+        previous_step, previous_message = None, {}
         for index, step in enumerate(steps):
             here = (rank, index)
             before[here] = {previous_step} - {None}
             previous_step = here
             if isinstance(step, Transfer):
-                sender = rank if step.kind is Kind.SEND else step.peer
-                receiver = step.peer if step.kind is Kind.SEND else rank
-                message = (step.carries.kind, step.carries.microbatch, step.carries.chunk * pp + sender, receiver)
+                sender, receiver = (rank, step.peer) if step.kind is Kind.SEND else (step.peer, rank)
+                stage = placement.index((sender, step.carries.chunk))
+                message = (step.carries.kind, step.carries.microbatch, stage, receiver)
                 sides.setdefault(message, []).append(step.kind)
-                before.setdefault(message, set()).update({here, previous_message} - {None})
-                previous_message = message
+                before.setdefault(message, set()).update({here, previous_message.get(sender < receiver, here)})
+                previous_message[sender < receiver] = message
                 if step.kind is Kind.SEND:
-                    before[here].add(("computed", step.carries.kind, step.carries.microbatch, message[2]))
+                    before[here].add(("computed", *message[:3]))
             else:
-                stage = step.chunk * pp + rank
-                before[("computed", step.kind, step.microbatch, stage)] = {here}
-                source = stage - 1 if step.kind is Kind.FORWARD else stage + 1
-                if 0 <= source <= last:
-                    local = ("computed", step.kind, step.microbatch, source)
-                    before[here].add(local if pp == 1 else (step.kind, step.microbatch, source, rank))
-                elif step.kind is Kind.BACKWARD:
-                    before[here].add(("computed", Kind.FORWARD, step.microbatch, stage))
-    known = all(needed in before for first in before.values() for needed in first)
+                stage = placement.index((rank, step.chunk))
+                before["computed", step.kind, step.microbatch, stage] = {here}
+                source = needed(step.kind, step.microbatch, stage, len(placement))
+                if source is not None:
+                    is_local = placement[source[2]][0] == rank
+                    before[here].add(("computed", *source) if is_local else (*source, rank))
+    known = all(event in before for first in before.values() for event in first)
     paired = all(sorted(kinds) == [Kind.RECV, Kind.SEND] for kinds in sides.values())
-    try:
-        TopologicalSorter(before).prepare()
-    except CycleError:
-        return False
-    return known and paired
+    return known and paired and has_order(before)
 
 
 # ---- every schedule, exhaustively
 
 
-@every_schedule
-def test_every_shape_is_proved(generate):
-    for pp, m in SHAPES:
-        program(generate(pp, m))
+@every_family
+def test_every_shape_is_proved(name):
+    assert len(every_program(name)) == 2 * len(list(shapes(name)))
 
 
-@every_schedule
-def test_a_second_proof_agrees(generate):
-    for pp, m in itertools.product((1, 2, 3, 5, 8), (1, 2, 4, 7, 12)):
-        assert can_run(program(generate(pp, m)))
+@every_family
+def test_a_second_proof_agrees(name):
+    for schedule, placed in every_program(name):
+        if schedule.pp in (1, 2, 3, 5, 8) and schedule.microbatches in (1, 2, 4, 6, 10, 16):
+            assert can_run(placed, schedule.placement)
 
 
-@every_schedule
-def test_a_program_is_its_schedule_with_each_message_sent_once_and_received_once(generate):
-    for pp, m in SHAPES:
-        schedule = generate(pp, m)
-        placed = program(schedule)
+@every_family
+def test_a_schedule_is_of_the_shape_that_was_asked_for(name):
+    for schedule, (pp, m, chunks) in zip(every(name), shapes(name), strict=True):
+        assert (schedule.name, schedule.pp, schedule.microbatches, schedule.chunks) == (name, pp, m, chunks)
+        assert schedule.placement == FAMILIES[name].placement(pp, chunks)
+        assert sorted(schedule.placement) == list(itertools.product(range(pp), range(chunks)))
+        assert schedule.splits_backward == (name in SPLIT)
+
+
+@every_family
+def test_a_program_is_its_schedule_with_each_message_sent_once_and_received_once(name):
+    for schedule, placed in every_program(name):
         assert tuple(tuple(s for s in steps if isinstance(s, Action)) for steps in placed) == schedule.ranks
         sent, received = Counter(), Counter()
         for rank, steps in enumerate(placed):
             for step in steps:
-                if isinstance(step, Transfer):
-                    assert step.lands == step.carries  # one chunk per rank: both sides have the same name
-                    if step.kind is Kind.SEND:
-                        sent[step.carries, rank, step.peer] += 1
-                    else:
-                        received[step.carries, step.peer, rank] += 1
-        forwards = {(Action(Kind.FORWARD, i), s, s + 1) for i in range(m) for s in range(pp - 1)}
-        backwards = {(Action(Kind.BACKWARD, i), s + 1, s) for i in range(m) for s in range(pp - 1)}
-        assert sent == received == Counter(forwards | backwards if schedule.has_backward else forwards)
+                if isinstance(step, Transfer) and step.kind is Kind.SEND:
+                    sent[step.carries, step.lands, rank, step.peer] += 1
+                elif isinstance(step, Transfer):
+                    received[step.carries, step.lands, step.peer, rank] += 1
+        wanted = Counter()
+        for (rank, chunk), (after, its) in itertools.pairwise(schedule.placement):
+            for i in range(schedule.microbatches) if rank != after else ():
+                wanted[Action(Kind.FORWARD, i, chunk), Action(Kind.FORWARD, i, its), rank, after] += 1
+                if schedule.has_backward:
+                    wanted[Action(Kind.BACKWARD, i, its), Action(Kind.BACKWARD, i, chunk), after, rank] += 1
+        assert sent == received == wanted
 
 
-@every_schedule
-def test_every_microbatch_goes_forward_and_backward_once_on_every_stage_in_order(generate):
-    """The order of backwards is what makes gradients of all schedules bit-equal."""
-    for pp, m in SHAPES:
-        schedule = generate(pp, m)
-        assert schedule.pp == pp
+@every_family
+def test_every_microbatch_passes_every_chunk_once_and_in_order(name):
+    """The order of backwards and weight gradients is what makes the accumulated gradients of all schedules bit-equal."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT) if name in SPLIT else (Kind.FORWARD, Kind.BACKWARD)
+    for schedule in every(name):
+        wanted = {
+            (kind, chunk): list(range(schedule.microbatches)) for kind in kinds for chunk in range(schedule.chunks)
+        }
         for rank in schedule.ranks:
-            assert [a.microbatch for a in rank if a.kind is Kind.FORWARD] == list(range(m))
-            backwards = [a.microbatch for a in rank if a.kind is Kind.BACKWARD]
-            assert backwards == (list(range(m)) if schedule.has_backward else [])
+            found: dict[tuple[Kind, int], list[int]] = {}
+            for action in rank:
+                found.setdefault((action.kind, action.chunk), []).append(action.microbatch)
+            assert found == wanted
+
+
+@every_family
+def test_an_evaluation_is_the_forwards_of_the_training_schedule_in_its_order(name):
+    for training in every(name):
+        schedule = forward_only(training)
+        forwards = tuple(tuple(a for a in rank if a.kind is Kind.FORWARD) for rank in training.ranks)
+        assert schedule == replace(training, name=f"{name}, forward only", ranks=forwards, has_backward=False)
+        assert not schedule.splits_backward
+        assert not any(peak_activations(schedule, rank) for rank in range(schedule.pp))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "zbv"])
+def test_an_evaluation_is_idle_for_the_forwards_that_fill_and_drain_the_pipeline(name):
+    for schedule in map(forward_only, every(name)):
+        assert idle_times(schedule) == [schedule.pp - 1] * schedule.pp
+
+
+# ---- order, as in the papers
 
 
 def test_1f1b_warms_up_with_one_forward_per_stage_that_follows():
     """Narayanan et al. 2021, figure 4: warm-up, then one forward and one backward in turn, then the rest."""
-    for pp, m in SHAPES:
-        for stage, rank in enumerate(one_forward_one_backward(pp, m).ranks):
-            warmup = min(pp - stage - 1, m)
+    for schedule in every("1f1b"):
+        for stage, rank in enumerate(schedule.ranks):
+            warmup = min(schedule.pp - stage - 1, schedule.microbatches)
             kinds = "".join(action.kind for action in rank)
-            assert kinds == "F" * warmup + "FB" * (m - warmup) + "B" * warmup
+            assert kinds == "F" * warmup + "FB" * (schedule.microbatches - warmup) + "B" * warmup
 
 
-def test_1f1b_holds_the_activations_of_the_stages_that_follow_and_gpipe_those_of_all_microbatches():
+def test_1f1b_with_fewer_microbatches_than_stages_is_gpipe_where_they_all_fit_the_warmup():
+    assert printed(one_forward_one_backward(4, 2)) == ["F0 F1 B0 B1"] * 3 + ["F0 B0 F1 B1"]
+    for pp, m in SHAPES:
+        waiting = max(pp - m, 0)
+        assert one_forward_one_backward(pp, m).ranks[:waiting] == gpipe(pp, m).ranks[:waiting]
+
+
+def test_interleaved_warms_up_with_two_forwards_per_stage_that_follows_and_a_group_per_further_chunk():
+    """Narayanan et al. 2021, figure 4 below; the warm-up is that of Megatron-LM."""
+    for schedule in every("interleaved"):
+        pp, work = schedule.pp, schedule.microbatches * schedule.chunks
+        for stage, rank in enumerate(schedule.ranks):
+            warmup = min(2 * (pp - stage - 1) + (schedule.chunks - 1) * pp, work)
+            assert "".join(a.kind for a in rank) == "F" * warmup + "FB" * (work - warmup) + "B" * warmup
+            forwards = [(a.microbatch // pp, a.chunk, a.microbatch) for a in rank if a.kind is Kind.FORWARD]
+            backwards = [(a.microbatch // pp, -a.chunk, a.microbatch) for a in rank if a.kind is Kind.BACKWARD]
+            assert forwards == sorted(forwards)
+            assert backwards == sorted(backwards)
+
+
+def test_zb_h1_without_its_weight_gradients_is_1f1b_and_rank_s_keeps_s_of_them_back():
+    """Qi et al. 2024, section 2.1: the schedule is 1F1B, and W fills what were waits."""
+    for split, whole in zip(every("zb-h1"), every("1f1b"), strict=True):
+        assert tuple(tuple(a for a in rank if a.kind is not Kind.WEIGHT) for rank in split.ranks) == whole.ranks
+        for stage, rank in enumerate(split.ranks):
+            kept = 0
+            for action, following in itertools.pairwise((*rank, None)):
+                kept += {Kind.BACKWARD: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
+                is_due = following is not None and following.kind is Kind.WEIGHT
+                assert kept <= stage + is_due
+
+
+# ---- memory
+
+
+def test_peak_activations_are_those_of_the_papers():
+    """Of a micro-batch on a chunk.  GPipe all; 1F1B one per stage from here on; ZB-H1 as many as 1F1B's first rank."""
     for pp, m in SHAPES:
         for stage in range(pp):
-            assert peak_activations(one_forward_one_backward(pp, m), stage) == min(pp - stage, m)
             assert peak_activations(gpipe(pp, m), stage) == m
+            assert peak_activations(one_forward_one_backward(pp, m), stage) == min(pp - stage, m)
+            assert peak_activations(zero_bubble_h1(pp, m), stage) == min(pp, m)
 
 
-@every_training
-def test_the_bubble_is_that_of_the_paper(generate):
+def test_interleaved_holds_its_warmup_and_one_more():
+    for schedule in every("interleaved"):
+        pp, v = schedule.pp, schedule.chunks
+        for stage in range(pp):
+            bound = 2 * (pp - stage - 1) + (v - 1) * pp + 1
+            assert peak_activations(schedule, stage) == min(bound, schedule.microbatches * v)
+
+
+def test_zbv_holds_as_much_as_the_first_rank_of_1f1b_in_chunks_of_half_the_size():
+    """Qi et al. 2024b, "ZB-V": the memory of 1F1B, on every rank."""
+    for schedule in every("zbv"):
+        peaks = [peak_activations(schedule, rank) for rank in range(schedule.pp)]
+        assert peaks == [2 * min(schedule.pp, schedule.microbatches)] * schedule.pp
+
+
+# ---- idle time
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("costs", [Costs(1, 1, 1), Costs(2, 1, 1), Costs(1, 3, 2)])
+def test_the_bubble_is_that_of_the_paper(name, costs):
     """Idle (p - 1)(t_f + t_b) per rank, (p - 1) / (m + p - 1) of the step (Narayanan et al. 2021, section 2.2)."""
-    for pp, m in SHAPES:
-        timeline = simulate(generate(pp, m), Costs(forward=1, backward=2, hop=0))
-        assert timeline.makespan == (m + pp - 1) * 3
-        assert [timeline.idle(rank) for rank in range(pp)] == [(pp - 1) * 3] * pp
-        assert timeline.bubble_fraction == pytest.approx(float(Fraction(pp - 1, m + pp - 1)))
+    work = costs.forward + costs.backward + costs.weight
+    for schedule in every(name):
+        pp, m = schedule.pp, schedule.microbatches
+        timeline = simulate(schedule, costs)
+        assert timeline.makespan == (m + pp - 1) * work
+        assert [timeline.idle(rank) for rank in range(pp)] == [(pp - 1) * work] * pp
+        assert timeline.bubble_fraction == pytest.approx((pp - 1) / (m + pp - 1))
 
 
-def test_an_evaluation_is_idle_for_the_forwards_that_fill_and_drain_the_pipeline():
-    for pp, m in SHAPES:
-        timeline = simulate(forward_only(pp, m))
-        assert timeline.makespan == m + pp - 1
-        assert [timeline.idle(rank) for rank in range(pp)] == [pp - 1] * pp
+def test_interleaving_divides_the_bubble_by_the_chunks():
+    """Narayanan et al. 2021, section 2.2."""
+    for schedule in every("interleaved"):
+        assert idle_times(schedule) == [(schedule.pp - 1) * 3] * schedule.pp
+        bubble = (schedule.pp - 1) / schedule.chunks
+        assert simulate(schedule).bubble_fraction == pytest.approx(bubble / (schedule.microbatches + bubble))
 
 
-@every_schedule
-@settings(deadline=None, max_examples=40)
-@given(pp=st.integers(1, 5), m=st.integers(1, 8), times=st.tuples(*[st.integers(1, 9)] * 3))
-def test_each_action_starts_as_soon_as_its_rank_is_free_and_its_input_is_there(generate, pp, m, times):
-    forward, backward, hop = times
-    schedule = generate(pp, m)
-    spans = simulate(schedule, Costs(forward, backward, hop)).spans
-    for rank, order in enumerate(schedule.ranks):
-        free = 0
-        for action in order:
-            if action.kind is Kind.FORWARD:
-                there = 0 if rank == 0 else spans[rank - 1, action][1] + hop
-            elif rank == pp - 1:
-                there = spans[rank, Action(Kind.FORWARD, action.microbatch)][1]
-            else:
-                there = spans[rank + 1, action][1] + hop
-            assert spans[rank, action][0] == max(free, there)
-            free = spans[rank, action][1]
-            assert free - spans[rank, action][0] == (forward if action.kind is Kind.FORWARD else backward)
+def test_zb_h1_is_idle_for_a_third_of_1f1b():
+    """(p - 1)(F + B - W) (Qi et al. 2024, table 2) once the pipeline is full; one more for each micro-batch that lacks."""
+    for schedule in every("zb-h1"):
+        lacking = max(schedule.pp - schedule.microbatches, 0)
+        assert idle_times(schedule) == [schedule.pp - 1 + lacking] * schedule.pp
+
+
+ZBV_IDLE = {
+    2: {1: 1.5, 2: 0.5, 3: 1.0, 4: 1.0, 8: 1.0, 16: 1.0, 24: 1.0},
+    4: {1: 5.5, 2: 4.0, 4: 1.5, 5: 3.5, 6: 2.5, 7: 2.5, 8: 1.5, 16: 1.5, 24: 1.5},
+    8: {1: 13.5, 4: 9.0, 8: 3.5, 9: 7.5, 12: 6.0, 14: 4.5, 16: 5.5, 20: 5.5, 24: 5.5},
+}
+"""pp -> micro-batches -> idle time for F = B = W = 1, as simulated; no formula is known for more than pp micro-batches."""
+
+
+@pytest.mark.parametrize("pp", ZBV_IDLE)
+def test_zbv_is_idle_as_the_golden_table_says(pp):
+    assert {m: simulate(zero_bubble_v(pp, m)).idle(0) for m in ZBV_IDLE[pp]} == ZBV_IDLE[pp]
+
+
+def test_zbv_fills_up_to_pp_microbatches_as_well_as_any_v_can():
+    """The last rank begins half a forward per rank late, so no V is idle for less than (pp - 1) / 2."""
+    for schedule in every("zbv"):
+        pp, m = schedule.pp, schedule.microbatches
+        idle = [time / 2 for time in idle_times(schedule)]
+        assert len(set(idle)) == 1  # all ranks have the same work
+        assert idle[0] >= (pp - 1) / 2
+        if m < pp:
+            assert idle[0] == 2 * pp - 1 - 1.5 * m  # half of m less than ZB-H1
+        elif m == pp:
+            assert idle[0] == (pp - 1) / 2
+
+
+ZBV_LOSES = {
+    3: [4, 7, 10, 13, 16, 19, 22],
+    4: [5, 9, 13, 17, 21],
+    5: [6, 7],
+    6: [7, 8],
+    7: [8, 9],
+    8: [9, 10, 11],
+}
+"""pp -> the micro-batches, up to 24, with which ZBV as made here is idle for half a unit more than ZB-H1."""
+
+
+def test_zbv_is_idle_for_no_longer_than_zb_h1_but_where_the_table_says_and_there_for_half_a_unit():
+    for v, h1 in zip(every("zbv"), every("zb-h1"), strict=True):
+        loses = v.microbatches in ZBV_LOSES.get(v.pp, [])
+        excess = simulate(v).makespan - simulate(h1).makespan
+        assert excess == 0.5 if loses else excess <= 0
+
+
+@every_family
+def test_a_hop_never_shortens_a_step(name):
+    for schedule in every(name):
+        none, short, long = (simulate(schedule, chunk_time(schedule, hop)).makespan for hop in (0, 1, 3))
+        assert none <= short <= long
+        assert (none < short) == (short < long) == (schedule.pp > 1)
 
 
 def test_one_microbatch_crosses_the_pipeline_and_returns_with_a_hop_between_ranks():
-    assert simulate(one_forward_one_backward(4, 1), Costs(1, 2, 0.5)).makespan == 4 * 3 + 6 * 0.5
-    assert simulate(one_forward_one_backward(1, 3), Costs(1, 2, 0.5)).makespan == 9
+    costs = Costs(1, 1.5, 0.5, 0.25)
+    assert simulate(one_forward_one_backward(4, 1), costs).makespan == 4 * 3 + 6 * 0.25
+    assert simulate(one_forward_one_backward(1, 3), costs).makespan == 9
+    assert simulate(interleaved(1, 3, 2), costs).makespan == 9
+    assert simulate(zero_bubble_h1(4, 1), costs).makespan == 4 * 2.5 + 0.5 + 6 * 0.25
+    assert simulate(zero_bubble_v(4, 1), costs).makespan >= 4 * 2.5 + 0.5 / 2 + 12 * 0.25  # its turn costs no hop
+
+
+@settings(deadline=None, max_examples=150)
+@given(schedule=small_schedules(), times=st.tuples(*[st.integers(1, 9)] * 4))
+def test_each_action_starts_as_soon_as_its_rank_is_free_and_its_input_is_there(schedule, times):
+    chunks, placement = schedule.chunks, schedule.placement
+    forward, backward, weight, hop = times
+    spans = simulate(schedule, Costs(forward * chunks, backward * chunks, weight * chunks, hop)).spans
+    if not schedule.splits_backward:
+        backward += weight
+    for rank, order in enumerate(schedule.ranks):
+        free = 0
+        for action in order:
+            there = 0
+            if source := needed(action.kind, action.microbatch, placement.index((rank, action.chunk)), len(placement)):
+                at, chunk = placement[source[2]]
+                there = spans[at, Action(source[0], source[1], chunk)][1] + (hop if at != rank else 0)
+            assert spans[rank, action][0] == max(free, there)
+            free = spans[rank, action][1]
+            length = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.WEIGHT: weight}[action.kind]
+            assert free - spans[rank, action][0] == length
 
 
 # ---- receives ahead of their use
@@ -222,39 +442,73 @@ def test_1f1b_posts_the_receive_of_a_forward_before_the_backward_that_precedes_i
 
 
 def test_actions_and_transfers_print_as_in_the_papers():
-    schedule = one_forward_one_backward(2, 3)
-    assert [" ".join(map(str, rank)) for rank in schedule.ranks] == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
-    assert " ".join(map(str, gpipe(2, 2).ranks[0])) == "F0 F1 B0 B1"
-    assert str(Action(Kind.FORWARD, 3, 1)) == "F3.1"
+    assert printed(one_forward_one_backward(2, 3)) == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+    assert printed(gpipe(2, 2)) == ["F0 F1 B0 B1"] * 2
+    assert printed(zero_bubble_h1(2, 3)) == ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]
+    assert printed(interleaved(2, 2, 2)) == ["F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1", "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"]
     forward = Action(Kind.FORWARD, 0)
     assert str(Transfer(Kind.SEND, forward, forward, 1)) == "SEND(F0->1)"
     assert str(Transfer(Kind.RECV, forward, forward, 0)) == "RECV(F0<-0)"
 
 
-INTERLEAVED = "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"
+def test_stages_go_round_the_ranks_or_down_and_back_up():
+    assert loop(3, 2) == ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1))
+    assert v_shape(3) == ((0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1))
+
+
+def sends(placed: Program) -> list[list[str]]:
+    return [sorted(str(s) for s in steps if isinstance(s, Transfer) and s.kind is Kind.SEND) for steps in placed]
+
+
+LOOP = "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"
 
 
 def test_a_rank_with_two_chunks_sends_forwards_round_the_ring_and_backwards_home():
-    schedule = schedule_of(INTERLEAVED, INTERLEAVED, chunks=2)
+    schedule = schedule_of(LOOP, LOOP, placement=loop(2, 2))
     placed = program(schedule)
-    assert can_run(placed, chunks=2)
-    sends = [[str(s) for s in steps if isinstance(s, Transfer) and s.kind is Kind.SEND] for steps in placed]
-    assert sorted(sends[0]) == sorted(f"SEND({a}->1)" for a in ("F0", "F1", "F0.1", "F1.1", "B0.1", "B1.1"))
-    assert sorted(sends[1]) == sorted(f"SEND({a}->0)" for a in ("F0", "F1", "B0.1", "B1.1", "B0", "B1"))
+    assert can_run(placed, schedule.placement)
+    first, second = sends(placed)
+    assert first == sorted(f"SEND({a}->1)" for a in ("F0", "F1", "F0.1", "F1.1", "B0.1", "B1.1"))
+    assert second == sorted(f"SEND({a}->0)" for a in ("F0", "F1", "B0.1", "B1.1", "B0", "B1"))
     wrapped = next(s for s in placed[1] if isinstance(s, Transfer) and str(s) == "SEND(F0->0)")
     assert wrapped.lands == Action(Kind.FORWARD, 0, 1)
 
 
-def test_chunks_on_one_rank_hand_over_without_messages():
-    schedule = schedule_of("F0 F0.1 B0.1 F1 B0 F1.1 B1.1 B1", chunks=2)
+V = ("F0 F0.1 B0.1 W0.1 B0 W0", "F0 F0.1 B0.1 W0.1 B0 W0")
+
+
+def test_a_v_turns_on_its_last_rank_without_a_message():
+    schedule = schedule_of(*V, placement=v_shape(2), microbatches=1)
+    placed = program(schedule)
+    assert can_run(placed, schedule.placement)
+    assert sends(placed) == [["SEND(B0.1->1)", "SEND(F0->1)"], ["SEND(B0->0)", "SEND(F0.1->0)"]]
+
+
+@pytest.mark.parametrize("placement", [loop(1, 2), v_shape(1)])
+def test_chunks_on_one_rank_hand_over_without_messages(placement):
+    schedule = schedule_of("F0 F0.1 B0.1 F1 B0 F1.1 B1.1 B1", placement=placement)
     assert program(schedule) == schedule.ranks
 
 
-@pytest.mark.parametrize("generate", [*GENERATORS.values(), forward_only])
+@every_family
 @pytest.mark.parametrize(("pp", "m"), [(0, 1), (1, 0), (-2, 4)])
-def test_an_impossible_shape_is_an_error_with_both_numbers(generate, pp, m):
+def test_an_impossible_shape_is_an_error_with_both_numbers(name, pp, m):
     with pytest.raises(ValueError, match=f"pp={pp} and microbatches={m} must both be at least 1"):
-        generate(pp, m)
+        FAMILIES[name].generate(pp, m, FAMILIES[name].chunks or 2)
+
+
+def test_interleaved_refuses_groups_that_are_not_full_and_names_the_nearest_that_are():
+    for pp, m in SHAPES:
+        if m % pp:
+            nearest = " and ".join(str(n) for n in range(m - pp + 1, m + pp) if n > 0 and n % pp == 0)
+            with pytest.raises(ValueError, match=f"multiples of pp={pp}, got {m}; nearest: {nearest}$"):
+                interleaved(pp, m, 2)
+
+
+@pytest.mark.parametrize("chunks", [1, 0, -1])
+def test_interleaved_needs_two_chunks(chunks):
+    with pytest.raises(ValueError, match=f"virtual_stages of at least 2, got {chunks}; with 1 it is 1f1b"):
+        interleaved(4, 8, chunks)
 
 
 # ---- damaged schedules are refused
@@ -279,53 +533,95 @@ def test_a_damaged_schedule_is_refused_by_the_name_of_the_action(ranks, message)
         program(schedule_of(*ranks))
 
 
+SPLIT_0, SPLIT_1 = "F0 F1 B0 W0 B1 W1", "F0 B0 F1 B1 W0 W1"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (("F0 F1 W0 B0 B1 W1", SPLIT_1), r"rank 0 runs W0 before B0"),
+        ((SPLIT_0, "F0 B0 F1 W1 B1 W0"), r"rank 1 runs W1 before B1"),
+        (("F0 F1 B0 W0 B1", SPLIT_1), r"rank 0 never runs W1"),
+        ((SPLIT_0, "F0 B0 F1 B1"), r"rank 1 never runs W0"),
+        (("F0 F1 B0 W0 W1", SPLIT_1), r"rank 0 never runs B1"),
+        ((SPLIT_0, "F0 F1 B1 W0 W1"), r"rank 1 never runs B0"),
+        ((SPLIT_0, "F0 B0 F1 W0 B1 W1 W0"), r"rank 1 runs W0 twice"),
+        (("F0 F1 B0 W0 B1 W1 W2", SPLIT_1), r"rank 0 runs W2, which is no part"),
+        ((SPLIT_0, "W0 F0 B0 F1 B1 W1"), r"rank 1 runs W0 before B0"),
+        (("F0 B0 W0 F1 B1 W1", "F0 F1 B0 B1 W0 W1"), r"deadlock; rank 0 stops at B0, which waits for B0 on rank 1"),
+    ],
+)
+def test_a_damaged_split_schedule_is_refused_by_the_name_of_the_action(ranks, message):
+    program(schedule_of(SPLIT_0, SPLIT_1))
+    with pytest.raises(ScheduleError, match=message):
+        program(schedule_of(*ranks))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (("F0 F0.1 B0.1 B0 W0", V[1]), r"rank 0 never runs W0.1"),
+        ((V[0], "F0 F0.1 W0.1 B0.1 B0 W0"), r"rank 1 runs W0.1 before B0.1"),
+        ((V[0], "F0.1 F0 B0.1 W0.1 B0 W0"), r"rank 0 stops at F0.1, which waits for F0.1 on rank 1"),
+        (("F0.1 F0 B0.1 W0.1 B0 W0", V[1]), r"rank 0 stops at F0.1, which waits for F0.1 on rank 1"),
+        ((V[0], "F0 F0.1 B0 W0 B0.1 W0.1"), r"rank 0 stops at B0, which waits for B0 on rank 1"),
+    ],
+)
+def test_a_damaged_v_is_refused_by_the_name_of_the_action(ranks, message):
+    with pytest.raises(ScheduleError, match=message):
+        program(schedule_of(*ranks, placement=v_shape(2), microbatches=1))
+
+
 def test_an_odd_order_that_can_run_is_not_refused():
     """Rank 0 sends both forwards before it waits for anything, so rank 1 may take them in either order."""
-    assert can_run(program(schedule_of("F0 F1 B0 B1", "F1 B1 F0 B0")))
+    assert can_run(program(schedule_of("F0 F1 B0 B1", "F1 B1 F0 B0")), loop(2))
+    assert can_run(program(schedule_of("F0 F1 B0 B1 W1 W0", "F1 B1 W1 F0 B0 W0")), loop(2))
 
 
-def test_a_backward_in_an_evaluation_is_refused():
-    with pytest.raises(ScheduleError, match="rank 0 runs B0, which is no part of a step"):
-        program(replace(gpipe(2, 1), has_backward=False))
-
-
-@every_training
-@settings(deadline=None, max_examples=60)
-@given(pp=st.integers(1, 4), m=st.integers(1, 4), data=st.data())
-def test_a_missing_or_doubled_action_is_refused_wherever_it_is(generate, pp, m, data):
-    schedule = generate(pp, m)
-    rank = data.draw(st.integers(0, pp - 1))
-    at = data.draw(st.integers(0, 2 * m - 1))
-    order = schedule.ranks[rank]
-    action = order[at]
-    for damaged, verb in ((order[:at] + order[at + 1 :], "never runs"), ((*order, action), "runs")):
-        ranks = (*schedule.ranks[:rank], damaged, *schedule.ranks[rank + 1 :])
-        with pytest.raises(ScheduleError, match=f"rank {rank} {verb} {action}"):
-            program(replace(schedule, ranks=ranks))
+@pytest.mark.parametrize(("rank", "surplus"), [("F0 B0", "B0"), ("F0 B0 W0", "B0"), ("F0 W0", "W0")])
+def test_a_backward_or_a_weight_gradient_in_an_evaluation_is_refused(rank, surplus):
+    with pytest.raises(ScheduleError, match=f"rank 0 runs {surplus}, which is no part of a step"):
+        program(replace(schedule_of(rank, microbatches=1), has_backward=False))
 
 
 @settings(deadline=None, max_examples=150)
-@given(pp=st.integers(1, 4), m=st.integers(1, 4), data=st.data())
-def test_any_order_of_actions_is_run_or_refused_as_its_dependencies_say(pp, m, data):
-    """Ranks in shuffled order: accepted exactly when the actions, messages left aside, have an order."""
-    ranks = tuple(tuple(data.draw(st.permutations(rank))) for rank in one_forward_one_backward(pp, m).ranks)
-    before: dict[object, set[object]] = {}
+@given(schedule=small_schedules(), data=st.data())
+def test_a_missing_or_doubled_action_is_refused_wherever_it_is(schedule, data):
+    rank = data.draw(st.integers(0, schedule.pp - 1))
+    order = schedule.ranks[rank]
+    at = data.draw(st.integers(0, len(order) - 1))
+    action = order[at]
+    # Without its only weight gradient a schedule is one whose backwards are whole.
+    assume(sum(map(len, schedule.ranks)) > 3 or action.kind is not Kind.WEIGHT)
+    for damaged, message in (
+        (order[:at] + order[at + 1 :], f"never runs {action}"),
+        ((*order, action), f"runs {action} twice"),
+    ):
+        ranks = (*schedule.ranks[:rank], damaged, *schedule.ranks[rank + 1 :])
+        with pytest.raises(ScheduleError, match=f"rank {rank} {message}$"):
+            program(replace(schedule, ranks=ranks))
+
+
+@settings(deadline=None, max_examples=300)
+@given(schedule=small_schedules(pp=(1, 3)), moves=st.integers(1, 5), data=st.data())
+def test_any_order_of_actions_is_run_or_refused_as_its_dependencies_say(schedule, moves, data):
+    """Actions are moved at random: accepted exactly when the actions, messages left aside, have an order."""
+    ranks = [list(rank) for rank in schedule.ranks]
+    for _ in range(moves):
+        order = data.draw(st.sampled_from(ranks))
+        action = order.pop(data.draw(st.integers(0, len(order) - 1)))
+        order.insert(data.draw(st.integers(0, len(order))), action)
+    before: dict[Computed, set[Computed]] = {}
     for rank, order in enumerate(ranks):
-        for previous, action in itertools.pairwise((None, *order)):
-            needs = {(rank, previous)} if previous else set()
-            if action.kind is Kind.FORWARD and rank > 0:
-                needs.add((rank - 1, action))
-            if action.kind is Kind.BACKWARD:
-                needs.add((rank + 1, action) if rank < pp - 1 else (rank, Action(Kind.FORWARD, action.microbatch)))
-            before[rank, action] = needs
-    schedule = Schedule("shuffled", m, straight(pp), ranks)
-    try:
-        TopologicalSorter(before).prepare()
-    except CycleError:
-        with pytest.raises(ScheduleError):
-            program(schedule)
+        names = [(a.kind, a.microbatch, schedule.placement.index((rank, a.chunk))) for a in order]
+        for previous, name in itertools.pairwise((None, *names)):
+            before[name] = {previous, needed(*name, len(schedule.placement))} - {None}
+    moved = replace(schedule, ranks=tuple(map(tuple, ranks)))
+    if has_order(before):
+        assert can_run(program(moved), schedule.placement)
     else:
-        assert can_run(program(schedule))
+        with pytest.raises(ScheduleError, match=r"rank \d (runs|stops at) [FBW]\d"):
+            program(moved)
 
 
 # ---- damaged programs are refused
@@ -350,22 +646,22 @@ def without(placed: Program, rank: int, name: str) -> Program:
     ("rank", "name", "message"),
     [
         (1, "RECV(F0<-0)", "rank 0 stops at B0"),
-        (1, "RECV(F2<-0)", "rank 0 stops at B1"),
+        (1, "RECV(F2<-0)", "rank 0 stops at B2"),
         (0, "RECV(B2<-1)", "rank 0 stops at B2"),
-        (0, "SEND(F1->1)", "rank 0 stops at B0"),
+        (0, "SEND(F1->1)", "rank 0 stops at B1"),
         (1, "SEND(B2->0)", "rank 0 stops at B2"),
     ],
 )
 def test_a_program_with_one_side_of_a_message_is_refused(rank, name, message):
     schedule = one_forward_one_backward(2, 3)
     damaged = without(program(schedule), rank, name)
-    assert not can_run(damaged)
+    assert not can_run(damaged, schedule.placement)
     with pytest.raises(ScheduleError, match=message):
         prove(schedule, damaged)
 
 
 def test_a_message_that_nobody_answers_is_refused_even_when_all_actions_run():
-    schedule = forward_only(2, 1)
+    schedule = forward_only(gpipe(2, 1))
     placed = program(schedule)
     stray = Transfer(Kind.SEND, Action(Kind.FORWARD, 0), Action(Kind.FORWARD, 0), 1)
     with pytest.raises(ScheduleError, match=r"rank 0 posts SEND\(F0->1\), which no rank answers"):
@@ -377,20 +673,20 @@ def test_two_transfers_of_a_pair_swapped_on_one_side_are_refused():
     placed = program(schedule)
     one, other = (index_of(placed[1], f"RECV(F{m}<-0)") for m in (0, 1))
     damaged = swapped(placed, 1, one, other)
-    assert not can_run(damaged)
+    assert not can_run(damaged, schedule.placement)
     with pytest.raises(ScheduleError, match="deadlock; rank 0 stops at B0"):
         prove(schedule, damaged)
 
 
-def test_a_send_and_a_receive_of_a_pair_swapped_on_one_side_are_refused():
+def test_messages_of_the_two_directions_do_not_wait_for_each_other():
+    """Each direction has its own communicator: a rank may post its first receive from above before all its sends."""
     schedule = one_forward_one_backward(2, 4)
-    placed = program(schedule)
-    one = index_of(placed[0], "SEND(F2->1)")
-    assert str(placed[0][one + 1]) == "RECV(B1<-1)"
-    damaged = swapped(placed, 0, one, one + 1)
-    assert not can_run(damaged)
-    with pytest.raises(ScheduleError, match="deadlock; rank 0 stops at B1"):
-        prove(schedule, damaged)
+    first, second = program(schedule)
+    at = index_of(first, "RECV(B0<-1)")
+    assert index_of(first, "SEND(F0->1)") < at
+    moved = ((first[at], *first[:at], *first[at + 1 :]), second)
+    assert can_run(moved, schedule.placement)
+    prove(schedule, moved)
 
 
 def test_a_send_before_its_action_is_refused():
@@ -412,14 +708,15 @@ def test_a_receive_after_its_use_is_refused():
 
 @settings(deadline=None, max_examples=300)
 @given(
-    generate=st.sampled_from(ALL), pp=st.integers(2, 4), m=st.integers(1, 4), moves=st.integers(1, 3), data=st.data()
+    schedule=st.one_of(small_schedules(pp=(2, 4)), small_schedules(pp=(2, 4)).map(forward_only)),
+    moves=st.integers(1, 3),
+    data=st.data(),
 )
-def test_prove_and_the_second_proof_agree_on_any_damage(generate, pp, m, moves, data):
+def test_prove_and_the_second_proof_agree_on_any_damage(schedule, moves, data):
     """Transfers are moved and lost at random: refused exactly when the events have no order."""
-    schedule = generate(pp, m)
     placed = program(schedule)
     for _ in range(moves):
-        rank = data.draw(st.integers(0, pp - 1))
+        rank = data.draw(st.integers(0, schedule.pp - 1))
         steps = list(placed[rank])
         transfers = [index for index, step in enumerate(steps) if not isinstance(step, Action)]
         assume(transfers)
@@ -427,7 +724,7 @@ def test_prove_and_the_second_proof_agree_on_any_damage(generate, pp, m, moves, 
         if data.draw(st.integers(0, 5)) > 0:
             steps.insert(data.draw(st.integers(0, len(steps))), step)
         placed = (*placed[:rank], tuple(steps), *placed[rank + 1 :])
-    if can_run(placed):
+    if can_run(placed, schedule.placement):
         prove(schedule, placed)
     else:
         with pytest.raises(ScheduleError):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from megazero.config.schema import LrScheduleConfig
+from megazero.engine import BatchShare
 from megazero.layers.cross_entropy import IGNORED_LABEL
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches
 from megazero.training.lr_schedule import learning_rate_factor
 from megazero.training.metrics import JsonLines, ProgressLine, StepMetrics, readable_seconds
@@ -64,9 +66,8 @@ class _Counting:
 def test_the_ranks_share_a_global_batch_without_gap_or_overlap() -> None:
     seen = []
     for dp_rank in range(2):
-        state = ParallelState(RankGrid(), 0)
-        state.dp = type(state.dp)("dp", (0, 1), dp_rank)
-        batches = read_batches(_Counting(), 16, 8, 2, state)
+        share = BatchShare(Axis("dp", (0, 1), dp_rank), torch.device("cpu"), tokens=True, labels=True)
+        batches = read_batches(_Counting(), 16, 8, 2, share)
         assert len(batches) == 2
         for batch in batches:
             assert batch.tokens.shape == (4, 2)
@@ -77,7 +78,8 @@ def test_the_ranks_share_a_global_batch_without_gap_or_overlap() -> None:
 
 
 def test_samples_that_do_not_exist_are_masked() -> None:
-    (batch,) = read_batches(_Counting(), 0, 4, 4, ParallelState(RankGrid(), 0), available=3)
+    share = BatchShare(Axis("dp"), torch.device("cpu"), tokens=True, labels=True)
+    (batch,) = read_batches(_Counting(), 0, 4, 4, share, available=3)
     assert (batch.labels[:, 3] == IGNORED_LABEL).all()
     assert (batch.labels[:, :3] != IGNORED_LABEL).all()
 

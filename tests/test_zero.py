@@ -47,12 +47,13 @@ class _Model:
                     (f"{index}.{name}", parameter, ParamSpec((section,), columns, init=Init("normal", 0.5)))
                 )
         self.parameters = ShardedParameters(
-            self.layers,
+            [self.layers],
             described,
             zero_stage=zero_stage,
             dtype=torch.float32,
             bucket_bytes=1024,
             dp=self.state.dp,
+            embedding=self.state.embedding,
             device=torch.device("cpu"),
         )
         buckets = self.parameters.buckets
@@ -154,12 +155,13 @@ def test_a_parameter_outside_every_unit_is_refused() -> None:
     layer, stray = _Layer(), nn.Parameter(torch.empty(3))
     with pytest.raises(ValueError, match="stray belongs to no unit"):
         ShardedParameters(
-            [layer],
+            [[layer]],
             [("stray", stray, ParamSpec((Section("stray", 3),)))],
             zero_stage=0,
             dtype=torch.float32,
             bucket_bytes=1024,
             dp=Axis("dp"),
+            embedding=Axis("embedding"),
             device=torch.device("cpu"),
         )
 

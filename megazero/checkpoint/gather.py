@@ -20,7 +20,7 @@ from torch import Tensor
 from megazero.comm.collectives import Pending, exchange
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Coordinate, ParallelState
-from megazero.zero.bucket import BucketLayout, Run, Slot, intersect
+from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot, intersect
 from megazero.zero.state import ShardedState
 
 _SENDS_IN_FLIGHT = 16  # parameters whose parts may wait for their writer
@@ -35,22 +35,20 @@ class Assignment:
     writer: int
 
 
-def assign_writers(layouts: Sequence[BucketLayout], ranks: Sequence[int], skip_tied: bool) -> tuple[Assignment, ...]:
+def assign_writers(buckets: Sequence[Bucket], ranks: Sequence[int]) -> tuple[Assignment, ...]:
     """Spread a stage's parameters over its ranks, largest first onto the least loaded.
 
     Args:
-        layouts: buckets of the stage, equal on all its ranks.
+        buckets: of the stage, with equal layouts on all its ranks; the second copy of a tied embedding is not written.
         ranks: global ranks of the stage.
-        skip_tied: this stage is not the one that writes a tied embedding.
 
     Returns: assignments in bucket order.
     """
     load = dict.fromkeys(ranks, 0)
     found = []
-    slots = [(index, slot) for index, layout in enumerate(layouts) for slot in layout.slots]
+    first_copies = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_second_copy]
+    slots = [(index, slot) for index, bucket in first_copies for slot in bucket.layout.slots]
     for index, slot in sorted(slots, key=lambda entry: -numel(entry[1].info.shape)):
-        if slot.info.spec.tied and skip_tied:
-            continue
         writer = min(load, key=lambda rank: (load[rank], rank))
         load[writer] += numel(slot.info.shape)
         found.append(Assignment(index, slot, writer))
@@ -59,8 +57,7 @@ def assign_writers(layouts: Sequence[BucketLayout], ranks: Sequence[int], skip_t
 
 def stage_assignments(state: ShardedState, at: ParallelState) -> tuple[Assignment, ...]:
     """The assignments of this rank's stage."""
-    layouts = [bucket.layout for bucket in state.buckets]
-    return assign_writers(layouts, at.model.ranks, skip_tied=at.embedding.index > 0)
+    return assign_writers(state.buckets, at.model.ranks)
 
 
 def _parts(slot: Slot, layout: BucketLayout, at: ParallelState) -> Iterator[tuple[int, int, Run]]:

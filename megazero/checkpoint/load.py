@@ -96,10 +96,9 @@ def _fill(directory: Path, source: str, kind: str, state: ShardedState, at: Para
     """Read one kind from the stored kind `source`; the number of elements of which this rank holds the first copy."""
     stored, first_copies = StoredTensors(directory, source), 0
     for bucket in state.buckets:
-        second_tied = bucket.layout.tied and at.embedding.index > 0
         for slot in bucket.layout.slots:
             spec = slot.info.spec
-            second_copy = second_tied or (spec.split is None and at.tp.index > 0)
+            second_copy = bucket.is_second_copy or (spec.split is None and at.tp.index > 0)
             for shard in range(at.dp.size):
                 run = intersect(slot.run, bucket.layout.shard(shard))
                 if run is None or intersect(run, bucket.owned) is None:

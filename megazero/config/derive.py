@@ -45,6 +45,15 @@ def ffn_hidden_size(model: ModelConfig) -> int:
     return -(-8 * model.hidden_size // (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE
 
 
+def chunks_per_rank(parallel: ParallelConfig) -> int:
+    """Give the number of model chunks on each pipeline rank.
+
+    Args:
+        parallel: the section as written.
+    """
+    return 2 if parallel.schedule == "zbv" else parallel.virtual_stages
+
+
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     """Give the number of model replicas.
 

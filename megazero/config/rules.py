@@ -10,7 +10,7 @@ So every rule that can be judged is judged, and all problems are told at once.
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from megazero.config.derive import complete_batch, data_parallel_size, ffn_hidden_size
+from megazero.config.derive import chunks_per_rank, complete_batch, data_parallel_size, ffn_hidden_size
 from megazero.config.problem import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text
 from megazero.config.schema import RunConfig
 
@@ -90,17 +90,39 @@ def _gpt2_ties_embeddings(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
-    layers, pp = config.model.num_layers, config.parallel.pp
-    if layers < pp:
-        hint = f"the nearest num_layers is {pp}, the nearest pp is {layers}"
-        yield Problem("model.num_layers", layers, f"must be >= parallel.pp={pp}, a layer for each stage", hint)
+    layers, pp, chunks = config.model.num_layers, config.parallel.pp, chunks_per_rank(config.parallel)
+    if layers < pp * chunks:
+        stages = f"parallel.pp={pp}" if chunks == 1 else f"parallel.pp*chunks={pp}*{chunks}={pp * chunks}"
+        hint = f"the nearest num_layers is {pp * chunks}"
+        hint += f", the nearest pp is {layers // chunks}" if layers >= chunks else ""
+        yield Problem("model.num_layers", layers, f"must be >= {stages}, a layer for each stage", hint)
 
 
-def _schedule_has_one_chunk(config: RunConfig, _: int) -> Iterator[Problem]:
-    chunks = config.parallel.virtual_stages
-    if chunks != 1:
-        rule = "the schedules gpipe and 1f1b have one chunk per rank"
-        yield Problem("parallel.virtual_stages", chunks, rule, "write 1")
+def _schedule_has_its_chunks(config: RunConfig, _: int) -> Iterator[Problem]:
+    schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
+    if schedule == "interleaved" and chunks < 2:
+        yield Problem("parallel.virtual_stages", chunks, "interleaved needs at least 2 chunks per rank", "write 2")
+    if schedule == "zbv" and chunks > 2:
+        yield Problem("parallel.virtual_stages", chunks, "zbv has two chunks per rank", "write 2, or leave it out")
+    if schedule not in ("interleaved", "zbv") and chunks != 1:
+        rule = f"the schedule {schedule} has one chunk per rank"
+        yield Problem("parallel.virtual_stages", chunks, rule, 'write 1, or parallel.schedule = "interleaved"')
+
+
+def _interleaved_has_full_groups(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    pp, batch = config.parallel.pp, config.training
+    if config.parallel.schedule != "interleaved":
+        return
+    try:
+        dp = data_parallel_size(config.parallel, world_size)
+        sizes = batch.global_batch_size, batch.micro_batch_size, batch.accumulation
+        count = complete_batch(*sizes, dp=dp, pp=pp).accumulation
+    except ConfigError:
+        return  # told by the rules of the batch
+    if count % pp:
+        hint = nearest_text(nearest_multiples(count, pp))
+        rule = f"interleaved needs micro-batches in multiples of parallel.pp={pp}"
+        yield Problem("training.accumulation", count, rule, hint)
 
 
 def _world_is_filled(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -131,6 +153,7 @@ def _evaluation_has_samples(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 _WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp")
+_CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
 _BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
 RULES = (
     Rule(("model.family", "model.hidden_size", "model.num_heads"), _heads_split_hidden),
@@ -139,9 +162,10 @@ RULES = (
     Rule(("model.family", "model.hidden_size", "model.ffn_hidden_size", "parallel.tp"), _tp_splits_ffn),
     Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp"), _tp_splits_sequence),
     Rule(("model.family", "model.tie_embeddings"), _gpt2_ties_embeddings),
-    Rule(("model.num_layers", "parallel.pp"), _every_stage_has_a_layer),
-    Rule(("parallel.virtual_stages", "parallel.schedule"), _schedule_has_one_chunk),
+    Rule(("model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
+    Rule(_CHUNKS, _schedule_has_its_chunks),
     Rule(_WORLD, _world_is_filled),
     Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
+    Rule((*_WORLD, *_BATCH, *_CHUNKS), _interleaved_has_full_groups),
     Rule(("training.eval_every_steps", "data.validation_fraction"), _evaluation_has_samples),
 )

@@ -78,10 +78,10 @@ class ParallelConfig(_Section):
     """Data-parallel degree: number of model replicas. "auto" fills the world."""
     sequence_parallel: bool = False
     """Split what lies between the tensor-parallel regions over tp by sequence position; without effect at tp = 1."""
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"] = "1f1b"
     """Order of forward and backward passes in the pipeline."""
     virtual_stages: Count = 1
-    """Model chunks on each pipeline rank; both schedules have one."""
+    """Model chunks on each pipeline rank, for the schedule interleaved (2 or more); zbv always has two, the others one."""
     order: str = "tp-cp-dp-pp"
     """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart. cp is always 1."""
     timeout_seconds: Count = 600
@@ -110,6 +110,10 @@ class ZeroConfig(_Section):
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)] = 1
     """0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters."""
+    gather_policy: Literal["action", "chunk", "step"] = "action"
+    """How long stage 3 keeps gathered weights: for one pass, until another model chunk runs, for the step."""
+    reduce: Literal["micro_batch", "step"] = "micro_batch"
+    """When stages 2 and 3 reduce gradients: after each micro-batch, or once per step, keeping them whole until then."""
     bucket_bytes: Annotated[int, Field(ge=1024, le=LARGEST_COUNT)] = 40 * 1024 * 1024
     """Size of a gradient bucket, in bytes of fp32 gradients."""
 

@@ -37,21 +37,23 @@ Entry: TypeAlias = Literal["local", "replicated", "sequence"]
 class WeightGradients:
     """Where linear layers leave weight gradients that are to be computed later.
 
-    Args:
-        accumulate: takes (weight, gradient) when a kept gradient has been computed.
-
     While `deferring` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
     queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.
     """
 
-    def __init__(self, accumulate: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self) -> None:
         self.deferring = False
-        self._accumulate = accumulate
+        self._deliver: Callable[[Tensor, Tensor], None] | None = None
         self._passes: deque[list[tuple[Tensor, Callable[[], Tensor]]]] = deque()
+
+    def deliver_to(self, deliver: Callable[[Tensor, Tensor], None]) -> None:
+        """Name who takes (weight, gradient) when a kept gradient has been computed."""
+        self._deliver = deliver
 
     def begin_pass(self) -> None:
         """Open the list of the backward pass that starts now."""
-        self._passes.append([])
+        if self.deferring:
+            self._passes.append([])
 
     def submit(self, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
         """Give a weight gradient: computed now and returned, or kept for later and None."""
@@ -64,7 +66,8 @@ class WeightGradients:
         """Compute and accumulate the weight gradients of the oldest backward pass that still waits."""
         with torch.no_grad():
             for weight, compute in self._passes.popleft():
-                self._accumulate(weight, compute())
+                if self._deliver is not None:
+                    self._deliver(weight, compute())
 
     def __len__(self) -> int:
         return len(self._passes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageLayout:
-    """What one stage holds.
+    """What one virtual stage holds.
 
     Args:
         layers: indices of its transformer layers in the whole model.

@@ -3,6 +3,9 @@
     rank 0   F0 F1 F2 F3 B0 B1 B2 B3        F3 = forward of micro-batch 3, B3 = its backward
     rank 1      F0 F1 F2 F3 B0 B1 B2 B3     F3.1 = on the rank's second model chunk
 
+    rank 0   F0 F1 B0 W0 B1 W1              a schedule with W splits the backward: B gives the gradient of the input,
+                                            W later that of the weights
+
 Virtual stages are numbered along the model; `placement` says which (rank, chunk) runs each.
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 
 class Kind(StrEnum):
@@ -17,13 +21,14 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
     SEND = "SEND"
     RECV = "RECV"
 
 
 @dataclass(frozen=True)
 class Action:
-    """A forward or a backward of one micro-batch on one model chunk."""
+    """A forward, a backward or a weight gradient of one micro-batch on one model chunk."""
 
     kind: Kind
     microbatch: int
@@ -48,6 +53,10 @@ class Transfer:
     carries: Action
     lands: Action
     peer: int
+
+    def goes_down(self, rank: int) -> bool:
+        """Whether the message travels from a lower to a higher rank; `rank` is the side that this is."""
+        return (rank < self.peer) == (self.kind is Kind.SEND)
 
     def __str__(self) -> str:
         return f"{self.kind.value}({self.carries}{'->' if self.kind is Kind.SEND else '<-'}{self.peer})"
@@ -80,6 +89,16 @@ class Schedule:
         """Pipeline ranks."""
         return len(self.ranks)
 
+    @property
+    def chunks(self) -> int:
+        """Model chunks of each rank."""
+        return len(self.placement) // self.pp
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether backwards give the input's gradient only and weight gradients are actions of their own."""
+        return any(action.kind is Kind.WEIGHT for actions in self.ranks for action in actions)
+
     def stage_of(self, rank: int, chunk: int) -> int:
         """The virtual stage that a rank's chunk is."""
         return self.placement.index((rank, chunk))
@@ -88,8 +107,10 @@ class Schedule:
         """The (rank, action) whose result `action` needs, or None for the first forward.
 
         A forward needs the forward of the stage before; a backward the backward of the stage after, or on the last stage its
-        own forward.
+        own forward; a weight gradient its own backward.
         """
+        if action.kind is Kind.WEIGHT:
+            return rank, Action(Kind.BACKWARD, action.microbatch, action.chunk)
         stage = self.stage_of(rank, action.chunk)
         if action.kind is Kind.FORWARD:
             if stage == 0:
@@ -103,6 +124,8 @@ class Schedule:
 
     def target(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """The (rank, action) that uses the result of `action` through a message or hand-over, or None."""
+        if action.kind is Kind.WEIGHT:
+            return None
         stage = self.stage_of(rank, action.chunk)
         step = 1 if action.kind is Kind.FORWARD else -1
         if not 0 <= stage + step < len(self.placement):
@@ -111,6 +134,11 @@ class Schedule:
         return other, Action(action.kind, action.microbatch, chunk)
 
 
-def straight(pp: int) -> Placement:
-    """One chunk per rank, in order."""
-    return tuple((rank, 0) for rank in range(pp))
+def loop(pp: int, chunks: int = 1) -> Placement:
+    """Stages go round the ranks, once per chunk (Narayanan et al. 2021, section 2.2)."""
+    return tuple((rank, chunk) for chunk in range(chunks) for rank in range(pp))
+
+
+def v_shape(pp: int) -> Placement:
+    """Stages go down the ranks and back up: first and last stage share a rank (Qi et al. 2024b)."""
+    return (*((rank, 0) for rank in range(pp)), *((rank, 1) for rank in reversed(range(pp))))

@@ -1,14 +1,14 @@
 """The one executor: walks a proved program on one pipeline rank.
 
-It knows a stage only by `forward(chunk, microbatch, x)` and `backward(chunk, microbatch, grad)`.  Receives are posted where
-the program says, ahead of their use; sends are left behind and only waited for at the end of the step.
+It knows a stage only by `forward`, `backward` and `backward_weight`.  Receives are posted where the program says, ahead of
+their use; sends are left behind and only waited for at the end of the step.  An activation that was sent is not kept.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Protocol
 
 from torch import Tensor
@@ -26,7 +26,16 @@ class Stage(Protocol):
         """Run a chunk; x is None on the first virtual stage.  Returns what the next stage needs, None on the last."""
 
     def backward(self, chunk: int, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """Run a chunk's backward; grad is None on the last virtual stage.  Returns what the previous stage needs."""
+        """Run a chunk's backward; grad is None on the last virtual stage.  Returns what the previous stage needs.
+
+        In a schedule that splits the backward it leaves the weight gradients for later.
+        """
+
+    def backward_weight(self, chunk: int, microbatch: int) -> None:
+        """Compute the weight gradients that `backward` left."""
+
+    def expect(self, chunk: int, is_forward: bool) -> None:
+        """Hear, before a forward or backward runs, which one will be next."""
 
 
 class Executor:
@@ -34,79 +43,100 @@ class Executor:
 
     Args:
         schedule: proved when the executor is made.
-        pp: the pipeline axis.
+        down, up: the pipeline axis, with the communicator for messages to higher and to lower ranks.
         new_activation: makes an empty tensor of the shape and dtype that passes between stages.
+        watch: called with each computed action when it starts and when it ends; for traces.
 
     Raises:
         ScheduleError: the schedule cannot run.
     """
 
-    def __init__(self, schedule: Schedule, pp: Axis, new_activation: Callable[[], Tensor]) -> None:
-        self.schedule, self._pp, self._new_activation = schedule, pp, new_activation
-        steps = program(schedule)[pp.index]
-        # Neighbouring transfers are posted as one batch.
-        self._steps: list[Action | list[Transfer]] = []
-        for is_transfer, members in groupby(steps, key=lambda step: isinstance(step, Transfer)):
-            if is_transfer:
-                self._steps.append([step for step in members if isinstance(step, Transfer)])
-            else:
-                self._steps += [step for step in members if isinstance(step, Action)]
+    def __init__(
+        self,
+        schedule: Schedule,
+        down: Axis,
+        up: Axis,
+        new_activation: Callable[[], Tensor],
+        watch: Callable[[Action], None] | None = None,
+    ) -> None:
+        self.schedule, self._rank, self._axes, self._new_activation = schedule, down.index, (up, down), new_activation
+        self._watch = watch
+        passes = [a for a in schedule.ranks[down.index] if a.kind is not Kind.WEIGHT]
+        self._next = dict(pairwise(passes))
+        # Neighbouring transfers of a direction are posted as one batch.
+        self._steps: list[Action | tuple[bool, list[Transfer]]] = []
+        for is_transfer, members in groupby(program(schedule)[down.index], key=lambda step: isinstance(step, Transfer)):
+            steps = list(members)
+            if not is_transfer:
+                self._steps += [step for step in steps if isinstance(step, Action)]
+                continue
+            for goes_down in (True, False):
+                batch = [s for s in steps if isinstance(s, Transfer) and s.goes_down(down.index) == goes_down]
+                if batch:
+                    self._steps.append((goes_down, batch))
 
     def run(self, stage: Stage) -> None:
         """Run one step's actions.  Raises: LostPeerError."""
-        results: dict[Action, Tensor | None] = {}  # by the action that will use them, on this rank
-        arriving: dict[Action, tuple[Pending, Tensor]] = {}
-        sending: deque[tuple[Pending, Tensor]] = deque()
+        messages = _Messages()
         for step in self._steps:
-            if isinstance(step, list):
-                self._post(step, results, arriving, sending)
+            if isinstance(step, Action):
+                self._compute(step, stage, messages)
             else:
-                self._compute(step, stage, results, arriving)
-        for pending, _ in sending:
+                self._post(*step, messages)
+        for pending, _ in messages.sending:
             pending.wait()
 
-    def _compute(
-        self,
-        action: Action,
-        stage: Stage,
-        results: dict[Action, Tensor | None],
-        arriving: dict[Action, tuple[Pending, Tensor]],
-    ) -> None:
-        if action in arriving:
-            pending, given = arriving.pop(action)
-            pending.wait()
+    def _compute(self, action: Action, stage: Stage, messages: _Messages) -> None:
+        given = messages.take(action)
+        if self._watch is not None:
+            self._watch(action)
+        result = None
+        following = self._next.get(action)
+        if following is not None:
+            stage.expect(following.chunk, following.kind is Kind.FORWARD)
+        if action.kind is Kind.FORWARD:
+            result = stage.forward(action.chunk, action.microbatch, given)
+        elif action.kind is Kind.BACKWARD:
+            result = stage.backward(action.chunk, action.microbatch, given)
         else:
-            given = results.pop(action, None)  # type: ignore[assignment]
-        run = stage.forward if action.kind is Kind.FORWARD else stage.backward
-        result = run(action.chunk, action.microbatch, given)
-        target = self.schedule.target(self._pp.index, action)
-        if target is not None:
+            stage.backward_weight(action.chunk, action.microbatch)
+        if self._watch is not None:
+            self._watch(action)
+        target = self.schedule.target(self._rank, action)
+        if target is not None and result is not None:
             rank, use = target
-            results[use if rank == self._pp.index else action] = result
+            messages.results[use if rank == self._rank else action] = result.detach()
 
-    def _post(
-        self,
-        transfers: list[Transfer],
-        results: dict[Action, Tensor | None],
-        arriving: dict[Action, tuple[Pending, Tensor]],
-        sending: deque[tuple[Pending, Tensor]],
-    ) -> None:
-        while sending and sending[0][0].done():
-            sending.popleft()[0].wait()
-        sends, receives = [], []
+    def _post(self, goes_down: bool, transfers: list[Transfer], messages: _Messages) -> None:
+        while messages.sending and messages.sending[0][0].done():
+            messages.sending.popleft()[0].wait()
+        axis = self._axes[goes_down]
+        sends, receives, uses = [], [], []
         for transfer in transfers:
-            peer = self._pp.ranks[transfer.peer]
+            peer = axis.ranks[transfer.peer]
             if transfer.kind is Kind.SEND:
-                result = results.pop(transfer.carries)
-                if result is None:
-                    raise RuntimeError(f"{transfer.carries} gave nothing to send to pipeline rank {transfer.peer}")
-                sends.append((result.detach().contiguous(), peer))
+                sends.append((messages.results.pop(transfer.carries).contiguous(), peer))
             else:
-                buffer = self._new_activation()
-                receives.append((buffer, peer))
-                arriving[transfer.lands] = (Pending(), buffer)
-        pendings = exchange(sends, receives, self._pp)
-        sending.extend((pending, tensor) for pending, (tensor, _) in zip(pendings, sends, strict=False))
-        landing = [transfer.lands for transfer in transfers if transfer.kind is Kind.RECV]
-        for use, pending in zip(landing, pendings[len(sends) :], strict=True):
-            arriving[use] = (pending, arriving[use][1])
+                receives.append((self._new_activation(), peer))
+                uses.append(transfer.lands)
+        pendings = exchange(sends, receives, axis)
+        messages.sending.extend((pending, tensor) for pending, (tensor, _) in zip(pendings, sends, strict=False))
+        arriving = zip(uses, pendings[len(sends) :], receives, strict=True)
+        messages.arriving.update({use: (pending, buffer) for use, pending, (buffer, _) in arriving})
+
+
+class _Messages:
+    """What is on its way in one step: results by the action that uses or carries them, receives, and sends."""
+
+    def __init__(self) -> None:
+        self.results: dict[Action, Tensor] = {}
+        self.arriving: dict[Action, tuple[Pending, Tensor]] = {}
+        self.sending: deque[tuple[Pending, Tensor]] = deque()
+
+    def take(self, use: Action) -> Tensor | None:
+        """What an action needs, from another rank or from this one; None where it needs nothing."""
+        if use not in self.arriving:
+            return self.results.pop(use, None)
+        pending, tensor = self.arriving.pop(use)
+        pending.wait()
+        return tensor

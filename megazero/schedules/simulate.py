@@ -1,14 +1,14 @@
 """The proof of a schedule: it is played on paper before it runs, and its messages are put in an order that cannot deadlock.
 
     simulate   who computes what when; refuses a schedule whose dependencies never come true
-    program    the same actions with SEND and RECV placed between them, every pair of ranks in one agreed order
-    prove      plays a program under the strictest rule: the messages of a pair pass one after the other, each only
-               once both sides have posted it
+    program    the same actions with SEND and RECV placed between them, each direction in one agreed order
+    prove      plays a program under the strictest rule: the messages of a direction pass one after the other on each
+               rank, each only once both sides have posted it
 
-[Note: agreed order]  All messages are put in one global order, that of the simulated time at which they are produced, and
-every rank posts its own in that order.  Take the earliest message that has not passed: both its ranks have finished all
-earlier ones, so neither can be stuck behind another message, and both get to post it.  Hence no deadlock, even where a
-send blocks until its receive is posted.
+[Note: agreed order]  Messages from lower to higher ranks ("down") and back ("up") travel over communicators of their own,
+so the order matters within a direction only.  There all messages are put in the order of the simulated time at which they
+are produced, and every rank posts its own in that order.  Take the earliest message that has not passed: both its ranks
+have finished all earlier ones, so neither can be stuck behind another message.  `prove` plays it all the same.
 """
 
 from __future__ import annotations
@@ -31,15 +31,29 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of a forward, a backward and a hop between ranks, in any one unit."""
+    """Time of each part of a rank's work on one micro-batch, and of a hop between ranks, in any one unit.
+
+    Args:
+        forward: forward of all the rank's chunks together.
+        backward: gradient of the input.
+        weight: gradient of the weights.
+        hop: from one rank to another.
+    """
 
     forward: float = 1.0
-    backward: float = 2.0
+    backward: float = 1.0
+    weight: float = 1.0
     hop: float = 0.0
 
-    def of(self, action: Action) -> float:
-        """Time that an action takes."""
-        return self.forward if action.kind is Kind.FORWARD else self.backward
+    def of(self, action: Action, schedule: Schedule) -> float:
+        """Time that an action takes; a chunk has its share of the rank's work."""
+        if action.kind is Kind.FORWARD:
+            whole = self.forward
+        elif action.kind is Kind.WEIGHT:
+            whole = self.weight
+        else:
+            whole = self.backward + (0.0 if schedule.splits_backward else self.weight)
+        return whole / schedule.chunks
 
 
 @dataclass(frozen=True)
@@ -71,16 +85,24 @@ class Timeline:
 
 
 def peak_activations(schedule: Schedule, rank: int) -> int:
-    """Most micro-batches (per chunk) whose activations a rank holds at once."""
+    """Most activations that a rank holds at once, each of one micro-batch on one chunk; 0 without a backward.
+
+    They are held from the forward to the end of the backward, its weight gradient included.
+    """
+    if not schedule.has_backward:
+        return 0
+    last = Kind.WEIGHT if schedule.splits_backward else Kind.BACKWARD
     held = peak = 0
     for action in schedule.ranks[rank]:
-        held += 1 if action.kind is Kind.FORWARD else -1
+        held += {Kind.FORWARD: 1, last: -1}.get(action.kind, 0)
         peak = max(peak, held)
     return peak
 
 
 def _check_complete(schedule: Schedule) -> None:
-    kinds = (Kind.FORWARD, Kind.BACKWARD) if schedule.has_backward else (Kind.FORWARD,)
+    kinds = [Kind.FORWARD]
+    if schedule.has_backward:
+        kinds += [Kind.BACKWARD, Kind.WEIGHT] if schedule.splits_backward else [Kind.BACKWARD]
     for rank, actions in enumerate(schedule.ranks):
         chunks = [chunk for at, chunk in schedule.placement if at == rank]
         wanted = {Action(k, m, c) for k in kinds for m in range(schedule.microbatches) for c in chunks}
@@ -94,8 +116,9 @@ def _check_complete(schedule: Schedule) -> None:
                 f"{schedule.name}: rank {rank} runs {min(map(str, surplus))}, which is no part of a step"
             )
         for action in actions:
-            own = Action(Kind.FORWARD, action.microbatch, action.chunk)
-            if action.kind is Kind.BACKWARD and place[own] > place[action]:
+            before = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}.get(action.kind)
+            own = Action(before, action.microbatch, action.chunk) if before else action
+            if place[own] > place[action]:
                 raise ScheduleError(f"{schedule.name}: rank {rank} runs {action} before {own}")
 
 
@@ -126,7 +149,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                 if source is not None:
                     ready = spans[source][1] + (costs.hop if source[0] != rank else 0.0)
                 start = max(clock[rank], ready)
-                clock[rank] = start + costs.of(action)
+                clock[rank] = start + costs.of(action, schedule)
                 spans[rank, action] = (start, clock[rank])
                 at[rank] += 1
                 moved = True
@@ -156,19 +179,23 @@ def program(schedule: Schedule) -> Program:
     place = [{action: index for index, action in enumerate(actions)} for actions in schedule.ranks]
     # Per rank: transfers to post before action i (index len(actions): after the last), in global message order.
     posts: list[list[tuple[int, Transfer]]] = [[] for _ in range(schedule.pp)]
+    latest: dict[tuple[int, bool], int] = {}
     for time, sender, index, action, (receiver, use) in messages:
-        _place(posts[sender], index + 1, Transfer(Kind.SEND, action, use, receiver))
-        # The action during which the message arrives, or its use where that comes first.
+        # The receive is posted before the action during which the message arrives, or its use where that comes first.
         ahead = min(bisect_left(ends[receiver], time), place[receiver][use])
-        _place(posts[receiver], ahead, Transfer(Kind.RECV, action, use, sender))
-    placed = tuple(_merge(actions, posts[rank]) for rank, actions in enumerate(schedule.ranks))
+        for rank, before, transfer in (
+            (sender, index + 1, Transfer(Kind.SEND, action, use, receiver)),
+            (receiver, ahead, Transfer(Kind.RECV, action, use, sender)),
+        ):
+            # never before an earlier message of the same direction
+            key = (rank, transfer.goes_down(rank))
+            latest[key] = max(before, latest.get(key, 0))
+            posts[rank].append((latest[key], transfer))
+    placed = tuple(
+        _merge(actions, sorted(posts[rank], key=lambda post: post[0])) for rank, actions in enumerate(schedule.ranks)
+    )
     prove(schedule, placed)
     return placed
-
-
-def _place(posts: list[tuple[int, Transfer]], before: int, transfer: Transfer) -> None:
-    """Post a transfer before action `before`, or later when an earlier message is posted later."""
-    posts.append((max(before, posts[-1][0]) if posts else before, transfer))
 
 
 def _merge(actions: tuple[Action, ...], posts: list[tuple[int, Transfer]]) -> tuple[Action | Transfer, ...]:
@@ -194,7 +221,7 @@ def prove(schedule: Schedule, placed: Program) -> None:
     """
     _check_faithful(schedule, placed)
     at = [0] * len(placed)
-    posted: list[deque[Transfer]] = [deque() for _ in placed]
+    posted: list[tuple[deque[Transfer], deque[Transfer]]] = [(deque(), deque()) for _ in placed]  # up, down
     arrived: list[set[tuple[Action, int]]] = [set() for _ in placed]
     done: list[set[Action]] = [set() for _ in placed]
     moved = True
@@ -206,19 +233,20 @@ def prove(schedule: Schedule, placed: Program) -> None:
                 if isinstance(step, Transfer):
                     if step.kind is Kind.SEND and step.carries not in done[rank]:
                         raise ScheduleError(f"{schedule.name}: rank {rank} posts {step} before {step.carries}")
-                    posted[rank].append(step)
+                    posted[rank][step.goes_down(rank)].append(step)
                 elif not _ready(schedule, rank, step, arrived[rank], done[rank]):
                     break
                 else:
                     done[rank].add(step)
                 at[rank] += 1
                 moved = True
-            moved |= _pass_messages(rank, posted, arrived)
+            for down in (False, True):
+                moved |= _pass_messages(rank, [queues[down] for queues in posted], arrived)
     for rank, steps in enumerate(placed):
         if at[rank] < len(steps):
             raise ScheduleError(f"{schedule.name}: deadlock; rank {rank} stops at {steps[at[rank]]}")
-        if posted[rank]:
-            raise ScheduleError(f"{schedule.name}: rank {rank} posts {posted[rank][0]}, which no rank answers")
+        for left in [*posted[rank][0], *posted[rank][1]][:1]:
+            raise ScheduleError(f"{schedule.name}: rank {rank} posts {left}, which no rank answers")
 
 
 def _check_faithful(schedule: Schedule, placed: Program) -> None:

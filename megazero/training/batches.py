@@ -15,9 +15,9 @@ from torch import Tensor
 from megazero.config import RunConfig
 from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
+from megazero.engine import BatchShare
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
-from megazero.parallel_state import ParallelState
 
 
 class DataError(ValueError):
@@ -45,7 +45,7 @@ class Samples(Protocol):
 
 
 def read_batches(
-    stream: Samples, first: int, count: int, micro_batch_size: int, at: ParallelState, available: int | None = None
+    stream: Samples, first: int, count: int, micro_batch_size: int, share: BatchShare, available: int | None = None
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the samples [first, first + count).
 
@@ -54,14 +54,15 @@ def read_batches(
         first: global index of the first sample.
         count: samples of the global batch; divides by dp * micro_batch_size.
         micro_batch_size: samples per micro-batch.
-        at: this rank's place.
+        share: what this rank needs of the batch.
         available: samples from this index on do not exist; they are masked out.
     """
-    share = count // at.dp.size
-    indices = np.arange(first + at.dp.index * share, first + (at.dp.index + 1) * share, dtype=np.int64)
-    sample_ids = torch.from_numpy(indices).to(at.device)
+    samples_each = count // share.dp.size
+    own = first + share.dp.index * samples_each
+    indices = np.arange(own, own + samples_each, dtype=np.int64)
+    sample_ids = torch.from_numpy(indices).to(share.device)
     tokens = labels = None
-    if at.is_first_stage or at.is_last_stage:
+    if share.tokens or share.labels:
         real = indices if available is None else np.minimum(indices, available - 1)
         samples = torch.from_numpy(stream.batch(real))
         tokens, labels = samples[:, :-1], samples[:, 1:].clone()
@@ -70,13 +71,13 @@ def read_batches(
     def cut(whole: Tensor | None, start: int) -> Tensor | None:
         if whole is None:
             return None
-        return whole[start : start + micro_batch_size].t().contiguous().to(at.device, non_blocking=True)
+        return whole[start : start + micro_batch_size].t().contiguous().to(share.device, non_blocking=True)
 
     return [
         MicroBatch(
             sample_ids[start : start + micro_batch_size],
-            cut(tokens if at.is_first_stage else None, start),
-            cut(labels if at.is_last_stage else None, start),
+            cut(tokens if share.tokens else None, start),
+            cut(labels if share.labels else None, start),
         )
-        for start in range(0, share, micro_batch_size)
+        for start in range(0, samples_each, micro_batch_size)
     ]

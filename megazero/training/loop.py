@@ -112,10 +112,10 @@ class _Loop:
         return RunSummary(position.step, self.loss, self.val_loss, saved, seconds, traffic)
 
     def _step(self, position: Position) -> Position:
-        run, state = self.run, self.engine.state
+        run = self.run
         started = time.perf_counter()
         count = run.global_batch_size
-        batches = read_batches(self.corpus.train, position.samples, count, run.micro_batch_size, state)
+        batches = read_batches(self.corpus.train, position.samples, count, run.micro_batch_size, self.engine.share)
         lr = run.config.optimizer.lr * learning_rate_factor(
             run.config.lr_schedule, position.step, run.config.training.steps
         )
@@ -135,7 +135,7 @@ class _Loop:
             tokens=done.tokens,
             tokens_per_second=statistics.tokens / seconds,
             step_seconds=seconds,
-            memory_bytes=peak_memory_bytes(state.device),
+            memory_bytes=peak_memory_bytes(self.engine.state.device),
             val_loss=self.val_loss if evaluated else None,
         )
         for sink in self.sinks:
@@ -147,9 +147,12 @@ class _Loop:
         if validation is None:
             raise ValueError("training.eval_every_steps needs data.validation_fraction above 0")
         samples = min(self.run.config.training.eval_samples, len(validation))
-        whole = self.run.dp * self.run.micro_batch_size
+        parallel = self.run.config.parallel
+        # what the schedule can run: interleaved takes micro-batches in multiples of pp
+        micro_batches = parallel.pp if parallel.schedule == "interleaved" else 1
+        whole = self.run.dp * self.run.micro_batch_size * micro_batches
         count = -(-samples // whole) * whole
-        batches = read_batches(validation, 0, count, self.run.micro_batch_size, self.engine.state, available=samples)
+        batches = read_batches(validation, 0, count, self.run.micro_batch_size, self.engine.share, available=samples)
         return self.engine.evaluate(batches).loss
 
     def _save(self, position: Position) -> Path:

@@ -41,12 +41,14 @@ class ParamInfo:
         shape: local shape, after TP.
         spec: what the parameter is, globally.
         unit: index of the unit that uses it first, in forward order.
+        chunk: the model chunk of this rank that holds it.
     """
 
     name: str
     shape: tuple[int, ...]
     spec: ParamSpec
     unit: int
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class BucketLayout:
         name: for messages.
         slots: the parameters, contiguous from element 0.
         shards: number of equal parts the padded bucket divides into.
-        tied: the bucket is the embedding that first and last stage share.
+        tied: the bucket is a copy of the embedding that first and last stage share.
         unit: the first unit that uses it.
     """
 
@@ -156,16 +158,18 @@ def plan_buckets(
         bucket_elements: a bucket takes parameters until it holds as many, and so exceeds it by less than one parameter.
         shards: equal parts a bucket must divide into.
 
-    A tied embedding has its own bucket, equal on both stages that hold it.
+    No bucket spans two chunks.  A tied embedding has its own bucket, equal on both stages that hold it.
     """
     tied = [[info] for info in parameters if info.spec.tied]
     free = [info for info in parameters if not info.spec.tied]
     if by_unit:
         groups = [list(members) for _, members in groupby(free, key=lambda info: info.unit)]
     else:
-        groups = [[]]
+        groups = []
         for info in reversed(free):
-            if groups[-1] and sum(numel(member.shape) for member in groups[-1]) >= bucket_elements:
+            last = groups[-1] if groups else []
+            is_full = sum(numel(member.shape) for member in last) >= bucket_elements
+            if not last or is_full or last[0].chunk != info.chunk:
                 groups.append([])
             groups[-1].append(info)
     return tuple(_layout(members, shards) for members in [*groups, *tied] if members)
@@ -180,6 +184,8 @@ class Bucket:
         dtype: of the weights that modules compute with.
         dp: the axis over which the bucket is sharded.
         weights: flat buffer for the whole weights, [padded]; made here unless ZeRO-3 lends a gather buffer.
+        device: where the tensors lie.
+        is_second_copy: of a tied embedding whose first copy is elsewhere: not counted in the norm, not written.
 
     Attributes:
         owned: elements whose master weights and moments this rank keeps.
@@ -199,8 +205,9 @@ class Bucket:
         dp: Axis,
         weights: Tensor | None,
         device: torch.device,
+        is_second_copy: bool = False,
     ) -> None:
-        self.layout, self.dp = layout, dp
+        self.layout, self.dp, self.is_second_copy = layout, dp, is_second_copy
         sharded = dp.size > 1
         self.counted = layout.shard(dp.index)
         self.owned = self.counted if zero_stage >= 1 and sharded else layout.whole

@@ -3,10 +3,11 @@
     backward of one micro-batch      accumulate(w1) accumulate(w0)  -> every slot has come: the round is complete
     stages 0, 1                      rounds add up in the whole fp32 buffer; the last one starts the reduction
     stages 2, 3                      each round starts a reduce-scatter; the shards add up; the buffer returns to a pool
+                                     (or the whole step adds up in the buffer, and one reduce-scatter follows)
 
     finish: wait -> sum partial gradients over tp -> sum tied embeddings over first and last stage
 
-Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG
+Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
 (Rajbhandari et al. 2020, section 7).
 """
 
@@ -81,13 +82,24 @@ class GradientReducer:
     Args:
         buckets: this rank's buckets.
         zero_stage: 0 ... 3.
+        every_micro_batch: stages 2 and 3 reduce after each micro-batch; otherwise once per step.
         dp, tp, embedding: axes of the reduction, of partial gradients, and of tied embeddings.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], zero_stage: int, dp: Axis, tp: Axis, embedding: Axis) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        zero_stage: int,
+        dp: Axis,
+        tp: Axis,
+        embedding: Axis,
+        *,
+        every_micro_batch: bool = True,
+    ) -> None:
         self.buckets = buckets
         self._dp, self._tp, self._embedding = dp, tp, embedding
         self._all_reduces = zero_stage == 0
+        self._every_round = every_micro_batch
         self._rounds = [_Rounds(bucket) for bucket in buckets]
         self._at = {
             slot.info.name: (rounds, index)
@@ -137,7 +149,8 @@ class GradientReducer:
             rounds.untouched[index] = False
         else:
             place.add_(gradient)
-        if complete and (not rounds.bucket.keeps_gradients or rounds.complete_rounds == self._last_round):
+        reduces_now = self._every_round and not rounds.bucket.keeps_gradients
+        if complete and (reduces_now or rounds.complete_rounds == self._last_round):
             self._reduce(rounds)
 
     def finish(self) -> None:
@@ -147,9 +160,7 @@ class GradientReducer:
                 self._reduce(rounds)
         self._drain(0)
         self._sum_partial_over_tp()
-        for bucket in self.buckets:
-            if bucket.layout.tied:
-                all_reduce(bucket.gradient, self._embedding).wait()
+        self._sum_tied()
 
     def _reduce(self, rounds: _Rounds) -> None:
         bucket = rounds.bucket
@@ -190,6 +201,15 @@ class GradientReducer:
             reduction.finish()
             self._free.extend(reduction.busy)
 
+    def _sum_tied(self) -> None:
+        """Sum the gradients of both copies of a tied embedding, here or on the first and the last rank of the pipeline."""
+        tied = [bucket.gradient for bucket in self.buckets if bucket.layout.tied]
+        if len(tied) == 2:
+            tied[0].add_(tied[1])
+            tied[1].copy_(tied[0])
+        elif tied:
+            all_reduce(tied[0], self._embedding).wait()
+
     def _sum_partial_over_tp(self) -> None:
         parts = [
             bucket.owned_part(bucket.gradient, run)
@@ -208,11 +228,11 @@ class GradientReducer:
         """fp64 scalar: this rank's share of the squared gradient norm.
 
         Over all ranks every logical element is counted once: each dp rank its shard, parameters that every TP rank holds on
-        the first of them, a tied embedding on the first stage.
+        the first of them, the first copy of a tied embedding.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         for bucket in self.buckets:
-            if bucket.layout.tied and self._embedding.index > 0:
+            if bucket.is_second_copy:
                 continue
             for replicated, whole in bucket.layout.runs(lambda spec: spec.split is None):
                 run = intersect(whole, bucket.counted)

@@ -6,12 +6,17 @@
 [Note: fixed addresses]  Autograd saves weights as views of the gather buffer.  Each unit therefore always comes back to the
 same buffer: even units to A, odd units to B.  Neighbours never collide, and between two uses of a unit its buffer may hold
 any other unit of the same parity.  A bucket that several units use (a tied embedding) has a buffer of its own.
+
+A policy is which units share a buffer, and with it how long a gathered unit stays:
+    action    two buffers for all units: every forward and backward gathers anew; least memory
+    chunk     units at the same place of different chunks: a chunk stays until another chunk runs
+    step      each unit its own: gathered once per step; the memory of whole weights
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,44 +26,59 @@ from megazero.layers.spec import ParamSpec
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, intersect, plan_buckets
 
+GatherPolicy: TypeAlias = Literal["action", "chunk", "step"]
+
 
 class ShardedParameters:
     """Moves a module's parameters into buckets and keeps the buckets.
 
     Args:
-        units: the modules that ZeRO-3 gathers one at a time, in forward order; together they hold every parameter.
+        chunks: per model chunk of this rank the modules that ZeRO-3 gathers one at a time, in forward order; together they
+            hold every parameter.
         described: (qualified name, parameter, spec) of every parameter once, in forward order.  Parameters may be on the
             meta device: their values are drawn or loaded shard by shard.
         zero_stage: 0 ... 3.
         dtype: of the weights that modules compute with.
         bucket_bytes: size of a bucket, in bytes of fp32 gradients.
         dp: the axis over which ZeRO shards.
+        embedding: the ranks that hold a copy of a tied embedding.
         device: where buckets lie.
+        gather_policy: how long ZeRO-3 keeps a gathered unit; see [Note: fixed addresses].
     """
 
     def __init__(
         self,
-        units: Sequence[nn.Module],
+        chunks: Sequence[Sequence[nn.Module]],
         described: Sequence[tuple[str, nn.Parameter, ParamSpec]],
         *,
         zero_stage: int,
         dtype: torch.dtype,
         bucket_bytes: int,
         dp: Axis,
+        embedding: Axis,
         device: torch.device,
+        gather_policy: GatherPolicy = "action",
     ) -> None:
         self.dp = dp
+        units = [unit for chunk in chunks for unit in chunk]
+        chunk_of = [index for index, chunk in enumerate(chunks) for _ in chunk]
         used = [{id(parameter) for parameter in unit.parameters()} for unit in units]
         infos = []
         for name, parameter, spec in described:
             first = next((index for index, members in enumerate(used) if id(parameter) in members), None)
             if first is None:
                 raise ValueError(f"parameter {name} belongs to no unit; every parameter must lie in one of the units")
-            infos.append(ParamInfo(name, tuple(parameter.shape), spec, first))
+            infos.append(ParamInfo(name, tuple(parameter.shape), spec, first, chunk_of[first]))
         by_unit = zero_stage == 3 and dp.size > 1
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=dp.size)
-        self.gather_buffers = _gather_buffers(layouts, dtype, device) if by_unit else {}
-        self.buckets = [Bucket(layout, zero_stage, dtype, dp, self._weights_of(layout), device) for layout in layouts]
+        starts = [chunk_of.index(chunk) for chunk in chunk_of]  # the first unit of each unit's chunk
+        self._buffer_of = {layout.name: _buffer_key(layout, gather_policy, starts) for layout in layouts}
+        self.gather_buffers = self._make_gather_buffers(layouts, dtype, device) if by_unit else {}
+        self.buckets: list[Bucket] = []
+        for layout in layouts:
+            second = layout.tied and (embedding.index > 0 or any(bucket.layout.tied for bucket in self.buckets))
+            weights = self._weights_of(layout)
+            self.buckets.append(Bucket(layout, zero_stage, dtype, dp, weights, device, second))
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({id(parameter): name for name, parameter, _ in described}, units)
         self.gatherer = None
@@ -68,10 +88,19 @@ class ShardedParameters:
             needs = [
                 list(dict.fromkeys(home[names[id(parameter)]] for parameter in unit.parameters())) for unit in units
             ]
-            self.gatherer = UnitGatherer(units, needs, dp)
+            self.gatherer = UnitGatherer(units, needs, chunk_of, dp)
+
+    def _make_gather_buffers(
+        self, layouts: Sequence[BucketLayout], dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
+        sizes: dict[str, int] = {}
+        for layout in layouts:
+            key = self._buffer_of[layout.name]
+            sizes[key] = max(sizes.get(key, 0), layout.padded_numel)
+        return {key: torch.zeros(size, dtype=dtype, device=device) for key, size in sizes.items()}
 
     def _weights_of(self, layout: BucketLayout) -> Tensor | None:
-        buffer = self.gather_buffers.get(_buffer_key(layout))
+        buffer = self.gather_buffers.get(self._buffer_of[layout.name])
         return None if buffer is None else buffer[: layout.padded_numel]
 
     def _bind(self, names: dict[int, str], units: Sequence[nn.Module]) -> None:
@@ -122,29 +151,29 @@ class ShardedParameters:
         }
 
 
-def _buffer_key(layout: BucketLayout) -> str:
-    return f"tied {layout.name}" if layout.tied else "even" if layout.unit % 2 == 0 else "odd"
-
-
-def _gather_buffers(layouts: Sequence[BucketLayout], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    sizes: dict[str, int] = {}
-    for layout in layouts:
-        key = _buffer_key(layout)
-        sizes[key] = max(sizes.get(key, 0), layout.padded_numel)
-    return {key: torch.zeros(size, dtype=dtype, device=device) for key, size in sizes.items()}
+def _buffer_key(layout: BucketLayout, policy: GatherPolicy, starts: Sequence[int]) -> str:
+    """Which gather buffer a bucket comes to."""
+    if layout.tied or policy == "step":
+        return layout.name
+    place = layout.unit - starts[layout.unit]
+    return f"unit {place} of any chunk" if policy == "chunk" else f"unit {place % 2} of two"
 
 
 class UnitGatherer:
     """Brings each unit's weights before its forward and before its backward, and starts on the next unit's.
 
     Args:
-        units: in forward order.
+        units: in forward order, chunk after chunk.
         needs: the buckets that each unit uses.
+        chunk_of: the chunk of each unit; the next unit is fetched ahead within a chunk.
         dp: the axis over which they are sharded.
     """
 
-    def __init__(self, units: Sequence[nn.Module], needs: Sequence[Sequence[Bucket]], dp: Axis) -> None:
-        self._needs, self._dp = needs, dp
+    def __init__(
+        self, units: Sequence[nn.Module], needs: Sequence[Sequence[Bucket]], chunk_of: Sequence[int], dp: Axis
+    ) -> None:
+        self._needs, self._chunk_of, self._dp = needs, chunk_of, dp
+        self._following: int | None = None
         self._holds: dict[int, Bucket] = {}  # address of a gather buffer -> the bucket whose weights are in it
         self._pending: dict[int, Pending] = {}
         for index, unit in enumerate(units):
@@ -157,6 +186,12 @@ class UnitGatherer:
             pending.wait()
         self._pending.clear()
         self._holds.clear()
+        self._following = None
+
+    def expect(self, chunk: int, is_forward: bool) -> None:
+        """Say what runs after the chunk that runs now, so that its first unit is fetched during the last one's work."""
+        members = [index for index, owner in enumerate(self._chunk_of) if owner == chunk]
+        self._following = members[0] if is_forward else members[-1]
 
     def need(self, index: int) -> None:
         """Have a unit's weights in place."""
@@ -164,9 +199,15 @@ class UnitGatherer:
             self._start(bucket)
             self._pending.pop(bucket.weights.data_ptr(), Pending()).wait()
 
-    def _prefetch(self, index: int) -> None:
-        if 0 <= index < len(self._needs):
-            for bucket in self._needs[index]:
+    def _prefetch(self, index: int, after: int) -> None:
+        """Fetch the next unit of the chunk, or after its last one the first unit of what the schedule runs next."""
+        if not (0 <= index < len(self._needs) and self._chunk_of[index] == self._chunk_of[after]):
+            if self._following is None:
+                return
+            index, self._following = self._following, None
+        in_use = {bucket.weights.data_ptr() for bucket in self._needs[after]}
+        for bucket in self._needs[index]:
+            if bucket.weights.data_ptr() not in in_use:
                 self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
@@ -180,14 +221,14 @@ class UnitGatherer:
     def _before_forward(self, index: int) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
             self.need(index)
-            self._prefetch(index + 1)
+            self._prefetch(index + 1, index)
 
         return hook
 
     def _after_forward(self, index: int) -> Any:
         def before_backward(gradient: Tensor) -> None:
             self.need(index)
-            self._prefetch(index - 1)
+            self._prefetch(index - 1, index)
 
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
             if output.requires_grad:

@@ -156,7 +156,7 @@ def _logits(rank: int, run: ResolvedRun, origin: Path) -> Any:
     engine.parameters.publish()
     batches = [replace(batch, labels=None) for batch in micro_batches(run, engine.state, 0)]
     with torch.no_grad():
-        parts = [engine.module(None, batch) for batch in batches]
+        parts = [engine.chunks[0](None, batch) for batch in batches]
     return torch.cat([part.transpose(0, 1) for part in parts]).numpy()
 
 

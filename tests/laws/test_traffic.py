@@ -29,7 +29,7 @@ def _traffic_of_second_step(rank: int, run: ResolvedRun) -> dict[str, Any]:
         "calls": dict(traffic.calls),
         "elements": sum(layout.padded_numel for layout in layouts),
         "units": [layout.padded_numel for layout in layouts],
-        "last": engine.state.is_last_stage,
+        "last": engine.share.labels,
     }
 
 

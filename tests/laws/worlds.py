@@ -98,11 +98,16 @@ def micro_batches(run: ResolvedRun, at: ParallelState, step: int) -> list[MicroB
     ]
 
 
-def engine_on(rank: int, run: ResolvedRun, *, draw: bool = True) -> Engine:
-    """One rank's engine."""
+def state_on(rank: int, run: ResolvedRun) -> ParallelState:
+    """One rank's place; a process makes it once."""
     parallel = run.config.parallel
     grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
-    return initialize(run.config, ParallelState(grid, rank, timeout_seconds=60), draw=draw)
+    return ParallelState(grid, rank, timeout_seconds=60)
+
+
+def engine_on(rank: int, run: ResolvedRun, *, draw: bool = True) -> Engine:
+    """One rank's engine."""
+    return initialize(run.config, state_on(rank, run), draw=draw)
 
 
 def whole(engine: Engine, kind: str) -> dict[str, Tensor] | None:

@@ -1,0 +1,116 @@
+"""A user's own schedule as a table: comma-separated values, one line per pipeline rank, in the order in which it computes.
+
+    F0,F1,B0,W0,B1,W1        F0 = forward of micro-batch 0, B0 = its backward, W0 = its weight gradient
+    ,F0,B0,W0,F1,B1,W1       F0.1 = on the rank's second model chunk; empty cells and lines say nothing
+
+Ranks, micro-batches and chunks are counted from what is there.  A file with forwards alone is one for evaluation.  What is
+read here is not proved yet: `program` does that, as for every schedule.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from megazero.schedules.action import Action, Kind, Placement, Schedule, loop, v_shape
+
+_CELL = re.compile(r"([FBW])([0-9]{1,7})(?:\.([0-9]{1,3}))?")
+_EXPECTED = "expected F, B or W with a micro-batch, as F0, and after a dot the chunk where it is not 0, as F0.1"
+_PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": loop, "v": lambda pp, _: v_shape(pp)}
+
+
+def read_schedule(path: Path, placement: str = "loop") -> Schedule:
+    """Read a table; the schedule's name is the file's, without its suffix.
+
+    Args:
+        path: a file of comma-separated values.
+        placement: where the stages run: "loop" goes round the ranks once per chunk, "v" down the ranks and back up.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such table; the message names line and cell.
+    """
+    if placement not in _PLACEMENTS:
+        raise ValueError(f"placement={placement} must be {' or '.join(_PLACEMENTS)}")
+    rows = _read_cells(path)
+    cells = [(line, cell, action) for line, row in rows for cell, action in row]
+    if not cells:
+        raise ValueError(f"{path} holds no action; a line is a rank, such as F0,F1,B0,B1")
+    microbatches = _count(path, "micro-batch", ((line, cell, a, a.microbatch) for line, cell, a in cells))
+    chunks = _count(path, "chunk", ((line, cell, a, a.chunk) for line, cell, a in cells))
+    if placement == "v" and chunks != 2:
+        raise ValueError(f"{path}: placement v has two chunks on each rank, 0 and 1; the file has {chunks}")
+    return Schedule(
+        name=path.stem,
+        microbatches=microbatches,
+        placement=_PLACEMENTS[placement](len(rows), chunks),
+        ranks=tuple(tuple(action for _, action in row) for _, row in rows),
+        has_backward=any(action.kind is not Kind.FORWARD for _, _, action in cells),
+    )
+
+
+def _read_cells(path: Path) -> list[tuple[int, list[tuple[int, Action]]]]:
+    """Lines that say something, as (line number, [(cell number, action)]), both from 1."""
+    rows = []
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            for texts in reader:
+                line = reader.line_num
+                row = [
+                    (cell, _action(path, line, cell, text.strip()))
+                    for cell, text in enumerate(texts, 1)
+                    if text.strip()
+                ]
+                rows += [(line, row)] if row else []
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no UTF-8 text; expected lines such as F0,F1,B0,B1") from None
+    except csv.Error as error:
+        raise ValueError(f"{path} is no table of comma-separated values: {error}") from None
+    return rows
+
+
+def _action(path: Path, line: int, cell: int, text: str) -> Action:
+    found = _CELL.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{path}, line {line}, cell {cell}: got {text[:40]!r}; {_EXPECTED}")
+    kind, microbatch, chunk = found.groups()
+    return Action(Kind(kind), int(microbatch), int(chunk or 0))
+
+
+def _count(path: Path, what: str, cells: Iterable[tuple[int, int, Action, int]]) -> int:
+    """How many micro-batches or chunks (line, cell, action, its index) there are; every index below the highest is used."""
+    places = {index: (line, cell, action) for line, cell, action, index in cells}
+    highest = max(places)
+    if len(places) <= highest:
+        line, cell, action = places[highest]
+        missing = next(index for index in range(highest) if index not in places)
+        raise ValueError(
+            f"{path}, line {line}, cell {cell}: got {action}, but {what} {missing} is nowhere; "
+            f"expected numbers from 0 on without a gap"
+        )
+    return highest + 1
+
+
+def write_schedule(schedule: Schedule, path: Path) -> None:
+    """Write a table that `read_schedule` reads; it holds neither the name nor the placement.
+
+    Raises:
+        ValueError: stages are placed as neither of `read_schedule`'s placements says.
+    """
+    pp, chunks = schedule.pp, schedule.chunks
+    if schedule.placement != loop(pp, chunks) and schedule.placement != v_shape(pp):
+        raise ValueError(f"{schedule.name}: a table holds stages placed in a loop or a V, not {schedule.placement}")
+    write_text(path, "".join(",".join(map(str, actions)) + "\n" for actions in schedule.ranks))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside `path`, then rename into place: never half a file under its name."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""Law 1 over schedules: each is the plain model's run under every ZeRO stage, and all are bit-equal on one shape."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from plain_model import PlainTrainer
+from test_any_shape import CLIP, _assert_agrees
+from worlds import (
+    GPT2,
+    LLAMA,
+    LR,
+    STEPS,
+    engine_on,
+    global_batch,
+    initial_weights,
+    micro_batches,
+    plain_config,
+    run_of,
+    state_on,
+    whole,
+)
+
+from megazero.config import ResolvedRun
+from megazero.engine import initialize
+from megazero.models.gpt import MicroBatch
+
+DEEP = {"num_layers": 5}  # does not divide by 2 ranks of 2 chunks
+MODELS = {
+    "untied": LLAMA | DEEP | {"tie_embeddings": False},
+    "tied": LLAMA | DEEP | {"tie_embeddings": True},
+    "gpt2": GPT2 | DEEP,
+}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved", "virtual_stages": 2},
+    "zb-h1": {"schedule": "zb-h1"},
+    "zbv": {"schedule": "zbv"},
+}
+
+
+def _train(rank: int, run: ResolvedRun, steps: int = STEPS) -> dict[str, Any] | None:
+    """Some steps; rank 0 returns what they gave."""
+    engine = engine_on(rank, run)
+    out: dict[str, Any] = {"initial": whole(engine, "model"), "loss": [], "norm": []}
+    for step in range(steps):
+        statistics = engine.compute_gradients(micro_batches(run, engine.state, step))
+        out["loss"].append(statistics.loss)
+        out["norm"].append(statistics.grad_norm)
+        if step == 0:
+            out["gradients"] = whole(engine, "gradient")
+        engine.update(LR)
+        if step == 0:
+            engine.evaluate(micro_batches(run, engine.state, 50))
+    out["weights"] = whole(engine, "model")
+    return out if rank == 0 else None
+
+
+@lru_cache(maxsize=4)
+def _plain(model: str) -> dict[str, Any]:
+    run = run_of(1, model=MODELS[model])
+    given = run.config.optimizer
+    weights, config = initial_weights(run), plain_config(run)
+    trainer = PlainTrainer(weights, config, LR, given.betas, given.eps, given.weight_decay, CLIP)
+    steps = [trainer.step(*global_batch(run, step)) for step in range(STEPS)]
+    return {
+        "initial": initial_weights(run),
+        "gradients": steps[0].gradients,
+        "loss": [step.loss for step in steps],
+        "norm": [step.grad_norm for step in steps],
+        "weights": {name: weight.detach() for name, weight in trainer.weights.items()},
+    }
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_takes_every_zero_stage(schedule: str, zero_stage: int, tp: int, dp: int) -> None:
+    world = 2 * tp * dp
+    parallel = {"pp": 2, "tp": tp, "sequence_parallel": zero_stage % 2 == 1, **SCHEDULES[schedule]}
+    model = ("untied", "tied", "gpt2")[(zero_stage + dp) % 3]
+    run = run_of(
+        world,
+        model=MODELS[model],
+        parallel=parallel,
+        zero={"stage": zero_stage, "gather_policy": ("action", "chunk", "step")[(tp + dp) % 3]},
+        training={"accumulation": 4},
+    )
+    _assert_agrees(run_world(world, _train, run)[0], _plain(model))
+
+
+@pytest.mark.parametrize("model", ["untied", "tied", "gpt2"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zbv"])
+def test_tied_or_not_on_two_ranks_and_two_replicas(schedule: str, model: str) -> None:
+    run = run_of(4, model=MODELS[model], parallel={"pp": 2, **SCHEDULES[schedule]}, training={"accumulation": 2})
+    _assert_agrees(run_world(4, _train, run)[0], _plain(model))
+
+
+def _gradients(rank: int, runs: list[ResolvedRun], microbatches: int) -> list[Any]:
+    """The gradients of some micro-batches of one sample each, under every run; on rank 0."""
+    found, state = [], state_on(rank, runs[0])
+    for run in runs:
+        engine = initialize(run.config, state)
+        model = run.config.model
+        generator = torch.Generator().manual_seed(microbatches)
+        samples = torch.randint(0, model.vocab_size, (microbatches, model.seq_len + 1, 1), generator=generator)
+        batches = [
+            MicroBatch(torch.tensor([index]), sample[:-1].contiguous(), sample[1:].contiguous())
+            for index, sample in enumerate(samples)
+        ]
+        engine.compute_gradients(batches)
+        found.append(whole(engine, "gradient"))
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("microbatches", range(1, 10))
+def test_all_schedules_give_bit_equal_gradients_on_one_shape(microbatches: int, pp: int, tied: bool) -> None:
+    model = LLAMA | {"num_layers": 8, "tie_embeddings": tied}
+    given = [
+        schedule for schedule in SCHEDULES.values() if schedule["schedule"] != "interleaved" or microbatches % pp == 0
+    ]
+    runs = [
+        run_of(pp, model=model, parallel={"pp": pp, **schedule}, training={"accumulation": 8}) for schedule in given
+    ]
+    wanted, *others = run_world(pp, _gradients, runs, microbatches)[0]
+    for schedule, got in zip(given[1:], others, strict=True):
+        for name, tensor in wanted.items():
+            assert torch.equal(got[name], tensor), f"{name} under {schedule['schedule']}"

@@ -1,0 +1,388 @@
+"""Pictures, traces and tables say what the timeline says, and the command that shows them refuses what cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from megazero.cli import app
+from megazero.schedules.action import Action, Kind, Schedule
+from megazero.schedules.draw import chrome_trace, compare_table, draw_around, draw_svg, draw_text
+from megazero.schedules.generators import FAMILIES, forward_only
+from megazero.schedules.simulate import Costs, ScheduleError, Timeline, peak_activations, program, simulate
+from megazero.schedules.table import read_schedule, write_schedule
+
+PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def schedules(pp: int, m: int) -> list[Schedule]:
+    """Every family, and 1f1b for evaluation."""
+    made = [
+        family.generate(pp, m, family.chunks or 3) for n, family in FAMILIES.items() if family.chunks or m % pp == 0
+    ]
+    return [*made, forward_only(made[1])]
+
+
+def measured(timeline: Timeline) -> Timeline:
+    """The same order at times that have no common measure, as a clock would give."""
+
+    def at(time: float) -> float:
+        return time * 0.0137 + 1e-4 * time**1.5
+
+    return replace(timeline, spans={key: (at(start), at(end)) for key, (start, end) in timeline.spans.items()})
+
+
+SOME = [simulate(schedule) for pp, m in ((1, 1), (2, 4), (3, 5), (4, 4)) for schedule in schedules(pp, m)]
+SOME += [simulate(schedule, Costs(1.0, 2.1, 0.7, 0.3)) for schedule in schedules(4, 8)]
+SOME += [measured(timeline) for timeline in SOME[-6:]]
+
+every_timeline = pytest.mark.parametrize("timeline", SOME, ids=lambda t: f"{t.schedule.name} {t.schedule.pp}")
+
+
+# ---- text
+
+
+def visible(text: str) -> str:
+    return ANSI.sub("", text)
+
+
+def without_labels(row: str) -> str:
+    """A row whose f0.1 says f0 1: there the dot is not idle time."""
+    return re.sub(r"([fbw]\d+)\.(\d)", r"\1 \2", row)
+
+
+def rows_of(picture: str, pp: int) -> list[str]:
+    """The rows of the ranks and the scale."""
+    lines = picture.split("\n")
+    first = next(index for index, line in enumerate(lines) if line.startswith("rank 0"))
+    return lines[first : first + pp + 1]
+
+
+def test_rows_of_ranks_and_the_scale_fill_any_width() -> None:
+    for pp in range(1, 9):
+        for schedule in schedules(pp, pp):
+            timelines = simulate(schedule), measured(simulate(schedule, Costs(1, 1.5, 0.9, 0.1)))
+            for width in range(60, 201, 1 if pp == 3 else 20):
+                for timeline in timelines:
+                    picture = draw_text(timeline, width, colour=False)
+                    assert {len(row) for row in rows_of(picture, pp)} == {width}
+                    assert max(map(len, picture.split("\n"))) <= width
+
+
+@every_timeline
+def test_without_colour_the_text_is_plain_ascii_and_with_it_the_cells_have_the_same_columns(timeline: Timeline) -> None:
+    plain, coloured = (draw_text(timeline, 90, colour) for colour in (False, True))
+    assert plain.isascii()
+    assert plain.replace("\n", "").isprintable()
+    pp = timeline.schedule.pp
+    assert "\x1b[" in coloured
+    for row, other in zip(rows_of(plain, pp), rows_of(coloured, pp), strict=True):
+        assert len(visible(other)) == len(row)
+        assert [c == "." for c in without_labels(row)] == [c == "." for c in visible(other)]
+
+
+def test_a_cell_of_text_has_the_columns_of_its_time_and_says_what_it_is() -> None:
+    """Makespan 33 in 73 columns: two for each unit of time."""
+    rows = rows_of(draw_text(simulate(FAMILIES["1f1b"].generate(4, 8, 1)), 80, colour=False), 4)
+    assert rows[0].rstrip() == "rank 0 F0F1F2F3............B0==F4B1==F5B2==F6B3==F7B4==..B5==..B6==..B7=="
+    assert rows[3].rstrip() == "rank 3 ......F0B0==F1B1==F2B2==F3B3==F4B4==F5B5==F6B6==F7B7==............"
+    narrow = rows_of(draw_text(simulate(FAMILIES["interleaved"].generate(2, 2, 2)), 40, colour=False), 2)
+    assert narrow[1].rstrip() == "rank 1 ..F0F1f0b0==f1b1==B0==B1==...."
+
+
+def test_a_row_counts_the_time_of_each_kind() -> None:
+    for schedule in schedules(4, 4):
+        timeline = simulate(schedule)
+        rows = rows_of(draw_text(timeline, 7 + 12 * round(timeline.makespan * 6), colour=False), 4)[:4]
+        per_time = 12 * round(timeline.makespan * 6) / timeline.makespan
+        for rank, row in enumerate(rows):
+            assert without_labels(row).count(".") == round(timeline.idle(rank) * per_time)
+
+
+def test_the_figures_below_a_picture_are_the_timelines() -> None:
+    timeline = simulate(FAMILIES["interleaved"].generate(4, 8, 2))
+    lines = draw_text(timeline, 100, colour=False).split("\n")
+    assert lines[-4].split() == ["0", "84.2%", "4.5", "5.5"]
+    assert "bubble 15.8%" in lines[0]
+
+
+def test_too_few_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="width=39 must be at least 40"):
+        draw_text(SOME[0], 39, colour=False)
+
+
+# ---- SVG and trace
+
+
+@every_timeline
+def test_every_span_is_once_in_the_svg_at_its_place(timeline: Timeline) -> None:
+    root = ET.fromstring(draw_svg(timeline))
+    groups = root.findall(f"{SVG}g")
+    assert len(groups) == timeline.schedule.pp
+    ground = groups[0].find(f"{SVG}rect[@class='idle']")
+    assert ground is not None
+    left, per_time = float(ground.attrib["x"]), float(ground.attrib["width"]) / timeline.makespan
+    found = {}
+    for rank, group in enumerate(groups):
+        for cell in group.findall(f"{SVG}rect[@class='cell']"):
+            name = (cell.findtext(f"{SVG}title") or "").split(":")[0]
+            assert (rank, name) not in found
+            found[rank, name] = float(cell.attrib["x"]), float(cell.attrib["width"])
+    expected = {
+        (rank, str(action)): (left + start * per_time, (end - start) * per_time)
+        for (rank, action), (start, end) in timeline.spans.items()
+    }
+    assert found.keys() == expected.keys()
+    for key, place in expected.items():
+        assert found[key] == pytest.approx(place, abs=0.02)
+
+
+def test_a_name_with_signs_of_markup_stays_text() -> None:
+    named = replace(SOME[1].schedule, name="a<b> & c")
+    assert "a<b> & c: pp" in (ET.fromstring(draw_svg(simulate(named))).findtext(f"{SVG}title") or "")
+
+
+@every_timeline
+def test_every_span_is_once_in_the_trace_at_its_time(timeline: Timeline) -> None:
+    events = json.loads(json.dumps(chrome_trace(timeline, unit_us=1e6)))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    letter = {"forward": "F", "backward": "B", "weight": "W"}
+    found = {
+        (e["tid"], Action(Kind(letter[e["cat"]]), e["args"]["microbatch"], e["args"]["chunk"])): (
+            e["ts"],
+            e["ts"] + e["dur"],
+        )
+        for e in spans
+    }
+    assert len(found) == len(spans) == len(timeline.spans)
+    for key, (start, end) in timeline.spans.items():
+        assert found[key] == pytest.approx((start * 1e6, end * 1e6))
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {rank: f"rank {rank}" for rank in range(timeline.schedule.pp)}
+
+
+# ---- comparison
+
+
+def test_the_comparison_has_a_row_for_every_family_with_the_figures_of_the_papers() -> None:
+    for pp, m, v in ((2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3)):
+        rows = {row.name: row for row in compare_table(pp, m, v, Costs(1, 2, 1))}
+        assert list(rows) == list(FAMILIES)
+        idle = {"gpipe": 4 * (pp - 1), "1f1b": 4 * (pp - 1), "interleaved": 4 * (pp - 1) / v, "zb-h1": 2 * (pp - 1)}
+        peak = {"gpipe": m, "1f1b": pp, "interleaved": (2 * (pp - 1) + (v - 1) * pp + 1) / v, "zb-h1": pp, "zbv": pp}
+        for name, row in rows.items():
+            assert row.figures is not None
+            assert row.figures.peak_activations == pytest.approx(peak[name])
+            assert row.figures.makespan == pytest.approx(4 * m + row.figures.idle)
+            assert row.figures.bubble_fraction == pytest.approx(row.figures.idle / row.figures.makespan)
+            if name in idle:
+                assert row.figures.idle == pytest.approx(idle[name])
+
+
+def test_the_formulas_of_the_page_hold_on_every_shape() -> None:
+    for pp in range(1, 7):
+        for m in range(pp, 3 * pp + 1, max(pp // 2, 1)):
+            zero = FAMILIES["zb-h1"].generate(pp, m, 1)
+            for costs in (Costs(1, 1, 1), Costs(1, 1.7, 0.8), Costs(2, 1, 1)):
+                assert simulate(zero, costs).idle(0) == pytest.approx(
+                    (pp - 1) * (costs.forward + costs.backward - costs.weight)
+                )
+            for rank in range(pp):
+                assert peak_activations(zero, rank) == pp
+                assert peak_activations(FAMILIES["zbv"].generate(pp, m, 2), rank) <= 2 * pp
+                if m % pp == 0:
+                    held = peak_activations(FAMILIES["interleaved"].generate(pp, m, 2), rank)
+                    assert held == min(2 * (pp - rank - 1) + pp + 1, 2 * m)
+
+
+def test_the_comparison_says_why_a_schedule_is_impossible_and_takes_ones_own() -> None:
+    own = replace(FAMILIES["1f1b"].generate(4, 6, 1), name="mine")
+    rows = {row.name: row for row in compare_table(4, 6, 2, own=[own])}
+    assert rows["interleaved"].figures is None
+    assert "multiples of pp=4, got 6" in rows["interleaved"].impossible
+    assert rows["mine"].figures == rows["1f1b"].figures
+    assert all(row.figures for name, row in rows.items() if name != "interleaved")
+
+
+# ---- around a refused action
+
+
+def test_a_refused_action_and_what_it_waits_for_are_marked() -> None:
+    schedule = FAMILIES["interleaved"].generate(4, 8, 2)
+    lines = draw_around(schedule, 0, Action(Kind.FORWARD, 3, 1)).split("\n")
+    assert [">F3.1<" in line for line in lines] == [True, False, False, False]
+    assert ["(F3)" in line for line in lines] == [False, False, False, True]
+    assert lines[0].startswith("> rank 0")
+
+
+def test_around_speaks_plain_text_of_any_action_even_a_missing_or_impossible_one() -> None:
+    for schedule in (*schedules(4, 4), FAMILIES["1f1b"].generate(20, 30, 1)):
+        for rank in (0, schedule.pp - 1):
+            for action in (*schedule.ranks[rank], Action(Kind.WEIGHT, 99), Action(Kind.BACKWARD, 0, 9)):
+                text = draw_around(schedule, rank, action)
+                assert text.isascii()
+                assert len(text.split("\n")) <= 12
+                mark = (
+                    f">{action}<" if action in schedule.ranks[rank] else f"{action} is not in the list of rank {rank}"
+                )
+                assert text.count(mark) == 1
+
+
+# ---- tables
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(FAMILIES)), st.integers(1, 6), st.integers(1, 12), st.integers(2, 4))
+def test_a_table_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, name: str, pp: int, m: int, v: int
+) -> None:
+    family = FAMILIES[name]
+    schedule = family.generate(pp, m * pp if name == "interleaved" else m, family.chunks or v)
+    for whole in (schedule, forward_only(schedule)):
+        path = tmp_path_factory.getbasetemp() / f"{whole.name}.csv"
+        write_schedule(whole, path)
+        assert read_schedule(path, "v" if name == "zbv" else "loop") == whole
+
+
+def table(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_empty_cells_and_lines_say_nothing(tmp_path: Path) -> None:
+    path = table(tmp_path / "mine.csv", "\ufeffF0, ,B0,,\n\n,,\n ,F0,B0\n")
+    assert read_schedule(path) == replace(FAMILIES["1f1b"].generate(2, 1, 1), name="mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "placement", "told"),
+    [
+        ("F0,B0\nF0,X0\n", "loop", r"line 2, cell 2: got 'X0'; expected F, B or W"),
+        ("F0,B0\n\nF0,,b0\n", "loop", r"line 3, cell 3: got 'b0'; expected"),
+        ("F0;B0\n", "loop", r"line 1, cell 1: got 'F0;B0'; expected"),
+        ("F0,F2,B0,B2\n", "loop", r"line 1, cell 4: got B2, but micro-batch 1 is nowhere"),
+        ("F0,F999999,B0\n", "loop", r"cell 2: got F999999, but micro-batch 1 is nowhere"),
+        ("F0.1,B0.1\n", "loop", r"line 1, cell 2: got B0.1, but chunk 0 is nowhere"),
+        ("F0,B0\n", "v", r"placement v has two chunks on each rank, 0 and 1; the file has 1"),
+        ("F0,B0\n", "ring", r"placement=ring must be loop or v"),
+        (",\n\n", "loop", r"holds no action"),
+    ],
+)
+def test_a_table_that_is_none_is_refused_by_line_and_cell(tmp_path: Path, text: str, placement: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_schedule(table(tmp_path / "mine.csv", text), placement)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("F0,B0,F1,B1\nF0,B0,F1\n", "rank 1 never runs B1"),
+        ("F0,B0,B0\n", "rank 0 runs B0 twice"),
+        ("B0,F0\n", "rank 0 runs B0 before F0"),
+        ("F0,B0,F1,B1\nF1,B1,F0,B0\n", "deadlock"),
+        ("F0,B0,W0,F1,B1\n", "rank 0 never runs W1"),
+    ],
+)
+def test_a_broken_table_is_read_and_refused_by_the_proof(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ScheduleError, match=told):
+        program(read_schedule(table(tmp_path / "mine.csv", text)))
+
+
+# ---- the command
+
+
+def show(*words: str | Path, columns: int = 100) -> Result:
+    return CliRunner().invoke(app, ["schedule", "show", *map(str, words)], env={"COLUMNS": str(columns)})
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--schedule interleved --pp 4 --microbatches 8", "unknown schedule interleved; did you mean interleaved?"),
+        ("--schedule ZB_H1 --pp 4 --microbatches 8", "did you mean zb-h1?"),
+        ("--schedule fast --pp 4 --microbatches 8", "the schedules are gpipe, 1f1b, interleaved, zb-h1, zbv"),
+        (
+            "--schedule interleaved --virtual-stages 2 --pp 4 --microbatches 6",
+            "multiples of pp=4, got 6; nearest: 4 and 8",
+        ),
+        ("--schedule interleaved --pp 4 --microbatches 8", "virtual_stages of at least 2, got 1"),
+        ("--schedule 1f1b --virtual-stages 2 --pp 4 --microbatches 8", "1f1b has virtual_stages=1, got 2"),
+        ("--pp 0 --microbatches 8", "pp=0 and microbatches=8 must both be at least 1"),
+        ("--pp 4", "needs --pp and --microbatches"),
+        ("--pp 4 --microbatches 8 --costs 1,2", "costs=1,2 must be four numbers F,B,W,hop"),
+        ("--pp 4 --microbatches 8 --costs 1,1,x,0", "must be four numbers"),
+        ("--pp 4 --microbatches 8 --costs 1,nan,1,0", "must be finite"),
+        ("--pp 4 --microbatches 8 --costs 0,1,1,0", "F above 0"),
+        ("--pp 4 --microbatches 8 --placement v", "placement=v is for the schedule of a --file"),
+        ("--file none.csv", "none.csv"),
+        ("--file none.csv --schedule 1f1b", "are two schedules; give one"),
+    ],
+)
+def test_a_bad_value_is_one_error_and_exit_code_2(words: str, told: str) -> None:
+    done = show(*words.split())
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert told in done.stderr
+
+
+def test_a_broken_file_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    broken = table(tmp_path / "mine.csv", "F0,B0,F1,B1\nF1,B1,F0,B0\n")
+    done = show("--file", broken, "--svg", tmp_path / "mine.svg")
+    assert done.exit_code == 2
+    assert "mine: deadlock; rank 0 stops at B0" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.csv"]
+    whole = table(tmp_path / "mine.csv", "F0,B0\n,F0,B0\n")
+    disagrees = show("--file", whole, "--pp", "3")
+    assert (disagrees.exit_code, "pp=3, but the schedule mine has 2" in disagrees.stderr) == (2, True)
+
+
+def test_the_command_writes_whole_files_and_compares_ones_own(tmp_path: Path) -> None:
+    write_schedule(FAMILIES["zbv"].generate(2, 4, 2), tmp_path / "mine.csv")
+    words = ["--file", tmp_path / "mine.csv", "--placement", "v", "--compare"]
+    done = show(*words, "--svg", tmp_path / "a.svg", "--trace", tmp_path / "a.json")
+    assert done.exit_code == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.csv", "a.svg", "a.json"}
+    ET.parse(tmp_path / "a.svg")
+    assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert next(row for row in rows if row[:1] == ["mine"])[1:] == next(row for row in rows if row[:1] == ["zbv"])[1:]
+    failed = show(*words, "--svg", tmp_path / "none" / "a.svg")
+    assert (failed.exit_code, failed.stderr.count("\n")) == (1, 1)
+
+
+def test_the_command_starts_without_torch_and_without_colour_in_a_pipe() -> None:
+    code = (
+        "import sys; sys.argv[1:] = 'schedule show --pp 2 --microbatches 2 --compare'.split()\n"
+        "from megazero.cli import app\napp(standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+
+
+def test_the_page_shows_what_its_commands_print() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    shown = re.findall(r"```sh\nmegazero schedule show ([^\n]+)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 1 + len(FAMILIES)
+    for words, text in shown:
+        done = show(*shlex.split(words))
+        assert done.exit_code == 0, done.stderr
+        assert text == "".join(line.rstrip() + "\n" for line in done.stdout.strip("\n").split("\n")), words
