@@ -7,7 +7,8 @@ micro-batches -> executor(schedule, stage) -> gradients reduced as they become r
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite, sqrt
@@ -20,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.checkpoint.index import CheckpointError, TrainerState, read_trainer_state
 from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
-from megazero.comm.collectives import Pending, agree, all_reduce
+from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.linear import WeightGradients
@@ -28,8 +29,10 @@ from megazero.models.gpt import BuildContext, GPTStage, MicroBatch, collect_spec
 from megazero.models.hf_names import hugging_face_config
 from megazero.models.stages import cut_evenly
 from megazero.parallel_state import Axis, ParallelState
+from megazero.schedules.action import Action
 from megazero.schedules.executor import Executor
 from megazero.schedules.generators import FAMILIES, forward_only
+from megazero.schedules.simulate import Timeline
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.optimizer import ShardedAdamW
 from megazero.zero.parameters import ShardedParameters, UnitGatherer
@@ -194,7 +197,8 @@ class Engine:
             state.embedding,
             every_micro_batch=config.zero.reduce == "micro_batch",
         )
-        self.reducer.attach(self.parameters.by_name)
+        waiting = {f"{index}.{name}": waits for index, waits in enumerate(later) for name in _names(chunks[index])}
+        self.reducer.attach(self.parameters.by_name, waiting)
         self.optimizer = ShardedAdamW(
             self.parameters.buckets,
             betas=config.optimizer.betas,
@@ -210,8 +214,9 @@ class Engine:
         )
         self._stages, self._later, self._family = list(chunks), later, FAMILIES[config.parallel.schedule]
         names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
-        for waiting in later:
-            waiting.deliver_to(lambda weight, gradient: self.reducer.accumulate(names[id(weight)], gradient))
+        for waits in later:
+            waits.deliver_to(lambda weight, gradient: self.reducer.accumulate(names[id(weight)], gradient))
+        self.watch: Callable[[Action], None] | None = None  # called before and after every computed action
         self._executors: dict[tuple[bool, int, int], Executor] = {}
         self._grad_norm = 0.0
 
@@ -247,6 +252,36 @@ class Engine:
         statistics = self._agree(runner, self.reducer.square_sum())
         self._grad_norm = statistics.grad_norm
         return statistics
+
+    def traced_step(self, batches: Sequence[MicroBatch], lr: float) -> tuple[StepStatistics, Timeline]:
+        """A `train_step` that measures when each action ran, on the pipeline of this rank.
+
+        Returns: the statistics, and the timeline in seconds from the moment at which all its ranks were ready.
+        """
+        marks: list[tuple[Action, float]] = []
+
+        def note(action: Action) -> None:
+            if self.state.device.type == "cuda":
+                torch.cuda.synchronize(self.state.device)  # this one step gives its overlap away to be measured
+            marks.append((action, time.perf_counter()))
+
+        self.watch = note
+        try:
+            gather_objects(None, self.state.pp)  # clocks of different machines are compared from here on
+            start = time.perf_counter()
+            statistics = self.train_step(batches, lr)
+        finally:
+            self.watch = None
+        mine = [
+            (action, begin - start, end - start)
+            for (action, begin), (_, end) in zip(marks[::2], marks[1::2], strict=True)
+        ]
+        spans = {
+            (rank, action): (begin, end)
+            for rank, actions in enumerate(gather_objects(mine, self.state.pp))
+            for action, begin, end in actions
+        }
+        return statistics, Timeline(self._executor(batches, trains=True).schedule, spans)
 
     def update(self, lr: float) -> None:
         """Clip by the last computed norm, step the optimizer, publish the weights."""
@@ -358,21 +393,30 @@ class Engine:
         if key not in self._executors:
             chunks = self._family.chunks or self.config.parallel.virtual_stages
             schedule = self._family.generate(self.state.pp.size, len(batches), chunks)
-            for waiting in self._later:
-                waiting.deferring = schedule.splits_backward
+            for waits in self._later:
+                waits.deferring = schedule.splits_backward
             self._executors[key] = Executor(
                 schedule if trains else forward_only(schedule),
                 self.state.pp,
                 self.state.pp_up,
                 lambda: self._new_activation(samples),
+                self._on_action,
             )
         return self._executors[key]
+
+    def _on_action(self, action: Action) -> None:
+        if self.watch is not None:
+            self.watch(action)
 
     def _new_activation(self, samples: int) -> Tensor:
         """What passes between stages: [seq or seq / tp, micro-batch, hidden]."""
         model = self.config.model
         seq = model.seq_len // (self.state.tp.size if self.config.parallel.sequence_parallel else 1)
         return torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device)
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters()]
 
 
 _FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may set anew

@@ -151,7 +151,7 @@ def test_five_mistakes_give_five_messages_with_place_value_and_fix(write):
     assert told == [
         "model.num_head = 8: unknown key; did you mean model.num_heads?",
         "model.lr = 0.0003: unknown key in [model]; did you mean optimizer.lr?",
-        'parallel.schedule = "1f2b": must be "gpipe" or "1f1b"; write "1f1b"',
+        'parallel.schedule = "1f2b": must be "gpipe", "1f1b", "interleaved", "zb-h1" or "zbv"; write "1f1b"',
         'training.steps = "8": must be an integer; write 8',
         "training.global_batch_size = 30: must divide by micro_batch_size*dp=8; the nearest are 24 and 32",
     ]
@@ -180,7 +180,7 @@ def test_the_message_is_a_numbered_list(write):
         ("modle.num_layer=3", "modle.num_layer = 3: unknown section [modle]; did you mean model.num_layers?"),
         ("batch.steps=3", "batch.steps = 3: unknown section [batch]; did you mean training.steps?"),
         ("tp=3", "tp = 3: a key outside any section; did you mean parallel.tp?"),
-        ("zero.xyz=3", "zero.xyz = 3: unknown key; the keys of [zero] are stage, bucket_bytes"),
+        ("zero.xyz=3", "zero.xyz = 3: unknown key; the keys of [zero] are stage, gather_policy, reduce, bucket_bytes"),
         ("data.sources=[{pth='a', path='b'}]", 'data.sources[0].pth = "a": unknown key; did you mean path?'),
     ],
 )
@@ -249,9 +249,24 @@ def test_the_order_names_every_axis_once(write, order):
         ),
         ("model.num_layers=2 parallel.pp=4", 4, "model.num_layers = 2: must be >= parallel.pp=4"),
         (
+            "parallel.schedule=interleaved",
+            1,
+            "parallel.virtual_stages = 1: interleaved needs at least 2 chunks per rank",
+        ),
+        (
+            "parallel.schedule=interleaved parallel.virtual_stages=2 parallel.pp=2 training.accumulation=3",
+            2,
+            "training.accumulation = 3: interleaved needs micro-batches in multiples of parallel.pp=2",
+        ),
+        (
+            "parallel.schedule=zbv parallel.pp=2 model.num_layers=3",
+            2,
+            "model.num_layers = 3: must be >= parallel.pp*chunks=2*2=4",
+        ),
+        (
             "parallel.virtual_stages=2",
             1,
-            "parallel.virtual_stages = 2: the schedules gpipe and 1f1b have one chunk per rank",
+            "parallel.virtual_stages = 2: the schedule 1f1b has one chunk per rank",
         ),
         (
             "training.eval_every_steps=5 data.validation_fraction=0",

@@ -297,7 +297,7 @@ def test_zbv_holds_as_much_as_the_first_rank_of_1f1b_in_chunks_of_half_the_size(
     """Qi et al. 2024b, "ZB-V": the memory of 1F1B, on every rank."""
     for schedule in every("zbv"):
         peaks = [peak_activations(schedule, rank) for rank in range(schedule.pp)]
-        assert peaks == [2 * min(schedule.pp, schedule.microbatches)] * schedule.pp
+        assert max(peaks) <= 2 * min(schedule.pp, schedule.microbatches)
 
 
 # ---- idle time
@@ -331,48 +331,17 @@ def test_zb_h1_is_idle_for_a_third_of_1f1b():
         assert idle_times(schedule) == [schedule.pp - 1 + lacking] * schedule.pp
 
 
-ZBV_IDLE = {
-    2: {1: 1.5, 2: 0.5, 3: 1.0, 4: 1.0, 8: 1.0, 16: 1.0, 24: 1.0},
-    4: {1: 5.5, 2: 4.0, 4: 1.5, 5: 3.5, 6: 2.5, 7: 2.5, 8: 1.5, 16: 1.5, 24: 1.5},
-    8: {1: 13.5, 4: 9.0, 8: 3.5, 9: 7.5, 12: 6.0, 14: 4.5, 16: 5.5, 20: 5.5, 24: 5.5},
-}
-"""pp -> micro-batches -> idle time for F = B = W = 1, as simulated; no formula is known for more than pp micro-batches."""
-
-
-@pytest.mark.parametrize("pp", ZBV_IDLE)
-def test_zbv_is_idle_as_the_golden_table_says(pp):
-    assert {m: simulate(zero_bubble_v(pp, m)).idle(0) for m in ZBV_IDLE[pp]} == ZBV_IDLE[pp]
-
-
-def test_zbv_fills_up_to_pp_microbatches_as_well_as_any_v_can():
-    """The last rank begins half a forward per rank late, so no V is idle for less than (pp - 1) / 2."""
+def test_zbv_is_idle_for_half_of_zb_h1_once_it_is_full():
+    """A V cannot do better than (pp - 1) / 2: the last rank begins half a forward per rank late."""
     for schedule in every("zbv"):
         pp, m = schedule.pp, schedule.microbatches
-        idle = [time / 2 for time in idle_times(schedule)]
-        assert len(set(idle)) == 1  # all ranks have the same work
-        assert idle[0] >= (pp - 1) / 2
-        if m < pp:
-            assert idle[0] == 2 * pp - 1 - 1.5 * m  # half of m less than ZB-H1
-        elif m == pp:
-            assert idle[0] == (pp - 1) / 2
+        timeline = simulate(schedule)
+        assert [timeline.idle(rank) for rank in range(pp)] == [max(2 * pp - 1 - m, (pp - 1) / 2)] * pp
 
 
-ZBV_LOSES = {
-    3: [4, 7, 10, 13, 16, 19, 22],
-    4: [5, 9, 13, 17, 21],
-    5: [6, 7],
-    6: [7, 8],
-    7: [8, 9],
-    8: [9, 10, 11],
-}
-"""pp -> the micro-batches, up to 24, with which ZBV as made here is idle for half a unit more than ZB-H1."""
-
-
-def test_zbv_is_idle_for_no_longer_than_zb_h1_but_where_the_table_says_and_there_for_half_a_unit():
+def test_zbv_is_idle_for_no_longer_than_zb_h1():
     for v, h1 in zip(every("zbv"), every("zb-h1"), strict=True):
-        loses = v.microbatches in ZBV_LOSES.get(v.pp, [])
-        excess = simulate(v).makespan - simulate(h1).makespan
-        assert excess == 0.5 if loses else excess <= 0
+        assert simulate(v).makespan <= simulate(h1).makespan
 
 
 @every_family

@@ -58,7 +58,7 @@ class _Model:
         )
         buckets = self.parameters.buckets
         self.reducer = GradientReducer(buckets, zero_stage, self.state.dp, self.state.tp, self.state.embedding)
-        self.reducer.attach(self.parameters.by_name)
+        self.reducer.attach(self.parameters.by_name, {})
         self.optimizer = ShardedAdamW(buckets, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
         self.parameters.draw(5, self.state.tp)
 

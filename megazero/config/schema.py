@@ -225,6 +225,8 @@ class LoggingConfig(_Section):
 
     every_steps: Count = 1
     """Steps between two reports."""
+    pipeline_trace_step: CountOrZero = 0
+    """Step whose pipeline is measured: a picture and a trace of it go to the run directory. 0 measures none."""
     tensorboard: bool = True
     """Also write TensorBoard events to run_dir."""
 

@@ -62,6 +62,10 @@ class WeightGradients:
         self._passes[-1].append((weight, compute))
         return None
 
+    def keep(self, weight: Tensor, gradient: Tensor) -> None:
+        """Hold back a gradient that is known already, until those of the same backward pass are computed."""
+        self._passes[-1].append((weight, lambda: gradient))
+
     def run_oldest(self) -> None:
         """Compute and accumulate the weight gradients of the oldest backward pass that still waits."""
         with torch.no_grad():

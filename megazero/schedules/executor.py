@@ -1,12 +1,11 @@
 """The one executor: walks a proved program on one pipeline rank.
 
 It knows a stage only by `forward`, `backward` and `backward_weight`.  Receives are posted where the program says, ahead of
-their use; sends are left behind and only waited for at the end of the step.  An activation that was sent is not kept.
+their use; sends are left behind, and their tensors go as soon as a later message shows that the peer has used them.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from itertools import groupby, pairwise
 from typing import Protocol
@@ -16,7 +15,7 @@ from torch import Tensor
 from megazero.comm.collectives import Pending, exchange
 from megazero.parallel_state import Axis
 from megazero.schedules.action import Action, Kind, Schedule, Transfer
-from megazero.schedules.simulate import program
+from megazero.schedules.simulate import Program, program
 
 
 class Stage(Protocol):
@@ -45,7 +44,7 @@ class Executor:
         schedule: proved when the executor is made.
         down, up: the pipeline axis, with the communicator for messages to higher and to lower ranks.
         new_activation: makes an empty tensor of the shape and dtype that passes between stages.
-        watch: called with each computed action when it starts and when it ends; for traces.
+        watch: called with each computed action before it starts and after it has ended; for traces.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -57,15 +56,17 @@ class Executor:
         down: Axis,
         up: Axis,
         new_activation: Callable[[], Tensor],
-        watch: Callable[[Action], None] | None = None,
+        watch: Callable[[Action], None],
     ) -> None:
         self.schedule, self._rank, self._axes, self._new_activation = schedule, down.index, (up, down), new_activation
         self._watch = watch
         passes = [a for a in schedule.ranks[down.index] if a.kind is not Kind.WEIGHT]
         self._next = dict(pairwise(passes))
+        placed = program(schedule)
+        self._received = _what_messages_confirm(placed, down.index)
         # Neighbouring transfers of a direction are posted as one batch.
         self._steps: list[Action | tuple[bool, list[Transfer]]] = []
-        for is_transfer, members in groupby(program(schedule)[down.index], key=lambda step: isinstance(step, Transfer)):
+        for is_transfer, members in groupby(placed[down.index], key=lambda step: isinstance(step, Transfer)):
             steps = list(members)
             if not is_transfer:
                 self._steps += [step for step in steps if isinstance(step, Action)]
@@ -83,13 +84,14 @@ class Executor:
                 self._compute(step, stage, messages)
             else:
                 self._post(*step, messages)
-        for pending, _ in messages.sending:
+        for pending, _ in messages.sending.values():
             pending.wait()
 
     def _compute(self, action: Action, stage: Stage, messages: _Messages) -> None:
         given = messages.take(action)
-        if self._watch is not None:
-            self._watch(action)
+        for sent in self._received.get(action, ()):
+            messages.sending.pop(sent)[0].wait()
+        self._watch(action)
         result = None
         following = self._next.get(action)
         if following is not None:
@@ -100,29 +102,51 @@ class Executor:
             result = stage.backward(action.chunk, action.microbatch, given)
         else:
             stage.backward_weight(action.chunk, action.microbatch)
-        if self._watch is not None:
-            self._watch(action)
+        self._watch(action)
         target = self.schedule.target(self._rank, action)
         if target is not None and result is not None:
             rank, use = target
             messages.results[use if rank == self._rank else action] = result.detach()
 
     def _post(self, goes_down: bool, transfers: list[Transfer], messages: _Messages) -> None:
-        while messages.sending and messages.sending[0][0].done():
-            messages.sending.popleft()[0].wait()
         axis = self._axes[goes_down]
-        sends, receives, uses = [], [], []
+        sends, carried, receives, uses = [], [], [], []
         for transfer in transfers:
             peer = axis.ranks[transfer.peer]
             if transfer.kind is Kind.SEND:
                 sends.append((messages.results.pop(transfer.carries).contiguous(), peer))
+                carried.append(transfer.carries)
             else:
                 receives.append((self._new_activation(), peer))
                 uses.append(transfer.lands)
         pendings = exchange(sends, receives, axis)
-        messages.sending.extend((pending, tensor) for pending, (tensor, _) in zip(pendings, sends, strict=False))
+        leaving = zip(carried, pendings[: len(sends)], sends, strict=True)
+        messages.sending.update({action: (pending, tensor) for action, pending, (tensor, _) in leaving})
         arriving = zip(uses, pendings[len(sends) :], receives, strict=True)
         messages.arriving.update({use: (pending, buffer) for use, pending, (buffer, _) in arriving})
+
+
+def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
+    """By the action that uses a message from a peer: the sends that the peer had used up when it sent that message.
+
+    Their tensors can go then, at no wait.  Not every backend can tell by itself that a send is done.
+    """
+    confirmed: dict[Action, list[Action]] = {}
+    for peer, steps in enumerate(placed):
+        if peer == rank:
+            continue
+        coming = {
+            t.lands: t.carries for t in steps if isinstance(t, Transfer) and t.kind is Kind.RECV and t.peer == rank
+        }
+        used: list[Action] = []
+        for step in steps:
+            if isinstance(step, Action):
+                if step in coming:
+                    used.append(coming[step])
+            elif step.kind is Kind.SEND and step.peer == rank and used:
+                confirmed[step.lands] = used
+                used = []
+    return confirmed
 
 
 class _Messages:
@@ -131,7 +155,7 @@ class _Messages:
     def __init__(self) -> None:
         self.results: dict[Action, Tensor] = {}
         self.arriving: dict[Action, tuple[Pending, Tensor]] = {}
-        self.sending: deque[tuple[Pending, Tensor]] = deque()
+        self.sending: dict[Action, tuple[Pending, Tensor]] = {}
 
     def take(self, use: Action) -> Tensor | None:
         """What an action needs, from another rank or from this one; None where it needs nothing."""

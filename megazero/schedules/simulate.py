@@ -70,7 +70,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """From time 0 to the last end."""
         return max(end for _, end in self.spans.values())
 
     def idle(self, rank: int) -> float:
@@ -82,6 +82,16 @@ class Timeline:
         """Idle share of all ranks' time."""
         ranks = range(self.schedule.pp)
         return sum(self.idle(rank) for rank in ranks) / (self.makespan * self.schedule.pp)
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """Mean cost of each part of a rank's work in a timeline that was measured; without a hop, which it cannot tell."""
+    durations: dict[Kind, list[float]] = {kind: [] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)}
+    for (_, action), (start, end) in timeline.spans.items():
+        durations[action.kind].append(end - start)
+    chunks = timeline.schedule.chunks
+    forward, backward, weight = (sum(times) / max(1, len(times)) * chunks for times in durations.values())
+    return Costs(forward, backward, weight)
 
 
 def peak_activations(schedule: Schedule, rank: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from megazero.config import ResolvedRun, RunConfig, save_config
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, initialize
 from megazero.parallel_state import ParallelState
+from megazero.schedules.draw import chrome_trace, draw_svg
+from megazero.schedules.simulate import Timeline, measured_costs, simulate
+from megazero.schedules.table import write_text
 from megazero.training.batches import DataError, open_corpus_of, read_batches
 from megazero.training.lr_schedule import learning_rate_factor
 from megazero.training.metrics import (
@@ -83,7 +87,7 @@ def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -
     sinks = agree(open_sinks, state.world, OSError)
     say(_describe(run, engine))
     try:
-        return _Loop(run, engine, corpus, sinks, run_dir).finish(position, origin)
+        return _Loop(run, engine, corpus, sinks, say).finish(position, origin)
     finally:
         for sink in sinks:
             sink.close()
@@ -92,9 +96,11 @@ def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -
 class _Loop:
     """Steps until the run is done, with evaluation and checkpoints on the way."""
 
-    def __init__(self, run: ResolvedRun, engine: Engine, corpus: Corpus, sinks: Sequence[Sink], run_dir: Path) -> None:
-        self.run, self.engine, self.corpus, self.sinks = run, engine, corpus, sinks
-        self.checkpoints = run_dir / CHECKPOINTS
+    def __init__(
+        self, run: ResolvedRun, engine: Engine, corpus: Corpus, sinks: Sequence[Sink], say: Callable[[str], None]
+    ) -> None:
+        self.run, self.engine, self.corpus, self.sinks, self.say = run, engine, corpus, sinks, say
+        self.checkpoints = Path(run.config.training.run_dir) / CHECKPOINTS
         self.loss: float | None = None
         self.val_loss: float | None = None
 
@@ -119,7 +125,11 @@ class _Loop:
         lr = run.config.optimizer.lr * learning_rate_factor(
             run.config.lr_schedule, position.step, run.config.training.steps
         )
-        statistics = self.engine.train_step(batches, lr)
+        if position.step + 1 == run.config.logging.pipeline_trace_step:
+            statistics, timeline = self.engine.traced_step(batches, lr)
+            self._report_pipeline(timeline, position.step + 1)
+        else:
+            statistics = self.engine.train_step(batches, lr)
         seconds = time.perf_counter() - started
         done = Position(position.step + 1, position.samples + count, position.tokens + statistics.tokens)
         self.loss = statistics.loss
@@ -141,6 +151,19 @@ class _Loop:
         for sink in self.sinks:
             sink.write(metrics)
         return done
+
+    def _report_pipeline(self, timeline: Timeline, step: int) -> None:
+        """Draw a measured pipeline beside the bubble that the schedule predicts for the same costs."""
+        if self.engine.state.rank != 0:
+            return
+        predicted = simulate(timeline.schedule, measured_costs(timeline))
+        name = self.checkpoints.parent / f"pipeline-step-{step:08d}"
+        write_text(name.with_suffix(".svg"), draw_svg(timeline))
+        write_text(name.with_suffix(".json"), json.dumps(chrome_trace(timeline, unit_us=1e6)))
+        self.say(
+            f"pipeline of step {step}: bubble {timeline.bubble_fraction:.1%} measured, "
+            f"{predicted.bubble_fraction:.1%} predicted for its costs | {name}.svg, {name}.json"
+        )
 
     def _evaluate(self) -> float:
         validation = self.corpus.validation

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.comm.collectives import Pending, all_reduce, reduce_scatter
+from megazero.layers.linear import WeightGradients
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, intersect
 
@@ -111,14 +112,25 @@ class GradientReducer:
         self._free: list[Tensor] = []
         self._lendable = max(bucket.layout.padded_numel for bucket in buckets)
 
-    def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take every gradient that autograd computes for these parameters, by qualified name."""
-        for name, parameter in parameters.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._take, name))
+    def attach(self, parameters: Mapping[str, nn.Parameter], waiting: Mapping[str, WeightGradients]) -> None:
+        """Take every gradient that autograd computes for these parameters.
 
-    def _take(self, name: str, parameter: Tensor) -> None:
+        Args:
+            parameters: by qualified name.
+            waiting: by the same names, where the weight gradients of the parameter's chunk wait when the schedule splits
+                backwards.  Vectors wait with them: alone they would keep every bucket of the chunk open until then.
+        """
+        for name, parameter in parameters.items():
+            waits = waiting.get(name) if parameter.dim() == 1 else None
+            parameter.register_post_accumulate_grad_hook(partial(self._take, name, waits))
+
+    def _take(self, name: str, waits: WeightGradients | None, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:
+        if gradient is None:
+            return
+        if waits is not None and waits.deferring:
+            waits.keep(parameter, gradient)
+        else:
             self.accumulate(name, gradient)
 
     def begin_step(self, micro_batches: int) -> None:
@@ -242,8 +254,9 @@ class GradientReducer:
 
     def working_bytes(self) -> int:
         """Bytes of the bucket-size buffers through which gradients pass on their way to the shards."""
-        open_buffers = [r.full for r in self._rounds if r.full is not None and not r.bucket.keeps_gradients]
-        return sum(buffer.nbytes for buffer in [*self._free, *open_buffers])
+        filling = [r.full for r in self._rounds if r.full is not None and not r.bucket.keeps_gradients]
+        busy = [buffer for reduction in self._in_flight for buffer in reduction.busy]
+        return sum(buffer.nbytes for buffer in [*self._free, *filling, *busy])
 
 
 def square_sum(flat: Tensor) -> Tensor:

@@ -1,0 +1,152 @@
+"""What a pipeline promises beyond equal numbers: reduction under the backward, sharding while it runs, bounded memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from test_any_schedule import SCHEDULES
+from worlds import LLAMA, LR, engine_on, micro_batches, run_of
+
+from megazero.config import ResolvedRun
+from megazero.models.gpt import MicroBatch
+from megazero.schedules.action import Kind
+
+UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
+
+
+def _watched(rank: int, run: ResolvedRun) -> dict[str, Any]:
+    """The second step's events in order, and the most gradient memory at any action."""
+    engine = engine_on(rank, run)
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    events: list[str] = []
+    peak = 0
+    count = engine.state.traffic.add
+
+    def add(axis: str, operation: str, sent_bytes: int) -> None:
+        events.append(f"{operation} over {axis}")
+        count(axis, operation, sent_bytes)
+
+    def watch(action: Any) -> None:
+        nonlocal peak
+        events.append(str(action))
+        memory = engine.memory_bytes()
+        peak = max(peak, memory["gradients"] + memory["gradient_buffers"])
+
+    engine.state.traffic.reset()
+    engine.state.traffic.add = add
+    engine.watch = watch
+    engine.train_step(micro_batches(run, engine.state, 1), LR)
+    layouts = [bucket.layout for bucket in engine.parameters.buckets]
+    return {
+        "events": events,
+        "peak": peak,
+        "elements": sum(layout.padded_numel for layout in layouts),
+        "largest": max(layout.padded_numel for layout in layouts),
+        "sent": dict(engine.state.traffic.sent_bytes),
+        "labels": engine.share.labels,
+    }
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_reduction_is_issued_during_the_backwards_not_after_the_last(zero_stage: int) -> None:
+    """1F1B with 8 micro-batches: every backward but the first reduces between its start and the end of the last one."""
+    run = run_of(4, model=UNTIED, parallel={"pp": 2}, zero={"stage": zero_stage}, training={"accumulation": 4})
+    for measured in run_world(4, _watched, run):
+        events = measured["events"]
+        backwards = [index for index, event in enumerate(events) if event.startswith(Kind.BACKWARD.value)]
+        reductions = [index for index, event in enumerate(events) if event == "reduce_scatter over dp"]
+        spans = list(zip(backwards[::2], backwards[1::2], strict=True))
+        assert len(spans) == 4
+        for start, end in spans:
+            assert any(start < index < end for index in reductions), "a backward issued no reduction"
+        assert all(index < backwards[-1] for index in reductions), "a reduction was left for after the last backward"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_traffic_over_dp_is_the_formula_under_every_schedule(schedule: str, zero_stage: int) -> None:
+    """2Ψ, 2Ψ, (G + 1)Ψ; stage 3 reduces GΨ and gathers at most 2GΨ."""
+    model = UNTIED | {"num_layers": 4}
+    run = run_of(
+        4,
+        model=model,
+        parallel={"pp": 2, **SCHEDULES[schedule]},
+        zero={"stage": zero_stage},
+        training={"accumulation": 2},
+    )
+    for measured in run_world(4, _watched, run):
+        psi = 4 * measured["elements"] // 2
+        count = 8 if measured["labels"] else 0
+        sent = {operation: value for (axis, operation), value in measured["sent"].items() if axis == "dp"}
+        assert sent.get("all_reduce", 0) == (2 * psi if zero_stage == 0 else 0) + count
+        assert sent.get("reduce_scatter", 0) == psi * (0, 1, 2, 2)[zero_stage]
+        if zero_stage < 3:
+            assert sent.get("all_gather", 0) == (psi if zero_stage else 0)
+        else:
+            assert 0 < sent["all_gather"] <= 2 * 2 * psi
+
+
+def test_whole_step_policy_gathers_each_unit_once_and_reduces_once() -> None:
+    """Stage 3 with gather_policy and reduce "step": Ψ to gather, Ψ to reduce, whatever the number of micro-batches."""
+    zero = {"stage": 3, "gather_policy": "step", "reduce": "step"}
+    run = run_of(4, model=UNTIED, parallel={"pp": 2}, zero=zero, training={"accumulation": 4})
+    for measured in run_world(4, _watched, run):
+        psi = 4 * measured["elements"] // 2
+        assert measured["sent"]["dp", "all_gather"] == psi
+        assert measured["sent"]["dp", "reduce_scatter"] == psi
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_gradients_are_sharded_while_the_pipeline_runs(schedule: str, zero_stage: int) -> None:
+    """At every action: a rank's shard, and the buckets that fill or travel; never the whole gradient."""
+    model = UNTIED | {"num_layers": 48}
+    parallel = {"pp": 2, **SCHEDULES[schedule]}
+    run = run_of(4, model=model, parallel=parallel, zero={"stage": zero_stage}, training={"accumulation": 4})
+    for measured in run_world(4, _watched, run):
+        shard, buffer = 4 * measured["elements"] // 2, 4 * measured["largest"]
+        assert 8 * buffer < shard, "the bound would say nothing"
+        assert measured["peak"] <= shard + 8 * buffer
+
+
+def _peak_bytes(rank: int, run: ResolvedRun, microbatches: int) -> int:
+    """Most bytes that torch's allocator held at once during a step, above what it held before."""
+    engine = engine_on(rank, run)
+    model = run.config.model
+    tokens = torch.randint(0, model.vocab_size, (model.seq_len, 4), generator=torch.Generator().manual_seed(1))
+    batches = [MicroBatch(torch.arange(4), tokens, tokens)] * microbatches
+    engine.train_step(batches, LR)  # makes every lasting buffer
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        engine.train_step(batches, LR)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    return max(itertools.accumulate(change for _, change in changes))
+
+
+def _peak(schedule: str, microbatches: int) -> int:
+    """Most that a step adds on any rank."""
+    model = UNTIED | {"hidden_size": 64, "num_layers": 4, "ffn_hidden_size": 192, "seq_len": 512}
+    parallel = {"pp": 2, **SCHEDULES[schedule]}
+    run = run_of(2, model=model, parallel=parallel, training={"accumulation": 2})
+    return max(run_world(2, _peak_bytes, run, microbatches))
+
+
+def test_peak_memory_of_1f1b_does_not_grow_with_the_micro_batches() -> None:
+    """Under gpipe the same model grows with each micro-batch."""
+    few, many = _peak("1f1b", 2), _peak("1f1b", 12)
+    assert many < 1.05 * few
+    assert _peak("gpipe", 12) > 3 * few
+
+
+def test_zb_h1_has_the_peak_memory_of_1f1b() -> None:
+    assert _peak("zb-h1", 8) < 1.05 * _peak("1f1b", 8)
