@@ -181,8 +181,8 @@ def show(
     compare: Annotated[bool, typer.Option("--compare", help="Table of all schedules for these numbers.")] = False,
 ) -> None:
     """Prove a pipeline schedule, draw it, and tell its idle time and memory."""
-    from megazero.schedules.draw import MIN_WIDTH, chrome_trace, draw_svg, draw_text
-    from megazero.schedules.simulate import program, simulate
+    from megazero.schedules.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_svg, draw_text
+    from megazero.schedules.simulate import ScheduleError, program, simulate
     from megazero.schedules.table import write_text
 
     try:
@@ -194,7 +194,10 @@ def show(
             raise ValueError(f"placement={placement} is for the schedule of a --file; a named one has its own")
         if is_drawn:
             shown = shown or _named_schedule(schedule or "1f1b", pp, microbatches, virtual_stages, compare)
-            program(shown)
+            try:
+                program(shown)
+            except ScheduleError as error:
+                raise ValueError(f"{error}\n{draw_refused(shown, error)}".rstrip()) from None
             timeline = simulate(shown, times)
             colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
             width = max(shutil.get_terminal_size(fallback=(100, 24)).columns, MIN_WIDTH)

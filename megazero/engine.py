@@ -27,11 +27,11 @@ from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.linear import WeightGradients
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch, collect_specs
 from megazero.models.hf_names import hugging_face_config
-from megazero.models.stages import cut_evenly
+from megazero.models.stages import cut
 from megazero.parallel_state import Axis, ParallelState
-from megazero.schedules.action import Action
+from megazero.schedules.action import Action, Schedule
 from megazero.schedules.executor import Executor
-from megazero.schedules.generators import FAMILIES, forward_only
+from megazero.schedules.generators import FAMILIES, Family, family_of, forward_only
 from megazero.schedules.simulate import Timeline
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.optimizer import ShardedAdamW
@@ -167,6 +167,7 @@ class Engine:
     Args:
         chunks: this rank's part of the model; parameters may be on the meta device.
         later: per chunk, where its weight gradients wait when the schedule splits the backward.
+        family: the pipeline schedule.
         config: the resolved run.
         state: the rank's place and groups.
 
@@ -174,7 +175,12 @@ class Engine:
     """
 
     def __init__(
-        self, chunks: Sequence[GPTStage], later: Sequence[WeightGradients], config: RunConfig, state: ParallelState
+        self,
+        chunks: Sequence[GPTStage],
+        later: Sequence[WeightGradients],
+        family: Family,
+        config: RunConfig,
+        state: ParallelState,
     ) -> None:
         self.chunks, self.config, self.state = nn.ModuleList(chunks), config, state
         self.dtype = DTYPES[config.precision.dtype]
@@ -212,7 +218,7 @@ class Engine:
             tokens=any(chunk.embedding is not None for chunk in chunks),
             labels=any(chunk.head is not None for chunk in chunks),
         )
-        self._stages, self._later, self._family = list(chunks), later, FAMILIES[config.parallel.schedule]
+        self._stages, self._later, self._family = list(chunks), later, family
         names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         for waits in later:
             waits.deliver_to(lambda weight, gradient: self.reducer.accumulate(names[id(weight)], gradient))
@@ -442,17 +448,23 @@ def _check_origin(origin: Path, config: RunConfig, data_fingerprint: str) -> Tra
     return trainer
 
 
-def initialize(config: RunConfig, state: ParallelState, *, draw: bool = True) -> Engine:
+def initialize(
+    config: RunConfig, state: ParallelState, *, draw: bool = True, schedule: Schedule | None = None
+) -> Engine:
     """Build this rank's part of the model and bind it to its schedule, its ZeRO stage and its precision.
 
     Args:
         config: a resolved run.
         state: the rank's place and groups.
         draw: give the parameters their initial values; False where a checkpoint follows at once.
+        schedule: the user's own, instead of what `parallel.schedule` names; proved before the first step like any other.
+
+    Raises:
+        ScheduleError, ValueError: the schedule cannot run, or not with these numbers.
     """
-    family, virtual_stages = FAMILIES[config.parallel.schedule], config.parallel.virtual_stages
-    placement = family.placement(state.pp.size, family.chunks or virtual_stages)
-    layouts = cut_evenly(config.model.num_layers, len(placement))
+    family = FAMILIES[config.parallel.schedule] if schedule is None else family_of(schedule)
+    placement = family.placement(state.pp.size, family.chunks or config.parallel.virtual_stages)
+    layouts = cut(config.model, config.parallel.layout, len(placement))
     chunks, waiting = [], []
     for layout, (rank, _) in zip(layouts, placement, strict=True):  # a rank's chunks come in order
         if rank != state.at.pp:
@@ -469,7 +481,7 @@ def initialize(config: RunConfig, state: ParallelState, *, draw: bool = True) ->
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
         waiting.append(later)
-    engine = Engine(chunks, waiting, config, state)
+    engine = Engine(chunks, waiting, family, config, state)
     if draw:
         engine.parameters.draw(config.training.seed, state.tp)
     return engine

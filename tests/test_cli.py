@@ -204,3 +204,22 @@ def test_tokenized_text_trains_under_torchrun(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert len(losses(tmp_path / "run")) == 3
+
+
+def test_a_schedule_file_runs_and_its_measured_pipeline_is_drawn(tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text("F0,F1,B0,B1,W0,W1\nF0,F1,B0,B1,W0,W1\n")
+    words = [*TINY, *shape(1, 2, 2, 1), f"training.run_dir={tmp_path / 'run'}", "training.steps=3"]
+    words += [f"parallel.schedule_file={table}", "training.accumulation=2", "logging.pipeline_trace_step=2"]
+    done = megazero("train", QUICKSTART, *words)
+    assert done.returncode == 0, done.stderr
+    assert "pipeline of step 2: bubble" in done.stdout
+    assert "predicted for its costs" in done.stdout
+    events = json.loads((tmp_path / "run" / "pipeline-step-00000002.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 12
+    assert (tmp_path / "run" / "pipeline-step-00000002.svg").read_text().startswith("<svg")
+    table.write_text("F0,F1,W0,B0,B1,W1\nF0,F1,B0,B1,W0,W1\n")
+    refused = megazero("train", QUICKSTART, *words, "training.steps=6")
+    assert refused.returncode == 1
+    assert "rank 0 runs W0 before B0" in refused.stderr
+    assert ">W0<" in refused.stderr

@@ -59,10 +59,6 @@ class Pending:
         if finish is not None:
             finish()
 
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work is None or self._work.is_completed()
-
 
 def _guarded(call: Callable[[], T], describe: Callable[[], str]) -> T:
     try:

@@ -54,6 +54,15 @@ def chunks_per_rank(parallel: ParallelConfig) -> int:
     return 2 if parallel.schedule == "zbv" else parallel.virtual_stages
 
 
+def layer_counts(layout: str | tuple[tuple[int | str, ...], ...]) -> list[int]:
+    """Give the transformer layers of each stage of a written layout.
+
+    Args:
+        layout: per stage its layers; the words "embed" and "head" stand for no layer.
+    """
+    return [sum(part for part in stage if isinstance(part, int)) for stage in layout]
+
+
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     """Give the number of model replicas.
 

@@ -10,7 +10,13 @@ So every rule that can be judged is judged, and all problems are told at once.
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from megazero.config.derive import chunks_per_rank, complete_batch, data_parallel_size, ffn_hidden_size
+from megazero.config.derive import (
+    chunks_per_rank,
+    complete_batch,
+    data_parallel_size,
+    ffn_hidden_size,
+    layer_counts,
+)
 from megazero.config.problem import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text
 from megazero.config.schema import RunConfig
 
@@ -98,6 +104,17 @@ def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("model.num_layers", layers, f"must be >= {stages}, a layer for each stage", hint)
 
 
+def _layout_is_of_this_model(config: RunConfig, _: int) -> Iterator[Problem]:
+    layout = config.parallel.layout
+    if isinstance(layout, str):
+        return
+    counts, stages = layer_counts(layout), config.parallel.pp * chunks_per_rank(config.parallel)
+    if len(counts) != stages or sum(counts) != config.model.num_layers:
+        rule = f"must have {stages} stages with model.num_layers={config.model.num_layers} layers in all"
+        hint = f"it has {len(counts)} with {sum(counts)}"
+        yield Problem("parallel.layout", layout, rule, hint)
+
+
 def _schedule_has_its_chunks(config: RunConfig, _: int) -> Iterator[Problem]:
     schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
     if schedule == "interleaved" and chunks < 2:
@@ -164,6 +181,7 @@ RULES = (
     Rule(("model.family", "model.tie_embeddings"), _gpt2_ties_embeddings),
     Rule(("model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
     Rule(_CHUNKS, _schedule_has_its_chunks),
+    Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _layout_is_of_this_model),
     Rule(_WORLD, _world_is_filled),
     Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
     Rule((*_WORLD, *_BATCH, *_CHUNKS), _interleaved_has_full_groups),

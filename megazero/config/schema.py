@@ -10,7 +10,7 @@ ties several keys together is in `rules`. The line below each key is its documen
 """
 
 from itertools import permutations
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_serializer
 from pydantic_core import PydanticCustomError, PydanticKnownError
@@ -67,6 +67,32 @@ class ModelConfig(_Section):
     """Standard deviation of the initial weights."""
 
 
+def _layout(value: object) -> object:
+    """Take "even", "cost", or a list per stage of layer counts, with "embed" first of all and "head" last of all."""
+    if value in ("even", "cost"):
+        return value
+    stages = [tuple(stage) if isinstance(stage, list | tuple) else None for stage in value] if _is_list(value) else []
+    for index, stage in enumerate(stages):
+        words = {"embed"} if index == 0 else set()
+        words |= {"head"} if index == len(stages) - 1 else set()
+        if stage is None or not all((type(part) is int and part >= 0) or part in words for part in stage):
+            stages = []
+            break
+    if not stages:
+        rule = 'be "even", "cost" or a list per stage such as [["embed", 4], [5], [4, "head"]]'
+        raise PydanticCustomError("layout", rule, {})
+    return tuple(stages)
+
+
+def _is_list(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
+    return isinstance(value, list | tuple)
+
+
+Layout = Annotated[
+    Literal["even", "cost"] | tuple[tuple[int | Literal["embed", "head"], ...], ...], BeforeValidator(_layout)
+]
+
+
 class ParallelConfig(_Section):
     """How the model and the data are spread over the ranks: tp * pp * dp = world size."""
 
@@ -80,8 +106,14 @@ class ParallelConfig(_Section):
     """Split what lies between the tensor-parallel regions over tp by sequence position; without effect at tp = 1."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"] = "1f1b"
     """Order of forward and backward passes in the pipeline."""
+    schedule_file: Text | None = None
+    """A schedule of your own as a CSV file, instead of `schedule`; it fixes pp, accumulation and the chunks."""
+    schedule_placement: Literal["loop", "v"] = "loop"
+    """How the chunks of `schedule_file` lie on the ranks: round and round, or down and back up."""
     virtual_stages: Count = 1
     """Model chunks on each pipeline rank, for the schedule interleaved (2 or more); zbv always has two, the others one."""
+    layout: Layout = "even"
+    """How layers are cut into stages: "even", by "cost" (the head weighed), or by list: [["embed", 4], [5], [4, "head"]]."""
     order: str = "tp-cp-dp-pp"
     """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart. cp is always 1."""
     timeout_seconds: Count = 600

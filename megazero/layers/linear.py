@@ -135,7 +135,7 @@ def parallel_linear(
 
     Returns: [seq, batch, out].
     """
-    if later is None and (tp.size == 1 or entry == "local"):
+    if (later is None or not later.deferring) and (tp.size == 1 or entry == "local"):
         return F.linear(x, weight, bias)
     return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, later)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+from megazero.config.derive import layer_counts
+from megazero.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,84 @@ def cut_evenly(num_layers: int, stages: int) -> tuple[StageLayout, ...]:
     Raises:
         ValueError: more stages than layers.
     """
+    _check(num_layers, stages)
+    short, surplus = divmod(num_layers, stages)
+    return cut_by_counts([short + (stage < surplus) for stage in range(stages)])
+
+
+def cut_by_cost(
+    num_layers: int, stages: int, head_layers: float, embedding_layers: float = 0.0
+) -> tuple[StageLayout, ...]:
+    """Cut layers so that the costliest stage costs least; every stage has a layer.
+
+    Args:
+        num_layers: transformer layers of the model.
+        stages: pipeline stages, all chunks of all ranks.
+        head_layers: cost of the head and its loss, in layers.
+        embedding_layers: cost of the embedding, in layers.
+
+    Raises:
+        ValueError: more stages than layers.
+    """
+    _check(num_layers, stages)
+    counts, costs = [1] * stages, [1.0] * stages
+    costs[0] += embedding_layers
+    costs[-1] += head_layers
+    for _ in range(num_layers - stages):
+        cheapest = min(range(stages), key=lambda stage: costs[stage])
+        counts[cheapest] += 1
+        costs[cheapest] += 1
+    return cut_by_counts(counts)
+
+
+def cut_by_counts(counts: Sequence[int]) -> tuple[StageLayout, ...]:
+    """Give every stage its number of layers, in order; a stage that is only an end of the model may have none."""
+    starts = [0, *accumulate(counts)]
+    last = len(counts) - 1
+    return tuple(
+        StageLayout(range(starts[stage], starts[stage + 1]), stage == 0, stage == last) for stage in range(last + 1)
+    )
+
+
+def head_cost_in_layers(model: ModelConfig) -> float:
+    """Multiplications of the output head per token over those of one layer.
+
+    Args:
+        model: a resolved model section.
+
+    A layer has its matrices and, per token, on average seq / 2 positions to attend to, in scores and in values.
+    """
+    hidden, head_size = model.hidden_size, model.hidden_size // model.num_heads
+    kv = (model.num_kv_heads or model.num_heads) * head_size
+    matrices = (2 if model.family == "gpt2" else 3) * hidden * (model.ffn_hidden_size or 4 * hidden)
+    layer = 2 * hidden * hidden + 2 * hidden * kv + matrices + hidden * model.seq_len
+    return model.vocab_size * hidden / layer
+
+
+def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], stages: int) -> tuple[StageLayout, ...]:
+    """Cut a model as the configuration says.
+
+    Args:
+        model: a resolved model section.
+        layout: "even", "cost", or per stage its layers and the words "embed" and "head".
+        stages: pipeline stages, all chunks of all ranks.
+
+    Raises:
+        ValueError: more stages than layers, or a layout of another model or another number of stages.
+    """
+    if layout == "even":
+        return cut_evenly(model.num_layers, stages)
+    if layout == "cost":
+        return cut_by_cost(model.num_layers, stages, head_cost_in_layers(model))
+    counts = layer_counts(layout)
+    if len(counts) != stages or sum(counts) != model.num_layers:
+        raise ValueError(
+            f"parallel.layout has {sum(counts)} layers in {len(counts)} stages; "
+            f"the model has num_layers={model.num_layers} and the schedule {stages} stages"
+        )
+    return cut_by_counts(counts)
+
+
+def _check(num_layers: int, stages: int) -> None:
     if not 1 <= stages <= num_layers:
         raise ValueError(f"{stages} pipeline stages must be at least 1 and at most num_layers={num_layers}")
-    short, surplus = divmod(num_layers, stages)
-    starts = [stage * short + min(stage, surplus) for stage in range(stages + 1)]
-    return tuple(
-        StageLayout(range(starts[stage], starts[stage + 1]), stage == 0, stage == stages - 1) for stage in range(stages)
-    )

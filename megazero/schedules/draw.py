@@ -24,7 +24,7 @@ from xml.sax.saxutils import escape
 
 from megazero.schedules.action import Action, Kind, Schedule
 from megazero.schedules.generators import FAMILIES
-from megazero.schedules.simulate import Costs, Timeline, peak_activations, simulate
+from megazero.schedules.simulate import Costs, ScheduleError, Timeline, peak_activations, simulate
 
 MIN_WIDTH = 40
 _FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.WEIGHT: "~"}
@@ -409,6 +409,11 @@ def _compared(schedule: Schedule, costs: Costs | None) -> Compared:
 
 
 # ---- refused schedules
+
+
+def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
+    """The schedule around the action that it was refused for; empty where there is none."""
+    return "" if error.rank is None or error.action is None else draw_around(schedule, error.rank, error.action)
 
 
 def draw_around(schedule: Schedule, rank: int, action: Action) -> str:

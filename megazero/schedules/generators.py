@@ -159,6 +159,20 @@ class Family:
     chunks: int | None = 1
 
 
+def family_of(schedule: Schedule) -> Family:
+    """The family of one schedule, for a schedule of the user's own: it runs with its own numbers only."""
+
+    def generate(pp: int, microbatches: int, _: int) -> Schedule:
+        if (pp, microbatches) != (schedule.pp, schedule.microbatches):
+            raise ValueError(
+                f"schedule {schedule.name} is for pp={schedule.pp} and {schedule.microbatches} micro-batches; "
+                f"the run has pp={pp} and {microbatches}"
+            )
+        return schedule
+
+    return Family(generate, lambda *_: schedule.placement, schedule.chunks)
+
+
 FAMILIES: dict[str, Family] = {
     "gpipe": Family(lambda pp, microbatches, _: gpipe(pp, microbatches), loop),
     "1f1b": Family(lambda pp, microbatches, _: one_forward_one_backward(pp, microbatches), loop),

@@ -26,7 +26,16 @@ Program: TypeAlias = tuple[tuple[Action | Transfer, ...], ...]
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run, with the first offending action."""
+    """A schedule that cannot run.
+
+    Args:
+        message: what is wrong.
+        rank, action: the first offending action, where there is one.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, action: Action | None = None) -> None:
+        super().__init__(message)
+        self.rank, self.action = rank, action
 
 
 @dataclass(frozen=True)
@@ -118,18 +127,18 @@ def _check_complete(schedule: Schedule) -> None:
         wanted = {Action(k, m, c) for k in kinds for m in range(schedule.microbatches) for c in chunks}
         place = {action: index for index, action in reversed(list(enumerate(actions)))}
         if repeated := [action for index, action in enumerate(actions) if place[action] < index]:
-            raise ScheduleError(f"{schedule.name}: rank {rank} runs {repeated[0]} twice")
+            raise ScheduleError(f"{schedule.name}: rank {rank} runs {repeated[0]} twice", rank, repeated[0])
         if missing := wanted - set(actions):
-            raise ScheduleError(f"{schedule.name}: rank {rank} never runs {min(map(str, missing))}")
+            first = min(missing, key=str)
+            raise ScheduleError(f"{schedule.name}: rank {rank} never runs {first}", rank, first)
         if surplus := set(actions) - wanted:
-            raise ScheduleError(
-                f"{schedule.name}: rank {rank} runs {min(map(str, surplus))}, which is no part of a step"
-            )
+            first = min(surplus, key=str)
+            raise ScheduleError(f"{schedule.name}: rank {rank} runs {first}, which is no part of a step", rank, first)
         for action in actions:
             before = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}.get(action.kind)
             own = Action(before, action.microbatch, action.chunk) if before else action
             if place[own] > place[action]:
-                raise ScheduleError(f"{schedule.name}: rank {rank} runs {action} before {own}")
+                raise ScheduleError(f"{schedule.name}: rank {rank} runs {action} before {own}", rank, action)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -168,7 +177,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
             action = actions[at[rank]]
             source = schedule.source(rank, action)
             waits = "" if source is None else f", which waits for {source[1]} on rank {source[0]}"
-            raise ScheduleError(f"{schedule.name}: deadlock; rank {rank} stops at {action}{waits}")
+            raise ScheduleError(f"{schedule.name}: deadlock; rank {rank} stops at {action}{waits}", rank, action)
     return Timeline(schedule, spans)
 
 

@@ -27,6 +27,7 @@ from megazero.comm.collectives import LostPeerError
 from megazero.config import ResolvedRun, RunConfig
 from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.schedules.simulate import ScheduleError
 from megazero.training.batches import DataError
 from megazero.training.loop import RunSummary, train
 
@@ -42,7 +43,7 @@ class DeviceError(RuntimeError):
 
 
 # Errors whose text says all there is to say; any other comes with its traceback.
-_TOLD_IN_WORDS = (CheckpointError, DataError, DeviceError, LostPeerError, NonFiniteError, OSError)
+_TOLD_IN_WORDS = (CheckpointError, DataError, DeviceError, LostPeerError, NonFiniteError, OSError, ScheduleError)
 # A rank that lost a peer waits so long before it ends, so that the launcher meets the cause before its consequences.
 _CAUSE_FIRST_SECONDS = 1.0
 

@@ -22,9 +22,11 @@ from megazero.config import ResolvedRun, RunConfig, save_config
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, initialize
 from megazero.parallel_state import ParallelState
-from megazero.schedules.draw import chrome_trace, draw_svg
-from megazero.schedules.simulate import Timeline, measured_costs, simulate
-from megazero.schedules.table import write_text
+from megazero.schedules.action import Schedule
+from megazero.schedules.draw import chrome_trace, draw_refused, draw_svg
+from megazero.schedules.generators import family_of
+from megazero.schedules.simulate import ScheduleError, Timeline, measured_costs, program, simulate
+from megazero.schedules.table import read_schedule, write_text
 from megazero.training.batches import DataError, open_corpus_of, read_batches
 from megazero.training.lr_schedule import learning_rate_factor
 from megazero.training.metrics import (
@@ -78,7 +80,9 @@ def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -
     say = show if state.rank == 0 else lambda _: None
     corpus = agree(lambda: open_corpus_of(config), state.world, DataError)
     origin = _resume_from(config, run_dir, state)
-    engine = initialize(config, state, draw=origin is None)
+    engine = initialize(
+        config, state, draw=origin is None, schedule=agree(_own_schedule(run), state.world, ScheduleError)
+    )
     position = Position()
     if origin is not None:
         position = engine.load(origin, corpus.fingerprint)
@@ -182,6 +186,24 @@ class _Loop:
         directory = step_directory(self.checkpoints, position.step)
         self.engine.save(directory, position, self.corpus.fingerprint)
         return directory
+
+
+def _own_schedule(run: ResolvedRun) -> Callable[[], Schedule | None]:
+    """Reads and proves the schedule that the configuration names as a file."""
+    parallel = run.config.parallel
+
+    def read() -> Schedule | None:
+        if parallel.schedule_file is None:
+            return None
+        schedule = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
+        family_of(schedule).generate(parallel.pp, run.accumulation, schedule.chunks)
+        try:
+            program(schedule)
+        except ScheduleError as error:
+            raise ScheduleError(f"{error}\n{draw_refused(schedule, error)}") from error
+        return schedule
+
+    return read
 
 
 def _resume_from(config: RunConfig, run_dir: Path, state: ParallelState) -> Path | None:

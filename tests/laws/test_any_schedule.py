@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,6 +29,8 @@ from worlds import (
 from megazero.config import ResolvedRun
 from megazero.engine import initialize
 from megazero.models.gpt import MicroBatch
+from megazero.schedules.action import Action, Kind, Schedule, loop
+from megazero.schedules.simulate import ScheduleError
 
 DEEP = {"num_layers": 5}  # does not divide by 2 ranks of 2 chunks
 MODELS = {
@@ -133,3 +136,31 @@ def test_all_schedules_give_bit_equal_gradients_on_one_shape(microbatches: int, 
     for schedule, got in zip(given[1:], others, strict=True):
         for name, tensor in wanted.items():
             assert torch.equal(got[name], tensor), f"{name} under {schedule['schedule']}"
+
+
+@pytest.mark.parametrize("layout", ["cost", (("embed",), (5, "head")), (("embed", 4), (1, "head"))])
+def test_any_cut_of_the_layers_is_the_same_run(layout: Any) -> None:
+    run = run_of(4, model=MODELS["tied"], parallel={"pp": 2, "layout": layout}, zero={"stage": 3})
+    _assert_agrees(run_world(4, _train, run)[0], _plain("tied"))
+
+
+def _own(rank: int, run: ResolvedRun, schedule: Schedule) -> tuple[list[float], str]:
+    """Losses under a schedule of the user's own, and the error of one that cannot run."""
+    state = state_on(rank, run)
+    engine = initialize(run.config, state, schedule=schedule)
+    losses = [engine.train_step(micro_batches(run, state, step), LR).loss for step in range(STEPS)]
+    broken = replace(schedule, ranks=(schedule.ranks[0][::-1], *schedule.ranks[1:]))
+    with pytest.raises(ScheduleError) as refused:
+        initialize(run.config, state, schedule=broken).train_step(micro_batches(run, state, 0), LR)
+    return losses, str(refused.value)
+
+
+def test_a_schedule_of_the_users_own_runs_and_a_broken_one_is_refused_before_the_first_step() -> None:
+    """Forwards and backwards as in GPipe, but the weight gradients of a rank all at the end."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+    actions = tuple(Action(kind, index) for kind in kinds for index in range(4))
+    own = Schedule("mine", 4, loop(2), (actions, actions))
+    run = run_of(2, model=MODELS["untied"], parallel={"pp": 2}, training={"accumulation": 4})
+    for losses, error in run_world(2, _own, run, own):
+        assert losses == pytest.approx(_plain("untied")["loss"], rel=1e-5)
+        assert "mine: rank 0" in error
