@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
 from megazero.comm.collectives import all_reduce
+from megazero.layers.gemm import product_t
 from megazero.layers.spec import Init, ParamSpec, Section
 from megazero.parallel_state import Axis
 
@@ -72,8 +73,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope.scatter_add_(-1, local[part].unsqueeze(-1), -here[part].unsqueeze(-1).to(slope.dtype))
             slope *= (counted[part] * grad).unsqueeze(-1)
             slope = slope.to(x.dtype)
-            torch.mm(slope, weight, out=grad_x[part])
-            piece = slope.t().mm(x[part])
+            grad_x[part] = product_t(slope, weight.t())
+            piece = product_t(slope.t(), x[part].t())
             if grad_weight is None:
                 # bf16 pieces are summed in fp32: their number grows with the sequence.
                 grad_weight = piece if ctx.chunk >= x.shape[0] else piece.float()
@@ -84,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _masked_logits(x: Tensor, weight: Tensor, real_rows: int) -> Tensor:
     """fp32 logits of this rank's rows; padded vocabulary rows can never be chosen."""
-    logits = F.linear(x, weight).float()
+    logits = product_t(x, weight).float()
     if real_rows < weight.shape[0]:
         logits[:, real_rows:] = float("-inf")
     return logits

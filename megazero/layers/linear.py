@@ -6,7 +6,9 @@
 
 One autograd function serves both.  Its backward starts the exchange of the input gradient, computes the weight gradient
 meanwhile (or hands it to `WeightGradients` for later), then waits.  With tp = 1 and nothing deferred a layer is a plain
-`F.linear`.  Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
+`F.linear`, but on processors where oneDNN's products are the faster ones.
+
+Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from megazero.comm.autograd import (
     start_scatter_sequence,
 )
 from megazero.comm.collectives import Pending, all_reduce
+from megazero.layers.gemm import prefers_onednn, product_t
 from megazero.layers.spec import Init, ParamSpec, Section, bias_spec
 from megazero.parallel_state import Axis
 
@@ -90,7 +93,8 @@ class _ParallelLinear(torch.autograd.Function):
         if entry == "sequence":
             full, pending = start_gather_sequence(x, tp)
             pending.wait()
-        return F.linear(full, weight, bias)
+        y = product_t(full, weight)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -102,7 +106,7 @@ class _ParallelLinear(torch.autograd.Function):
             x, gathering = start_gather_sequence(x, tp)
         grad_x, exchanging = None, Pending()
         if ctx.needs_input_grad[0]:
-            grad_x = grad.matmul(weight)
+            grad_x = product_t(grad, weight.t())
             if ctx.entry == "replicated":
                 exchanging = all_reduce(grad_x, tp)
             elif ctx.entry == "sequence":
@@ -110,7 +114,7 @@ class _ParallelLinear(torch.autograd.Function):
         gathering.wait()
 
         def weight_gradient() -> Tensor:
-            return grad.reshape(-1, grad.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+            return product_t(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]).t())
 
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -135,7 +139,8 @@ def parallel_linear(
 
     Returns: [seq, batch, out].
     """
-    if (later is None or not later.deferring) and (tp.size == 1 or entry == "local"):
+    waits = later is not None and later.deferring
+    if not waits and (tp.size == 1 or entry == "local") and not prefers_onednn(x):
         return F.linear(x, weight, bias)
     return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, later)
 
