@@ -27,7 +27,9 @@ def prefers_onednn(x: Tensor) -> bool:
 
 def product_t(a: Tensor, b: Tensor) -> Tensor:
     """a @ b.T without autograd.  [..., k], [n, k] -> [..., n]; any strides."""
-    if prefers_onednn(a):
-        result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-        return result
-    return torch.matmul(a, b.t())
+    if not prefers_onednn(a):
+        return torch.matmul(a, b.t())
+    rows = torch.ops.mkldnn._linear_pointwise(a.reshape(-1, a.shape[-1]), b, None, "none", [], "")
+    # as matmul does: autograd must not take the result for a view, or it could not be summed over tp in place
+    result: Tensor = torch.ops.aten._unsafe_view(rows, [*a.shape[:-1], b.shape[0]])
+    return result
