@@ -181,7 +181,8 @@ def show(
     compare: Annotated[bool, typer.Option("--compare", help="Table of all schedules for these numbers.")] = False,
 ) -> None:
     """Prove a pipeline schedule, draw it, and tell its idle time and memory."""
-    from megazero.schedules.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_svg, draw_text
+    from megazero.schedules.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_text
+    from megazero.schedules.draw_svg import draw_svg
     from megazero.schedules.simulate import ScheduleError, program, simulate
     from megazero.schedules.table import write_text
 

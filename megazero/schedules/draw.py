@@ -3,7 +3,6 @@
     draw_text       rank 0 F0F1..B0==B1==       cells in columns of text; idle time as dots
                     rank 1 ..F0B0==F1B1==
                     time   |0   |2   |4
-    draw_svg        the same for a paper
     chrome_trace    the same for chrome://tracing and ui.perfetto.dev
     compare_table   what every family costs for the same numbers
     draw_around     where in its rank's list a refused action stands
@@ -17,10 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, floor, log10
-from statistics import median
 from textwrap import wrap
 from typing import Any
-from xml.sax.saxutils import escape
 
 from megazero.schedules.action import Action, Kind, Schedule
 from megazero.schedules.generators import FAMILIES
@@ -29,8 +26,6 @@ from megazero.schedules.simulate import Costs, ScheduleError, Timeline, peak_act
 MIN_WIDTH = 40
 _FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.WEIGHT: "~"}
 _SHADES = {Kind.FORWARD: (153, 74, 25), Kind.BACKWARD: (157, 71, 28), Kind.WEIGHT: (223, 179, 130)}  # of 256 colours
-_FILL_RGB = {Kind.FORWARD: 0xCFE3F8, Kind.BACKWARD: 0xD5EDD3, Kind.WEIGHT: 0xFBE3C0}
-_EDGE_RGB = {Kind.FORWARD: 0x5B92C9, Kind.BACKWARD: 0x5F9E5A, Kind.WEIGHT: 0xC98F35}
 
 
 # ---- what every picture says
@@ -46,7 +41,7 @@ def peak_microbatches(schedule: Schedule, rank: int) -> float:
     return peak_activations(schedule, rank) / schedule.chunks
 
 
-def _title(timeline: Timeline) -> str:
+def title(timeline: Timeline) -> str:
     schedule = timeline.schedule
     chunks = f", {schedule.chunks} chunks per rank" if schedule.chunks > 1 else ""
     plural = "es" if schedule.microbatches > 1 else ""
@@ -56,7 +51,7 @@ def _title(timeline: Timeline) -> str:
     )
 
 
-def _kinds(schedule: Schedule) -> dict[Kind, str]:
+def kinds_of(schedule: Schedule) -> dict[Kind, str]:
     """The kinds of action of a schedule, and what they are."""
     kinds = {Kind.FORWARD: "forward"}
     if schedule.splits_backward:
@@ -64,7 +59,7 @@ def _kinds(schedule: Schedule) -> dict[Kind, str]:
     return kinds | ({Kind.BACKWARD: "backward"} if schedule.has_backward else {})
 
 
-def _by_rank(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
+def by_rank(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
     """Spans of each rank, (start, end, action), by time."""
     rows: list[list[tuple[float, float, Action]]] = [[] for _ in range(timeline.schedule.pp)]
     for (rank, action), (start, end) in timeline.spans.items():
@@ -72,7 +67,7 @@ def _by_rank(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
     return [sorted(row, key=lambda span: span[:2]) for row in rows]
 
 
-def _ticks(makespan: float, at_most: float) -> list[float]:
+def ticks(makespan: float, at_most: float) -> list[float]:
     """Times of an axis: multiples of 1, 2 or 5 times a power of ten, from 0."""
     least = makespan / max(at_most, 1)
     power = 10.0 ** floor(log10(least))
@@ -105,8 +100,8 @@ def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
     def column(time: float) -> int:
         return min(ceil(time * per_time - 0.5), room)  # the first one whose middle is not before `time`
 
-    lines = wrap(_title(timeline), width)
-    for rank, spans in enumerate(_by_rank(timeline)):
+    lines = wrap(title(timeline), width)
+    for rank, spans in enumerate(by_rank(timeline)):
         lines.append(
             f"rank {rank}".ljust(margin) + _row(spans, schedule.chunks, column, cell, column(timeline.makespan), room)
         )
@@ -166,7 +161,7 @@ def _coloured_cell(action: Action, columns: int, chunks: int) -> str:
 
 def _scale(makespan: float, column: Callable[[float], int], room: int) -> str:
     line = ""
-    for tick in _ticks(makespan, column(makespan) / 10):
+    for tick in ticks(makespan, column(makespan) / 10):
         mark = f"|{number(tick)}"
         if len(line) <= column(tick) <= room - len(mark):
             line = line.ljust(column(tick)) + mark
@@ -176,7 +171,7 @@ def _scale(makespan: float, column: Callable[[float], int], room: int) -> str:
 def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: int) -> list[str]:
     """(what to show, its length, what it means), as many in a line as fit."""
     chunks = schedule.chunks
-    entries = [(cell(Action(kind, 0), 3, chunks), 3, meaning) for kind, meaning in _kinds(schedule).items()]
+    entries = [(cell(Action(kind, 0), 3, chunks), 3, meaning) for kind, meaning in kinds_of(schedule).items()]
     if chunks > 1:
         later = "chunk 1" if chunks == 2 else "chunks from 1 on"
         entries.append((cell(Action(Kind.FORWARD, 0, 1), 3, 2), 3, later))
@@ -203,108 +198,6 @@ def _figures_of_ranks(timeline: Timeline) -> list[str]:
     return lines
 
 
-# ---- SVG
-
-_SVG_STYLE = """
-    text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2933; }
-    .head { font-size: 14px; font-weight: 600; }
-    .small { font-size: 11px; fill: #52606d; }
-    .mid { text-anchor: middle; }
-    .card { fill: #ffffff; stroke: #d9dde1; }
-    .idle { fill: #f0f2f4; }
-    .line { stroke: #9aa5b1; fill: none; }
-"""
-_MARGIN, _LABELS, _TOP, _ROW, _GAP, _DIGIT = 20, 54, 50, 24, 5, 7  # pixels
-
-
-def draw_svg(timeline: Timeline) -> str:
-    """A picture of a timeline on a light ground, as text.
-
-    Each action is one `<rect class="cell">` of the group of its rank, its `<title>` says which action it is and its times.
-    """
-    schedule, makespan = timeline.schedule, timeline.makespan
-    typical = median(end - start for start, end in timeline.spans.values()) or makespan
-    wide = min(max(24 * makespan / typical, 720.0), 1600.0)
-    left, per_time = _MARGIN + _LABELS, wide / makespan
-    bottom = _TOP + schedule.pp * (_ROW + _GAP)
-    body = [f'<text class="head" x="{_MARGIN}" y="32">{escape(_title(timeline))}</text>']
-    for rank, spans in enumerate(_by_rank(timeline)):
-        y = _TOP + rank * (_ROW + _GAP)
-        body.append(f'<g><text x="{_MARGIN}" y="{y + 16}">rank {rank}</text>')
-        body.append(f'<rect class="idle" x="{left}" y="{y}" width="{wide:.2f}" height="{_ROW}"/>')
-        body += [_svg_cell(schedule, span, left, y, per_time) for span in spans]
-        body.append("</g>")
-    body += _svg_axis(makespan, left, bottom, per_time)
-    legend, legend_end = _svg_legend(schedule, left, bottom + 42)
-    width, height = max(left + wide, legend_end, _MARGIN + 7.6 * len(_title(timeline))) + _MARGIN, bottom + 74
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}"'
-            f' height="{height}" role="img">',
-            f"<title>{escape(_title(timeline))}</title>",
-            f"<style>{_SVG_STYLE}</style>",
-            f'<rect class="card" x="0.5" y="0.5" width="{width - 1:.0f}" height="{height - 1}" rx="8"/>',
-            *body,
-            *legend,
-            "</svg>\n",
-        ]
-    )
-
-
-def _paint(kind: Kind, chunk: int, chunks: int) -> str:
-    """Fill and stroke of a cell; a later chunk's fill is nearer to the stroke."""
-    share = 0.75 * chunk / max(chunks - 1, 1)
-    fill = 0
-    for shift in (16, 8, 0):
-        light, dark = _FILL_RGB[kind] >> shift & 255, _EDGE_RGB[kind] >> shift & 255
-        fill |= round(light + (dark - light) * share) << shift
-    return f'fill="#{fill:06x}" stroke="#{_EDGE_RGB[kind]:06x}" stroke-width="0.8"'
-
-
-def _svg_cell(schedule: Schedule, span: tuple[float, float, Action], left: int, y: int, per_time: float) -> str:
-    start, end, action = span
-    x, wide = left + start * per_time, (end - start) * per_time
-    rect = (
-        f'<rect class="cell" x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_ROW}" '
-        f"{_paint(action.kind, action.chunk, schedule.chunks)}>"
-        f"<title>{action}: {number(start)} to {number(end)}</title></rect>"
-    )
-    label = str(action.microbatch)
-    if len(label) * _DIGIT + 2 > wide:
-        return rect
-    return f'{rect}<text class="mid" x="{x + wide / 2:.2f}" y="{y + 16}">{label}</text>'
-
-
-def _svg_axis(makespan: float, left: int, y: int, per_time: float) -> list[str]:
-    end = left + makespan * per_time
-    lines = [
-        f'<text class="small" x="{_MARGIN}" y="{y + 18}">time</text>',
-        f'<path class="line" d="M{left} {y + 2}H{end:.2f}"/>',
-    ]
-    for tick in _ticks(makespan, makespan * per_time / 60):
-        x = left + tick * per_time
-        lines.append(f'<path class="line" d="M{x:.2f} {y + 2}v4"/>')
-        lines.append(f'<text class="small mid" x="{x:.2f}" y="{y + 18}">{number(tick)}</text>')
-    return lines
-
-
-def _svg_legend(schedule: Schedule, x: float, y: int) -> tuple[list[str], float]:
-    """A swatch for each kind, of the shades of all chunks, and where the line ends."""
-    lines = []
-    between = " and " if schedule.chunks == 2 else " to "
-    for kind, meaning in _kinds(schedule).items():
-        for chunk in range(schedule.chunks):
-            paint = _paint(kind, chunk, schedule.chunks)
-            lines.append(f'<rect x="{x}" y="{y}" width="14" height="14" {paint}/>')
-            x += 14
-        text = meaning if schedule.chunks == 1 else f"{meaning}, chunk 0{between}{schedule.chunks - 1}"
-        lines.append(f'<text class="small" x="{x + 6}" y="{y + 11}">{text}</text>')
-        x += 6 + 6.2 * len(text) + 16
-    lines.append(f'<rect class="idle" x="{x}" y="{y}" width="14" height="14"/>')
-    lines.append(f'<text class="small" x="{x + 20}" y="{y + 11}">idle</text>')
-    return lines, x + 44
-
-
 # ---- trace
 
 
@@ -318,7 +211,7 @@ def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": timeline.schedule.name}}
     ]
-    for rank, spans in enumerate(_by_rank(timeline)):
+    for rank, spans in enumerate(by_rank(timeline)):
         about = {"ph": "M", "pid": 0, "tid": rank}
         events.append({"name": "thread_name", **about, "args": {"name": f"rank {rank}"}})
         events.append({"name": "thread_sort_index", **about, "args": {"sort_index": rank}})

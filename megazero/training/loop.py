@@ -23,7 +23,8 @@ from megazero.data import Corpus
 from megazero.engine import Engine, Position, initialize
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Schedule
-from megazero.schedules.draw import chrome_trace, draw_refused, draw_svg
+from megazero.schedules.draw import chrome_trace, draw_refused
+from megazero.schedules.draw_svg import draw_svg
 from megazero.schedules.generators import family_of
 from megazero.schedules.simulate import ScheduleError, Timeline, measured_costs, program, simulate
 from megazero.schedules.table import read_schedule, write_text
