@@ -5,7 +5,7 @@
          or [seq/tp] -- all-gather -+--> y [.., out/tp]          or ----- reduce-scatter --> [seq/tp]
 
 One autograd function serves both.  Its backward starts the exchange of the input gradient, computes the weight gradient
-meanwhile (or hands it to `WeightGradients` for later), then waits.  With tp = 1 and nothing deferred a layer is a plain
+meanwhile (or hands it to `WeightGradients` for later), then waits.  With tp = 1 and no pipeline a layer is a plain
 `F.linear`, but on processors where oneDNN's products are the faster ones.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
@@ -139,8 +139,8 @@ def parallel_linear(
 
     Returns: [seq, batch, out].
     """
-    waits = later is not None and later.deferring
-    if not waits and (tp.size == 1 or entry == "local") and not prefers_onednn(x):
+    # In a pipeline all schedules use one product for the weight gradient, so that their gradients are equal to the bit.
+    if later is None and (tp.size == 1 or entry == "local") and not prefers_onednn(x):
         return F.linear(x, weight, bias)
     return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, later)
 

@@ -21,10 +21,10 @@ from megazero.schedules.action import Kind
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
 
 
-def _watched(rank: int, run: ResolvedRun) -> dict[str, Any]:
-    """The second step's events in order, and the most gradient memory at any action."""
+def _watched(rank: int, run: ResolvedRun, repeat: int = 1) -> dict[str, Any]:
+    """The second step's events, and the most gradient memory at any action; its micro-batches come `repeat` times."""
     engine = engine_on(rank, run)
-    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    engine.train_step(micro_batches(run, engine.state, 0) * repeat, LR)
     events: list[str] = []
     peak = 0
     count = engine.state.traffic.add
@@ -42,7 +42,7 @@ def _watched(rank: int, run: ResolvedRun) -> dict[str, Any]:
     engine.state.traffic.reset()
     engine.state.traffic.add = add
     engine.watch = watch
-    engine.train_step(micro_batches(run, engine.state, 1), LR)
+    engine.train_step(micro_batches(run, engine.state, 1) * repeat, LR)
     layouts = [bucket.layout for bucket in engine.parameters.buckets]
     return {
         "events": events,
@@ -51,6 +51,7 @@ def _watched(rank: int, run: ResolvedRun) -> dict[str, Any]:
         "largest": max(layout.padded_numel for layout in layouts),
         "sent": dict(engine.state.traffic.sent_bytes),
         "labels": engine.share.labels,
+        "memory": engine.memory_bytes(),
     }
 
 
@@ -58,12 +59,12 @@ def _watched(rank: int, run: ResolvedRun) -> dict[str, Any]:
 def test_reduction_is_issued_during_the_backwards_not_after_the_last(zero_stage: int) -> None:
     """1F1B with 8 micro-batches: every backward but the first reduces between its start and the end of the last one."""
     run = run_of(4, model=UNTIED, parallel={"pp": 2}, zero={"stage": zero_stage}, training={"accumulation": 4})
-    for measured in run_world(4, _watched, run):
+    for measured in run_world(4, _watched, run, 2):
         events = measured["events"]
         backwards = [index for index, event in enumerate(events) if event.startswith(Kind.BACKWARD.value)]
         reductions = [index for index, event in enumerate(events) if event == "reduce_scatter over dp"]
         spans = list(zip(backwards[::2], backwards[1::2], strict=True))
-        assert len(spans) == 4
+        assert len(spans) == 8
         for start, end in spans:
             assert any(start < index < end for index in reductions), "a backward issued no reduction"
         assert all(index < backwards[-1] for index in reductions), "a reduction was left for after the last backward"
@@ -105,8 +106,9 @@ def test_whole_step_policy_gathers_each_unit_once_and_reduces_once() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("zero_stage", [2, 3])
-def test_gradients_are_sharded_while_the_pipeline_runs(schedule: str, zero_stage: int) -> None:
-    """At every action: a rank's shard, and the buckets that fill or travel; never the whole gradient."""
+def test_a_stage_shards_between_steps_and_while_the_pipeline_runs(schedule: str, zero_stage: int) -> None:
+    """At every action gradients are a rank's shard and the buckets that fill or travel; weights of stage 3 are a shard and
+    the two units in the gather buffers."""
     model = UNTIED | {"num_layers": 48}
     parallel = {"pp": 2, **SCHEDULES[schedule]}
     run = run_of(4, model=model, parallel=parallel, zero={"stage": zero_stage}, training={"accumulation": 4})
@@ -114,6 +116,10 @@ def test_gradients_are_sharded_while_the_pipeline_runs(schedule: str, zero_stage
         shard, buffer = 4 * measured["elements"] // 2, 4 * measured["largest"]
         assert 8 * buffer < shard, "the bound would say nothing"
         assert measured["peak"] <= shard + 8 * buffer
+        memory = measured["memory"]
+        assert memory["gradients"] == shard
+        assert memory["parameters"] == (shard if zero_stage == 3 else 2 * shard)
+        assert memory["gather_buffers"] <= (2 * buffer if zero_stage == 3 else 0)
 
 
 def _peak_bytes(rank: int, run: ResolvedRun, microbatches: int) -> int:
