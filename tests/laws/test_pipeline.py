@@ -70,19 +70,20 @@ def test_reduction_is_issued_during_the_backwards_not_after_the_last(zero_stage:
         assert all(index < backwards[-1] for index in reductions), "a reduction was left for after the last backward"
 
 
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_traffic_over_dp_is_the_formula_under_every_schedule(schedule: str, zero_stage: int) -> None:
+def test_traffic_over_dp_is_the_formula_under_every_schedule(schedule: str, zero_stage: int, tp: int) -> None:
     """2Ψ, 2Ψ, (G + 1)Ψ; stage 3 reduces GΨ and gathers at most 2GΨ."""
     model = UNTIED | {"num_layers": 4}
     run = run_of(
-        4,
+        4 * tp,
         model=model,
-        parallel={"pp": 2, **SCHEDULES[schedule]},
+        parallel={"pp": 2, "tp": tp, **SCHEDULES[schedule]},
         zero={"stage": zero_stage},
         training={"accumulation": 2},
     )
-    for measured in run_world(4, _watched, run):
+    for measured in run_world(4 * tp, _watched, run):
         psi = 4 * measured["elements"] // 2
         count = 8 if measured["labels"] else 0
         sent = {operation: value for (axis, operation), value in measured["sent"].items() if axis == "dp"}
@@ -92,6 +93,16 @@ def test_traffic_over_dp_is_the_formula_under_every_schedule(schedule: str, zero
             assert sent.get("all_gather", 0) == (psi if zero_stage else 0)
         else:
             assert 0 < sent["all_gather"] <= 2 * 2 * psi
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_tied_embeddings_are_exchanged_but_where_one_rank_has_both(schedule: str) -> None:
+    """Each of two ranks sends its copy's gradient once; in a V both copies are on the first rank and nothing is sent."""
+    model = UNTIED | {"num_layers": 4, "tie_embeddings": True}
+    run = run_of(2, model=model, parallel={"pp": 2, **SCHEDULES[schedule]}, training={"accumulation": 2})
+    for measured in run_world(2, _watched, run):
+        sent = measured["sent"].get(("embedding", "all_reduce"), 0)
+        assert sent == (0 if schedule == "zbv" else 4 * 64 * 32)
 
 
 def test_whole_step_policy_gathers_each_unit_once_and_reduces_once() -> None:
