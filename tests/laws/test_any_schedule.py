@@ -9,22 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
-from plain_model import PlainTrainer
-from test_any_shape import CLIP, _assert_agrees
-from worlds import (
-    GPT2,
-    LLAMA,
-    LR,
-    STEPS,
-    engine_on,
-    global_batch,
-    initial_weights,
-    micro_batches,
-    plain_config,
-    run_of,
-    state_on,
-    whole,
-)
+from test_any_shape import _assert_agrees
+from worlds import GPT2, LLAMA, LR, STEPS, micro_batches, run_of, state_on, train, train_plainly, whole
 
 from megazero.config import ResolvedRun
 from megazero.engine import initialize
@@ -47,37 +33,10 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def _train(rank: int, run: ResolvedRun, steps: int = STEPS) -> dict[str, Any] | None:
-    """Some steps; rank 0 returns what they gave."""
-    engine = engine_on(rank, run)
-    out: dict[str, Any] = {"initial": whole(engine, "model"), "loss": [], "norm": []}
-    for step in range(steps):
-        statistics = engine.compute_gradients(micro_batches(run, engine.state, step))
-        out["loss"].append(statistics.loss)
-        out["norm"].append(statistics.grad_norm)
-        if step == 0:
-            out["gradients"] = whole(engine, "gradient")
-        engine.update(LR)
-        if step == 0:
-            engine.evaluate(micro_batches(run, engine.state, 50))
-    out["weights"] = whole(engine, "model")
-    return out if rank == 0 else None
-
-
 @lru_cache(maxsize=4)
 def _plain(model: str) -> dict[str, Any]:
     run = run_of(1, model=MODELS[model])
-    given = run.config.optimizer
-    weights, config = initial_weights(run), plain_config(run)
-    trainer = PlainTrainer(weights, config, LR, given.betas, given.eps, given.weight_decay, CLIP)
-    steps = [trainer.step(*global_batch(run, step)) for step in range(STEPS)]
-    return {
-        "initial": initial_weights(run),
-        "gradients": steps[0].gradients,
-        "loss": [step.loss for step in steps],
-        "norm": [step.grad_norm for step in steps],
-        "weights": {name: weight.detach() for name, weight in trainer.weights.items()},
-    }
+    return train_plainly(run)
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -94,14 +53,14 @@ def test_every_schedule_takes_every_zero_stage(schedule: str, zero_stage: int, t
         zero={"stage": zero_stage, "gather_policy": ("action", "chunk", "step")[(tp + dp) % 3]},
         training={"accumulation": 4},
     )
-    _assert_agrees(run_world(world, _train, run)[0], _plain(model))
+    _assert_agrees(run_world(world, train, run, True)[0], _plain(model))
 
 
 @pytest.mark.parametrize("model", ["untied", "tied", "gpt2"])
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zbv"])
 def test_tied_or_not_on_two_ranks_and_two_replicas(schedule: str, model: str) -> None:
     run = run_of(4, model=MODELS[model], parallel={"pp": 2, **SCHEDULES[schedule]}, training={"accumulation": 2})
-    _assert_agrees(run_world(4, _train, run)[0], _plain(model))
+    _assert_agrees(run_world(4, train, run, True)[0], _plain(model))
 
 
 def _gradients(rank: int, runs: list[ResolvedRun], microbatches: int) -> list[Any]:
@@ -141,7 +100,7 @@ def test_all_schedules_give_bit_equal_gradients_on_one_shape(microbatches: int, 
 @pytest.mark.parametrize("layout", ["cost", (("embed",), (5, "head")), (("embed", 4), (1, "head"))])
 def test_any_cut_of_the_layers_is_the_same_run(layout: Any) -> None:
     run = run_of(4, model=MODELS["tied"], parallel={"pp": 2, "layout": layout}, zero={"stage": 3})
-    _assert_agrees(run_world(4, _train, run)[0], _plain("tied"))
+    _assert_agrees(run_world(4, train, run, True)[0], _plain("tied"))
 
 
 def _own(rank: int, run: ResolvedRun, schedule: Schedule) -> tuple[list[float], str]:

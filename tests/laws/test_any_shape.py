@@ -10,23 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
-from plain_model import PlainTrainer
-from worlds import (
-    GPT2,
-    LLAMA,
-    LR,
-    STEPS,
-    difference,
-    engine_on,
-    global_batch,
-    initial_weights,
-    micro_batches,
-    plain_config,
-    run_of,
-    whole,
-)
-
-from megazero.config import ResolvedRun
+from worlds import GPT2, LLAMA, difference, run_of, train, train_plainly
 
 TOLERANCE = 1e-5
 CLIP = 0.5  # below the norm of the first steps, so that clipping acts
@@ -41,43 +25,11 @@ SHAPES = {
 }
 
 
-def _train(rank: int, run: ResolvedRun) -> dict[str, Any] | None:
-    """Three steps; rank 0 returns what they gave."""
-    engine = engine_on(rank, run)
-    out: dict[str, Any] = {"initial": whole(engine, "model"), "loss": [], "norm": []}
-    for step in range(STEPS):
-        statistics = engine.compute_gradients(micro_batches(run, engine.state, step))
-        out["loss"].append(statistics.loss)
-        out["norm"].append(statistics.grad_norm)
-        if step == 0:
-            out["gradients"] = whole(engine, "gradient")
-        engine.update(LR)
-    out["weights"] = whole(engine, "model")
-    return out if rank == 0 else None
-
-
 @lru_cache(maxsize=8)
 def _plain(family: str, tied: bool, clip: float) -> dict[str, Any]:
     model = (GPT2 if family == "gpt2" else LLAMA) | {"tie_embeddings": tied}
     run = run_of(1, model=model, optimizer={"grad_clip": clip})
-    optimizer = run.config.optimizer
-    trainer = PlainTrainer(
-        initial_weights(run),
-        plain_config(run),
-        LR,
-        optimizer.betas,
-        optimizer.eps,
-        optimizer.weight_decay,
-        clip,
-    )
-    steps = [trainer.step(*global_batch(run, step)) for step in range(STEPS)]
-    return {
-        "initial": initial_weights(run),
-        "gradients": steps[0].gradients,
-        "loss": [step.loss for step in steps],
-        "norm": [step.grad_norm for step in steps],
-        "weights": {name: weight.detach() for name, weight in trainer.weights.items()},
-    }
+    return train_plainly(run)
 
 
 def _assert_agrees(got: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -118,20 +70,20 @@ def test_any_shape_gives_the_plain_models_gradients_and_weights(
             training={"accumulation": accumulation},
         )
         wanted = _plain("gpt2" if name == "gpt2" else "llama", name != "untied", CLIP)
-        _assert_agrees(run_world(world, _train, run)[0], wanted)
+        _assert_agrees(run_world(world, train, run)[0], wanted)
 
 
 def test_one_rank_is_the_plain_model() -> None:
     for model, tied in ((UNTIED, False), (TIED, True), (GPT2, True)):
         for zero_stage in range(4):
             run = run_of(1, model=model, zero={"stage": zero_stage})
-            _assert_agrees(run_world(1, _train, run)[0], _plain(model["family"], tied, CLIP))
+            _assert_agrees(run_world(1, train, run)[0], _plain(model["family"], tied, CLIP))
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_clipping_is_by_the_norm_over_all_ranks(clip: float) -> None:
     run = run_of(8, model=TIED, parallel={"tp": 2, "pp": 2}, zero={"stage": 2}, optimizer={"grad_clip": clip})
-    _assert_agrees(run_world(8, _train, run)[0], _plain("llama", True, clip))
+    _assert_agrees(run_world(8, train, run)[0], _plain("llama", True, clip))
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(4, {}), (4, {"pp": 3, "dp": 1}), (8, {"tp": 2}), (4, {"pp": 2})])
@@ -139,16 +91,16 @@ def test_more_shapes_give_the_plain_models_run(world: int, parallel: dict[str, A
     world = 3 if parallel.get("pp") == 3 else world
     for order, zero_stage in itertools.product(("tp-cp-dp-pp", "pp-dp-cp-tp"), (1, 3)):
         run = run_of(world, model=TIED, parallel=parallel | {"order": order}, zero={"stage": zero_stage})
-        _assert_agrees(run_world(world, _train, run)[0], _plain("llama", True, CLIP))
+        _assert_agrees(run_world(world, train, run)[0], _plain("llama", True, CLIP))
 
 
 def test_padded_vocabulary_leaves_no_trace() -> None:
     """5 tokens over tp 2 leave one padded row; over tp 4 the last rank would have rows 6 and 7 only: none is real."""
     tiny = {"family": "llama", "vocab_size": 5, "num_kv_heads": 4, "tie_embeddings": False}
-    alone = run_world(1, _train, run_of(1, model=tiny))[0]
+    alone = run_world(1, train, run_of(1, model=tiny))[0]
     for tp in (2, 4):
         run = run_of(tp, model=tiny, parallel={"tp": tp, "sequence_parallel": True}, zero={"stage": 3})
-        _assert_agrees(run_world(tp, _train, run)[0], alone)
+        _assert_agrees(run_world(tp, train, run)[0], alone)
 
 
 def test_bf16_follows_fp32_within_its_rounding_on_every_stage() -> None:
@@ -156,7 +108,7 @@ def test_bf16_follows_fp32_within_its_rounding_on_every_stage() -> None:
     losses = []
     for zero_stage in range(4):
         run = run_of(2, model=TIED, zero={"stage": zero_stage}, precision={"dtype": "bf16"})
-        losses.append(run_world(2, _train, run)[0]["loss"])
+        losses.append(run_world(2, train, run)[0]["loss"])
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-3)
     assert losses[0] == pytest.approx(_plain("llama", True, CLIP)["loss"], rel=2e-2)
@@ -164,7 +116,7 @@ def test_bf16_follows_fp32_within_its_rounding_on_every_stage() -> None:
 
 def test_dropout_drops_the_same_elements_on_every_shape() -> None:
     model = TIED | {"dropout": 0.3}
-    alone = run_world(1, _train, run_of(1, model=model))[0]
+    alone = run_world(1, train, run_of(1, model=model))[0]
     assert alone["loss"][0] != pytest.approx(_plain("llama", True, CLIP)["loss"][0], rel=2e-5)
     for parallel in ({"tp": 2, "sequence_parallel": True}, {"tp": 2}, {"pp": 2}, {}):
-        _assert_agrees(run_world(2, _train, run_of(2, model=model, parallel=parallel))[0], alone)
+        _assert_agrees(run_world(2, train, run_of(2, model=model, parallel=parallel))[0], alone)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from plain_model import PlainConfig, parameter_shapes
+from plain_model import PlainConfig, PlainTrainer, parameter_shapes
 from torch import Tensor
 
 from megazero.checkpoint.gather import gather_logical
@@ -136,3 +136,35 @@ def shapes_of(world: int) -> Iterator[dict[str, int]]:
         for pp in (1, 2):
             if world % (tp * pp) == 0:
                 yield {"tp": tp, "pp": pp}
+
+
+def train(rank: int, run: ResolvedRun, evaluates: bool = False) -> dict[str, Any] | None:
+    """Some steps, if asked with an evaluation in between; rank 0 returns what they gave."""
+    engine = engine_on(rank, run)
+    out: dict[str, Any] = {"initial": whole(engine, "model"), "loss": [], "norm": []}
+    for step in range(STEPS):
+        statistics = engine.compute_gradients(micro_batches(run, engine.state, step))
+        out["loss"].append(statistics.loss)
+        out["norm"].append(statistics.grad_norm)
+        if step == 0:
+            out["gradients"] = whole(engine, "gradient")
+        engine.update(LR)
+        if evaluates and step == 0:
+            engine.evaluate(micro_batches(run, engine.state, 50))
+    out["weights"] = whole(engine, "model")
+    return out if rank == 0 else None
+
+
+def train_plainly(run: ResolvedRun) -> dict[str, Any]:
+    """The same steps on the plain model."""
+    given = run.config.optimizer
+    weights, config = initial_weights(run), plain_config(run)
+    trainer = PlainTrainer(weights, config, LR, given.betas, given.eps, given.weight_decay, given.grad_clip)
+    steps = [trainer.step(*global_batch(run, step)) for step in range(STEPS)]
+    return {
+        "initial": weights,
+        "gradients": steps[0].gradients,
+        "loss": [step.loss for step in steps],
+        "norm": [step.grad_norm for step in steps],
+        "weights": {name: weight.detach() for name, weight in trainer.weights.items()},
+    }
