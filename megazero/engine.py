@@ -98,6 +98,7 @@ class _StageRunner:
     Args:
         chunks: this rank's part of the model.
         later: per chunk, where its weight gradients wait.
+        deliver: takes each weight gradient that has waited.
         gatherer: brings the weights under ZeRO-3.
         batches: this rank's micro-batches.
         trains: keep what the backward needs.
@@ -108,12 +109,13 @@ class _StageRunner:
         self,
         chunks: Sequence[GPTStage],
         later: Sequence[WeightGradients],
+        deliver: Callable[[Tensor, Tensor], None],
         gatherer: UnitGatherer | None,
         batches: Sequence[MicroBatch],
         trains: bool,
         state: ParallelState,
     ) -> None:
-        self._chunks, self._later, self._gatherer = chunks, later, gatherer
+        self._chunks, self._later, self._deliver, self._gatherer = chunks, later, deliver, gatherer
         self._batches, self._trains = batches, trains
         self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
@@ -150,7 +152,7 @@ class _StageRunner:
         return None if x is None else x.grad
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
-        self._later[chunk].run_oldest()
+        self._later[chunk].run_oldest(self._deliver)
 
     def expect(self, chunk: int, is_forward: bool) -> None:
         if self._gatherer is not None:
@@ -219,9 +221,7 @@ class Engine:
             labels=any(chunk.head is not None for chunk in chunks),
         )
         self._stages, self._later, self._family = list(chunks), later, family
-        names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
-        for waits in later:
-            waits.deliver_to(lambda weight, gradient: self.reducer.accumulate(names[id(weight)], gradient))
+        self._names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         self.watch: Callable[[Action], None] | None = None  # called before and after every computed action
         self._executors: dict[tuple[bool, int, int], Executor] = {}
         self._grad_norm = 0.0
@@ -251,6 +251,8 @@ class Engine:
         """
         self.chunks.train()
         self.reducer.begin_step(len(batches))
+        for waits in self._later:
+            waits.clear()
         runner = self._runner(batches, trains=True)
         self._executor(batches, trains=True).run(runner)
         runner.finish()
@@ -387,7 +389,11 @@ class Engine:
         return StepStatistics(loss_sum / tokens, sqrt(squared), int(tokens))
 
     def _runner(self, batches: Sequence[MicroBatch], *, trains: bool) -> _StageRunner:
-        return _StageRunner(self._stages, self._later, self.parameters.gatherer, batches, trains, self.state)
+        gatherer = self.parameters.gatherer
+        return _StageRunner(self._stages, self._later, self._take_waited, gatherer, batches, trains, self.state)
+
+    def _take_waited(self, weight: Tensor, gradient: Tensor) -> None:
+        self.reducer.accumulate(self._names[id(weight)], gradient)
 
     def _executor(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
         """The executor of the run's schedule for these micro-batches, made and proved once."""

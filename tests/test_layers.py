@@ -65,7 +65,6 @@ def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: 
         _fill(module, tp)
     x = _part(_given((SEQ, BATCH, HIDDEN)), tp, sequence_parallel).requires_grad_()
     if waiting is not None:
-        waiting.deliver_to(lambda weight, gradient: taken.append((weight, gradient)))
         waiting.deferring = True
         waiting.begin_pass()
     y = row(F.gelu(column(x)))
@@ -73,7 +72,7 @@ def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: 
     if waiting is not None:
         assert column.weight.grad is None
         assert row.weight.grad is None
-        waiting.run_oldest()
+        waiting.run_oldest(lambda weight, gradient: taken.append((weight, gradient)))
         assert len(waiting) == 0
         for weight, gradient in taken:
             weight.grad = gradient
@@ -186,7 +185,7 @@ def test_weight_gradients_wait_in_micro_batch_order_and_are_bit_equal() -> None:
                 later.begin_pass()
             layer(_given((SEQ, BATCH, HIDDEN)) * (micro_batch + 1)).square().sum().backward()
         while later is not None and len(later):
-            later.run_oldest()
+            later.run_oldest(lambda weight, grad: taken.append(grad))
         if later is None:
             return layer.weight.grad
         total = taken[0].clone()
@@ -196,7 +195,6 @@ def test_weight_gradients_wait_in_micro_batch_order_and_are_bit_equal() -> None:
 
     taken: list[Tensor] = []
     later = WeightGradients()
-    later.deliver_to(lambda weight, grad: taken.append(grad))
     later.deferring = True
     assert torch.equal(gradient(later, taken), gradient(None, []))
 

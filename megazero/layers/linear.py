@@ -46,12 +46,11 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self.deferring = False
-        self._deliver: Callable[[Tensor, Tensor], None] | None = None
         self._passes: deque[list[tuple[Tensor, Callable[[], Tensor]]]] = deque()
 
-    def deliver_to(self, deliver: Callable[[Tensor, Tensor], None]) -> None:
-        """Name who takes (weight, gradient) when a kept gradient has been computed."""
-        self._deliver = deliver
+    def clear(self) -> None:
+        """Forget what a step that failed on the way has left."""
+        self._passes.clear()
 
     def begin_pass(self) -> None:
         """Open the list of the backward pass that starts now."""
@@ -69,12 +68,15 @@ class WeightGradients:
         """Hold back a gradient that is known already, until those of the same backward pass are computed."""
         self._passes[-1].append((weight, lambda: gradient))
 
-    def run_oldest(self) -> None:
-        """Compute and accumulate the weight gradients of the oldest backward pass that still waits."""
+    def run_oldest(self, deliver: Callable[[Tensor, Tensor], None]) -> None:
+        """Compute the weight gradients of the oldest backward pass that still waits.
+
+        Args:
+            deliver: takes each (weight, gradient).
+        """
         with torch.no_grad():
             for weight, compute in self._passes.popleft():
-                if self._deliver is not None:
-                    self._deliver(weight, compute())
+                deliver(weight, compute())
 
     def __len__(self) -> int:
         return len(self._passes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import run_world
 from test_any_shape import _assert_agrees
-from worlds import GPT2, LLAMA, LR, STEPS, micro_batches, run_of, state_on, train, train_plainly, whole
+from worlds import GPT2, LLAMA, LR, STEPS, engine_on, micro_batches, run_of, state_on, train, train_plainly, whole
 
 from megazero.config import ResolvedRun
 from megazero.engine import initialize
@@ -123,3 +123,29 @@ def test_a_schedule_of_the_users_own_runs_and_a_broken_one_is_refused_before_the
     for losses, error in run_world(2, _own, run, own):
         assert losses == pytest.approx(_plain("untied")["loss"], rel=1e-5)
         assert "mine: rank 0" in error
+
+
+def _failing_on_the_way(rank: int, run: ResolvedRun) -> tuple[list[float], list[float]]:
+    """Losses and norms of some steps, after one that failed between a backward and its weight gradients."""
+    engine = engine_on(rank, run)
+    backwards = 0
+
+    def fail(action: Action) -> None:
+        nonlocal backwards
+        backwards += action.kind is Kind.BACKWARD
+        if backwards == 2:  # called before and after: the first backward has ended
+            raise RuntimeError("on purpose")
+
+    engine.watch = fail
+    with pytest.raises(RuntimeError, match="on purpose"):
+        engine.compute_gradients(micro_batches(run, engine.state, 0))
+    engine.watch = None
+    statistics = [engine.train_step(micro_batches(run, engine.state, step), LR) for step in range(STEPS)]
+    return [one.loss for one in statistics], [one.grad_norm for one in statistics]
+
+
+def test_a_step_that_failed_leaves_no_weight_gradient_behind() -> None:
+    run = run_of(1, model=MODELS["untied"], parallel={"schedule": "zb-h1"}, training={"accumulation": 4})
+    ((losses, norms),) = run_world(1, _failing_on_the_way, run)
+    assert losses == pytest.approx(_plain("untied")["loss"], rel=1e-5)
+    assert norms == pytest.approx(_plain("untied")["norm"], rel=1e-5)
