@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, save_config, to_toml
 from megazero.config.derive import cache_directory, complete_batch
 from megazero.config.document import document_keys, to_markdown
-from megazero.config.schema import DataConfig, DataSource, sections
+from megazero.config.schema import DataConfig, DataSource, OffloadConfig, keys, sections
 
 
 @pytest.fixture
@@ -109,6 +109,15 @@ def test_overrides_are_toml_values_and_bare_words_are_strings(write):
     assert (config.logging.tensorboard, config.data.tokenizer) == (False, "x=y.json")
 
 
+@pytest.mark.parametrize(
+    "text", ["[zero.offload]\noptimizer = 'nvme'", "[zero]\noffload.optimizer = 'nvme'", "zero = { offload = {} }", ""]
+)
+def test_a_section_within_a_section_takes_keys_from_file_and_overrides(write, text):
+    overrides = ["zero.offload.optimizer=cpu", "zero.offload.ratio=0.5", "zero.stage=2"]
+    zero = load_config(write(text), overrides).config.zero
+    assert (zero.stage, zero.offload.optimizer, zero.offload.ratio) == (2, "cpu", 0.5)
+
+
 def test_sources_are_strings_or_weighted_tables(write):
     path = write('[data]\nsources = ["python-stdlib", { path = "/books", weight = 3 }]')
     books = DataSource(path="/books", weight=3.0)
@@ -180,7 +189,41 @@ def test_the_message_is_a_numbered_list(write):
         ("modle.num_layer=3", "modle.num_layer = 3: unknown section [modle]; did you mean model.num_layers?"),
         ("batch.steps=3", "batch.steps = 3: unknown section [batch]; did you mean training.steps?"),
         ("tp=3", "tp = 3: a key outside any section; did you mean parallel.tp?"),
-        ("zero.xyz=3", "zero.xyz = 3: unknown key; the keys of [zero] are stage, gather_policy, reduce, bucket_bytes"),
+        (
+            "zero.xyz=3",
+            "zero.xyz = 3: unknown key; the keys of [zero] are stage, gather_policy, reduce, bucket_bytes, "
+            "shard_group_size, resident_elements, offload",
+        ),
+        (
+            "zero.offload.xyz=3",
+            "zero.offload.xyz = 3: unknown key; the keys of [zero.offload] are optimizer, parameters, ratio, "
+            "nvme_path, pin_memory",
+        ),
+        (
+            "zero.offload.optimiser=cpu",
+            'zero.offload.optimiser = "cpu": unknown key; did you mean zero.offload.optimizer?',
+        ),
+        (
+            "zero.offload.stage=3",
+            "zero.offload.stage = 3: unknown key in [zero.offload]; did you mean zero.stage?",
+        ),
+        (
+            "zero.optimizer=cpu",
+            'zero.optimizer = "cpu": unknown key in [zero]; did you mean zero.offload.optimizer?',
+        ),
+        (
+            "offload.optimizer=cpu",
+            'offload.optimizer = "cpu": unknown section [offload]; did you mean zero.offload.optimizer?',
+        ),
+        (
+            "zero.ofload.pin_memry=true",
+            "zero.ofload.pin_memry = true: unknown section [zero.ofload]; did you mean zero.offload.pin_memory?",
+        ),
+        ("zero.ofload={}", "zero.ofload: unknown section; did you mean [zero.offload]?"),
+        (
+            "zero.offload.disk.ratio=1",
+            "zero.offload.disk.ratio = 1: unknown section [zero.offload.disk]; did you mean zero.offload.ratio?",
+        ),
         ("data.sources=[{pth='a', path='b'}]", 'data.sources[0].pth = "a": unknown key; did you mean path?'),
     ],
 )
@@ -210,6 +253,12 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(write, override,
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must have 2 values; the default is [0.9, 0.95]"),
         ("optimizer.betas=[0.9, 2]", "optimizer.betas[1] = 2: must be < 1"),
         ("logging.tensorboard=yes", 'logging.tensorboard = "yes": must be true or false; the default is true'),
+        (
+            "zero.offload.optimizer=cpus",
+            'zero.offload.optimizer = "cpus": must be "none", "cpu", "nvme" or "auto"; write "cpu"',
+        ),
+        ("zero.offload.ratio=2", "zero.offload.ratio = 2: must be <= 1; write 1.0"),
+        ("zero.offload.pin_memory=3", "zero.offload.pin_memory = 3: must be true or false; the default is true"),
         ("data.sources=abc", 'data.sources = "abc": must be a list; write ["abc"]'),
         ("data.sources=[]", 'data.sources = []: must not be empty; the default is ["python-stdlib"]'),
         ("data.sources=[{path='a', weight=0}]", "data.sources[0].weight = 0: must be > 0"),
@@ -273,6 +322,65 @@ def test_the_order_names_every_axis_once(write, order):
             1,
             "data.validation_fraction = 0.0: must be > 0 where training.eval_every_steps=5 asks for evaluations",
         ),
+        ("zero.shard_group_size=5", 12, "zero.shard_group_size = 5: must divide dp=12; the nearest are 4 and 6"),
+        (
+            "zero.shard_group_size=2 zero.stage=0",
+            2,
+            "zero.shard_group_size = 2: must be 0 where zero.stage = 0: it has no effect where nothing is sharded; "
+            "write 0, or zero.stage = 1 or 2 or 3",
+        ),
+        (
+            "zero.resident_elements=9 zero.stage=2",
+            1,
+            "zero.resident_elements = 9: must be 0 where zero.stage = 2: only stage 3 gathers parameters; write 0, or",
+        ),
+        (
+            "zero.offload.parameters=cpu",
+            1,
+            'zero.offload.parameters = "cpu": must be "none" where zero.stage = 1: only stage 3 shards parameters',
+        ),
+        (
+            "zero.offload.ratio=0.5",
+            1,
+            'zero.offload.ratio = 0.5: must be 1.0 where zero.offload.optimizer = "none": no state is offloaded',
+        ),
+        (
+            "zero.offload.optimizer=nvme",
+            1,
+            'zero.offload.nvme_path: must be set where zero.offload.optimizer = "nvme"; name a directory',
+        ),
+        (
+            "zero.offload.parameters=nvme zero.stage=3",
+            1,
+            'zero.offload.nvme_path: must be set where zero.offload.parameters = "nvme"; name a directory',
+        ),
+        (
+            "precision.dtype=fp32 precision.accumulate_dtype=bf16",
+            1,
+            'precision.accumulate_dtype = "bf16": must be "fp32" where precision.dtype = "fp32": gradients of fp32',
+        ),
+        (
+            "precision.dtype=fp32 precision.reduce_dtype=fp16",
+            1,
+            'precision.reduce_dtype = "fp16": must be "fp32" where precision.dtype = "fp32": gradients of fp32',
+        ),
+        (
+            "precision.loss_scale=128",
+            1,
+            'precision.loss_scale = 128.0: must be 0.0 where precision.dtype = "bf16": only fp16 scales the loss; '
+            'write 0.0, or precision.dtype = "fp16"',
+        ),
+        (
+            "precision.min_loss_scale=9 precision.initial_scale_power=3",
+            1,
+            "precision.min_loss_scale = 9.0: must be <= 2**initial_scale_power=8.0; write 8.0 or less",
+        ),
+        (
+            "optimizer.momentum=0.9",
+            1,
+            'optimizer.momentum = 0.9: must be 0.0 where optimizer.name = "adamw": only sgd has momentum; '
+            'write 0.0, or optimizer.name = "sgd"',
+        ),
         ("parallel.tp=2 parallel.pp=3", 8, "world_size = 8: must divide by tp*pp=6; the nearest are 6 and 12"),
         ("parallel.tp=4", None, "launch.nproc_per_node = 1: must divide by tp*pp=4; the nearest is 4"),
         (
@@ -307,6 +415,27 @@ def test_keys_that_do_not_fit_each_other_are_told_with_their_numbers(write, over
     assert problem.startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        ("zero.shard_group_size=4", 12),
+        ("zero.shard_group_size=2 zero.stage=3 zero.resident_elements=9 zero.offload.parameters=cpu", 2),
+        ("zero.offload.optimizer=nvme zero.offload.nvme_path=/x zero.offload.ratio=0.5", 1),
+        ("precision.accumulate_dtype=bf16 precision.reduce_dtype=fp16", 1),
+        ("precision.dtype=fp16 precision.loss_scale=128 precision.min_loss_scale=65536", 1),
+        ("optimizer.name=sgd optimizer.momentum=0.9", 1),
+    ],
+)
+def test_keys_that_fit_each_other_make_a_run(write, overrides, world_size):
+    load_config(write(""), overrides.split(), world_size)
+
+
+def test_each_key_that_asks_for_nvme_is_named_once(write):
+    text = "[zero]\nstage = 3\n[zero.offload]\noptimizer = 'nvme'\nparameters = 'nvme'"
+    (problem,) = problems(write(text))
+    assert 'where zero.offload.optimizer and parameters = "nvme"' in problem
+
+
 @given(
     model=st.fixed_dictionaries(
         {"hidden_size": st.integers(1, 300), "num_heads": st.integers(1, 12)},
@@ -339,12 +468,26 @@ def test_a_rule_is_silent_about_keys_that_are_wrong_by_themselves(write):
     assert places == ["model.hidden_size", "launch.nproc_per_node", "model.num_layers"]
 
 
+def test_a_rule_is_silent_where_a_misspelt_or_wrong_section_holds_its_keys(write):
+    told = problems(write("[zero]\noffload = 3"), "zero.stage=9")
+    assert [line.partition(" = ")[0] for line in told] == ["zero.stage", "zero.offload"]
+    told = problems(write("[zero.offload]\nratio = 0.5\noptimiser = 'cpu'"))
+    assert [line.partition(" = ")[0] for line in told] == ["zero.offload.optimiser"]
+
+
+def test_an_override_below_a_key_is_told_that_it_is_no_section(write):
+    told = problems(write("[model]\nnum_heads = 8"), "model.num_heads.x=3")
+    assert told == ['override = "model.num_heads.x=3": model.num_heads is no section']
+
+
 def test_a_broken_override_is_told_with_the_rest(write):
-    told = problems(write("[zero]\nstage = 9"), "steps", "model=3", "=3")
+    told = problems(write("[zero]\nstage = 9"), "steps", "model=3", "zero.offload=3", "=3", "zero..stage=3")
     assert [line.partition(":")[0] for line in told] == [
         'override = "steps"',
         'override = "model=3"',
+        'override = "zero.offload=3"',
         'override = "=3"',
+        'override = "zero..stage=3"',
         "zero.stage = 9",
     ]
 
@@ -380,6 +523,11 @@ def test_a_section_that_is_no_table_is_told_how_to_be_one(write, text):
     )
 
 
+def test_a_section_within_a_section_is_told_how_to_be_a_table(write):
+    told = problems(write("[zero]\noffload = 3"), "zero.offload.optimizer=cpu")
+    assert told == ["zero.offload = 3: must be a table; write [zero.offload] and its keys below it"]
+
+
 # Writing back
 
 
@@ -392,6 +540,10 @@ configs = st.fixed_dictionaries(
             optional={"num_kv_heads": st.sampled_from([1, 2, 4, 8, 16]), "tie_embeddings": st.booleans()},
         ),
         "optimizer": st.fixed_dictionaries({"betas": st.tuples(shares, shares)}),
+        "zero": st.fixed_dictionaries(
+            {"bucket_bytes": st.integers(1024, 9999)},
+            optional={"offload": st.fixed_dictionaries({"optimizer": st.just("nvme"), "nvme_path": names})},
+        ),
         "data": st.fixed_dictionaries(
             {"sources": st.lists(names | st.builds(dict, path=names, weight=st.floats(1e-9, 1e9)), min_size=1)},
             optional={"cache_dir": names},
@@ -429,7 +581,10 @@ def test_saving_replaces_the_file_whole_and_leaves_nothing_beside_it(tmp_path):
 
 def test_every_key_is_documented_and_every_default_stands():
     docs = document_keys()
-    assert len(docs) == sum(len(section.model_fields) for section in sections().values())
+    assert [(doc.section, doc.key) for doc in docs] == [
+        (name, key) for name, fields in keys().items() for key in fields
+    ]
+    assert re.findall(r"## \[(.*)\]", to_markdown()) == list(sections())
     for doc in docs:
         assert doc.meaning.endswith("."), doc
         if doc.default != "unset":
@@ -437,6 +592,14 @@ def test_every_key_is_documented_and_every_default_stands():
             assert RunConfig.model_validate(table) == RunConfig(), doc
     assert "| `tp` | integer >= 1 | `1` | Tensor-parallel degree" in to_markdown()
     assert '| `resume` | string | `"auto"` |' in to_markdown()
+
+
+def test_a_section_within_a_section_is_a_section_and_no_key():
+    assert sections()["zero.offload"] is OffloadConfig
+    assert "offload" not in keys()["zero"]
+    assert list(keys()["zero.offload"]) == list(OffloadConfig.model_fields)
+    assert "## [zero.offload]\n\nWhat leaves the device between its uses." in to_markdown()
+    assert '\n[zero.offload]\noptimizer = "none"\n' in to_toml(RunConfig())
 
 
 def test_reading_a_config_needs_no_torch():

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
-from megazero.config.schema import LARGEST_COUNT, sections
+from megazero.config.schema import LARGEST_COUNT, keys, sections
 from megazero.config.values import toml_value
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
@@ -36,9 +36,10 @@ class KeyDoc:
 def document_keys() -> list[KeyDoc]:
     """Give the documentation of every key, in the order of the schema."""
     docs = []
-    for name, section in sections().items():
-        defaults = section().model_dump()
-        for key, field in section.model_fields.items():
+    classes = sections()
+    for name, fields in keys().items():
+        defaults = classes[name]().model_dump()
+        for key, field in fields.items():
             default = "unset" if defaults[key] is None else toml_value(defaults[key])
             taken = type_text(field.annotation, tuple(field.metadata))
             docs.append(KeyDoc(name, key, taken, default, field.description or ""))

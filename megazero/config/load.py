@@ -91,18 +91,19 @@ def _similar_files(path: Path) -> str:
 def _override(tables: Tables, text: str) -> Problem | None:
     """Apply one `section.key=value` to the tables, or say why it cannot be."""
     name, separator, written = (part.strip() for part in text.partition("="))
-    section, _, key = name.partition(".")
-    if not separator or not name:
+    *outer, key = name.split(".")
+    if not separator or not all((*outer, key)):
         return Problem("override", text, "must have the form section.key=value", "for example training.steps=100")
-    if section in sections() and not key:
-        return Problem("override", text, f"{section} is a section", f"name one of its keys: {section}.key=value")
-    value = _override_value(written)
-    if not key:
-        tables[section] = value
-        return None
-    table = tables.setdefault(section, {})
-    if isinstance(table, dict):  # if not, the file has `section = value`, which the schema reports
-        table[key] = value
+    if name in sections():
+        return Problem("override", text, f"{name} is a section", f"name one of its keys: {name}.key=value")
+    table: Any = tables
+    for depth, part in enumerate(outer, start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            place = ".".join(outer[:depth])
+            # Of a section the schema tells that the file makes it a value.
+            return None if place in sections() else Problem("override", text, f"{place} is no section")
+    table[key] = _override_value(written)
     return None
 
 

@@ -9,6 +9,7 @@ So every rule that can be judged is judged, and all problems are told at once.
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megazero.config.derive import (
     chunks_per_rank,
@@ -19,6 +20,7 @@ from megazero.config.derive import (
 )
 from megazero.config.problem import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text
 from megazero.config.schema import RunConfig
+from megazero.config.values import toml_value
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,48 @@ def _evaluation_has_samples(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("data.validation_fraction", fraction, rule, "write 0.005, or training.eval_every_steps = 0")
 
 
+def _shard_groups_fill_dp(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    size = config.zero.shard_group_size
+    try:
+        dp = data_parallel_size(config.parallel, world_size)
+    except ConfigError:
+        return  # told by _world_is_filled
+    if size and dp % size:
+        nearest = nearest_text(nearest_of(size, divisors(dp)))
+        yield Problem("zero.shard_group_size", size, f"must divide dp={dp}", nearest)
+
+
+def _nvme_has_a_path(config: RunConfig, _: int) -> Iterator[Problem]:
+    offload = config.zero.offload
+    users = [key for key in ("optimizer", "parameters") if getattr(offload, key) == "nvme"]
+    if users and offload.nvme_path is None:
+        rule = f'must be set where zero.offload.{" and ".join(users)} = "nvme"'
+        yield Problem("zero.offload.nvme_path", None, rule, "name a directory on a local disk of each node")
+
+
+def _loss_scale_starts_above_its_least(config: RunConfig, _: int) -> Iterator[Problem]:
+    least, start = config.precision.min_loss_scale, 2.0**config.precision.initial_scale_power
+    if least > start:
+        rule = f"must be <= 2**initial_scale_power={start}"
+        yield Problem("precision.min_loss_scale", least, rule, f"write {start} or less")
+
+
+def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...], why: str) -> Rule:
+    """Make the rule that a key stays at its unused value unless another key has one of the allowed values."""
+
+    def check(config: RunConfig, _: int) -> Iterator[Problem]:
+        value, found = attrgetter(key)(config), attrgetter(other)(config)
+        if value != unused and found not in allowed:
+            rule = f"must be {toml_value(unused)} where {other} = {toml_value(found)}: {why}"
+            hint = f"write {toml_value(unused)}, or {other} = {' or '.join(map(toml_value, allowed))}"
+            yield Problem(key, value, rule, hint)
+
+    return Rule((key, other), check)
+
+
 _WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp")
 _CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
+_HALF = ("precision.dtype", ("bf16", "fp16"))
 _BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
 RULES = (
     Rule(("model.family", "model.hidden_size", "model.num_heads"), _heads_split_hidden),
@@ -186,4 +228,15 @@ RULES = (
     Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
     Rule((*_WORLD, *_BATCH, *_CHUNKS), _interleaved_has_full_groups),
     Rule(("training.eval_every_steps", "data.validation_fraction"), _evaluation_has_samples),
+    Rule((*_WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
+    _only_with("zero.shard_group_size", 0, "zero.stage", (1, 2, 3), "it has no effect where nothing is sharded"),
+    _only_with("zero.resident_elements", 0, "zero.stage", (3,), "only stage 3 gathers parameters"),
+    _only_with("zero.offload.parameters", "none", "zero.stage", (3,), "only stage 3 shards parameters"),
+    _only_with("zero.offload.ratio", 1.0, "zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded"),
+    Rule(tuple(f"zero.offload.{key}" for key in ("optimizer", "parameters", "nvme_path")), _nvme_has_a_path),
+    _only_with("precision.accumulate_dtype", "fp32", *_HALF, "gradients of fp32 weights are kept in fp32"),
+    _only_with("precision.reduce_dtype", "fp32", *_HALF, "gradients of fp32 weights travel in fp32"),
+    _only_with("precision.loss_scale", 0.0, "precision.dtype", ("fp16",), "only fp16 scales the loss"),
+    Rule(("precision.min_loss_scale", "precision.initial_scale_power"), _loss_scale_starts_above_its_least),
+    _only_with("optimizer.momentum", 0.0, "optimizer.name", ("sgd",), "only sgd has momentum"),
 )

@@ -8,10 +8,11 @@ Every key that has a value is written; an unset one is left out, and is unset ag
 """
 
 import os
+from operator import attrgetter
 from pathlib import Path
 
 from megazero.config.resolve import ResolvedRun
-from megazero.config.schema import RunConfig
+from megazero.config.schema import RunConfig, keys
 from megazero.config.values import toml_value
 
 
@@ -23,8 +24,9 @@ def to_toml(run: RunConfig | ResolvedRun) -> str:
     """
     config = run.config if isinstance(run, ResolvedRun) else run
     tables = []
-    for section, keys in config.model_dump().items():
-        lines = [f"{key} = {toml_value(value)}\n" for key, value in keys.items() if value is not None]
+    for section, fields in keys().items():
+        values = attrgetter(section)(config).model_dump()
+        lines = [f"{key} = {toml_value(values[key])}\n" for key in fields if values[key] is not None]
         tables.append(f"[{section}]\n" + "".join(lines))
     return "\n".join(tables)
 

@@ -4,6 +4,8 @@
     tp = 2                  .tp: 2
     schedule = "gpipe"      .schedule: "gpipe"
 
+    [zero.offload]      RunConfig.zero.offload: OffloadConfig, a section within a section
+
 Every key has a default, so an empty file is a run. Types are strict: "8" is no integer and neither is 8.0, but 1 is a
 number. A key holds here what the file says; `resolve` gives the keys left open ("auto", or unset) their values. What
 ties several keys together is in `rules`. The line below each key is its documentation, wherever it is shown.
@@ -13,6 +15,7 @@ from itertools import permutations
 from typing import Annotated, Literal, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_serializer
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -137,6 +140,21 @@ def _integer(value: object) -> object:
     return value
 
 
+class OffloadConfig(_Section):
+    """What leaves the device between its uses."""
+
+    optimizer: Literal["none", "cpu", "nvme", "auto"] = "none"
+    """Where optimizer state and master weights live: on the device, in host memory, in files, or by free memory."""
+    parameters: Literal["none", "cpu", "nvme", "auto"] = "none"
+    """Where stage 3 keeps its shard of the weights."""
+    ratio: Share = 1.0
+    """Share of the optimizer state that is offloaded; the rest stays on the device."""
+    nvme_path: Text | None = None
+    """Directory for the files, on a local disk of each node; they are removed when the run ends."""
+    pin_memory: bool = True
+    """Keep host memory page-locked, so that copies to a CUDA device run beside the computation."""
+
+
 class ZeroConfig(_Section):
     """What data-parallel ranks shard instead of keeping whole."""
 
@@ -148,28 +166,52 @@ class ZeroConfig(_Section):
     """When stages 2 and 3 reduce gradients: after each micro-batch, or once per step, keeping them whole until then."""
     bucket_bytes: Annotated[int, Field(ge=1024, le=LARGEST_COUNT)] = 40 * 1024 * 1024
     """Size of a gradient bucket, in bytes of fp32 gradients."""
+    shard_group_size: CountOrZero = 0
+    """Neighbouring data-parallel ranks that share one copy of the state; each such group has its own. 0: all of dp."""
+    resident_elements: CountOrZero = 0
+    """Stage 3 keeps parameters of at most so many elements whole on every rank instead of gathering them."""
+    offload: OffloadConfig = OffloadConfig()
+    """What leaves the device between its uses."""
 
 
 class PrecisionConfig(_Section):
     """Number formats."""
 
-    dtype: Literal["fp32", "bf16"] = "bf16"
-    """Format of weights and activations. bf16 keeps fp32 master weights and accumulates gradients in fp32."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Format of weights and activations. bf16 and fp16 keep fp32 master weights."""
+    accumulate_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Format in which gradients of micro-batches add up on a rank."""
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Format in which gradients travel between data-parallel ranks."""
+    loss_scale: PositiveOrZero = 0.0
+    """Factor on the loss under fp16, so that small gradients do not vanish; 0: adapted to the run."""
+    initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
+    """The adapted factor starts at 2 to this power."""
+    loss_scale_window: Count = 1000
+    """Steps without overflow after which the adapted factor doubles."""
+    hysteresis: Count = 2
+    """Overflows until the adapted factor halves."""
+    consecutive_hysteresis: bool = False
+    """Whether a step without overflow restores the tolerance of `hysteresis`; otherwise only a growth does."""
+    min_loss_scale: Positive = 1.0
+    """Smallest adapted factor; an overflow there ends the run."""
 
 
 class OptimizerConfig(_Section):
     """How gradients change weights."""
 
-    name: Literal["adamw"] = "adamw"
-    """AdamW: Adam with decoupled weight decay."""
+    name: Literal["adamw", "adam", "sgd", "lion", "adagrad"] = "adamw"
+    """AdamW: Adam with decoupled weight decay; adam adds the decay to the gradient, as sgd and adagrad do."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Field(strict=False)] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square."""
+    """Decay of the running means of the gradient and of its square (adamw, adam, lion)."""
+    momentum: ShareBelowOne = 0.0
+    """Share of the last update that is kept (sgd)."""
     eps: Positive = 1e-8
-    """Added to the denominator of the update."""
+    """Added to the denominator of the update (adamw, adam, adagrad)."""
     weight_decay: PositiveOrZero = 0.1
-    """Decoupled weight decay; on matrices only, not on norms and biases."""
+    """Weight decay; on matrices only, not on norms and biases."""
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
@@ -289,5 +331,26 @@ class RunConfig(_Section):
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """Give the class of each section of a run file, by name, in the order of the file."""
-    return {name: type(section) for name, section in RunConfig()}
+    """Give the class of each section of a run file, by name: "zero", then "zero.offload" within it, and so on."""
+    return _sections_within(RunConfig, "")
+
+
+def keys() -> dict[str, dict[str, FieldInfo]]:
+    """Give the keys of each section by its name; a section within it is none of them."""
+    return {
+        name: {key: field for key, field in section.model_fields.items() if _section_class(field) is None}
+        for name, section in sections().items()
+    }
+
+
+def _sections_within(outer: type[BaseModel], prefix: str) -> dict[str, type[BaseModel]]:
+    found: dict[str, type[BaseModel]] = {}
+    for name, field in outer.model_fields.items():
+        if section := _section_class(field):
+            found |= {prefix + name: section, **_sections_within(section, f"{prefix}{name}.")}
+    return found
+
+
+def _section_class(field: FieldInfo) -> type[BaseModel] | None:
+    taken = field.annotation
+    return taken if isinstance(taken, type) and issubclass(taken, _Section) else None

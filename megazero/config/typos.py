@@ -2,17 +2,16 @@
 
     model.num_head      a key of the same section, misspelt      -> model.num_heads
     model.lr            a key of another section                 -> optimizer.lr
+    zero.ratio          a key of a section within it             -> zero.offload.ratio
     modle.num_heads     a key of a misspelt section              -> model.num_heads
 
 A guess is only told, never taken.
 """
 
-from collections.abc import Collection
 from difflib import get_close_matches
-from typing import Any
 
 from megazero.config.problem import Problem
-from megazero.config.schema import DataSource, sections
+from megazero.config.schema import DataSource, keys, sections
 
 
 def unknown_key(place: str, key: str, home: str, value: object) -> tuple[Problem, list[str]]:
@@ -29,7 +28,7 @@ def unknown_key(place: str, key: str, home: str, value: object) -> tuple[Problem
     """
     meant = _meant(key, home)
     rule = "unknown key"
-    if meant and not any(name.startswith(f"{home}.") for name in meant):
+    if meant and all(name.rpartition(".")[0] != home for name in meant):
         rule += f" in [{home}]"
     return Problem(place, value, rule, _did_you_mean(meant) or _choices(home)), meant
 
@@ -38,7 +37,7 @@ def unknown_section(name: str, value: object) -> list[tuple[Problem, list[str]]]
     """Describe a name that is no section of a run file, one problem for each key below it.
 
     Args:
-        name: the name as written.
+        name: the name as written, with the section it stands in.
         value: the table or the value below it.
 
     Returns:
@@ -68,25 +67,25 @@ def unknown_source_key(place: str, key: str, value: object) -> Problem:
         key: the last part of it.
         value: what it was given.
     """
-    keys = DataSource.model_fields
-    close = get_close_matches(key, keys, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"the keys of a source are {', '.join(keys)}"
+    known = DataSource.model_fields
+    close = get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the keys of a source are {', '.join(known)}"
     return Problem(place, value, "unknown key", hint)
 
 
 def _meant(key: str, home: str | None) -> list[str]:
     """Look for a key: the same name anywhere, its own section first; a similar one there; a similar one anywhere."""
-    keys: dict[str, Collection[str]] = {name: section.model_fields for name, section in sections().items()}
-    if home and key in keys[home]:
+    known = keys()
+    if home and key in known[home]:
         return [f"{home}.{key}"]
-    same = [f"{section}.{key}" for section in keys if key in keys[section]]
+    same = [f"{section}.{key}" for section in known if key in known[section]]
     if same:
         return same
-    if home and (close := get_close_matches(key, keys[home], n=1)):
+    if home and (close := get_close_matches(key, known[home], n=1)):
         return [f"{home}.{close[0]}"]
-    everywhere = {name for names in keys.values() for name in names}
+    everywhere = {name for names in known.values() for name in names}
     close = get_close_matches(key, sorted(everywhere), n=1)
-    return [f"{section}.{name}" for name in close for section in keys if name in keys[section]]
+    return [f"{section}.{name}" for name in close for section in known if name in known[section]]
 
 
 def _did_you_mean(meant: list[str]) -> str:
@@ -94,5 +93,4 @@ def _did_you_mean(meant: list[str]) -> str:
 
 
 def _choices(home: str) -> str:
-    fields: dict[str, Any] = sections()[home].model_fields
-    return f"the keys of [{home}] are {', '.join(fields)}"
+    return f"the keys of [{home}] are {', '.join(sections()[home].model_fields)}"

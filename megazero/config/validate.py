@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megazero.config.problem import Problem
-from megazero.config.schema import RunConfig, sections
+from megazero.config.schema import RunConfig, keys, sections
 from megazero.config.typos import unknown_key, unknown_section, unknown_source_key
 from megazero.config.values import toml_value
 
@@ -62,20 +62,23 @@ def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig, set[str]
         for problem, meant in _describe(tables, path, errors):
             problems.append(problem)
             wrong_keys.update(key for key in meant if not _is_written(tables, key))
-        section = str(path[0])
-        keys = [str(path[1])] if len(path) > 1 else list(getattr(sections().get(section), "model_fields", ()))
-        wrong_keys.update(f"{section}.{key}" for key in keys)
-        if len(path) == 1:
-            rest.pop(section)
-        else:
-            rest[section].pop(path[1], None)
+        wrong = _key_or_section(path)
+        names = (f"{section}.{key}" for section, fields in keys().items() for key in fields)
+        wrong_keys.update(name for name in names if f"{name}.".startswith(f"{_place(wrong)}."))
+        _get(rest, wrong[:-1]).pop(wrong[-1], None)
     return problems, RunConfig.model_validate(rest), wrong_keys
 
 
 def _is_written(tables: dict[str, Any], name: str) -> bool:
-    section, key = name.split(".")
-    table = tables.get(section)
-    return isinstance(table, dict) and key in table
+    path = tuple(name.split("."))
+    return _path_in_file(tables, path) == path
+
+
+def _key_or_section(path: Path) -> Path:
+    """Cut off what is inside a key:  data.sources[0].path -> data.sources      zero.offload.ratio -> the same."""
+    known = sections()
+    depth = sum(_place(path[:end]) in known for end in range(1, len(path) + 1))
+    return path[: depth + 1]
 
 
 def _errors(tables: dict[str, Any]) -> dict[Path, list[ErrorDetails]]:
@@ -107,11 +110,12 @@ def _describe(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) ->
     """Turn the errors at one place into problems, each with the keys that a misspelt one may have meant."""
     value, place = _get(tables, path), _place(path)
     if errors[0]["type"] == "extra_forbidden":
-        if len(path) == 1:
-            return unknown_section(str(path[0]), value)
-        if len(path) == 2:
-            return [unknown_key(place, str(path[1]), str(path[0]), value)]
-        return [(unknown_source_key(place, str(path[-1]), value), [])]
+        home, key = _place(path[:-1]), str(path[-1])
+        if home and home not in sections():
+            return [(unknown_source_key(place, key, value), [])]
+        if not home or isinstance(value, dict):
+            return unknown_section(place, value)
+        return [unknown_key(place, key, home, value)]
     phrases = list(dict.fromkeys(map(_must, errors)))
     rule = "must " + " or ".join([phrases[0], *(phrase.removeprefix("be ") for phrase in phrases[1:])])
     return [(Problem(place, value, rule, _hint(tables, path, errors)), [])]
@@ -128,16 +132,17 @@ def _must(error: ErrorDetails) -> str:
 
 def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str:
     """Say what to write instead, of the candidates that the schema takes."""
-    if len(path) == 1:
-        return f"write [{path[0]}] and its keys below it"
+    known, place, home = sections(), _place(path), _place(path[:-1])
+    if place in known:
+        return f"write [{place}] and its keys below it"
     taken = []
     for candidate in _candidates(_get(tables, path), errors):
         changed = deepcopy(tables)
         _get(changed, path[:-1])[path[-1]] = candidate
         if not any(other[: len(path)] == path for other in _errors(changed)):
             taken.append(toml_value(candidate))
-    if not taken and len(path) == 2:
-        default = sections()[str(path[0])]().model_dump()[str(path[1])]
+    if not taken and home in known:
+        default = known[home]().model_dump()[str(path[-1])]
         return "" if default is None else f"the default is {toml_value(default)}"
     return f"write {' or '.join(dict.fromkeys(taken))}" if taken else ""
 
@@ -174,7 +179,5 @@ def _get(tables: dict[str, Any], path: Path) -> Any:
 
 
 def _place(path: Path) -> str:
-    text = str(path[0])
-    for part in path[1:]:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return text
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
