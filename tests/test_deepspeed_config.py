@@ -1,0 +1,467 @@
+"""The DeepSpeed file: which keys there are, what they become, and what is said of those that are wrong."""
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megazero.config import ConfigError, RunConfig
+from megazero.config.deepspeed import EventFiles, NamedParams, load_deepspeed_config
+from megazero.config.deepspeed_document import to_markdown_deepspeed
+from megazero.config.deepspeed_keys import BLOCKS, keys_by_path
+from megazero.config.deepspeed_kinds import BOOLEAN, Fate
+from megazero.config.rules import broken_rules
+
+PAGE = Path(__file__).parent.parent / "docs" / "deepspeed_config.md"
+
+# Every key of docs/_pages/config-json.md in DeepSpeed 0.19, in its order; "block:" starts the keys below one.
+DOCUMENTED = """
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
+optimizer: type params
+scheduler: type params
+: communication_data_type gradient_allreduce_op prescale_gradients gradient_predivide_factor
+fp16: enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
+    min_loss_scale fp16_master_weights_and_grads
+bf16: enabled bf16_master_weights_and_grads bf16_optimizer_states
+torch_autocast: enabled dtype lower_precision_safe_modules
+: gradient_clipping
+zero_optimization: stage allgather_partitions allgather_bucket_size compute_grad_norm overlap_comm reduce_scatter
+    reduce_bucket_size contiguous_gradients load_from_fp32_weights round_robin_gradients parameter_alignment
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold
+    sub_group_size elastic_checkpoint stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold
+    zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients log_trace_cache_warnings cpu_offload
+    ignore_unused_parameters save_muon_momentum_buffer_in_memory
+zero_optimization.offload_param: device nvme_path pin_memory buffer_count buffer_size max_in_cpu
+zero_optimization.offload_optimizer: device nvme_path pin_memory ratio buffer_count fast_init
+aio: block_size queue_depth thread_count single_submit overlap_events
+tensor_parallel: autotp_size preset_model tp_overlap_comm vocab_parallel_lm_head
+tensor_parallel.partition_config: use_default_specs
+tensor_parallel.partition_config.layer_specs[]: patterns partition_type shape partition_dim model_types
+hybrid_engine: enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters
+    tp_gather_partition_size enable_cuda_graph
+expert_parallel: enabled autoep_size expert_tensor_parallel_size async_split_plan preset_model use_grouped_mm
+    disable_triton_grouped_mm moe_layer_pattern router_pattern expert_pattern score_func score_apply combine_impl
+    route_norm route_scale top_k routed_scaling_factor num_expert_groups num_limited_groups load_balance_coeff expert_w1
+    expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern comm_backend
+: disable_python_gc steps_per_print wall_clock_breakdown dump_state
+autotuning: enabled results_dir exps_dir overwrite metric start_profile_step end_profile_step fast max_train_batch_size
+    mp_size num_tuning_micro_batch_sizes tuner_type tuner_early_stopping tuner_num_trials arg_mappings
+flops_profiler: enabled profile_step module_depth top_modules detailed output_file
+activation_checkpointing: partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints
+    synchronize_checkpoint_boundary profile
+data_efficiency: enabled seed
+data_efficiency.data_routing: enabled
+data_efficiency.data_routing.random_ltd: enabled total_layer_num random_ltd_layer_num random_ltd_layer_id
+    model_mask_name model_type hidden_state_order
+data_efficiency.data_routing.random_ltd.random_ltd_schedule: min_value max_value schedule_type
+data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config: require_steps seq_per_step
+data_efficiency.data_sampling: enabled num_epochs num_workers
+data_efficiency.data_sampling.curriculum_learning: enabled data_cluster_path
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*: index_to_sample_path index_to_metric_path
+    difficulty_type clustering_type min_difficulty max_difficulty schedule_type
+data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.*.schedule_config: total_curriculum_step
+    difficulty_step root_degree difficulty max_step
+tensorboard: enabled output_path job_name
+wandb: enabled group team project
+comet: enabled workspace project samples_log_interval experiment_name api_key experiment_key online mode
+csv_monitor: enabled output_path job_name
+comms_logger: enabled verbose prof_all debug prof_ops
+checkpoint: tag_validation load_universal use_node_local_storage
+checkpoint.parallel_write: pipeline_stage
+compile: deepcompile passes offload_activation offload_activation_pin_memory
+data_types: grad_accum_dtype
+"""
+
+
+def documented() -> list[str]:
+    paths, home = [], ""
+    for word in DOCUMENTED.split():
+        if word.endswith(":"):
+            home = word[:-1]
+        else:
+            paths.append(f"{home}.{word}".removeprefix("."))
+    return paths
+
+
+def load(*, dp: int = 1, **config):
+    if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(config):
+        config["train_micro_batch_size_per_gpu"] = 1
+    return load_deepspeed_config(config, dp)
+
+
+def problems(*, dp: int = 1, **config) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load(dp=dp, **config)
+    return [str(problem) for problem in raised.value.problems]
+
+
+def nested(path: str, value: object) -> dict:
+    """{"a": {"b": value}} from "a.b"; a name of the user's own for *, one item for []."""
+    first, _, rest = path.partition(".")
+    inner = nested(rest, value) if rest else value
+    return {first.replace("*", "mine").removesuffix("[]"): [inner] if first.endswith("[]") else inner}
+
+
+def only(path: str, value: object) -> dict:
+    """A configuration with one key, and the device that its block must name."""
+    config = nested(path, value)
+    if path.startswith("zero_optimization.offload_"):
+        config["zero_optimization"][path.split(".")[1]].setdefault("device", "none")
+    return config
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every key
+
+
+@pytest.mark.parametrize("path", documented())
+def test_every_documented_key_is_in_the_table(path):
+    assert path in keys_by_path()
+
+
+def test_no_key_is_in_the_table_twice_and_each_says_what_becomes_of_it():
+    assert len(keys_by_path()) == sum(len(block.keys) for block in BLOCKS)
+    assert all(key.text for key in keys_by_path().values())
+    for block in BLOCKS:  # what a key goes with is a key of the same block that has a fate of its own
+        fates = {key.name: key.fate for key in block.keys}
+        followed = [key.text for key in block.keys if key.fate is Fate.FOLLOWS]
+        assert all(fates[name] in (Fate.REFUSED, Fate.NO_EFFECT) for name in followed)
+
+
+@pytest.mark.parametrize("path", [p for p, key in keys_by_path().items() if key.default is not None])
+def test_a_key_takes_its_own_default_and_asks_for_nothing_refused(path):
+    key = keys_by_path()[path]
+    notes = load(**only(path, list(key.default) if isinstance(key.default, tuple) else key.default)).notes
+    noted = key.fate is Fate.NO_EFFECT and not path.endswith("enabled")
+    assert (f"{path} has no effect: {key.text}" in notes) == noted
+
+
+@pytest.mark.parametrize("path", [p for p, k in keys_by_path().items() if k.fate is Fate.REFUSED and k.kind == BOOLEAN])
+def test_a_refused_switch_is_an_error_with_its_reason(path):
+    key = keys_by_path()[path]
+    (told,) = problems(**nested(path, not key.default))
+    assert told.startswith(f"{path} = ")
+    assert key.text in told
+
+
+@pytest.mark.parametrize(
+    "path", [p for p, k in keys_by_path().items() if k.fate is Fate.NO_EFFECT and k.kind == BOOLEAN]
+)
+@pytest.mark.parametrize("value", [True, False])
+def test_a_key_without_effect_changes_nothing_but_the_notes(path, value):
+    key = keys_by_path()[path]
+    read, plain = load(**only(path, value)), load()
+    if not (path.endswith("enabled") and value == key.default):
+        assert read.notes == (f"{path} has no effect: {key.text}",)
+    assert (read.zero, read.precision, read.grad_clip) == (plain.zero, plain.precision, plain.grad_clip)
+
+
+@pytest.mark.parametrize(
+    "name", ["elasticity", "amp", "compression_training", "sparse_attention", "curriculum_learning"]
+)
+def test_blocks_of_older_versions_are_refused_unless_they_are_off(name):
+    assert load(**{name: {"enabled": False, "anything": 1}}).notes == ()
+    assert load(**{name: {}}).notes == ()
+    assert "is not supported" in problems(**{name: {"enabled": True}})[0]
+    assert "is not supported" in problems(**{name: {"mode": "fixed"}})[0]
+
+
+def test_the_page_of_keys_is_the_tables():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page[page.index("\n## ") + 1 :] == to_markdown_deepspeed(), "out of date: run the command at its top"
+    assert "| `overlap_comm` | true or false | no effect: " in page
+    assert "| `sub_group_size` | integer >= 0, also written as 5e8; `1e9` | no effect: " in page
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batch sizes: train_batch_size = micro * accumulation * dp
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "accumulation", "expected"),
+    [
+        (32, None, None, (32, 8, 1)),
+        (None, 4, None, (16, 4, 1)),
+        (32, 4, None, (32, 4, 2)),
+        (32, None, 2, (32, 4, 2)),
+        (None, 4, 2, (32, 4, 2)),
+        (32, 4, 2, (32, 4, 2)),
+    ],
+)
+def test_the_batch_sizes_complete_each_other(train, micro, accumulation, expected):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    written = dict(zip(names, (train, micro, accumulation), strict=True))
+    read = load_deepspeed_config(written, 4)
+    assert (read.train_batch_size, read.micro_batch_size, read.accumulation) == expected
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.sets(st.integers(0, 2), max_size=2))
+def test_any_two_of_a_triple_give_the_triple(micro, accumulation, dp, left_out):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sizes = (micro * accumulation * dp, micro, accumulation)
+    written = {name: size for i, (name, size) in enumerate(zip(names, sizes, strict=True)) if i not in left_out}
+    if "train_batch_size" in written or "train_micro_batch_size_per_gpu" in written:
+        read = load_deepspeed_config(written, dp)
+        assert read.train_batch_size == read.micro_batch_size * read.accumulation * dp
+        if len(left_out) < 2:
+            assert (read.train_batch_size, read.micro_batch_size, read.accumulation) == sizes
+
+
+def test_batch_sizes_that_cannot_be_name_the_numbers_and_the_nearest():
+    assert problems(dp=8, train_batch_size=100, train_micro_batch_size_per_gpu=4) == [
+        "train_batch_size = 100: must divide by train_micro_batch_size_per_gpu*dp=32; the nearest are 96 and 128"
+    ]
+    assert problems(dp=3, train_batch_size=8) == ["train_batch_size = 8: must divide by dp=3; the nearest are 6 and 9"]
+    (told,) = problems(dp=2, train_batch_size=8, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=3)
+    assert "=2*3*2=12; write 12, or leave one of the three out" in told
+    for config in ({}, {"gradient_accumulation_steps": 4}):
+        with pytest.raises(ConfigError, match="train_batch_size: must be given"):
+            load_deepspeed_config(config, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the settings become
+
+
+def test_nothing_but_a_batch_size_gives_the_documented_defaults():
+    read = load_deepspeed_config({"train_batch_size": 4}, 2)
+    assert (read.zero.stage, read.precision.dtype, read.grad_clip, read.steps_per_print) == (0, "fp32", 1.0, 10)
+    assert read.optimizer is read.scheduler is read.tensorboard is read.seed is read.casts_inputs is None
+    switches = (read.wall_clock_breakdown, read.dump_state, read.allow_untested_optimizer, read.drop_last)
+    assert switches == (False, False, False, False)
+    assert (read.tp, read.notes) == (1, ())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_zero_block_becomes_the_zero_section(stage):
+    block = {
+        "stage": stage,
+        "reduce_bucket_size": 5e6,
+        "stage3_param_persistence_threshold": 1000,
+        "mics_shard_size": 2,
+    }
+    zero = load(dp=4, zero_optimization=block).zero
+    assert (zero.stage, zero.reduce, zero.gather_policy, zero.bucket_bytes) == (
+        stage,
+        "micro_batch",
+        "action",
+        20_000_000,
+    )
+    assert zero.resident_elements == (1000 if stage == 3 else 0)
+    assert zero.shard_group_size == (2 if stage else 0)
+
+
+def test_zero_defaults_are_those_of_deepspeed_where_they_bear_on_memory_by_parameter():
+    assert load(zero_optimization={"stage": 3}).zero.resident_elements == 100_000
+    assert load(zero_optimization={"stage": 2}).zero.bucket_bytes == RunConfig().zero.bucket_bytes
+    assert load(zero_optimization=True).zero.stage == 1
+    assert load(zero_optimization=False).zero.stage == 0
+    assert load(zero_optimization=None).zero.stage == 0
+
+
+def test_a_bucket_that_is_too_small_or_large_is_told():
+    small = load(zero_optimization={"reduce_bucket_size": 1})
+    assert small.zero.bucket_bytes == 1024
+    assert "reduce_bucket_size is taken as 256" in small.notes[0]
+    assert load(zero_optimization={"reduce_bucket_size": 1e15}).zero.bucket_bytes == 2**40
+
+
+def test_what_is_offloaded_and_where():
+    both = {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk", "ratio": 0.5, "pin_memory": False},
+        "offload_param": {"device": "cpu"},
+    }
+    offload = load(zero_optimization=both).zero.offload
+    assert (offload.optimizer, offload.parameters, offload.ratio) == ("nvme", "cpu", 0.5)
+    assert (offload.nvme_path, offload.pin_memory) == ("/disk", False)
+    legacy = load(zero_optimization={"stage": 2, "cpu_offload": True}).zero.offload
+    assert (legacy.optimizer, legacy.parameters, legacy.pin_memory) == ("cpu", "none", True)
+    for off in ({"device": "none"}, None, False):
+        assert load(zero_optimization={"stage": 0, "offload_optimizer": off}).zero.offload.optimizer == "none"
+
+
+def test_offload_that_cannot_be_is_refused():
+    zero = "zero_optimization"
+    (told,) = problems(zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}})
+    assert told.startswith(f'{zero}.offload_optimizer.device = "cpu": needs stage 1, 2 or 3')
+    (told,) = problems(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}})
+    assert "needs stage 3: stage 2 keeps the weights whole" in told
+    (told,) = problems(zero_optimization={"stage": 1, "offload_optimizer": {"device": "nvme"}})
+    assert told.startswith(f"{zero}.offload_optimizer.nvme_path: must be given")
+    (told,) = problems(zero_optimization={"stage": 1, "offload_optimizer": {"pin_memory": True}})
+    assert told == f'{zero}.offload_optimizer.device: must be given; write "cpu", "nvme" or "none"'
+    (told,) = problems(zero_optimization={"stage": 1, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}})
+    assert told.startswith(f"{zero}.cpu_offload = true: cannot be together")
+    paths = {f"offload_{key}": {"device": "nvme", "nvme_path": f"/{key}"} for key in ("optimizer", "param")}
+    assert "one directory" in problems(zero_optimization={"stage": 3, **paths})[0]
+    (told,) = problems(dp=8, zero_optimization={"stage": 3, "mics_shard_size": 3})
+    assert told.endswith("must divide dp=8; the nearest are 2 and 4")
+
+
+def test_fp16_becomes_the_precision_section():
+    fp16 = {"enabled": True, "loss_scale": 128, "initial_scale_power": 20, "hysteresis": 3, "auto_cast": True}
+    read = load(fp16=fp16, communication_data_type="FP16", data_types={"grad_accum_dtype": "fp16"})
+    precision = read.precision
+    assert (precision.dtype, precision.reduce_dtype, precision.accumulate_dtype) == ("fp16", "fp16", "fp16")
+    assert (precision.loss_scale, precision.initial_scale_power, precision.hysteresis) == (128.0, 20, 3)
+    assert (precision.loss_scale_window, precision.consecutive_hysteresis, precision.min_loss_scale) == (
+        1000,
+        False,
+        1.0,
+    )
+    assert read.casts_inputs is True
+    assert load(fp16={"enabled": False, "hysteresis": 3}).precision.hysteresis == 2
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_bf16_goes_by_two_names(name):
+    precision = load(**{name: {"enabled": True}}).precision
+    assert (precision.dtype, precision.reduce_dtype, precision.accumulate_dtype) == ("bf16", "fp32", "fp32")
+
+
+def test_formats_that_cannot_be_together_are_refused():
+    assert problems(fp16={"enabled": True}, bf16={"enabled": True}) == [
+        "bf16.enabled = true: cannot be together with fp16.enabled; keep one of them"
+    ]
+    assert "gradients of fp32 weights stay in fp32" in problems(communication_data_type="bf16")[0]
+    (told,) = problems(fp16={"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8})
+    assert told == "fp16.min_loss_scale = 8: must be <= 2**initial_scale_power=4; write 4"
+
+
+def test_optimizer_and_scheduler_are_passed_on_as_written():
+    read = load(optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, scheduler={"type": "WarmupLR"})
+    assert read.optimizer == NamedParams("AdamW", {"lr": 1e-3})
+    assert read.scheduler == NamedParams("WarmupLR", {})
+    assert problems(optimizer={"params": {"lr": 1}})[0].startswith("optimizer.type: must be given")
+
+
+@pytest.mark.parametrize(("written", "steps"), [(7, 7), (None, None), (float("inf"), None)])
+def test_reports_come_every_so_many_steps_or_never(written, steps):
+    assert load(steps_per_print=written).steps_per_print == steps
+
+
+def test_what_is_reported_and_logged():
+    read = load(
+        tensorboard={"enabled": True, "output_path": "logs", "job_name": "run"}, flops_profiler={"enabled": True}
+    )
+    assert read.tensorboard == EventFiles("logs", "run")
+    assert read.wall_clock_breakdown
+    assert load(tensorboard={"enabled": True}).tensorboard == EventFiles(None, "DeepSpeedJobName")
+    assert load(tensorboard={"enabled": False, "output_path": "logs"}).tensorboard is None
+    assert load(wandb={"enabled": True, "project": "p"}).notes[0].startswith("wandb.enabled has no effect: ")
+    assert load(data_efficiency={"seed": 5}, dataloader_drop_last=True).seed == 5
+
+
+@given(
+    st.sampled_from([0, 1, 2, 3]),
+    st.sampled_from(["fp32", "fp16", "bf16"]),
+    st.sampled_from(["none", "cpu"]),
+    st.floats(0, 1),
+    st.integers(0, 10**15),
+)
+def test_what_is_read_breaks_no_rule_of_a_run_file(stage, dtype, device, ratio, elements):
+    config = {dtype: {"enabled": True}} if dtype != "fp32" else {}
+    block = {"stage": stage, "stage3_param_persistence_threshold": elements, "mics_shard_size": 2}
+    if stage:
+        block["offload_optimizer"] = {"device": device, "ratio": ratio}
+    read = load(dp=4, zero_optimization=block, **config)
+    assert broken_rules(RunConfig(zero=read.zero, precision=read.precision), 4) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"gradient_cliping": 1.0}, "gradient_cliping = 1.0: unknown key; did you mean gradient_clipping?"),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "zero_optimization.overlap_com = true: unknown key; did you mean zero_optimization.overlap_comm?",
+        ),
+        ({"overlap_comm": True}, "overlap_comm = true: unknown key; did you mean zero_optimization.overlap_comm?"),
+        ({"zero_optimisation": {}}, "zero_optimisation = {  }: unknown key; did you mean zero_optimization?"),
+        ({"aio": {"zzz": 1}}, "aio.zzz = 1: unknown key; the keys of aio are block_size, queue_depth, thread_count, "),
+        ({"train_batch_size": "8"}, 'train_batch_size = "8": must be an integer >= 1; write 8'),
+        ({"train_batch_size": True}, "train_batch_size = true: must be an integer >= 1; leave it out"),
+        ({"train_batch_size": 1.5}, "train_batch_size = 1.5: must be an integer >= 1; write 1 or 2"),
+        ({"train_batch_size": 0}, "train_batch_size = 0: must be an integer >= 1; write 1"),
+        ({"dump_state": 1}, "dump_state = 1: must be true or false; write true"),
+        ({"dump_state": "False"}, 'dump_state = "False": must be true or false; write false'),
+        ({"dump_state": None}, "dump_state: must be true or false; the default is false"),
+        ({"aio": 3}, "aio = 3: must be a table; its keys are block_size, "),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4: must be 0 or 1 or 2 or 3; write 3"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = true: must be 0 or 1 or 2 or 3; "),
+        (
+            {"zero_optimization": {"reduce_bucket_size": 1.5}},
+            "zero_optimization.reduce_bucket_size = 1.5: must be an int",
+        ),
+        ({"communication_data_type": "fp61"}, 'communication_data_type = "fp61": must be "fp32" or "fp16" or "bf16"; '),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping = nan: must be a number >= 0; the default is 1.0"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            "tensor_parallel.autotp_size = 2: is not supported: build the model ",
+        ),
+        (
+            {"tensor_parallel": {"partition_config": {"layer_specs": [{"patern": 1}]}}},
+            "tensor_parallel.partition_config.layer_specs[0].patern = 1: unknown key; did you mean ",
+        ),
+        ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op = "sum": is not supported: gradients are averaged'),
+    ],
+)
+def test_a_wrong_key_says_what_to_write(config, told):
+    (found,) = problems(**config)
+    assert found.startswith(told)
+
+
+def test_auto_is_an_error_that_says_what_it_stands_for_unless_deepspeed_takes_it():
+    (told,) = problems(train_micro_batch_size_per_gpu="auto")
+    assert "Hugging Face" in told
+    assert "(per_device_train_batch_size); write the value itself: integer >= 1" in told
+    (told,) = problems(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+    assert told.startswith('optimizer.params.lr = "auto": is a placeholder')
+    (told,) = problems(zero_optimization={"stage3_prefetch_bucket_size": "auto"})
+    assert told.endswith("leave it out")
+    assert load(pipeline={"stages": "auto"}, expert_parallel={"top_k": "auto"}).notes[0].startswith("pipeline.stages")
+
+
+def test_all_problems_are_told_at_once_and_no_rule_is_judged_over_a_wrong_key():
+    told = problems(train_batch_sise=8, fp16={"enabled": "yes"}, bf16={"enabled": True}, steps_per_print=0, dp=3)
+    assert [line.split(" ")[0] for line in told] == ["train_batch_sise", "fp16.enabled", "steps_per_print"]
+
+
+def test_a_file_is_json_with_each_key_once(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "steps_per_print": float("inf")}))
+    assert load_deepspeed_config(path, 2).micro_batch_size == 4
+    assert load_deepspeed_config(str(path), 2).steps_per_print is None
+    for text, told in [
+        ('{"train_batch_size": 8,\n "fp16": }', "ds.json:2: is not JSON: "),
+        ('{"fp16": {}, "fp16": {}}', "fp16 stands there twice"),
+        ("[]", "must be a JSON object"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            load_deepspeed_config(path, 2)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_deepspeed_config(tmp_path / "none.json", 2)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("auto"),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from(list(keys_by_path())), JSON)
+def test_any_value_of_any_key_is_read_or_is_a_config_error(path, value):
+    for config in (nested(path, value), nested(path.rpartition(".")[0] or path, value)):
+        with suppress(ConfigError):
+            load_deepspeed_config({"train_batch_size": 4, **config}, 2)
