@@ -1,0 +1,145 @@
+"""The factor on an fp16 loss that keeps small gradients from vanishing and large ones from overflowing.
+
+    window 3, hysteresis 2       . clean step    ! overflow: the step is skipped
+
+    step    .   .   .   .   .   !   .   !   !   .   .   .   .
+    scale   8   8   8  16  16  16  16  16   8   4   4   4   8      in use during the step
+    left    2   2   2   2   2   2   1   1   1   1   1   1   2      overflows until one halves
+
+The scale is a plain number, equal on every rank because every rank sees the same overflow; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LossScaleError(RuntimeError):
+    """Gradients are not finite at the smallest loss scale."""
+
+
+class LossScaler:
+    """Loss scale of the current step (Micikevicius et al. 2018, section 3.2), with DeepSpeed's parameters.
+
+    Args:
+        loss_scale: 0 for a dynamic scale; anything else is a constant one, and the other arguments have no effect.
+        initial_scale_power: a dynamic scale starts at 2 ** initial_scale_power.
+        window: clean steps since the last overflow or growth after which the scale is doubled.
+        hysteresis: the overflow that halves the scale, counted since the last refill; those before it only skip
+            their step, those after it halve again.
+        consecutive_hysteresis: True, every clean step refills the hysteresis; False, only a growth does.
+        min_loss_scale: the scale never falls below this.
+
+    Raises:
+        ValueError: for numbers that can not be meant.
+
+    Unscale with `scale` first, then call `update`: the next step's scale must not touch this step's gradients.
+
+    One difference from DeepSpeed 0.19: there the first growth after the start or after an overflow takes window + 1
+    clean steps and later ones take `window`.  Here it is always `window`, as documented.
+    """
+
+    def __init__(
+        self,
+        *,
+        loss_scale: float,
+        initial_scale_power: int,
+        window: int,
+        hysteresis: int,
+        consecutive_hysteresis: bool,
+        min_loss_scale: float,
+    ) -> None:
+        if loss_scale < 0:
+            raise ValueError(f"loss_scale={loss_scale} must be 0 (dynamic) or a positive constant")
+        self.dynamic = loss_scale == 0
+        if self.dynamic:
+            _check(2.0**initial_scale_power, window, hysteresis, min_loss_scale)
+        self.scale = 2.0**initial_scale_power if self.dynamic else float(loss_scale)
+        self.skipped_steps = 0
+        self._window = window
+        self._hysteresis = hysteresis
+        self._consecutive_hysteresis = consecutive_hysteresis
+        self._min_scale = float(min_loss_scale)
+        self._clean_steps = 0
+        self._hysteresis_left = hysteresis
+
+    def update(self, overflowed: bool) -> None:
+        """Set the scale of the next step.
+
+        Args:
+            overflowed: some gradient on some rank was not finite, so that the step was skipped.
+
+        Raises:
+            LossScaleError: the scale would have to fall below its minimum.
+        """
+        self.skipped_steps += int(overflowed)
+        if not self.dynamic:
+            return
+        if overflowed:
+            self._clean_steps = 0
+            self._shrink()
+        else:
+            self._clean_steps += 1
+            self._grow()
+
+    def _shrink(self) -> None:
+        if self._hysteresis_left > 1:
+            self._hysteresis_left -= 1
+        elif self.scale > self._min_scale:
+            self.scale = max(self.scale / 2, self._min_scale)
+        else:
+            raise LossScaleError(
+                f"gradients overflow at loss scale {self.scale:g}, the smallest allowed (min_loss_scale), after "
+                f"{self.skipped_steps} skipped steps in all: no scale makes them finite. Look for inf or NaN in the "
+                f"loss and the data, lower the learning rate or train in bf16; if the loss is sound, lower "
+                f"min_loss_scale"
+            )
+
+    def _grow(self) -> None:
+        due = self._clean_steps == self._window
+        if due:
+            self.scale *= 2
+            self._clean_steps = 0
+        if due or self._consecutive_hysteresis:
+            self._hysteresis_left = self._hysteresis
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers from which a run goes on as if it had never stopped."""
+        return {
+            "scale": self.scale,
+            "skipped_steps": self.skipped_steps,
+            "clean_steps": self._clean_steps,
+            "hysteresis_left": self._hysteresis_left,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; limits that this run was given anew count before the saved numbers.
+
+        Args:
+            state: from `state_dict`, of a dynamic or a constant scaler.
+        """
+        self.skipped_steps = int(state["skipped_steps"])
+        if self.dynamic:
+            self.scale = max(float(state["scale"]), self._min_scale)
+            self._clean_steps = min(int(state["clean_steps"]), self._window - 1)
+            self._hysteresis_left = min(int(state["hysteresis_left"]), self._hysteresis)
+
+
+def no_scaling() -> LossScaler:
+    """The scaler of fp32 and bf16 runs: always 1.0."""
+    return LossScaler(
+        loss_scale=1.0, initial_scale_power=0, window=1, hysteresis=1, consecutive_hysteresis=False, min_loss_scale=1.0
+    )
+
+
+def _check(start: float, window: int, hysteresis: int, min_loss_scale: float) -> None:
+    if window < 1:
+        raise ValueError(f"loss_scale_window={window} must be at least 1")
+    if hysteresis < 1:
+        raise ValueError(f"hysteresis={hysteresis} must be at least 1; 1 halves on every overflow")
+    if min_loss_scale <= 0:
+        raise ValueError(f"min_loss_scale={min_loss_scale} must be positive")
+    if start < min_loss_scale:
+        raise ValueError(
+            f"the first loss scale 2**initial_scale_power={start:g} is below min_loss_scale={min_loss_scale}"
+        )
