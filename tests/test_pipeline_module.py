@@ -1,0 +1,543 @@
+"""Pipelines of arbitrary layers: any cut is the same model, with the same names, weights and results."""
+
+import itertools
+import operator
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_world
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from megazero.models.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec, partition_balanced
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.schedules.generators import gpipe
+
+SEED = 77
+VOCAB, WIDTH = 11, 6
+
+
+class Draws(nn.Module):
+    """Cannot be built on the meta device: it looks at its numbers."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.scale = self.weight.detach().norm().item()
+
+    def forward(self, x):
+        return x + self.weight / self.scale
+
+
+class Decoder(nn.Module):
+    """Ties its `output.weight` to an embedding's `weight`, and has a bias of its own."""
+
+    def __init__(self, vocab, width):
+        super().__init__()
+        self.output = nn.Linear(width, vocab)
+
+    @property
+    def shared_weight(self):
+        return self.output.weight
+
+    def forward(self, x):
+        return self.output(x)
+
+
+class Split(nn.Module):
+    """Takes one tensor and returns two; the next layer gets the pair."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x, self.linear(x)
+
+
+def as_logits(embedding, x):
+    return x @ embedding.weight.T
+
+
+def run(module, x):
+    return module(x)
+
+
+def plain_specs():
+    return [
+        LayerSpec(nn.Linear, 4, WIDTH),
+        torch.tanh,
+        LayerSpec(Draws, WIDTH),
+        LayerSpec(Split, WIDTH),
+        lambda pair: pair[0] + pair[1],
+        LayerSpec(nn.LayerNorm, WIDTH),
+        LayerSpec(nn.Linear, WIDTH, 20),
+        LayerSpec(nn.Linear, 20, 3),
+    ]
+
+
+def plain_layers():
+    """The same layers by hand, each under its own seed."""
+    layers = []
+    for index, spec in enumerate(plain_specs()):
+        torch.manual_seed(SEED + index)
+        layers.append(spec.typename(*spec.module_args) if isinstance(spec, LayerSpec) else spec)
+    return layers
+
+
+def plain_weights():
+    return {
+        f"layers.{index}.{name}": parameter.detach().clone()
+        for index, layer in enumerate(plain_layers())
+        if isinstance(layer, nn.Module)
+        for name, parameter in layer.named_parameters()
+    }
+
+
+def tied_specs():
+    return [
+        TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH),
+        LayerSpec(nn.Linear, WIDTH, WIDTH),
+        LayerSpec(nn.Linear, WIDTH, WIDTH),
+        TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH, forward_fn=as_logits),
+    ]
+
+
+def differently_tied_specs():
+    decoder = TiedLayerSpec("embed", Decoder, VOCAB, WIDTH, forward_fn=run, tied_weight_attr="shared_weight")
+    return [*tied_specs()[:3], decoder]
+
+
+def apply(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def described(module):
+    """What a rank holds, picklable: (name, weights, tied, first copy) in forward order."""
+    return [(p.name, p.parameter.detach().numpy(), p.tied, p.first_copy) for p in module.named_canonical_parameters()]
+
+
+# ---- partitions
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_a_balanced_partition_has_the_lightest_heaviest_part_of_all(data):
+    weights = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+    parts = data.draw(st.integers(1, len(weights)))
+    cuts = [
+        [sum(weights[a:b]) for a, b in itertools.pairwise((0, *borders, len(weights)))]
+        for borders in itertools.combinations(range(1, len(weights)), parts - 1)
+    ]
+    found = partition_balanced(weights, parts)
+    assert list(itertools.chain(*found)) == list(range(len(weights)))
+    assert len(found) == parts
+    assert all(found)
+    sums = [sum(weights[i] for i in part) for part in found]
+    best = min(map(max, cuts))
+    assert max(sums) == best
+    # ... and of those, the most even one
+    assert sum(s * s for s in sums) == min(sum(s * s for s in cut) for cut in cuts if max(cut) == best)
+
+
+def test_partitions_by_hand():
+    assert partition_balanced([1] * 10, 4) == [range(3), range(3, 6), range(6, 8), range(8, 10)]
+    assert partition_balanced([0] * 5, 2) == [range(3), range(3, 5)]
+    assert partition_balanced([100, 1, 1, 1, 1, 96], 3) == [range(1), range(1, 5), range(5, 6)]
+    assert partition_balanced([0, 1, 0, 1, 0], 5) == [range(i, i + 1) for i in range(5)]
+
+
+def test_a_long_row_of_layers_is_cut_at_once():
+    assert [len(part) for part in partition_balanced([12_000_000] * 512, 64)] == [8] * 64
+
+
+def test_fewer_weights_than_parts_is_an_error_with_both_numbers():
+    with pytest.raises(ValueError, match=r"3 pipeline stages .* number of layers, 2"):
+        partition_balanced([1, 1], 3)
+
+
+def virtual(layers, stages, **keywords):
+    """A pipeline of several virtual stages on this one rank."""
+    keywords = {"base_seed": SEED, "schedule": "interleaved", "virtual_stages": stages} | keywords
+    return PipelineModule(layers, 1, **keywords)
+
+
+def test_methods_cut_by_what_they_name():
+    """Parameters of `plain_specs`: 30, 0, 6, 42, 0, 12, 140, 63."""
+
+    def cut(method):
+        return virtual(plain_specs(), 2, partition_method=method).partition
+
+    assert cut("uniform") == [range(4), range(4, 8)]
+    assert cut("parameters") == [range(6), range(6, 8)]
+    assert cut("type:^linear$") == cut("type:LINEAR") == [range(4), range(4, 8)]
+    assert cut("type:draws|split") == [range(3), range(3, 8)]
+    assert cut(r"type:^layer\S+|tanh") == [range(4), range(4, 8)]
+
+
+def test_frozen_parameters_do_not_count():
+    layers = [nn.Linear(50, 50).requires_grad_(False), nn.Linear(5, 5), nn.Linear(5, 5)]
+    assert virtual(layers, 2).partition == [range(2), range(2, 3)]
+
+
+# ---- weights and names
+
+
+@pytest.mark.parametrize(
+    ("world", "keywords"),
+    [
+        (1, {"num_stages": 1}),
+        (1, {"num_stages": 1, "schedule": "interleaved", "virtual_stages": 5}),
+        (2, {"num_stages": 2}),
+        (2, {"num_stages": 2, "schedule": "zbv", "partition_method": "uniform"}),
+        (2, {"num_stages": 1}),
+        (4, {"num_stages": 4, "schedule": "interleaved", "virtual_stages": 2}),
+        (4, {"num_stages": 2, "partition_method": "type:linear"}),
+        (4, {"num_stages": None, "topology": RankGrid(pp=2, dp=2, order="pp-tp-cp-dp")}),
+    ],
+)
+def test_any_shape_has_the_same_weights_under_the_same_names(world, keywords):
+    def body(rank):
+        module = PipelineModule(plain_specs(), base_seed=SEED, **keywords)
+        if world > 1:
+            dist.barrier()  # gloo fails in a rank that still connects when another one ends
+        return module.parallel_state.at.dp, described(module)
+
+    ranks = run_world(world, body)
+    for replica in {dp for dp, _ in ranks}:
+        held = [entry for dp, entries in ranks if dp == replica for entry in entries]
+        weights = {name: weight for name, weight, _, _ in held}
+        assert len(held) == len(weights)
+        expected = plain_weights()
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(torch.from_numpy(weights[name]), expected[name]) for name in expected)
+        assert not any(tied or not first for _, _, tied, first in held)
+
+
+def test_building_leaves_the_global_generator_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    virtual([*plain_specs(), *tied_specs()], 3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_seed_gives_other_weights():
+    weights = [next(virtual(plain_specs(), 2, base_seed=seed).parameters()) for seed in (1, 2)]
+    assert not torch.equal(*weights)
+
+
+def test_a_rank_builds_no_layer_of_another_stage():
+    """Under "uniform" nothing is built for its size either."""
+
+    def body(rank):
+        built = []
+
+        class Counted(nn.Linear):
+            def __init__(self, index):
+                super().__init__(2, 2)
+                built.append(index)
+
+        PipelineModule([LayerSpec(Counted, i) for i in range(4)], 2, partition_method="uniform")
+        return built
+
+    assert run_world(2, body) == [[0, 1], [2, 3]]
+
+
+def test_ready_made_modules_are_used_as_they_are_and_others_dropped():
+    def body(rank):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())
+        module = PipelineModule(model, 2, partition_method="uniform")
+        parameters = [p.parameter for p in module.named_canonical_parameters()]
+        assert all(map(operator.is_, parameters, model[2 * rank].parameters()))
+        return [p.name for p in module.named_canonical_parameters()]
+
+    assert run_world(2, body) == [["layers.0.weight", "layers.0.bias"], ["layers.2.weight", "layers.2.bias"]]
+
+
+def test_a_canonical_parameter_says_where_it_is():
+    module = virtual(tied_specs(), 2)
+    for parameter in module.named_canonical_parameters():
+        assert getattr(parameter.owner, parameter.attribute) is parameter.parameter
+
+
+def test_names_stay_when_an_engine_swaps_the_parameters():
+    module = virtual(tied_specs(), 1, schedule="1f1b")
+    names = [parameter.name for parameter in module.named_canonical_parameters()]
+    swapped = {id(p): nn.Parameter(p.detach().clone()) for p in module.parameters()}
+    for part in module.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                part._parameters[name] = swapped[id(parameter)]
+    assert [parameter.name for parameter in module.named_canonical_parameters()] == names
+
+
+def test_units_hold_every_parameter_and_run_in_forward_order():
+    ran, passed = [], (torch.tensor([1, 2]),)
+    for chunk in virtual([*tied_specs(), torch.tanh, nn.ReLU()], 2).chunks:
+        units = chunk.units()
+        assert {id(p) for unit in units for p in unit.parameters()} == {id(p) for p in chunk.parameters()}
+        for unit in units:
+            unit.register_forward_hook(lambda unit, *_: ran.append(unit))
+        passed = chunk(passed)
+        assert list(map(id, ran)) == list(map(id, units))
+        ran.clear()
+
+
+# ---- tied layers
+
+
+@pytest.mark.parametrize("specs", [tied_specs, differently_tied_specs])
+@pytest.mark.parametrize(
+    ("world", "keywords", "copies", "holders"),
+    [
+        (1, {"num_stages": 1}, (0,), (0,)),
+        (1, {"num_stages": 1, "schedule": "interleaved", "virtual_stages": 4}, (0, 3), (0,)),
+        (2, {"num_stages": 2, "partition_method": "uniform"}, (0, 1), (0, 1)),
+        (2, {"num_stages": 2, "schedule": "zbv", "partition_method": "uniform"}, (0, 3), (0,)),
+        (4, {"num_stages": 4, "partition_method": "uniform"}, (0, 3), (0, 3)),
+    ],
+)
+def test_copies_of_tied_weights_start_equal_and_are_told(world, keywords, copies, holders, specs):
+    name = "layers.0.weight"
+
+    def body(rank):
+        module = PipelineModule(specs(), base_seed=SEED, **keywords)
+        return module.tied_copies, module.holders(name), described(module)
+
+    ranks = run_world(world, body)
+    assert all((tied, where) == ({name: copies}, holders) for tied, where, _ in ranks)
+    held = [entry for _, _, entries in ranks for entry in entries]
+    torch.manual_seed(SEED)
+    drawn = nn.Embedding(VOCAB, WIDTH).weight
+    shared = [(weight, first) for entry, weight, tied, first in held if tied]
+    assert [entry for entry, _, tied, _ in held if tied] == [name] * len(copies)
+    assert all(torch.equal(torch.from_numpy(weight), drawn) for weight, _ in shared)
+    assert sorted(first for _, first in shared) == [False] * (len(copies) - 1) + [True]
+    # what is not tied is each layer's own, on any cut
+    own = {"layers.3.output.bias"} if specs is differently_tied_specs else set()
+    assert {entry for entry, _, tied, _ in held if not tied} - own == {
+        f"layers.{i}.{part}" for i in (1, 2) for part in ("weight", "bias")
+    }
+    assert own <= {entry for entry, *_ in held}
+
+
+def test_summed_gradients_of_tied_copies_are_those_of_one_shared_weight():
+    tokens, labels = torch.tensor([[1, 2, 3]]), torch.tensor([2, 3, 4])
+
+    def gradients(stages):
+        module = virtual(tied_specs(), stages, **({"schedule": "1f1b", "virtual_stages": 1} if stages == 1 else {}))
+        F.cross_entropy(module(tokens).flatten(0, 1), labels).backward()
+        total = {}
+        for p in module.named_canonical_parameters():
+            total[p.name] = total.get(p.name, 0) + p.parameter.grad
+        return total
+
+    whole, cut = gradients(1), gradients(4)
+    assert whole.keys() == cut.keys()
+    for name, gradient in whole.items():
+        torch.testing.assert_close(cut[name], gradient)
+
+
+# ---- running
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3])
+@pytest.mark.parametrize("stages", [2, 3, 8])
+def test_chunk_after_chunk_computes_what_the_plain_layers_do(stages, interval):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    layers = plain_layers()
+    expected = apply(layers, x)
+    expected.square().sum().backward()
+    module = virtual(plain_specs(), stages, activation_checkpoint_interval=interval)
+    passed = (x,)
+    for chunk in module.chunks:
+        passed = chunk(passed)
+    assert torch.equal(passed[0], expected)
+    assert torch.equal(module(x), expected)
+    passed[0].square().sum().backward()
+    gradients = [p.grad for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters()]
+    assert all(map(torch.equal, (p.grad for p in module.parameters()), gradients))
+
+
+def test_two_ranks_pass_on_what_the_plain_layers_compute():
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+
+    def body(rank):
+        module = PipelineModule(plain_specs(), 2, base_seed=SEED, partition_method="uniform")
+        (chunk,) = module.chunks
+        if rank == 0:
+            with pytest.raises(RuntimeError, match="rank 0 has 1 of 2 stages"):
+                module(x)
+            for part in chunk((x,)):  # cut between Split and the sum: two tensors travel
+                dist.send(part.detach(), 1)
+            return None
+        pair = torch.empty(5, WIDTH), torch.empty(5, WIDTH)
+        for part in pair:
+            dist.recv(part, 0)
+        return chunk(pair)[0].detach().numpy()
+
+    found = run_world(2, body)[1]
+    assert torch.equal(torch.from_numpy(found), apply(plain_layers(), x))
+
+
+def test_activation_checkpoints_recompute_so_many_layers_at_a_time():
+    runs = []
+
+    def counted(index):
+        def layer(x):
+            runs.append(index)
+            return x.exp()
+
+        return layer
+
+    module = PipelineModule([counted(i) for i in range(5)], 1, activation_checkpoint_interval=2)
+    (y,) = module.chunks[0]((torch.zeros(2, requires_grad=True),))
+    assert runs == [0, 1, 2, 3, 4]
+    y.sum().backward()
+    # a group is recomputed as far as its saved tensors need, and groups come last to first
+    assert runs[5:] == [4, 2, 3, 0, 1]
+    runs.clear()
+    with torch.no_grad():
+        module.chunks[0]((torch.zeros(2),))
+    assert runs == [0, 1, 2, 3, 4]
+
+
+def test_layers_that_write_in_place_may_stand_behind_a_cut():
+    linear = LayerSpec(nn.Linear, 3, 3)
+    layers = [linear, LayerSpec(nn.Identity), LayerSpec(nn.ReLU, inplace=True), linear]
+    first, second = virtual(layers, 2, partition_method="uniform").chunks
+    (sent,) = first((torch.ones(2, 3),))
+    received = sent.detach().requires_grad_()
+    (y,) = second((received,))
+    y.sum().backward()
+    assert received.grad is not None
+    assert torch.equal(received, sent)
+
+
+def test_a_one_tuple_is_its_tensor_on_any_cut():
+    for stages in (2, 3):
+        module = virtual([lambda x: (x + 1,), lambda x: x * 2, lambda x: [x, x]], stages, partition_method="uniform")
+        assert all(torch.equal(part, torch.tensor([4.0])) for part in module(torch.tensor([1.0])))
+
+
+def test_a_layer_that_returns_no_tensor_is_named():
+    def bad(x):
+        return x, None
+
+    module = PipelineModule([torch.tanh, bad], 1)
+    with pytest.raises(TypeError, match=r"layer 1 \(bad\) returned a tuple of \(Tensor, NoneType\)"):
+        module(torch.zeros(1))
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"num_stages": 3}, "num_stages=3 must divide the world of 1 ranks; the nearest is 1"),
+        ({"num_stages": 0}, "num_stages=0 must divide"),
+        ({"num_stages": None}, "num_stages, topology or parallel_state must say"),
+        ({"topology": RankGrid(pp=2)}, "num_stages=1, but the topology has pp=2"),
+        ({"partition_method": "parameter"}, "'parameter' is unknown; did you mean 'parameters'"),
+        ({"partition_method": "cost"}, "'cost' is unknown; it must be one of parameters, uniform, type:regex"),
+        ({"partition_method": "profile"}, "does not exist"),
+        ({"partition_method": "type:transformer"}, "matches none of the layers, which are Linear, tanh, Draws"),
+        ({"partition_method": "type:("}, "no regular expression"),
+        ({"schedule": "1f1d"}, "schedule='1f1d' is unknown; did you mean '1f1b'"),
+        ({"schedule": "interleaved"}, "interleaved needs virtual_stages of at least 2, got 1"),
+        ({"virtual_stages": 2}, "1f1b has virtual_stages=1, got 2"),
+        ({"schedule": gpipe(2, 4)}, "another number of stages than num_stages=1"),
+        ({"schedule": "interleaved", "virtual_stages": 9}, "8 layers are too few for 9 virtual stages, 9 on each of 1"),
+        ({"seed_layers": False}, "seed_layers=False would draw"),
+        ({"activation_checkpoint_interval": -1}, "activation_checkpoint_interval=-1"),
+        ({"parallel_state": ParallelState(RankGrid()), "num_stages": 2}, "num_stages=2, but the parallel_state has 1"),
+        (
+            {"parallel_state": ParallelState(RankGrid()), "device": torch.device("meta")},
+            "device=meta, but the parallel_state has cpu",
+        ),
+    ],
+)
+def test_numbers_and_names_that_do_not_fit_are_told(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        PipelineModule(plain_specs(), **({"num_stages": 1} | keywords))
+
+
+def test_stages_that_do_not_divide_the_world_name_the_nearest():
+    def body(rank):
+        with pytest.raises(ValueError, match="num_stages=3 must divide the world of 4 ranks; the nearest are 2 and 4"):
+            PipelineModule(plain_specs(), 3)
+        dist.barrier()  # gloo fails in a rank that still connects when another one ends
+
+    run_world(4, body)
+
+
+def test_ranks_without_a_process_group_are_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 ranks were started but .*init_process_group"):
+        PipelineModule(plain_specs(), 2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([torch.tanh, 3], "layer 1 is a int; a layer is a LayerSpec, an nn.Module or a callable"),
+        ([nn.ReLU], r"layer 0 is the class ReLU itself; write LayerSpec\(ReLU"),
+        ([nn.Linear(2, 2).forward], "layer 0 is a method of a Linear"),
+        ([PipelineModule([torch.tanh], 1)], "layer 0 is a pipeline itself"),
+        (nn.Linear(2, 2), "layers must be a list of layers or an nn.Sequential, got a Linear"),
+    ],
+)
+def test_what_is_no_layer_is_named(layers, message):
+    with pytest.raises(TypeError, match=message):
+        PipelineModule(layers, 1)
+
+
+def test_a_spec_of_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"takes a class of nn\.Module"):
+        LayerSpec(torch.tanh)
+
+
+def test_layers_that_share_parameters_without_a_key_are_refused():
+    embedding, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+    head.weight = embedding.weight
+    with pytest.raises(ValueError, match=r"layers 0 and 2 share 'weight', .* TiedLayerSpec"):
+        PipelineModule([embedding, nn.ReLU(), head], 1)
+    relu = nn.ReLU()
+    assert PipelineModule([relu, relu], 1)(torch.tensor([-1.0])) == 0
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH, tied_weight_attr="wieght"),
+            r"layer 1 \(Embedding\) has no parameter 'wieght' to tie; its parameters: weight",
+        ),
+        (
+            TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH + 1),
+            r"layers 0 and 1 of key 'embed' tie 'weight', but their shapes are \[11, 6\] and \[11, 7\]",
+        ),
+        (
+            TiedLayerSpec("embed", nn.Linear, VOCAB, WIDTH, tied_weight_attr=["weight", "bias"]),
+            "layers 0 and 1 of key 'embed' must tie the same number",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_tied_are_told(second, message):
+    with pytest.raises(ValueError, match=message):
+        PipelineModule([TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH), second], 1)
+
+
+def test_a_layer_that_cannot_be_built_is_named():
+    with pytest.raises(TypeError) as error:
+        PipelineModule([LayerSpec(nn.ReLU), LayerSpec(nn.Linear, 3)], 1)
+    assert "while building layer 1, Linear(3)" in error.value.__notes__[0]
+    with pytest.raises(ValueError, match=r"layer 0 \(LazyLinear\) gets its shapes from its first input"):
+        PipelineModule([LayerSpec(nn.LazyLinear, 3)], 1)
