@@ -191,13 +191,25 @@ class ParallelState:
         rank: this rank.
         device: where this rank computes.
         timeout_seconds: how long a collective may wait for a peer.
+        shard_group_size: neighbours on the dp axis that share one copy of the sharded state; 0 for all of them.
+        neighbours: ranks that run on this machine, this one included.
+
+    Attributes:
+        shard, replica: dp cut in two: ranks that hold different shards, and ranks that hold the same one.
 
     Raises:
-        ValueError: the grid does not have as many ranks as were started, or a CUDA run has no backend for CPU tensors.
+        ValueError: `shard_group_size` does not divide dp, the grid does not have as many ranks as were started, or a CUDA
+            run has no backend for CPU tensors.
     """
 
     def __init__(
-        self, grid: RankGrid, rank: int = 0, device: torch.device | None = None, timeout_seconds: float = 600
+        self,
+        grid: RankGrid,
+        rank: int = 0,
+        device: torch.device | None = None,
+        timeout_seconds: float = 600,
+        shard_group_size: int = 0,
+        neighbours: int = 1,
     ) -> None:
         running = dist.get_world_size() if dist.is_initialized() else 1
         if grid.world_size != running:
@@ -205,7 +217,9 @@ class ParallelState:
                 f"tp*cp*dp*pp={grid.world_size} ranks are described but {running} were started; "
                 f"start {grid.world_size}, or change the degrees"
             )
-        self.grid = grid
+        if shard_group_size and grid.dp % shard_group_size:
+            raise ValueError(f"shard_group_size={shard_group_size} must divide dp={grid.dp}")
+        self.grid, self.neighbours = grid, neighbours
         self.rank = rank
         self.device = device or torch.device("cpu")
         if running > 1 and self.device.type != "cpu" and "gloo" not in str(dist.get_backend_config()):
@@ -224,6 +238,16 @@ class ParallelState:
         self.world = self._axis("world", tuple(range(grid.world_size)))
         holders = grid.embedding_group_of(rank)
         self.embedding = self._axis("embedding", holders if rank in holders else (rank,))
+        size = shard_group_size or grid.dp
+        first = self.dp.index // size * size
+        self.shard, self.replica = self.dp, Axis("replica", (rank,), traffic=self.traffic)
+        if size < grid.dp:
+            self.shard = self._axis("shard", self.dp.ranks[first : first + size])
+            self.replica = self._axis("replica", self.dp.ranks[self.dp.index % size :: size])
+
+    def among_stages(self, stages: Sequence[int]) -> Axis:
+        """The ranks of some pipeline stages at this rank's other coordinates; every one of them makes it, in one order."""
+        return self._axis("tied", [self.pp.ranks[stage] for stage in sorted(set(stages))])
 
     def _axis(self, name: str, ranks: Sequence[int]) -> Axis:
         ranks = tuple(ranks)

@@ -39,7 +39,7 @@ def assign_writers(buckets: Sequence[Bucket], ranks: Sequence[int]) -> tuple[Ass
     """Spread a stage's parameters over its ranks, largest first onto the least loaded.
 
     Args:
-        buckets: of the stage, with equal layouts on all its ranks; the second copy of a tied embedding is not written.
+        buckets: of the stage, with equal layouts on all its ranks; second copies of tied parameters are not written.
         ranks: global ranks of the stage.
 
     Returns: assignments in bucket order.
@@ -64,7 +64,7 @@ def _parts(slot: Slot, layout: BucketLayout, at: ParallelState) -> Iterator[tupl
     """(rank, tp index, elements of the bucket) of each part of a parameter, once each."""
     tp_size = 1 if slot.info.spec.split is None else at.tp.size
     for tp in range(tp_size):
-        for dp in range(at.dp.size):
+        for dp in range(layout.shards):  # the ranks of the first group that shares one copy of the state
             run = intersect(slot.run, layout.shard(dp))
             if run is not None:
                 yield at.grid.rank(Coordinate(tp=tp, cp=at.at.cp, dp=dp, pp=at.at.pp)), tp, run
@@ -96,7 +96,7 @@ def gather_locals(
             if rank != at.rank and place is not None:
                 receives.append((place, rank))
                 continue
-            own = state.view(kind, bucket, run)
+            own = state.read(kind, bucket, run)
             if place is not None:
                 place.copy_(own)
             else:
@@ -126,12 +126,13 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
         local: the local tensors of all TP ranks; one where every rank holds the same.
     """
     whole = {name: local[0].new_empty(shape) for name, shape in spec.logical_shapes().items()}
+    width = spec.width(len(local))
     for tp, tensor in enumerate(local):
-        for block in spec.blocks(tp, len(local)):
-            rows, source = slice(*block.rows), tensor[slice(*block.local_rows)]
+        for block in spec.blocks(tp, len(local)) if tensor.numel() else ():
+            rows, source = slice(*block.rows), tensor.view(-1, width)[slice(*block.local_rows)]
             target = whole[block.name]
-            if block.columns is None:
-                target[rows] = source
+            if block.columns is None or block.whole is not None:
+                target.view(-1, width)[rows] = source
             elif block.transposed:
                 target[slice(*block.columns), rows] = source.t()
             else:

@@ -19,7 +19,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,9 @@ class TrainerState:
         config: the whole resolved configuration, for reading only.
         shape: parallel degrees, ZeRO stage and world size that wrote it, for reading only.
         versions: of megazero and torch, for reading only.
+        optimizer_scalars: state of the optimizer that is one number.
+        loss_scaler: where the loss scale stands, under fp16.
+        script: what the engine of a user's own script keeps: its counters, groups and schedule.
     """
 
     step: int
@@ -72,6 +75,9 @@ class TrainerState:
     config: dict[str, Any]
     shape: dict[str, Any]
     versions: dict[str, str]
+    optimizer_scalars: dict[str, float] = field(default_factory=dict)
+    loss_scaler: dict[str, Any] | None = None
+    script: dict[str, Any] = field(default_factory=dict)
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -212,7 +218,9 @@ def read_trainer_state(directory: Path) -> TrainerState:
     path = directory / TRAINER_STATE
     try:
         stored = json.loads(path.read_bytes())
-        return TrainerState(**{field.name: stored[field.name] for field in fields(TrainerState)})
+        known = {one.name: one for one in fields(TrainerState)}
+        needed = {name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING}
+        return TrainerState(**{name: stored[name] for name in known if name in stored or name in needed})
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read ({error!r}); resume from another step directory") from error
 

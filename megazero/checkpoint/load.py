@@ -15,6 +15,7 @@ from megazero.checkpoint.index import (
     StoredTensors,
     TrainerState,
     index_name,
+    kinds_of,
     read_manifest,
     read_trainer_state,
 )
@@ -22,14 +23,15 @@ from megazero.checkpoint.verify import find_damage
 from megazero.comm.collectives import agree, gather_objects
 from megazero.layers.spec import Block, ParamSpec, numel, stored_shape
 from megazero.parallel_state import ParallelState
-from megazero.zero.bucket import intersect
-from megazero.zero.optimizer import MOMENTS
+from megazero.zero.bucket import Bucket, intersect
 from megazero.zero.state import MASTER, MODEL, ShardedState
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
-def load_checkpoint(directory: Path, state: ShardedState, at: ParallelState) -> TrainerState:
+def load_checkpoint(
+    directory: Path, state: ShardedState, at: ParallelState, *, with_optimizer: bool = True
+) -> TrainerState:
     """Fill this rank's masters and moments from a checkpoint of any shape.  Called on every rank.
 
     The caller publishes the masters to the weights afterwards.
@@ -38,21 +40,50 @@ def load_checkpoint(directory: Path, state: ShardedState, at: ParallelState) -> 
         directory: a complete step directory.
         state: this rank's shards; overwritten.
         at: this rank's place.
+        with_optimizer: read the optimizer's state too; otherwise it stays as it is.
 
     Raises:
         CheckpointError: on every rank, before anything is overwritten: a file is missing, has another size or another
             hash, or the tensors are not those of this model.
     """
     trainer = agree(lambda: _intact(directory, at), at.world, CheckpointError)
-    wanted = _logical_shapes(state)
-    all_wanted = {name: shape for stage in gather_objects(wanted, at.pp) for name, shape in stage.items()}
-    agree(lambda: _compare(directory, wanted, all_wanted), at.world, CheckpointError)
-    stored_masters = MASTER if index_name(MASTER) in read_manifest(directory) else MODEL
-    for kind, source in ((MASTER, stored_masters), *((name, name) for name in MOMENTS)):
-        read = agree(partial(_fill, directory, source, kind, state, at), at.world, CheckpointError)
-        _prove_coverage(directory, kind, sum(gather_objects(read, at.world)), all_wanted)
-    state.optimizer.steps_taken = trainer.optimizer_steps
+    moments = state.optimizer.known_states if trainer.optimizer_steps and with_optimizer else ()
+    stored = _Stored(directory)
+    wanted = {kind: _logical_shapes(state, kind) for kind in (MODEL, *moments)}
+    everyone = gather_objects(wanted, at.pp)
+    all_wanted = {kind: {name: shape for stage in everyone for name, shape in stage[kind].items()} for kind in wanted}
+    agree(lambda: _compare(stored, wanted, all_wanted), at.world, CheckpointError)
+    for kind in (MASTER, *moments):
+        read = agree(partial(_fill, stored, kind, state, at), at.world, CheckpointError)
+        everything = all_wanted[MODEL if kind == MASTER else kind]
+        _prove_coverage(directory, kind, sum(gather_objects(read, at.world)), everything)
+    if with_optimizer:
+        state.optimizer.resume(trainer.optimizer_steps, trainer.optimizer_scalars)
     return trainer
+
+
+class _Stored:
+    """The tensors of a checkpoint by kind, each kind opened once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.kinds = directory, kinds_of(read_manifest(directory))
+        self._open: dict[str, StoredTensors] = {}
+
+    def of(self, kind: str) -> StoredTensors:
+        """The tensors of one kind.  Raises: CheckpointError, also where the checkpoint has no such kind."""
+        if kind not in self.kinds:
+            raise CheckpointError(
+                f"{self.directory} has no {kind}: it was written with another optimizer (it holds {', '.join(self.kinds)})"
+            )
+        if kind not in self._open:
+            self._open[kind] = StoredTensors(self.directory, kind)
+        return self._open[kind]
+
+    def source(self, kind: str, bucket: Bucket) -> StoredTensors:
+        """What a bucket's kind is read from: master weights from the weights where no others were stored."""
+        if kind == MASTER and (MASTER not in self.kinds or not bucket.layout.trains):
+            return self.of(MODEL)
+        return self.of(kind)
 
 
 def _intact(directory: Path, at: ParallelState) -> TrainerState:
@@ -65,18 +96,19 @@ def _intact(directory: Path, at: ParallelState) -> TrainerState:
     return read_trainer_state(directory)
 
 
-def _compare(directory: Path, wanted: Shapes, all_wanted: Shapes) -> None:
+def _compare(stored: _Stored, wanted: dict[str, Shapes], all_wanted: dict[str, Shapes]) -> None:
     """Check that the stored tensors are those of this model."""
-    for kind in (MODEL, *MOMENTS):
-        problems = list(_differences(StoredTensors(directory, kind), wanted, all_wanted))
+    for kind, shapes in wanted.items():
+        problems = list(_differences(stored.of(kind), shapes, all_wanted[kind]))
         if problems:
-            raise CheckpointError(f"{directory / index_name(kind)} is of another model: " + "; ".join(problems[:5]))
+            path = stored.directory / index_name(kind)
+            raise CheckpointError(f"{path} is of another model: " + "; ".join(problems[:5]))
 
 
-def _logical_shapes(state: ShardedState) -> Shapes:
+def _logical_shapes(state: ShardedState, kind: str) -> Shapes:
     shapes: Shapes = {}
     for bucket in state.buckets:
-        for slot in bucket.layout.slots:
+        for slot in bucket.layout.slots if state.holds(kind, bucket) else ():
             shapes |= slot.info.spec.logical_shapes()
     return shapes
 
@@ -92,21 +124,27 @@ def _differences(stored: StoredTensors, wanted: Shapes, all_wanted: Shapes) -> I
             yield f"{name} has shape {list(found)}, this model needs {list(wanted[name])}"
 
 
-def _fill(directory: Path, source: str, kind: str, state: ShardedState, at: ParallelState) -> int:
-    """Read one kind from the stored kind `source`; the number of elements of which this rank holds the first copy."""
-    stored, first_copies = StoredTensors(directory, source), 0
+def _fill(stored: _Stored, kind: str, state: ShardedState, at: ParallelState) -> int:
+    """Read one kind; the number of elements of which this rank holds the first copy.
+
+    Frozen parameters have no master weights, but are read with them: the weights are all they have.
+    """
+    first_copies = 0
     for bucket in state.buckets:
+        if kind != MASTER and not state.holds(kind, bucket):
+            continue
+        source = stored.source(kind, bucket)
         for slot in bucket.layout.slots:
             spec = slot.info.spec
             second_copy = bucket.is_second_copy or (spec.split is None and at.tp.index > 0)
-            for shard in range(at.dp.size):
+            for shard in range(bucket.layout.shards):
                 run = intersect(slot.run, bucket.layout.shard(shard))
                 if run is None or intersect(run, bucket.owned) is None:
                     continue
-                target = state.view(kind, bucket, run)
-                target.zero_()
-                elements = read_range(stored, spec, target, run.start - slot.start, at.tp.index, at.tp.size)
-                if shard == at.dp.index and not second_copy:
+                values = torch.zeros(run.stop - run.start)
+                elements = read_range(source, spec, values, run.start - slot.start, at.tp.index, at.tp.size)
+                state.write(kind, bucket, run, values)
+                if intersect(run, bucket.counted) is not None and not second_copy:
                     first_copies += elements
     return first_copies
 
@@ -130,7 +168,7 @@ def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, 
 
     Returns: elements read; all but the padding.
     """
-    width = 1 if spec.columns is None else spec.local_shape(tp_size)[1]
+    width = spec.width(tp_size)
     stop = start + out.numel()
     read = 0
     for block in spec.blocks(tp_rank, tp_size):
@@ -150,6 +188,8 @@ def _read_rows(stored: StoredTensors, block: Block, first: int, last: int) -> Te
     shift = block.rows[0] - block.local_rows[0]
     rows = slice(first + shift, last + shift)
     tensor = stored.slice(block.name)
+    if block.whole is not None:
+        return torch.as_tensor(tensor[rows] if block.whole else tensor[...])
     if block.columns is None:
         return torch.as_tensor(tensor[rows])
     columns = slice(*block.columns)

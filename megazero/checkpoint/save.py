@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from megazero.checkpoint.gather import Assignment, assemble, gather_locals, stage_assignments
 from megazero.checkpoint.index import (
-    HF_CONFIG,
     LATEST,
     TRAINER_STATE,
     CheckpointError,
@@ -33,7 +32,13 @@ T = TypeVar("T")
 
 
 def save_checkpoint(
-    directory: Path, state: ShardedState, at: ParallelState, trainer: TrainerState, hugging_face: Mapping[str, Any]
+    directory: Path,
+    state: ShardedState,
+    at: ParallelState,
+    trainer: TrainerState,
+    files: Mapping[str, bytes],
+    *,
+    moves_latest: bool = True,
 ) -> None:
     """Write the whole state of a run into a new step directory.  Called on every rank.
 
@@ -42,7 +47,8 @@ def save_checkpoint(
         state: this rank's shards.
         at: this rank's place.
         trainer: where the run stands.
-        hugging_face: content of config.json.
+        files: whatever else belongs to it, by name; rank 0's are written.
+        moves_latest: let `latest` name it.
 
     Raises:
         CheckpointError: on every rank; older checkpoints are untouched and the directory stays incomplete.
@@ -54,8 +60,10 @@ def save_checkpoint(
     suffix = f"{writers.index(at.rank) + 1:05d}-of-{len(writers):05d}" if mine else ""
     written = _Written()
     for kind in state.kinds:
-        _write_kind(directory / f"{kind}-{suffix}.safetensors", kind, state, assignments, mine, at, written)
-    _commit(directory, state.kinds, written, at, trainer, hugging_face)
+        kept = [one for one in assignments if state.holds(kind, state.buckets[one.bucket])]
+        own = [one for one in kept if one.writer == at.rank]
+        _write_kind(directory / f"{kind}-{suffix}.safetensors", kind, state, kept, own, at, written)
+    _commit(directory, state.kinds, written, at, trainer, files, moves_latest)
 
 
 def _prepare(directory: Path) -> None:
@@ -135,7 +143,8 @@ def _commit(
     written: _Written,
     at: ParallelState,
     trainer: TrainerState,
-    hugging_face: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    moves_latest: bool,
 ) -> None:
     everyone = gather_objects(written, at.world)
     failure = next((f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error), None)
@@ -144,11 +153,11 @@ def _commit(
 
     def commit() -> None:
         try:
-            _write_index(directory, kinds, everyone, trainer, hugging_face)
+            _write_index(directory, kinds, everyone, trainer, files)
         except OSError as error:
             raise _not_written(directory, str(error)) from error
-        # After the manifest, which is what counts.
-        write_atomically(directory.parent / LATEST, (directory.name + "\n").encode())
+        if moves_latest:  # after the manifest, which is what counts
+            write_atomically(directory.parent / LATEST, (directory.name + "\n").encode())
 
     agree(commit if at.rank == 0 else lambda: None, at.world, CheckpointError)
 
@@ -158,7 +167,7 @@ def _write_index(
     kinds: Sequence[str],
     everyone: Sequence[_Written],
     trainer: TrainerState,
-    hugging_face: Mapping[str, Any],
+    extra: Mapping[str, bytes],
 ) -> None:
     files = {name: record for one in everyone for name, record in one.records.items()}
     for kind in kinds:
@@ -168,6 +177,7 @@ def _write_index(
             "weight_map": {name: file for name, (file, _) in sorted(tensors.items())},
         }
         files[index_name(kind)] = write_atomically(directory / index_name(kind), to_json(index))
-    files[HF_CONFIG] = write_atomically(directory / HF_CONFIG, to_json(hugging_face))
+    for name, data in extra.items():
+        files[name] = write_atomically(directory / name, data)
     files[TRAINER_STATE] = write_atomically(directory / TRAINER_STATE, to_json(asdict(trainer)))
     write_manifest(directory, files)

@@ -104,6 +104,26 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     return Pending(work, describe)
 
 
+def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
+    """Replace `tensor` by that of one rank.
+
+    Args:
+        tensor: contiguous, equal shape and dtype on every rank; overwritten but on the source.
+        axis: the ranks that take part.
+        source: place of the sending rank on the axis.
+    """
+    if axis.size == 1:
+        return Pending()
+    sent = tensor.nbytes if axis.index == source else 0
+    work, describe = _start(
+        "broadcast",
+        axis,
+        sent,
+        lambda: dist.broadcast(tensor, src=axis.ranks[source], group=axis.group, async_op=True),
+    )
+    return Pending(work, describe)
+
+
 def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
     if whole.shape != (part.shape[0] * axis.size, *part.shape[1:]):
         raise ValueError(

@@ -9,36 +9,35 @@ from __future__ import annotations
 import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite, sqrt
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megazero.checkpoint.index import CheckpointError, TrainerState, read_trainer_state
+from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, read_trainer_state, to_json
 from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
+from megazero.config.schema import OptimizerConfig
+from megazero.engine.stage_runner import ChunkRunner, StageRunner
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.linear import WeightGradients
-from megazero.models.gpt import BuildContext, GPTStage, MicroBatch, collect_specs
+from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
 from megazero.models.hf_names import hugging_face_config
 from megazero.models.stages import cut
 from megazero.parallel_state import Axis, ParallelState
-from megazero.schedules.action import Action, Schedule
-from megazero.schedules.executor import Executor
+from megazero.schedules.action import Action, Placement, Schedule
+from megazero.schedules.executor import Executor, Message
 from megazero.schedules.generators import FAMILIES, Family, family_of, forward_only
 from megazero.schedules.simulate import Timeline
-from megazero.zero.gradients import GradientReducer
-from megazero.zero.optimizer import ShardedAdamW
-from megazero.zero.parameters import ShardedParameters, UnitGatherer
-from megazero.zero.state import ShardedState
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
+from megazero.zero.sharded_model import ShardedModel
+from megazero.zero.units import describe, units_of
 
 
 class NonFiniteError(RuntimeError):
@@ -51,13 +50,17 @@ class StepStatistics:
 
     Args:
         loss: mean nats per counted token.
-        grad_norm: global L2 norm before clipping; 0 in evaluation.
+        grad_norm: global L2 norm before clipping; 0 in evaluation, not finite after an overflow under fp16.
         tokens: counted (unmasked) tokens.
+        loss_scale: what the loss was multiplied by, under fp16.
+        skipped: an overflow left the weights as they were.
     """
 
     loss: float
     grad_norm: float
     tokens: int
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,71 +95,26 @@ class BatchShare:
     labels: bool
 
 
-class _StageRunner:
-    """Runs this rank's chunks on the micro-batches of one step, for the executor.
+class _TokenCount:
+    """Counted tokens of this rank's micro-batches, and of the whole global batch.
 
-    Args:
-        chunks: this rank's part of the model.
-        later: per chunk, where its weight gradients wait.
-        deliver: takes each weight gradient that has waited.
-        gatherer: brings the weights under ZeRO-3.
-        batches: this rank's micro-batches.
-        trains: keep what the backward needs.
-        state: the rank's place.
+    The global count arrives while the first forwards run.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[GPTStage],
-        later: Sequence[WeightGradients],
-        deliver: Callable[[Tensor, Tensor], None],
-        gatherer: UnitGatherer | None,
-        batches: Sequence[MicroBatch],
-        trains: bool,
-        state: ParallelState,
-    ) -> None:
-        self._chunks, self._later, self._deliver, self._gatherer = chunks, later, deliver, gatherer
-        self._batches, self._trains = batches, trains
-        self._saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=state.device)
-        self.tokens = torch.zeros((), dtype=torch.float64, device=state.device)
-        self._global_tokens, self._counting = self.tokens, Pending()
-        if any(chunk.head is not None for chunk in chunks):
+    def __init__(self, batches: Sequence[MicroBatch], has_head: bool, dp: Axis, device: torch.device) -> None:
+        self.mine = torch.zeros((), dtype=torch.float64, device=device)
+        self._everyone, self._counting = self.mine, Pending()
+        if has_head:
             for batch in batches:
                 if batch.labels is not None:
-                    self.tokens += (batch.labels != IGNORED_LABEL).sum()
-            # The count of the whole global batch arrives while the first forwards run.
-            self._global_tokens = self.tokens.clone()
-            self._counting = all_reduce(self._global_tokens, state.dp)
+                    self.mine += (batch.labels != IGNORED_LABEL).sum()
+            self._everyone = self.mine.clone()
+            self._counting = all_reduce(self._everyone, dp)
 
-    def forward(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor | None:
-        if x is not None and self._trains:
-            x.requires_grad_()
-        y = self._chunks[chunk](x, self._batches[microbatch])
-        if self._trains:
-            # The graph is kept, not the output: once it is sent nothing needs its values.
-            self._saved[chunk, microbatch] = (x, get_gradient_edge(y))
-        if self._chunks[chunk].head is None:
-            return y
-        self.loss_sum += y.detach()
-        return None
-
-    def backward(self, chunk: int, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        x, edge = self._saved.pop((chunk, microbatch))
-        if grad is None:
-            self._counting.wait()
-            # Losses are sums; dividing by the global count here makes every gradient that of the global mean.
-            grad = self._global_tokens.clamp(min=1).reciprocal().float()
-        self._later[chunk].begin_pass()
-        torch.autograd.backward(edge, grad)
-        return None if x is None else x.grad
-
-    def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
-        self._later[chunk].run_oldest(self._deliver)
-
-    def expect(self, chunk: int, is_forward: bool) -> None:
-        if self._gatherer is not None:
-            self._gatherer.expect(chunk, is_forward)
+    def reciprocal(self) -> Tensor:
+        """1 / tokens of the global batch, fp32: what makes the gradient of a sum that of the global mean."""
+        self._counting.wait()
+        return self._everyone.clamp(min=1).reciprocal().float()
 
     def finish(self) -> None:
         """Leave no collective behind."""
@@ -170,6 +128,7 @@ class Engine:
         chunks: this rank's part of the model; parameters may be on the meta device.
         later: per chunk, where its weight gradients wait when the schedule splits the backward.
         family: the pipeline schedule.
+        placement: which pipeline rank holds each stage.
         config: the resolved run.
         state: the rank's place and groups.
 
@@ -181,39 +140,27 @@ class Engine:
         chunks: Sequence[GPTStage],
         later: Sequence[WeightGradients],
         family: Family,
+        placement: Placement,
         config: RunConfig,
         state: ParallelState,
     ) -> None:
         self.chunks, self.config, self.state = nn.ModuleList(chunks), config, state
-        self.dtype = DTYPES[config.precision.dtype]
-        self.parameters = ShardedParameters(
-            [chunk.units() for chunk in chunks],
-            list(collect_specs(self.chunks)),
-            zero_stage=config.zero.stage,
-            dtype=self.dtype,
-            bucket_bytes=config.zero.bucket_bytes,
-            dp=state.dp,
-            embedding=state.embedding,
-            device=state.device,
-            gather_policy=config.zero.gather_policy,
-        )
-        self.reducer = GradientReducer(
-            self.parameters.buckets,
-            config.zero.stage,
-            state.dp,
-            state.tp,
-            state.embedding,
-            every_micro_batch=config.zero.reduce == "micro_batch",
-        )
+        described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(self.chunks)]
         waiting = {f"{index}.{name}": waits for index, waits in enumerate(later) for name in _names(chunks[index])}
-        self.reducer.attach(self.parameters.by_name, waiting)
-        self.optimizer = ShardedAdamW(
-            self.parameters.buckets,
-            betas=config.optimizer.betas,
-            eps=config.optimizer.eps,
-            weight_decay=config.optimizer.weight_decay,
+        ties = {}
+        if placement[0][0] != placement[-1][0]:
+            ties = {one.spec.sections[0].name: state.embedding for one in described if one.spec.tied}
+        self.model = ShardedModel(
+            units_of(list(chunks)),
+            described,
+            state,
+            config.zero,
+            config.precision,
+            _optimizer_of(config.optimizer),
+            ties=ties,
+            waiting=waiting,
         )
-        self.sharded_state = ShardedState(self.parameters.buckets, self.optimizer)
+        self.dtype = self.model.keeping.dtype
         self.share = BatchShare(
             state.dp,
             state.device,
@@ -221,7 +168,6 @@ class Engine:
             labels=any(chunk.head is not None for chunk in chunks),
         )
         self._stages, self._later, self._family = list(chunks), later, family
-        self._names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         self.watch: Callable[[Action], None] | None = None  # called before and after every computed action
         self._executors: dict[tuple[bool, int, int], Executor] = {}
         self._grad_norm = 0.0
@@ -234,12 +180,12 @@ class Engine:
             lr: learning rate of this step.
 
         Raises:
-            NonFiniteError: on every rank, before any weight has changed.
+            NonFiniteError: on every rank, before any weight has changed; under fp16 such a step is skipped instead.
+            LossScaleError: an overflow at the smallest loss scale.
             LostPeerError: a rank is gone.
         """
         statistics = self.compute_gradients(batches)
-        self.update(lr)
-        return statistics
+        return replace(statistics, skipped=not self.update(lr))
 
     def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """Forward and backward of all micro-batches; afterwards every bucket holds the global batch's mean gradient.
@@ -250,14 +196,12 @@ class Engine:
         Raises: as `train_step`.
         """
         self.chunks.train()
-        self.reducer.begin_step(len(batches))
+        self.model.begin_step(len(batches))
         for waits in self._later:
             waits.clear()
-        runner = self._runner(batches, trains=True)
-        self._executor(batches, trains=True).run(runner)
-        runner.finish()
-        self.reducer.finish()
-        statistics = self._agree(runner, self.reducer.square_sum())
+        loss_sum, tokens = self._run(batches, trains=True)
+        self.model.finish_gradients()
+        statistics = self._agree(loss_sum, tokens, self.model.square_sum())
         self._grad_norm = statistics.grad_norm
         return statistics
 
@@ -291,27 +235,28 @@ class Engine:
         }
         return statistics, Timeline(self._executor(batches, trains=True).schedule, spans)
 
-    def update(self, lr: float) -> None:
-        """Clip by the last computed norm, step the optimizer, publish the weights."""
-        limit = self.config.optimizer.grad_clip
-        coefficient = min(1.0, limit / (self._grad_norm + 1e-6)) if limit else 1.0
-        self.optimizer.step(lr, coefficient)
-        self.parameters.publish()
+    def update(self, lr: float) -> bool:
+        """Clip by the last computed norm, step the optimizer, publish the weights.
+
+        Returns: False where an overflow under fp16 left the weights as they were.
+        """
+        for group in self.model.optimizer.torch_optimizer.param_groups:
+            group["lr"] = lr
+        return self.model.update(self._grad_norm, self.config.optimizer.grad_clip)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """Mean loss of micro-batches over all ranks, without gradients and without dropout.  Raises: NonFiniteError."""
         self.chunks.eval()
         with torch.no_grad():
-            runner = self._runner(batches, trains=False)
-            self._executor(batches, trains=False).run(runner)
-            runner.finish()
-        return self._agree(runner, torch.zeros((), dtype=torch.float64, device=self.state.device))
+            loss_sum, tokens = self._run(batches, trains=False)
+        return self._agree(loss_sum, tokens, torch.zeros((), dtype=torch.float64, device=self.state.device))
 
     def _check_weights(self) -> None:
         """Make sure that every weight is a number.  Raises: NonFiniteError."""
         wrong = torch.zeros((), device=self.state.device)
-        for bucket in self.parameters.buckets:
-            wrong += torch.isfinite(bucket.master).logical_not().sum()
+        for bucket in self.model.parameters.buckets:
+            values = bucket.read(bucket.master, bucket.owned)
+            wrong += torch.isfinite(values).logical_not().sum().to(wrong.device)
         all_reduce(wrong, self.state.world).wait()
         if wrong.item():
             raise NonFiniteError(
@@ -337,15 +282,17 @@ class Engine:
             step=position.step,
             consumed_samples=position.samples,
             consumed_tokens=position.tokens,
-            optimizer_steps=self.optimizer.steps_taken,
+            optimizer_steps=self.model.optimizer.steps_taken,
             data_fingerprint=data_fingerprint,
             model=config.model.model_dump(),
             config=config.model_dump(mode="json"),
             shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": config.zero.stage},
-            versions={"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)},
+            versions=versions(),
+            optimizer_scalars=self.model.optimizer.scalars(),
+            loss_scaler=None if self.model.scaler is None else self.model.scaler.state_dict(),
         )
-        about = hugging_face_config(config.model, config.precision.dtype)
-        save_checkpoint(directory, self.sharded_state, self.state, trainer, about)
+        about = to_json(hugging_face_config(config.model, config.precision.dtype))
+        save_checkpoint(directory, self.model.sharded_state, self.state, trainer, {HF_CONFIG: about})
 
     def load(self, directory: Path, data_fingerprint: str) -> Position:
         """Take over the state that a run of any shape saved, and say how far it had come.
@@ -359,41 +306,45 @@ class Engine:
         """
         check = partial(_check_origin, directory, self.config, data_fingerprint)
         trainer = agree(check, self.state.world, CheckpointError)
-        load_checkpoint(directory, self.sharded_state, self.state)
-        self.parameters.publish()
+        load_checkpoint(directory, self.model.sharded_state, self.state)
+        self.model.loaded(trainer.loss_scaler)
         return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state on this rank: parameters, gradients, optimizer, and the working buffers of ZeRO-2/3."""
-        return {
-            **self.parameters.memory_bytes(),
-            "optimizer": self.optimizer.memory_bytes(),
-            "gradient_buffers": self.reducer.working_bytes(),
-        }
+        """Bytes of model state on this rank and of ZeRO's working buffers, by kind; what is off the device says where."""
+        return self.model.memory_bytes()
 
-    def _agree(self, runner: _StageRunner, square_sum: Tensor) -> StepStatistics:
+    def _agree(self, loss_sum: Tensor, tokens: Tensor, square_sum: Tensor) -> StepStatistics:
         """The one collective at the end of a step: every rank learns norm, loss and tokens."""
         counts = self.share.labels and self.state.at.tp == 0
-        share = torch.stack([square_sum, runner.loss_sum, runner.tokens])
+        share = torch.stack([square_sum, loss_sum, tokens])
         if not counts:
             share[1:] = 0
         all_reduce(share, self.state.world).wait()
-        squared, loss_sum, tokens = share.tolist()
-        if tokens == 0:
+        squared, loss_sum_, tokens_ = share.tolist()
+        if tokens_ == 0:
             raise ValueError("every token of the global batch is masked: there is no loss to compute")
-        if not (isfinite(loss_sum) and isfinite(squared)):
+        norm = self.model.norm_of(squared)
+        if not (isfinite(loss_sum_) and isfinite(norm)) and self.model.scaler is None:
             raise NonFiniteError(
-                f"loss={loss_sum / tokens} and grad_norm={squared**0.5} must be finite; the weights were not changed. "
+                f"loss={loss_sum_ / tokens_} and grad_norm={norm} must be finite; the weights were not changed. "
                 "Resume from the last checkpoint with a lower learning rate or other data"
             )
-        return StepStatistics(loss_sum / tokens, sqrt(squared), int(tokens))
+        return StepStatistics(loss_sum_ / tokens_, norm, int(tokens_), loss_scale=self.model.scale)
 
-    def _runner(self, batches: Sequence[MicroBatch], *, trains: bool) -> _StageRunner:
-        gatherer = self.parameters.gatherer
-        return _StageRunner(self._stages, self._later, self._take_waited, gatherer, batches, trains, self.state)
-
-    def _take_waited(self, weight: Tensor, gradient: Tensor) -> None:
-        self.reducer.accumulate(self._names[id(weight)], gradient)
+    def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
+        """Run the schedule; this rank's sums of losses and of counted tokens."""
+        count = _TokenCount(batches, self.share.labels, self.state.dp, self.state.device)
+        chunks = [
+            ChunkRunner(partial(_forward, stage, batches), stage.head is not None, later)
+            for stage, later in zip(self._stages, self._later, strict=True)
+        ]
+        runner = StageRunner(
+            chunks, self.model, trains=trains, loss_gradient=lambda: count.reciprocal() * self.model.scale
+        )
+        self._executor(batches, trains=trains).run(runner)
+        count.finish()
+        return runner.loss_sum, count.mine
 
     def _executor(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
         """The executor of the run's schedule for these micro-batches, made and proved once."""
@@ -411,7 +362,7 @@ class Engine:
                 schedule if trains else forward_only(schedule),
                 self.state.pp,
                 self.state.pp_up,
-                lambda: self._new_activation(samples),
+                lambda _: (self._new_activation(samples),),
                 self._on_action,
             )
         return self._executors[key]
@@ -425,6 +376,28 @@ class Engine:
         model = self.config.model
         seq = model.seq_len // (self.state.tp.size if self.config.parallel.sequence_parallel else 1)
         return torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device)
+
+
+def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x: Message | None) -> Message:
+    return (stage(None if x is None else x[0], batches[microbatch]),)
+
+
+def _optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
+    """The configured optimizer, with a group that decays and one that does not."""
+    settings: dict[str, dict[str, Any]] = {
+        "adamw": {"betas": config.betas, "eps": config.eps},
+        "adam": {"betas": config.betas, "eps": config.eps, "adam_w_mode": False},
+        "sgd": {"momentum": config.momentum},
+        "lion": {"betas": config.betas},
+        "adagrad": {"eps": config.eps},
+    }
+    groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
+    return recipe_by_name(config.name, {"lr": config.lr, **settings[config.name]}, groups)
+
+
+def versions() -> dict[str, str]:
+    """Of this package and of torch, for a checkpoint to tell."""
+    return {"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)}
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -487,7 +460,7 @@ def initialize(
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
         waiting.append(later)
-    engine = Engine(chunks, waiting, family, config, state)
+    engine = Engine(chunks, waiting, family, placement, config, state)
     if draw:
-        engine.parameters.draw(config.training.seed, state.tp)
+        engine.model.parameters.draw(config.training.seed, state.tp)
     return engine

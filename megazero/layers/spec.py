@@ -62,6 +62,7 @@ class Block:
         columns: (start, stop) in dimension 1; None for 1-D parameters.
         shape: of the logical tensor, before any transposition.
         transposed: the checkpoint stores the logical tensor as [columns, rows].
+        whole: shape under which the tensor is stored, where it is neither [rows] nor [rows, columns].
     """
 
     name: str
@@ -70,6 +71,7 @@ class Block:
     columns: tuple[int, int] | None
     shape: tuple[int, ...]
     transposed: bool
+    whole: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class ParamSpec:
         tied: the embedding that first and last pipeline stage share.
         decay: whether weight decay applies.
         transposed: stored [in, out] in a checkpoint (GPT-2's Conv1D).
+        whole: the shape of a parameter that has none or more than two dimensions and is not cut; `columns` is then all but
+            the first of them, flattened.
 
     Columns that are cut must divide by tp.  Rows that do not are cut into ceil(size / tp) rows each; the last rank's
     surplus rows are padding: zero, masked in use, and part of no logical tensor.
@@ -98,9 +102,12 @@ class ParamSpec:
     tied: bool = False
     decay: bool = True
     transposed: bool = False
+    whole: tuple[int, ...] | None = None
 
     def local_shape(self, tp_size: int) -> tuple[int, ...]:
         """Shape of one TP rank's tensor."""
+        if self.whole is not None:
+            return self.whole
         cut = tp_size if self.split == 0 else 1
         rows = sum(-(-section.rows // cut) for section in self.sections)
         if self.columns is None:
@@ -108,6 +115,12 @@ class ParamSpec:
         if self.split == 1 and self.columns % tp_size:
             raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must divide by tp={tp_size}")
         return rows, self.columns // tp_size if self.split == 1 else self.columns
+
+    def width(self, tp_size: int) -> int:
+        """Elements of one row of a TP rank's tensor."""
+        if self.whole is not None:
+            return self.columns or 1
+        return 1 if self.columns is None else self.local_shape(tp_size)[1]
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the logical tensors as a checkpoint stores them, by name."""
@@ -123,7 +136,7 @@ class ParamSpec:
         """
         columns = None
         if self.columns is not None:
-            width = self.local_shape(tp_size)[1]
+            width = self.width(tp_size)
             start = width * tp_rank if self.split == 1 else 0
             columns = (start, start + width)
         first = 0
@@ -140,6 +153,7 @@ class ParamSpec:
                     columns,
                     (total,) if self.columns is None else (total, self.columns),
                     self.transposed,
+                    self.whole,
                 )
             first += part
 
@@ -153,7 +167,7 @@ class ParamSpec:
             seed: the run's seed.
         """
         out.zero_()
-        width = 1 if self.columns is None else self.local_shape(tp_size)[1]
+        width = self.width(tp_size)
         for block in self.blocks(tp_rank, tp_size):
             low = max(block.local_rows[0] * width, start)
             high = min(block.local_rows[1] * width, start + out.numel())
@@ -168,14 +182,15 @@ class ParamSpec:
         local = torch.arange(at, at + out.numel(), dtype=torch.int64, device=out.device)
         row = local // width - block.local_rows[0] + block.rows[0]
         column = local % width + (block.columns[0] if block.columns else 0)
-        stored = stored_shape(block)
-        last = 1 if len(stored) == 1 else stored[1]
+        last = 1 if block.columns is None else block.shape[0] if block.transposed else block.shape[1]
         index = column * last + row if block.transposed else row * last + column
         out.copy_(normal(derive_key(seed, block.name), index) * self.init.std)
 
 
 def stored_shape(block: Block) -> tuple[int, ...]:
     """Shape of the block's logical tensor as a checkpoint stores it."""
+    if block.whole is not None:
+        return block.whole
     return tuple(reversed(block.shape)) if block.transposed else block.shape
 
 
@@ -184,6 +199,18 @@ def vector_spec(
 ) -> ParamSpec:
     """Spec of a norm weight or a bias: 1-D, never decayed."""
     return ParamSpec((Section(name, size),), None, split, init, sum_over_tp, decay=False)
+
+
+def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> ParamSpec:
+    """Spec of any parameter that every TP rank holds whole.
+
+    Args:
+        name: its name in a checkpoint.
+        shape: of any number of dimensions.
+        tied: it has a copy on another stage.
+    """
+    rows, columns = (shape[0] if shape else 1), (prod(shape[1:]) if len(shape) > 1 else None)
+    return ParamSpec((Section(name, rows),), columns, tied=tied, whole=None if len(shape) in (1, 2) else shape)
 
 
 def bias_spec(weight: ParamSpec, sections: tuple[Section, ...], *, sum_over_tp: bool = False) -> ParamSpec:

@@ -12,7 +12,6 @@ GPT-2   learned positions, LayerNorm, GELU, biases, tied embeddings (Radford et 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
 
@@ -28,7 +27,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, Weig
 from megazero.layers.mlp import GELU, SwiGLU
 from megazero.layers.norm import LayerNorm, RMSNorm
 from megazero.layers.rope import RotaryEmbedding
-from megazero.layers.spec import Init, ParamSpec, Section
+from megazero.layers.spec import Init, Section
 from megazero.models.hf_names import GPT2Names, LlamaNames
 from megazero.models.stages import StageLayout
 from megazero.parallel_state import Axis
@@ -319,14 +318,3 @@ class GPTStage(nn.Module):
         for block in self.blocks:
             x = block(x, batch.sample_ids)
         return x if self.head is None else self.head(x, batch.labels)
-
-
-def collect_specs(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParamSpec]]:
-    """Every parameter of a stage once, by qualified name, with its spec, in module order."""
-    seen: set[int] = set()
-    for prefix, part in module.named_modules():
-        for name, spec in getattr(part, "specs", {}).items():
-            parameter = getattr(part, name)
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield f"{prefix}.{name}" if prefix else name, parameter, spec

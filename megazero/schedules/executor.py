@@ -6,9 +6,9 @@ their use; sends are left behind, and their tensors go as soon as a later messag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -17,14 +17,17 @@ from megazero.parallel_state import Axis
 from megazero.schedules.action import Action, Kind, Schedule, Transfer
 from megazero.schedules.simulate import Program, program
 
+Message: TypeAlias = tuple[Tensor, ...]
+"""What passes between stages: the tensors of an activation, or a gradient for each of them that is floating-point."""
+
 
 class Stage(Protocol):
     """What the executor asks of a rank's part of the model."""
 
-    def forward(self, chunk: int, microbatch: int, x: Tensor | None) -> Tensor | None:
+    def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
         """Run a chunk; x is None on the first virtual stage.  Returns what the next stage needs, None on the last."""
 
-    def backward(self, chunk: int, microbatch: int, grad: Tensor | None) -> Tensor | None:
+    def backward(self, chunk: int, microbatch: int, grad: Message | None) -> Message | None:
         """Run a chunk's backward; grad is None on the last virtual stage.  Returns what the previous stage needs.
 
         In a schedule that splits the backward it leaves the weight gradients for later.
@@ -43,7 +46,7 @@ class Executor:
     Args:
         schedule: proved when the executor is made.
         down, up: the pipeline axis, with the communicator for messages to higher and to lower ranks.
-        new_activation: makes an empty tensor of the shape and dtype that passes between stages.
+        new_message: makes empty tensors for what an action of this rank receives.
         watch: called with each computed action before it starts and after it has ended; for traces.
 
     Raises:
@@ -55,10 +58,10 @@ class Executor:
         schedule: Schedule,
         down: Axis,
         up: Axis,
-        new_activation: Callable[[], Tensor],
+        new_message: Callable[[Action], Message],
         watch: Callable[[Action], None],
     ) -> None:
-        self.schedule, self._rank, self._axes, self._new_activation = schedule, down.index, (up, down), new_activation
+        self.schedule, self._rank, self._axes, self._new_message = schedule, down.index, (up, down), new_message
         self._watch = watch
         passes = [a for a in schedule.ranks[down.index] if a.kind is not Kind.WEIGHT]
         self._next = dict(pairwise(passes))
@@ -84,13 +87,13 @@ class Executor:
                 self._compute(step, stage, messages)
             else:
                 self._post(*step, messages)
-        for pending, _ in messages.sending.values():
-            pending.wait()
+        for pendings, _ in messages.sending.values():
+            _wait(pendings)
 
     def _compute(self, action: Action, stage: Stage, messages: _Messages) -> None:
         given = messages.take(action)
         for sent in self._received.get(action, ()):
-            messages.sending.pop(sent)[0].wait()
+            _wait(messages.sending.pop(sent)[0])
         self._watch(action)
         result = None
         following = self._next.get(action)
@@ -106,24 +109,29 @@ class Executor:
         target = self.schedule.target(self._rank, action)
         if target is not None and result is not None:
             rank, use = target
-            messages.results[use if rank == self._rank else action] = result.detach()
+            messages.results[use if rank == self._rank else action] = tuple(tensor.detach() for tensor in result)
 
     def _post(self, goes_down: bool, transfers: list[Transfer], messages: _Messages) -> None:
         axis = self._axes[goes_down]
-        sends, carried, receives, uses = [], [], [], []
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        going: list[tuple[Action, Message]] = []
+        coming: list[tuple[Action, Message]] = []
         for transfer in transfers:
             peer = axis.ranks[transfer.peer]
             if transfer.kind is Kind.SEND:
-                sends.append((messages.results.pop(transfer.carries).contiguous(), peer))
-                carried.append(transfer.carries)
+                message = tuple(tensor.contiguous() for tensor in messages.results.pop(transfer.carries))
+                sends += [(tensor, peer) for tensor in message]
+                going.append((transfer.carries, message))
             else:
-                receives.append((self._new_activation(), peer))
-                uses.append(transfer.lands)
-        pendings = exchange(sends, receives, axis)
-        leaving = zip(carried, pendings[: len(sends)], sends, strict=True)
-        messages.sending.update({action: (pending, tensor) for action, pending, (tensor, _) in leaving})
-        arriving = zip(uses, pendings[len(sends) :], receives, strict=True)
-        messages.arriving.update({use: (pending, buffer) for use, pending, (buffer, _) in arriving})
+                message = self._new_message(transfer.lands)
+                receives += [(tensor, peer) for tensor in message]
+                coming.append((transfer.lands, message))
+        pendings = iter(exchange(sends, receives, axis))
+        for action, message in going:
+            messages.sending[action] = ([next(pendings) for _ in message], message)
+        for action, message in coming:
+            messages.arriving[action] = ([next(pendings) for _ in message], message)
 
 
 def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
@@ -153,14 +161,19 @@ class _Messages:
     """What is on its way in one step: results by the action that uses or carries them, receives, and sends."""
 
     def __init__(self) -> None:
-        self.results: dict[Action, Tensor] = {}
-        self.arriving: dict[Action, tuple[Pending, Tensor]] = {}
-        self.sending: dict[Action, tuple[Pending, Tensor]] = {}
+        self.results: dict[Action, Message] = {}
+        self.arriving: dict[Action, tuple[list[Pending], Message]] = {}
+        self.sending: dict[Action, tuple[list[Pending], Message]] = {}
 
-    def take(self, use: Action) -> Tensor | None:
+    def take(self, use: Action) -> Message | None:
         """What an action needs, from another rank or from this one; None where it needs nothing."""
         if use not in self.arriving:
             return self.results.pop(use, None)
-        pending, tensor = self.arriving.pop(use)
+        pendings, message = self.arriving.pop(use)
+        _wait(pendings)
+        return message
+
+
+def _wait(pendings: Sequence[Pending]) -> None:
+    for pending in pendings:
         pending.wait()
-        return tensor

@@ -2,7 +2,7 @@
 
     parameters   | w0      | w1   | b1 |pad|
     flat buffer  [---------+------+----+---]
-    dp shards    [  rank 0   |   rank 1    ]      borders fall anywhere, so memory is even
+    shards       [  rank 0   |   rank 1    ]      borders fall anywhere, so memory is even
 
     zero_stage      weights     gradients    master weights and moments      (Rajbhandari et al. 2020, figure 1)
         0           whole       whole        whole
@@ -10,7 +10,7 @@
         2           whole       shard        shard
         3           shard       shard        shard
 
-Parameters are sorted by their traits, so that weight decay, the gradient norm and the sums over TP each act on a few
+Parameters are sorted by their traits, so that each optimizer group, the gradient norm and the sums over TP act on a few
 contiguous runs of a bucket instead of on parameters, and one collective serves the whole bucket.
 """
 
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis
+from megazero.zero.storage import FlatArray, InMemory
 
 K = TypeVar("K", bound=Hashable)
 
@@ -42,6 +43,10 @@ class ParamInfo:
         spec: what the parameter is, globally.
         unit: index of the unit that uses it first, in forward order.
         chunk: the model chunk of this rank that holds it.
+        group: the optimizer group that steps it.
+        trains: it has a gradient; a frozen parameter is only sharded and saved.
+        resident: stage 3 keeps it whole.
+        alone: under stage 3 it has a bucket of its own.
     """
 
     name: str
@@ -49,6 +54,10 @@ class ParamInfo:
     spec: ParamSpec
     unit: int
     chunk: int = 0
+    group: int = 0
+    trains: bool = True
+    resident: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class BucketLayout:
         name: for messages.
         slots: the parameters, contiguous from element 0.
         shards: number of equal parts the padded bucket divides into.
-        tied: the bucket is a copy of the embedding that first and last stage share.
+        tied: the bucket is a copy of a parameter that several stages share.
         unit: the first unit that uses it.
     """
 
@@ -109,20 +118,35 @@ class BucketLayout:
     def shard_numel(self) -> int:
         """Elements of one shard, padding included."""
         step = ALIGN_ELEMENTS if self.shards > 1 else 1
-        return -(-self.numel // (self.shards * step)) * step
+        return -(-max(self.numel, 1) // (self.shards * step)) * step
 
     @property
     def padded_numel(self) -> int:
         """Elements of the flat buffer."""
         return self.shard_numel * self.shards
 
+    @property
+    def chunk(self) -> int:
+        """The model chunk of this rank whose parameters it holds."""
+        return self.slots[0].info.chunk
+
+    @property
+    def trains(self) -> bool:
+        """Whether its parameters have gradients."""
+        return self.slots[0].info.trains
+
+    @property
+    def resident(self) -> bool:
+        """Whether stage 3 keeps its parameters whole."""
+        return self.slots[0].info.resident
+
     def shard(self, index: int) -> Run:
         """Elements that shard `index` holds."""
         return Run(index * self.shard_numel, (index + 1) * self.shard_numel)
 
-    def runs(self, key: Callable[[ParamSpec], K]) -> Iterator[tuple[K, Run]]:
+    def runs(self, key: Callable[[ParamInfo], K]) -> Iterator[tuple[K, Run]]:
         """Maximal contiguous runs of parameters with an equal key; padding belongs to none."""
-        for value, slots in groupby(self.slots, key=lambda slot: key(slot.info.spec)):
+        for value, slots in groupby(self.slots, key=lambda slot: key(slot.info)):
             members = list(slots)
             yield value, Run(members[0].start, members[-1].stop)
 
@@ -133,13 +157,13 @@ def intersect(a: Run, b: Run) -> Run | None:
     return Run(start, stop) if start < stop else None
 
 
-def _traits(spec: ParamSpec) -> tuple[bool, bool, bool]:
-    return spec.decay, spec.split is None, spec.sum_over_tp
+def _traits(info: ParamInfo) -> tuple[int, bool, bool]:
+    return info.group, info.spec.split is not None, not info.spec.sum_over_tp
 
 
 def _layout(members: Sequence[ParamInfo], shards: int) -> BucketLayout:
     slots, start = [], 0
-    for info in sorted(members, key=lambda info: _traits(info.spec), reverse=True):
+    for info in sorted(members, key=_traits):
         slots.append(Slot(info, start))
         start = slots[-1].stop
     first = min(members, key=lambda info: info.unit)
@@ -153,26 +177,48 @@ def plan_buckets(
 
     Args:
         parameters: in forward order.
-        by_unit: one bucket per unit, in forward order (what ZeRO-3 gathers at once); otherwise buckets are filled up to
-            `bucket_elements` in the order in which the backward completes gradients.
+        by_unit: one bucket per unit, in forward order (what ZeRO-3 gathers at once); otherwise, and for resident
+            parameters, buckets are filled up to `bucket_elements` in the order in which the backward completes gradients.
         bucket_elements: a bucket takes parameters until it holds as many, and so exceeds it by less than one parameter.
         shards: equal parts a bucket must divide into.
 
-    No bucket spans two chunks.  A tied embedding has its own bucket, equal on both stages that hold it.
+    No bucket spans two chunks, or holds both frozen and trained parameters.  A tied parameter has its own bucket, equal on
+    all stages that hold it.
     """
-    tied = [[info] for info in parameters if info.spec.tied]
-    free = [info for info in parameters if not info.spec.tied]
-    if by_unit:
-        groups = [list(members) for _, members in groupby(free, key=lambda info: info.unit)]
-    else:
-        groups = []
-        for info in reversed(free):
-            last = groups[-1] if groups else []
-            is_full = sum(numel(member.shape) for member in last) >= bucket_elements
-            if not last or is_full or last[0].chunk != info.chunk:
-                groups.append([])
-            groups[-1].append(info)
-    return tuple(_layout(members, shards) for members in [*groups, *tied] if members)
+    single = [[info] for info in parameters if info.spec.tied or (by_unit and info.alone)]
+    free = [info for info in parameters if [info] not in single]
+    units = [info for info in free if by_unit and not info.resident]
+    groups = [list(members) for _, members in groupby(units, key=lambda info: (info.unit, info.trains))]
+    filling: dict[bool, list[ParamInfo]] = {}
+    for info in reversed([info for info in free if not by_unit or info.resident]):
+        last = filling.get(info.trains, [])
+        is_full = sum(numel(member.shape) for member in last) >= bucket_elements
+        if not last or is_full or last[0].chunk != info.chunk:
+            filling[info.trains] = last = []
+            groups.append(last)
+        last.append(info)
+    return tuple(_layout(members, shards) for members in [*groups, *single])
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How the ranks keep their buckets.
+
+    Args:
+        zero_stage: 0 ... 3.
+        dtype: of the weights that modules compute with.
+        shard: the axis over which buckets are sharded.
+        replica: the axis of ranks that keep the same shard, where sharding stays within a part of dp.
+        device: where modules compute.
+        accumulate_dtype: of gradients on their way to the shards.
+    """
+
+    zero_stage: int
+    dtype: torch.dtype
+    shard: Axis
+    replica: Axis
+    device: torch.device
+    accumulate_dtype: torch.dtype = torch.float32
 
 
 class Bucket:
@@ -180,56 +226,95 @@ class Bucket:
 
     Args:
         layout: where each parameter lies.
-        zero_stage: 0 ... 3.
-        dtype: of the weights that modules compute with.
-        dp: the axis over which the bucket is sharded.
+        keeping: stage, dtypes, axes.
         weights: flat buffer for the whole weights, [padded]; made here unless ZeRO-3 lends a gather buffer.
-        device: where the tensors lie.
-        is_second_copy: of a tied embedding whose first copy is elsewhere: not counted in the norm, not written.
+        new_master: makes the array of master weights, and thereby says where they, their moments and the gradient that
+            steps them lie; None keeps them on the device, or makes them the weights themselves where those are fp32.
+        new_shard: makes the array of ZeRO-3's shard of the weights; None keeps it on the device.
+        is_second_copy: of a tied parameter whose first copy is elsewhere: not counted in the norm, not written.
 
     Attributes:
         owned: elements whose master weights and moments this rank keeps.
-        counted: elements that this rank counts in the gradient norm and writes to a checkpoint: its 1/dp at every stage.
-        weights: [padded] in `dtype`; with ZeRO-3 valid only while gathered.
-        weight_shard: [owned] in `dtype`.
-        master: fp32 [owned]; the same memory as `weight_shard` when `dtype` is fp32.
-        full_gradient: fp32 [padded], or None where a rank keeps only its shard.
-        gradient: fp32 [owned], the reduced gradient.
+        counted: elements that this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
+        weights: [padded] in the weights' dtype; with ZeRO-3 valid only while gathered.
+        weight_shard: [owned] in the weights' dtype.
+        master: fp32 [owned]; may be the same array as `weight_shard` when the weights are fp32, and always is for
+            frozen parameters.
+        full_gradient: [padded] in the accumulation dtype, or None where a rank keeps only its shard.
+        gradient: fp32 [owned], the reduced gradient, beside the master weights; None for frozen parameters.
     """
 
     def __init__(
         self,
         layout: BucketLayout,
-        zero_stage: int,
-        dtype: torch.dtype,
-        dp: Axis,
-        weights: Tensor | None,
-        device: torch.device,
+        keeping: Keeping,
+        weights: Tensor | None = None,
+        new_master: Callable[[int], FlatArray] | None = None,
+        new_shard: Callable[[int], FlatArray] | None = None,
         is_second_copy: bool = False,
     ) -> None:
-        self.layout, self.dp, self.is_second_copy = layout, dp, is_second_copy
-        sharded = dp.size > 1
-        self.counted = layout.shard(dp.index)
-        self.owned = self.counted if zero_stage >= 1 and sharded else layout.whole
-        self.keeps_weights = zero_stage < 3 or not sharded
-        self.keeps_gradients = zero_stage < 2 or not sharded
-        self.weights = torch.zeros(layout.padded_numel, dtype=dtype, device=device) if weights is None else weights
+        self.layout, self.keeping, self.is_second_copy = layout, keeping, is_second_copy
+        stage, dtype, device, axis = keeping.zero_stage, keeping.dtype, keeping.device, keeping.shard
+        sharded = axis.size > 1
+        self.counted = layout.shard(axis.index) if keeping.replica.index == 0 else Run(0, 0)
+        self.owned = layout.shard(axis.index) if stage >= 1 and sharded else layout.whole
         owned_numel = self.owned.stop - self.owned.start
+        gathers = stage == 3 and (sharded or new_shard is not None) and not layout.resident
+        self.keeps_weights = not gathers
+        self.weights = torch.zeros(layout.padded_numel, dtype=dtype, device=device) if weights is None else weights
+        self.weight_shard: FlatArray
         if self.keeps_weights:
-            self.weight_shard = self.weights[self.owned.start : self.owned.stop]
+            self.weight_shard = InMemory(self.weights[self.owned.start : self.owned.stop], "device")
+        elif new_shard is not None:
+            self.weight_shard = new_shard(owned_numel)
         else:
-            self.weight_shard = torch.zeros(owned_numel, dtype=dtype, device=device)
-        self.master = self.weight_shard if dtype == torch.float32 else torch.zeros(owned_numel, device=device)
+            self.weight_shard = InMemory(torch.zeros(owned_numel, dtype=dtype, device=device), "device")
+        self.master: FlatArray
+        if not layout.trains:
+            self.master = self.weight_shard
+        elif new_master is not None:
+            self.master = new_master(owned_numel)
+        elif dtype == torch.float32 and self.weight_shard.tensor is not None:
+            self.master = self.weight_shard
+        else:
+            self.master = InMemory(torch.zeros(owned_numel, device=device), "device")
+        # Offloaded state has its gradient on the host: a single device, too, need not keep the whole of it.
+        self.keeps_gradients = stage < 2 or (not sharded and self.master.place == "device")
         self.full_gradient: Tensor | None = None
-        if self.keeps_gradients:
-            self.full_gradient = torch.zeros(layout.padded_numel, device=device)
-            self.gradient = self.full_gradient[self.owned.start : self.owned.stop]
-        else:
-            self.gradient = torch.zeros(owned_numel, device=device)
+        if self.keeps_gradients and layout.trains:
+            self.full_gradient = torch.zeros(layout.padded_numel, dtype=keeping.accumulate_dtype, device=device)
+        self.gradient = self._new_gradient(owned_numel)
+
+    def _new_gradient(self, owned_numel: int) -> Tensor:
+        if not self.layout.trains:
+            return torch.zeros(0)
+        if self.master.place != "device":
+            pinned = self.keeping.device.type == "cuda"
+            return torch.zeros(owned_numel, pin_memory=pinned)
+        if self.full_gradient is not None and self.full_gradient.dtype == torch.float32:
+            return self.full_gradient[self.owned.start : self.owned.stop]
+        return torch.zeros(owned_numel, device=self.keeping.device)
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether `gradient` is part of `full_gradient`."""
+        return self.full_gradient is not None and self.gradient.data_ptr() == self._owned_gradient().data_ptr()
+
+    def _owned_gradient(self) -> Tensor:
+        assert self.full_gradient is not None
+        return self.full_gradient[self.owned.start : self.owned.stop]
 
     def owned_part(self, flat: Tensor, run: Run) -> Tensor:
         """Elements `run` of a tensor that covers the owned elements."""
         return flat[run.start - self.owned.start : run.stop - self.owned.start]
+
+    def read(self, array: FlatArray, run: Run) -> Tensor:
+        """Elements `run` of an array that covers the owned elements; a copy where the array is a file."""
+        return array.read(run.start - self.owned.start, run.stop - self.owned.start)
+
+    def write(self, array: FlatArray, run: Run, values: Tensor) -> None:
+        """Overwrite elements `run` of an array that covers the owned elements."""
+        array.write(run.start - self.owned.start, values)
 
     def module_view(self, slot: Slot) -> Tensor:
         """The slot's part of the whole weights, in the parameter's shape, for a module to compute with.

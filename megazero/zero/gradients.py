@@ -1,11 +1,15 @@
 """From gradients of micro-batches to the reduced gradient of the step, bucket by bucket, while the backward runs.
 
     backward of one micro-batch      accumulate(w1) accumulate(w0)  -> every slot has come: the round is complete
-    stages 0, 1                      rounds add up in the whole fp32 buffer; the last one starts the reduction
+    stages 0, 1                      rounds add up in the whole buffer; the last one starts the reduction
     stages 2, 3                      each round starts a reduce-scatter; the shards add up; the buffer returns to a pool
                                      (or the whole step adds up in the buffer, and one reduce-scatter follows)
 
-    finish: wait -> sum partial gradients over tp -> sum tied embeddings over first and last stage
+    finish: wait -> sum over replicas of the shard -> sum partial gradients over tp -> sum copies of tied parameters
+
+[Note: one order]  Collectives pair up by their order, so every rank must start the reductions of a chunk in one order,
+whichever parameters its micro-batch happens to use.  A complete bucket therefore waits for those before it, and at the end
+of a pass what has not come counts as zero.
 
 Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
 (Rajbhandari et al. 2020, section 7).
@@ -43,38 +47,96 @@ class _Rounds:
         self.untouched = [True] * count  # since the last reduction
         self.complete_rounds = 0
         self.missing = count  # slots that have not come in the current round
+        self.launched_rounds = 0
         self.reductions = 0
 
-    def count(self, slot: int, expected: int) -> bool:
-        """Note a contribution; True when it completes a round."""
+    def count(self, slot: int, expected: int) -> None:
+        """Note a contribution."""
         if self.contributions[slot] == expected:
             name = self.bucket.layout.slots[slot].info.name
             raise RuntimeError(
-                f"gradient of {name} came more than {expected} times in a step of {expected} micro-batches"
+                f"gradient of {name} came more than {expected} times in a step of {expected} micro-batches: backward ran "
+                "more often than that, or within itself (checkpointing needs use_reentrant=False)"
             )
         self.contributions[slot] += 1
-        if self.contributions[slot] != self.complete_rounds + 1:
-            return False
-        self.missing -= 1
-        if self.missing:
-            return False
-        self.complete_rounds += 1
-        self.missing = sum(n == self.complete_rounds for n in self.contributions)
-        return True
+        if self.contributions[slot] == self.complete_rounds + 1:
+            self.missing -= 1
+            if not self.missing:
+                self.complete_rounds += 1
+                self.missing = sum(n == self.complete_rounds for n in self.contributions)
+
+    def close(self, round_: int) -> None:
+        """What has not come by the end of a round will not come in it."""
+        if self.complete_rounds < round_:
+            self.contributions = [max(n, round_) for n in self.contributions]
+            self.complete_rounds = round_
+            self.missing = sum(n == round_ for n in self.contributions)
 
 
 class _Reduction:
-    """One reduction under way, what its result is added to, and the buffers that it keeps busy."""
+    """One reduction under way, where its result goes, and the buffers that it keeps busy.
+
+    Args:
+        pending: the collective.
+        bucket: whose gradient it is.
+        result: what is to be brought to the bucket's gradient; None where it arrives there by itself.
+        adds: add the result instead of replacing the gradient.
+        busy: buffers that are free again afterwards.
+    """
 
     def __init__(
-        self, pending: Pending, target: Tensor | None = None, result: Tensor | None = None, busy: Sequence[Tensor] = ()
+        self,
+        pending: Pending,
+        bucket: Bucket,
+        result: Tensor | None = None,
+        adds: bool = False,
+        busy: Sequence[Tensor] = (),
     ) -> None:
-        self.pending, self.target, self.result, self.busy = pending, target, result, busy
+        self.pending, self.bucket, self.result, self.adds, self.busy = pending, bucket, result, adds, busy
 
-    def finish(self) -> None:
-        self.pending.wait()
-        if self.target is not None and self.result is not None:
-            self.target.add_(self.result)
+
+class _Landings:
+    """Gradients on their way from the device to host memory, where offloaded optimizer state is stepped.
+
+    On a CPU the two are one and nothing waits.  On a GPU a copy is added only when later ones are under way, so that the
+    host does not wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
+        self._free: dict[int, list[Tensor]] = {}
+
+    def land(self, result: Tensor, gradient: Tensor, adds: bool) -> None:
+        """Bring a result to a gradient, wherever it lies."""
+        if result.device == gradient.device:
+            if adds:
+                gradient.add_(result)
+            else:
+                gradient.copy_(result)
+            return
+        if not adds:
+            gradient.copy_(result, non_blocking=True)
+            return
+        free = self._free.setdefault(result.numel(), [])
+        staging = free.pop() if free else torch.empty(result.numel(), dtype=result.dtype, pin_memory=True)
+        staging.copy_(result, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._under_way.append((staging, gradient, event))
+        self._drain(_REDUCTIONS_IN_FLIGHT)
+
+    def finish(self, device: torch.device) -> None:
+        """Have everything in place on the host."""
+        self._drain(0)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def _drain(self, leave: int) -> None:
+        while len(self._under_way) > leave:
+            staging, gradient, event = self._under_way.popleft()
+            event.synchronize()
+            gradient.add_(staging)
+            self._free[staging.numel()].append(staging)
 
 
 class GradientReducer:
@@ -82,35 +144,51 @@ class GradientReducer:
 
     Args:
         buckets: this rank's buckets.
-        zero_stage: 0 ... 3.
+        tp: the axis of partial gradients.
+        ties: by logical name of a tied parameter, the ranks that hold a copy.
         every_micro_batch: stages 2 and 3 reduce after each micro-batch; otherwise once per step.
-        dp, tp, embedding: axes of the reduction, of partial gradients, and of tied embeddings.
+        reduce_dtype: in which gradients travel.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        zero_stage: int,
-        dp: Axis,
         tp: Axis,
-        embedding: Axis,
+        ties: Mapping[str, Axis],
         *,
         every_micro_batch: bool = True,
+        reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.buckets = buckets
-        self._dp, self._tp, self._embedding = dp, tp, embedding
-        self._all_reduces = zero_stage == 0
+        self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
+        if not self.buckets:
+            raise ValueError("no parameter requires a gradient: there is nothing to train on this rank")
+        keeping = self.buckets[0].keeping
+        self._shard, self._replica, self._tp, self._ties = keeping.shard, keeping.replica, tp, ties
+        self._device, self._accumulate_dtype, self._reduce_dtype = (
+            keeping.device,
+            keeping.accumulate_dtype,
+            reduce_dtype,
+        )
+        self._all_reduces = keeping.zero_stage == 0
         self._every_round = every_micro_batch
-        self._rounds = [_Rounds(bucket) for bucket in buckets]
+        rounds = [_Rounds(bucket) for bucket in self.buckets]
         self._at = {
-            slot.info.name: (rounds, index)
-            for rounds in self._rounds
-            for index, slot in enumerate(rounds.bucket.layout.slots)
+            slot.info.name: (of_bucket, index)
+            for of_bucket in rounds
+            for index, slot in enumerate(of_bucket.bucket.layout.slots)
         }
-        self._last_round = 1
+        # The order in which a backward completes them: a bucket is complete with its first unit's gradients.
+        self._order: dict[int, list[_Rounds]] = {}
+        for one in sorted(rounds, key=lambda one: -one.bucket.layout.unit):
+            self._order.setdefault(one.bucket.layout.chunk, []).append(one)
+        self._cursor = dict.fromkeys(self._order, 0)
+        self._closed = dict.fromkeys(self._order, 0)
+        self.last_round = 1
+        self.holds = False  # while set, rounds add up where they are
         self._in_flight: deque[_Reduction] = deque()
-        self._free: list[Tensor] = []
-        self._lendable = max(bucket.layout.padded_numel for bucket in buckets)
+        self._landings = _Landings()
+        self._free: dict[torch.dtype, list[Tensor]] = {self._accumulate_dtype: [], reduce_dtype: []}
+        self._lendable = max(bucket.layout.padded_numel for bucket in self.buckets)
 
     def attach(self, parameters: Mapping[str, nn.Parameter], waiting: Mapping[str, WeightGradients]) -> None:
         """Take every gradient that autograd computes for these parameters.
@@ -121,8 +199,9 @@ class GradientReducer:
                 backwards.  Vectors wait with them: alone they would keep every bucket of the chunk open until then.
         """
         for name, parameter in parameters.items():
-            waits = waiting.get(name) if parameter.dim() == 1 else None
-            parameter.register_post_accumulate_grad_hook(partial(self._take, name, waits))
+            if name in self._at:
+                waits = waiting.get(name) if parameter.dim() == 1 else None
+                parameter.register_post_accumulate_grad_hook(partial(self._take, name, waits))
 
     def _take(self, name: str, waits: WeightGradients | None, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -136,12 +215,15 @@ class GradientReducer:
     def begin_step(self, micro_batches: int) -> None:
         """Forget the last step.  Each parameter is expected once per micro-batch."""
         self._drain(0)
-        for rounds in self._rounds:
-            if not rounds.bucket.keeps_gradients and rounds.full is not None:
-                self._free.append(rounds.full)
-                rounds.full = None
-            rounds.reset()
-        self._last_round = micro_batches
+        for order in self._order.values():
+            for rounds in order:
+                if not rounds.bucket.keeps_gradients and rounds.full is not None:
+                    self._free[self._accumulate_dtype].append(rounds.full)
+                    rounds.full = None
+                rounds.reset()
+        self._cursor = dict.fromkeys(self._order, 0)
+        self._closed = dict.fromkeys(self._order, 0)
+        self.last_round = micro_batches
 
     def accumulate(self, name: str, gradient: Tensor) -> None:
         """Add one micro-batch's gradient of a parameter.
@@ -151,33 +233,59 @@ class GradientReducer:
             gradient: in the parameter's shape and dtype; may be reused by the caller afterwards.
         """
         rounds, index = self._at[name]
-        complete = rounds.count(index, self._last_round)
+        rounds.count(index, self.last_round)
         slot = rounds.bucket.layout.slots[index]
         if rounds.full is None:
-            rounds.full = self._lend()
+            rounds.full = self._lend(self._accumulate_dtype)
         place = rounds.full[slot.start : slot.stop].view(slot.info.shape)
         if rounds.untouched[index]:
             place.copy_(gradient)
             rounds.untouched[index] = False
         else:
             place.add_(gradient)
-        reduces_now = self._every_round and not rounds.bucket.keeps_gradients
-        if complete and (reduces_now or rounds.complete_rounds == self._last_round):
-            self._reduce(rounds)
+        if rounds.complete_rounds > rounds.launched_rounds:
+            self._launch(slot.info.chunk)
+
+    def close_pass(self, chunk: int) -> None:
+        """Hear that the weight gradients of one micro-batch of a chunk have all come; see [Note: one order]."""
+        if chunk not in self._order:
+            return
+        self._closed[chunk] += 1
+        for rounds in self._order[chunk]:
+            rounds.close(self._closed[chunk])
+        self._launch(chunk)
+
+    def _launch(self, chunk: int) -> None:
+        """Reduce what is complete, in the one order."""
+        order = self._order[chunk]
+        while True:
+            rounds = order[self._cursor[chunk]]
+            if rounds.complete_rounds == rounds.launched_rounds:
+                return
+            rounds.launched_rounds = rounds.complete_rounds
+            self._cursor[chunk] = (self._cursor[chunk] + 1) % len(order)
+            is_last = rounds.complete_rounds == self.last_round
+            reduces_now = self._every_round and not rounds.bucket.keeps_gradients
+            if not self.holds and (reduces_now or is_last):
+                self._reduce(rounds)
 
     def finish(self) -> None:
         """Make `bucket.gradient` of every bucket the whole step's, including parameters that never came."""
-        for rounds in self._rounds:
-            if rounds.reductions == 0 or not all(rounds.untouched):
-                self._reduce(rounds)
+        for order in self._order.values():
+            for rounds in order:
+                if rounds.reductions == 0 or not all(rounds.untouched):
+                    self._reduce(rounds)
         self._drain(0)
+        self._landings.finish(self._device)
+        for pending in [all_reduce(bucket.gradient, self._replica) for bucket in self.buckets]:
+            pending.wait()
         self._sum_partial_over_tp()
         self._sum_tied()
 
     def _reduce(self, rounds: _Rounds) -> None:
         bucket = rounds.bucket
         if rounds.full is None:
-            rounds.full = self._lend()
+            rounds.full = self._lend(self._accumulate_dtype)
         full = rounds.full[: bucket.layout.padded_numel]
         for slot, untouched in zip(bucket.layout.slots, rounds.untouched, strict=True):
             if untouched:
@@ -191,42 +299,63 @@ class GradientReducer:
 
     def _start(self, rounds: _Rounds, full: Tensor, first: bool) -> _Reduction:
         bucket = rounds.bucket
-        if self._all_reduces or self._dp.size == 1:
-            return _Reduction(all_reduce(full, self._dp))
-        scratch = self._lend()
-        busy = [scratch]
+        busy = []
         if not bucket.keeps_gradients and (lent := rounds.full) is not None:
             busy.append(lent)
             rounds.full = None
-        result = bucket.gradient if first else scratch[: bucket.gradient.numel()]
-        pending = reduce_scatter(result, full, self._dp, scratch)
-        return _Reduction(pending, None if first else bucket.gradient, result, busy)
+        wire = full
+        if self._reduce_dtype != full.dtype and self._shard.size > 1:
+            sent = self._lend(self._reduce_dtype)
+            busy.append(sent)
+            wire = sent[: full.numel()].copy_(full)
+        if self._all_reduces or self._shard.size == 1:
+            pending = all_reduce(wire, self._shard)
+            arrives = wire is full and bucket.reduces_in_place
+            result = None if arrives else wire[bucket.owned.start : bucket.owned.stop]
+            return _Reduction(pending, bucket, result, not first, busy)
+        scratch = self._lend(self._reduce_dtype)
+        busy.append(scratch)
+        gradient = bucket.gradient
+        arrives = first and gradient.dtype == wire.dtype and gradient.device == wire.device
+        result = gradient if arrives else scratch[: gradient.numel()]
+        pending = reduce_scatter(result, wire, self._shard, scratch)
+        return _Reduction(pending, bucket, None if arrives else result, not first, busy)
 
-    def _lend(self) -> Tensor:
+    def _lend(self, dtype: torch.dtype) -> Tensor:
         """A buffer as large as the largest bucket, for gradients of one round or for what arrives from other ranks."""
-        return self._free.pop() if self._free else torch.empty(self._lendable, device=self.buckets[0].master.device)
+        free = self._free[dtype]
+        return free.pop() if free else torch.empty(self._lendable, dtype=dtype, device=self._device)
 
     def _drain(self, leave: int) -> None:
         """Finish reductions, oldest first, until `leave` are under way."""
         while len(self._in_flight) > leave:
             reduction = self._in_flight.popleft()
-            reduction.finish()
-            self._free.extend(reduction.busy)
+            reduction.pending.wait()
+            if reduction.result is not None:
+                self._landings.land(reduction.result, reduction.bucket.gradient, reduction.adds)
+            for buffer in reduction.busy:
+                self._free[buffer.dtype].append(buffer)
 
     def _sum_tied(self) -> None:
-        """Sum the gradients of both copies of a tied embedding, here or on the first and the last rank of the pipeline."""
-        tied = [bucket.gradient for bucket in self.buckets if bucket.layout.tied]
-        if len(tied) == 2:
-            tied[0].add_(tied[1])
-            tied[1].copy_(tied[0])
-        elif tied:
-            all_reduce(tied[0], self._embedding).wait()
+        """Sum the gradients of all copies of each tied parameter, on this rank and on others."""
+        copies: dict[str, list[Tensor]] = {}
+        for bucket in self.buckets:
+            if bucket.layout.tied:
+                copies.setdefault(tie_of(bucket), []).append(bucket.gradient)
+        for name in sorted(copies):
+            first, *others = copies[name]
+            for other in others:
+                first.add_(other)
+            if name in self._ties:
+                all_reduce(first, self._ties[name]).wait()
+            for other in others:
+                other.copy_(first)
 
     def _sum_partial_over_tp(self) -> None:
         parts = [
             bucket.owned_part(bucket.gradient, run)
             for bucket in self.buckets
-            for partial, whole in bucket.layout.runs(lambda spec: spec.sum_over_tp)
+            for partial, whole in bucket.layout.runs(lambda info: info.spec.sum_over_tp)
             if partial and (run := intersect(whole, bucket.owned)) is not None
         ]
         if not parts or self._tp.size == 1:
@@ -239,24 +368,31 @@ class GradientReducer:
     def square_sum(self) -> Tensor:
         """fp64 scalar: this rank's share of the squared gradient norm.
 
-        Over all ranks every logical element is counted once: each dp rank its shard, parameters that every TP rank holds on
-        the first of them, the first copy of a tied embedding.
+        Over all ranks every logical element is counted once: each rank its own part of the shards, parameters that every TP
+        rank holds on the first of them, the first copy of a tied parameter.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for bucket in self.buckets:
             if bucket.is_second_copy:
                 continue
-            for replicated, whole in bucket.layout.runs(lambda spec: spec.split is None):
+            for replicated, whole in bucket.layout.runs(lambda info: info.spec.split is None):
                 run = intersect(whole, bucket.counted)
                 if run is not None and not (replicated and self._tp.index > 0):
-                    total += square_sum(bucket.owned_part(bucket.gradient, run))
+                    total += square_sum(bucket.owned_part(bucket.gradient, run)).to(self._device)
         return total
 
     def working_bytes(self) -> int:
         """Bytes of the bucket-size buffers through which gradients pass on their way to the shards."""
-        filling = [r.full for r in self._rounds if r.full is not None and not r.bucket.keeps_gradients]
+        every = [rounds for order in self._order.values() for rounds in order]
+        filling = [one.full for one in every if one.full is not None and not one.bucket.keeps_gradients]
         busy = [buffer for reduction in self._in_flight for buffer in reduction.busy]
-        return sum(buffer.nbytes for buffer in [*self._free, *filling, *busy])
+        free = [buffer for buffers in self._free.values() for buffer in buffers]
+        return sum(buffer.nbytes for buffer in [*free, *filling, *busy])
+
+
+def tie_of(bucket: Bucket) -> str:
+    """The logical name that all copies of a tied bucket's parameter share."""
+    return bucket.layout.slots[0].info.spec.sections[0].name
 
 
 def square_sum(flat: Tensor) -> Tensor:

@@ -1,86 +1,347 @@
-"""The optimizer step on flat fp32 shards, with one clipping coefficient for the whole model."""
+"""The optimizer step on flat fp32 shards, wherever they lie, with one factor for clipping and loss scaling.
+
+    place of a bucket's state      one turn of the step
+    device                         all of them at once: torch's fused kernel sees a few long tensors
+    host                           a bucket at a time; its new weights go to the device while the next is stepped
+    file                           a part at a time; the next is read and the last written meanwhile
+
+Each group of the user's optimizer stays its own: a bucket is stepped run by run, and a run belongs to one group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.zero.bucket import Bucket, Run, intersect
+from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
+from megazero.zero.optimizers import Lion, check_elementwise, make_optimizer, state_names
+from megazero.zero.storage import FlatArray, Transfer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# Their state at the start is known, so it can be there, and be counted, before the first step.
+_KNOWN_START = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion)
 
 
-class ShardedAdamW:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019) over the owned elements of every bucket.
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """How to make an optimizer once its flat parts are known.
 
     Args:
-        buckets: this rank's buckets; their `master` is stepped with their `gradient`.
-        betas, eps, weight_decay: as in torch.optim.AdamW; decay acts only where a parameter's spec says so.
-
-    torch's fused kernel sees a few long 1-D tensors: one per bucket and decay group.
+        groups: number of parameter groups.
+        states: names of the state that has an element for each parameter's.
+        scalars: names of the state that is one number.
+        build: from the parts of each group.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], *, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:
-        self._parts: list[tuple[Bucket, Run, torch.nn.Parameter]] = []
-        groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-        for bucket in buckets:
-            for decays, whole in bucket.layout.runs(lambda spec: spec.decay):
-                run = intersect(whole, bucket.owned)
-                if run is not None:
-                    part = torch.nn.Parameter(bucket.owned_part(bucket.master, run).data, requires_grad=False)
-                    part.grad = bucket.owned_part(bucket.gradient, run)
-                    self._parts.append((bucket, run, part))
-                    groups[decays].append(part)
-        self._device = buckets[0].master.device
-        self.torch_optimizer = torch.optim.AdamW(
-            [
-                {"params": groups[True], "weight_decay": weight_decay},
-                {"params": groups[False], "weight_decay": 0.0},
-            ],
-            betas=betas,
-            eps=eps,
-            fused=True,
-        )
-        for _, _, part in self._parts:
-            moments = {name: torch.zeros_like(part) for name in MOMENTS}
-            self.torch_optimizer.state[part] = {"step": torch.zeros((), device=self._device), **moments}
+    groups: int
+    states: tuple[str, ...]
+    scalars: tuple[str, ...]
+    build: Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]
 
-    def step(self, lr: float, clip_coefficient: float) -> None:
-        """Step every owned element.
 
-        Args:
-            lr: learning rate of this step.
-            clip_coefficient: factor on every gradient, 1 where the norm is within bounds.
-        """
-        for group in self.torch_optimizer.param_groups:
-            group["lr"] = lr
-        # The fused kernel divides gradients by grad_scale: clipping costs no pass of its own.
-        scale = None if clip_coefficient == 1.0 else torch.tensor(1.0 / clip_coefficient, device=self._device)
-        self.torch_optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        self.torch_optimizer.step()
+def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:
+    """Recipe for an optimizer of a configuration.
 
-    def moment(self, name: str, bucket: Bucket, run: Run) -> Tensor:
-        """Elements `run` of one moment; they must lie in one parameter and be owned."""
-        for at, whole, part in self._parts:
-            if at is bucket and whole.start <= run.start and run.stop <= whole.stop:
-                moment: Tensor = self.torch_optimizer.state[part][name]
-                return moment[run.start - whole.start : run.stop - whole.start]
-        raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
+    Args:
+        name, params: as `make_optimizer` takes them.
+        groups: what each group sets for itself.
+
+    Raises:
+        ValueError: the name or a parameter does not exist, or the optimizer cannot run on shards.
+    """
+
+    def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+        return make_optimizer(name, params, [{**own, "params": part} for own, part in zip(groups, parts, strict=True)])
+
+    probe = build([[nn.Parameter(torch.zeros(2))] for _ in groups])
+    check_elementwise(probe, allow_untested=False)
+    return OptimizerRecipe(len(groups), *state_names(probe), build)
+
+
+def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False) -> OptimizerRecipe:
+    """Recipe that keeps a user's optimizer, with its own group objects, and gives it the flat parts.
+
+    Args:
+        optimizer: must not have stepped yet.
+        allow_untested: take a class of which it is not known that it acts element by element.
+
+    Raises:
+        ValueError: it has stepped, or cannot run on shards.
+    """
+    check_elementwise(optimizer, allow_untested)
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's is there before its first step
+        raise ValueError(f"the {type(optimizer).__name__} has stepped already; hand it over before its first step")
+
+    def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
+        optimizer.state.clear()
+        for group, part in zip(optimizer.param_groups, parts, strict=True):
+            group["params"] = part
+        return optimizer
+
+    return OptimizerRecipe(len(optimizer.param_groups), *state_names(optimizer), build)
+
+
+@dataclass(eq=False)
+class _Part:
+    """Elements of one bucket that one optimizer group steps."""
+
+    bucket: Bucket
+    run: Run
+    group: int
+    parameter: nn.Parameter
+    arrays: dict[str, FlatArray] = field(default_factory=dict)  # its state, where it lies in the file
 
     @property
-    def steps_taken(self) -> int:
-        """Steps since the start of the run, for the bias correction."""
-        return int(self.torch_optimizer.state[self._parts[0][2]]["step"].item()) if self._parts else 0
+    def numel(self) -> int:
+        return self.run.stop - self.run.start
 
-    @steps_taken.setter
-    def steps_taken(self, steps: int) -> None:
-        for _, _, part in self._parts:
-            self.torch_optimizer.state[part]["step"].fill_(steps)
 
-    def memory_bytes(self) -> int:
-        """Bytes of the moments."""
-        return sum(self.torch_optimizer.state[part][name].nbytes for name in MOMENTS for _, _, part in self._parts)
+class ShardedOptimizer:
+    """Any element-wise optimizer over the owned elements of every bucket.
+
+    Args:
+        buckets: this rank's buckets; their master weights are stepped with their gradients.
+        recipe: makes the optimizer.
+        offload: where the buckets' state lies.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: Offload) -> None:
+        self._states, self._scalars, self._offload = recipe.states, recipe.scalars, offload
+        self._parts = list(_cut(buckets))
+        self._buckets = list(dict.fromkeys(part.bucket for part in self._parts))
+        parts: list[list[nn.Parameter]] = [[] for _ in range(recipe.groups)]
+        for part in self._parts:
+            parts[part.group].append(part.parameter)
+        self.torch_optimizer = recipe.build(parts)
+        self.steps_taken = 0
+        self._device = buckets[0].keeping.device
+        self._scales_inside = all(group.get("fused") for group in self.torch_optimizer.param_groups)
+        self._window = _Window(self._parts, self._states, offload)
+        self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
+        if self._known_start:
+            for part in self._parts:
+                self._start_state(part)
+
+    def step(self, factor: float) -> None:
+        """Step every owned element with `factor` times its gradient, and bring the new values to the weight shards."""
+        self.steps_taken += 1
+        optimizer: Any = self.torch_optimizer
+        if self._scales_inside:
+            # The fused kernel divides gradients by grad_scale: clipping and unscaling cost no pass of their own.
+            optimizer.grad_scale = None if factor == 1.0 else torch.tensor(1.0 / factor, device=self._device)
+        elif factor != 1.0:
+            for bucket in self._buckets:
+                bucket.gradient.mul_(factor)
+        arriving: list[Transfer] = []
+        on_device = [part for part in self._parts if part.bucket.master.place == "device"]
+        if on_device:
+            self._turn(on_device)
+        for bucket in self._buckets:
+            if bucket.master.place == "host":
+                self._turn([part for part in self._parts if part.bucket is bucket])
+            tensor = bucket.master.tensor
+            if bucket.master is not bucket.weight_shard and tensor is not None:
+                arriving.append(bucket.weight_shard.start_write(0, tensor))
+        self._window.step(self._turn, self.torch_optimizer)
+        for transfer in arriving:
+            transfer.wait()
+
+    def _turn(self, parts: Sequence[_Part]) -> None:
+        for part in parts:
+            part.parameter.grad = part.bucket.owned_part(part.bucket.gradient, part.run)
+        self.torch_optimizer.step()
+        for part in parts:
+            part.parameter.grad = None
+
+    def _start_state(self, part: _Part) -> None:
+        """Give a part the state it has before its first step."""
+        on_device = self._scales_inside and part.parameter.device.type != "cpu"
+        device = part.parameter.device if on_device else torch.device("cpu")
+        value = self.torch_optimizer.param_groups[part.group].get("initial_accumulator_value", 0.0)  # of Adagrad
+        state = self.torch_optimizer.state[part.parameter]
+        state.update({name: torch.full_like(part.parameter, value) for name in self._states})
+        state.update({name: torch.zeros((), device=device) for name in self._scalars})
+        for array in part.arrays.values():
+            if value:
+                array.write(0, torch.full((part.numel,), value))
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the element-wise state that exists now: before the first step not every optimizer has any."""
+        return self._states if self._known_start or self.steps_taken else ()
+
+    @property
+    def known_states(self) -> tuple[str, ...]:
+        """Names of all element-wise state, whether it exists already or not."""
+        return self._states
+
+    def read(self, name: str, bucket: Bucket, run: Run) -> Tensor:
+        """Elements `run` of one state, owned by this rank; a copy where they lie in a file or in several parts."""
+        pieces = [self._state_of(part, name, piece) for part, piece in self._covering(bucket, run)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def write(self, name: str, bucket: Bucket, run: Run, values: Tensor) -> None:
+        """Overwrite elements `run` of one state; state that does not exist yet begins to."""
+        for part, piece in self._covering(bucket, run):
+            mine = values[piece.start - run.start : piece.stop - run.start]
+            if part.bucket.master.place == "file":
+                self._window.array(part, name).write(piece.start - part.run.start, mine)
+                continue
+            if name not in self.torch_optimizer.state[part.parameter]:
+                self._start_state(part)
+            self._state_of(part, name, piece).copy_(mine)
+
+    def _covering(self, bucket: Bucket, run: Run) -> list[tuple[_Part, Run]]:
+        found = [(part, piece) for part in self._parts if part.bucket is bucket and (piece := intersect(part.run, run))]
+        if sum(piece.stop - piece.start for _, piece in found) != run.stop - run.start:
+            raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
+        return found
+
+    def _state_of(self, part: _Part, name: str, piece: Run) -> Tensor:
+        start, stop = piece.start - part.run.start, piece.stop - part.run.start
+        if part.bucket.master.place == "file":
+            return self._window.array(part, name).read(start, stop)
+        state: Tensor = self.torch_optimizer.state[part.parameter][name]
+        return state[start:stop]
+
+    def scalars(self) -> dict[str, float]:
+        """State that is one number, and the same for all parameters since they all step together."""
+        if not self._parts or not self.steps_taken:
+            return {}
+        state = self.torch_optimizer.state[self._parts[0].parameter]
+        return {name: float(state[name]) for name in self._scalars if name in state}
+
+    def resume(self, steps_taken: int, scalars: dict[str, float]) -> None:
+        """Go on as after so many steps.
+
+        Args:
+            steps_taken: steps that changed the weights.
+            scalars: as `scalars` gave them.
+        """
+        self.steps_taken = steps_taken
+        for part in self._parts:
+            if not steps_taken:
+                break
+            state = self.torch_optimizer.state[part.parameter]
+            if not state and part.bucket.master.place != "file":
+                self._start_state(part)
+            for name in self._scalars:
+                value = scalars.get(name, float(steps_taken))
+                if isinstance(state.get(name), Tensor):
+                    state[name].fill_(value)
+                else:
+                    state[name] = torch.tensor(value) if name == "step" else value
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of the element-wise state, by place: "optimizer", "optimizer on host", "optimizer on file"."""
+        sizes = {"optimizer": 0}
+        for part in self._parts:
+            place = part.bucket.master.place
+            key = "optimizer" if place == "device" else f"optimizer on {place}"
+            if place == "file":
+                nbytes = 4 * part.numel * len(self._states)
+            else:
+                state = self.torch_optimizer.state.get(part.parameter, {})
+                nbytes = sum(state[name].nbytes for name in self._states if name in state)
+            sizes[key] = sizes.get(key, 0) + nbytes
+        return sizes
+
+
+def _cut(buckets: Sequence[Bucket]) -> list[_Part]:
+    """The owned elements of every trained bucket, by optimizer group; what lies in a file in parts of bounded size."""
+    parts = []
+    for bucket in buckets:
+        if not bucket.layout.trains:
+            continue
+        in_file = bucket.master.place == "file"
+        for group, whole in bucket.layout.runs(lambda info: info.group):
+            run = intersect(whole, bucket.owned)
+            if run is None:
+                continue
+            length = FILE_PART_ELEMENTS if in_file else run.stop - run.start
+            for start in range(run.start, run.stop, length):
+                piece = Run(start, min(start + length, run.stop))
+                values = torch.empty(0) if in_file else bucket.read(bucket.master, piece)
+                parts.append(_Part(bucket, piece, group, nn.Parameter(values.data, requires_grad=False)))
+    return parts
+
+
+class _Window:
+    """Steps the parts that lie in a file, through three sets of buffers: one read, one stepped, one written.
+
+    Args:
+        parts: all parts; those in a file are picked.
+        states: names of the element-wise state.
+        offload: has the file.
+    """
+
+    def __init__(self, parts: Sequence[_Part], states: Sequence[str], offload: Offload) -> None:
+        self._parts = [part for part in parts if part.bucket.master.place == "file"]
+        self._states = tuple(states)
+        for part in self._parts:
+            part.arrays = {name: offload.moment(part.numel) for name in states}
+        largest = max((part.numel for part in self._parts), default=0)
+        count = min(3, len(self._parts))
+        self._sets = [{name: torch.zeros(largest) for name in ("master", *states)} for _ in range(count)]
+
+    def array(self, part: _Part, name: str) -> FlatArray:
+        """Where one state of a part lies."""
+        return part.arrays[name]
+
+    def step(self, turn: Callable[[Sequence[_Part]], None], optimizer: torch.optim.Optimizer) -> None:
+        """Step every part.
+
+        Args:
+            turn: steps parts whose parameters and state are in memory.
+            optimizer: its state is bound to the buffers meanwhile.
+
+        Raises:
+            StorageError: the file could not be read or written.
+        """
+        reading: list[list[Transfer]] = [self._read(0)] if self._parts else []
+        writing: list[list[Transfer]] = []
+        for index, part in enumerate(self._parts):
+            if len(writing) > 1:  # the set that the next part is read into
+                _wait(writing.pop(0))
+            if index + 1 < len(self._parts):
+                reading.append(self._read(index + 1))
+            _wait(reading.pop(0))
+            buffers = {name: buffer[: part.numel] for name, buffer in self._sets[index % len(self._sets)].items()}
+            part.parameter.data = buffers["master"]
+            state = optimizer.state[part.parameter]
+            is_new = not state
+            if not is_new:
+                state.update({name: buffers[name] for name in self._states})
+            turn([part])
+            if is_new:  # the optimizer has made its state itself
+                for name in self._states:
+                    buffers[name].copy_(state[name])
+            for name in self._states:
+                state[name] = torch.empty(0)
+            part.parameter.data = torch.empty(0)
+            writing.append(self._write(part, buffers))
+        for transfers in writing:
+            _wait(transfers)
+
+    def _read(self, index: int) -> list[Transfer]:
+        part, buffers = self._parts[index], self._sets[index % len(self._sets)]
+        start = part.run.start - part.bucket.owned.start
+        transfers = [part.bucket.master.start_read(buffers["master"][: part.numel], start)]
+        return transfers + [part.arrays[name].start_read(buffers[name][: part.numel], 0) for name in self._states]
+
+    def _write(self, part: _Part, buffers: dict[str, Tensor]) -> list[Transfer]:
+        start = part.run.start - part.bucket.owned.start
+        transfers = [part.bucket.master.start_write(start, buffers["master"])]
+        transfers += [part.arrays[name].start_write(0, buffers[name]) for name in self._states]
+        if part.bucket.weight_shard is not part.bucket.master:
+            transfers.append(part.bucket.weight_shard.start_write(start, buffers["master"]))
+        return transfers
+
+
+def _wait(transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()

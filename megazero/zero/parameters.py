@@ -1,237 +1,279 @@
-"""A module's parameters in flat buckets, and, for ZeRO-3, gathered unit by unit around their use.
+"""A model's parameters in flat buckets: how they get there, how modules see them, what of them a rank holds.
 
-    forward      need(0) prefetch(1) | need(1) prefetch(2) | ...          backward: the same, downward
-    buffers      A: 0     B: 1         A: 2                 B: 3 ...      two buffers serve all units
+    modules --describe--> buckets --bind--> every module's parameter is a view of its bucket
+    draw / adopt          initial values, into the shards that this rank owns
+    publish               master weights -> weights, gathered where every rank keeps them whole
 
-[Note: fixed addresses]  Autograd saves weights as views of the gather buffer.  Each unit therefore always comes back to the
-same buffer: even units to A, odd units to B.  Neighbours never collide, and between two uses of a unit its buffer may hold
-any other unit of the same parity.  A bucket that several units use (a tied embedding) has a buffer of its own.
-
-A policy is which units share a buffer, and with it how long a gathered unit stays:
+A policy is which units of stage 3 share a gather buffer, and with it how long a gathered unit stays:
     action    two buffers for all units: every forward and backward gathers anew; least memory
     chunk     units at the same place of different chunks: a chunk stays until another chunk runs
     step      each unit its own: gathered once per step; the memory of whole weights
+A parameter that several units use, or that is in use while others run, has a buffer of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.collectives import Pending, all_gather
-from megazero.layers.spec import ParamSpec
+from megazero.comm.collectives import all_gather, broadcast
+from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, intersect, plan_buckets
+from megazero.zero.bucket import Bucket, BucketLayout, Keeping, ParamInfo, intersect, plan_buckets
+from megazero.zero.deferred import DeferredParameter
+from megazero.zero.gather import UnitGatherer
+from megazero.zero.gradients import tie_of
+from megazero.zero.offload import Offload
+from megazero.zero.units import Described, Unit
 
 GatherPolicy: TypeAlias = Literal["action", "chunk", "step"]
 
 
 class ShardedParameters:
-    """Moves a module's parameters into buckets and keeps the buckets.
+    """Moves a model's parameters into buckets and keeps the buckets.
 
     Args:
-        chunks: per model chunk of this rank the modules that ZeRO-3 gathers one at a time, in forward order; together they
-            hold every parameter.
-        described: (qualified name, parameter, spec) of every parameter once, in forward order.  Parameters may be on the
-            meta device: their values are drawn or loaded shard by shard.
-        zero_stage: 0 ... 3.
-        dtype: of the weights that modules compute with.
+        units: the modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
+        described: every parameter once, in forward order.  Parameters may be on the meta device: their values are drawn,
+            adopted or loaded shard by shard.
+        keeping: stage, dtypes and axes.
         bucket_bytes: size of a bucket, in bytes of fp32 gradients.
-        dp: the axis over which ZeRO shards.
-        embedding: the ranks that hold a copy of a tied embedding.
-        device: where buckets lie.
-        gather_policy: how long ZeRO-3 keeps a gathered unit; see [Note: fixed addresses].
+        ties: by logical name of a tied parameter, the ranks that hold a copy.
+        gather_policy: how long ZeRO-3 keeps a gathered unit.
+        resident_elements: ZeRO-3 keeps parameters of at most so many elements whole.
+        offload: decides, given the layouts, where each bucket's state lies.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Sequence[nn.Module]],
-        described: Sequence[tuple[str, nn.Parameter, ParamSpec]],
+        units: Sequence[Unit],
+        described: Sequence[Described],
+        keeping: Keeping,
         *,
-        zero_stage: int,
-        dtype: torch.dtype,
         bucket_bytes: int,
-        dp: Axis,
-        embedding: Axis,
-        device: torch.device,
+        ties: Mapping[str, Axis],
         gather_policy: GatherPolicy = "action",
+        resident_elements: int = 0,
+        offload: Callable[[Sequence[BucketLayout]], Offload] = lambda _: Offload(),
     ) -> None:
-        self.dp = dp
-        units = [unit for chunk in chunks for unit in chunk]
-        chunk_of = [index for index, chunk in enumerate(chunks) for _ in chunk]
-        used = [{id(parameter) for parameter in unit.parameters()} for unit in units]
-        infos = []
-        for name, parameter, spec in described:
-            first = next((index for index, members in enumerate(used) if id(parameter) in members), None)
-            if first is None:
-                raise ValueError(f"parameter {name} belongs to no unit; every parameter must lie in one of the units")
-            infos.append(ParamInfo(name, tuple(parameter.shape), spec, first, chunk_of[first]))
-        by_unit = zero_stage == 3 and dp.size > 1
-        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=dp.size)
+        self.keeping = keeping
+        wants_units = keeping.zero_stage == 3
+        infos, alone = _assign(units, described, resident_elements if wants_units else 0)
+        by_unit = wants_units and keeping.shard.size > 1
+        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=keeping.shard.size)
+        self.offload = offload(layouts)
+        if wants_units and not by_unit and self.offload.moves_weights:
+            by_unit = True
+            layouts = plan_buckets(infos, by_unit=True, bucket_elements=bucket_bytes // 4, shards=keeping.shard.size)
+            self.offload = offload(layouts)
+        chunk_of = [unit.chunk for unit in units]
         starts = [chunk_of.index(chunk) for chunk in chunk_of]  # the first unit of each unit's chunk
-        self._buffer_of = {layout.name: _buffer_key(layout, gather_policy, starts) for layout in layouts}
-        self.gather_buffers = self._make_gather_buffers(layouts, dtype, device) if by_unit else {}
+        keys = {
+            layout.name: _buffer_key(layout, gather_policy, starts, alone)
+            for layout in layouts
+            if by_unit and not layout.resident
+        }
+        self.gather_buffers = _make_gather_buffers(layouts, keys, keeping)
         self.buckets: list[Bucket] = []
         for layout in layouts:
-            second = layout.tied and (embedding.index > 0 or any(bucket.layout.tied for bucket in self.buckets))
-            weights = self._weights_of(layout)
-            self.buckets.append(Bucket(layout, zero_stage, dtype, dp, weights, device, second))
+            buffer = self.gather_buffers.get(keys.get(layout.name, ""))
+            self.buckets.append(
+                Bucket(
+                    layout,
+                    keeping,
+                    None if buffer is None else buffer[: layout.padded_numel],
+                    self.offload.master(layout),
+                    self.offload.weights() if buffer is not None else None,
+                    layout.tied and self._is_second(layout, ties),
+                )
+            )
+        self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
+        self._deferred = {one.name: one.parameter for one in described if isinstance(one.parameter, DeferredParameter)}
         self.by_name: dict[str, nn.Parameter] = {}
-        self._bind({id(parameter): name for name, parameter, _ in described}, units)
-        self.gatherer = None
-        if by_unit:
-            names = {id(parameter): name for name, parameter in self.by_name.items()}
-            home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
-            needs = [
-                list(dict.fromkeys(home[names[id(parameter)]] for parameter in unit.parameters())) for unit in units
-            ]
-            self.gatherer = UnitGatherer(units, needs, chunk_of, dp)
+        self._bind({one.name: one.parameter for one in described}, units)
+        self.gatherer = UnitGatherer(units, self._home(), self.by_name, keeping.shard) if by_unit else None
 
-    def _make_gather_buffers(
-        self, layouts: Sequence[BucketLayout], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
-        sizes: dict[str, int] = {}
-        for layout in layouts:
-            key = self._buffer_of[layout.name]
-            sizes[key] = max(sizes.get(key, 0), layout.padded_numel)
-        return {key: torch.zeros(size, dtype=dtype, device=device) for key, size in sizes.items()}
+    def _is_second(self, layout: BucketLayout, ties: Mapping[str, Axis]) -> bool:
+        name = layout.slots[0].info.spec.sections[0].name
+        return (name in ties and ties[name].index > 0) or any(
+            bucket.layout.tied and tie_of(bucket) == name for bucket in self.buckets
+        )
 
-    def _weights_of(self, layout: BucketLayout) -> Tensor | None:
-        buffer = self.gather_buffers.get(self._buffer_of[layout.name])
-        return None if buffer is None else buffer[: layout.padded_numel]
+    def _home(self) -> dict[str, Bucket]:
+        return {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
 
-    def _bind(self, names: dict[int, str], units: Sequence[nn.Module]) -> None:
+    def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[Unit]) -> None:
         """Make every module's parameter a view of its bucket; a shared parameter stays shared."""
+        bound: dict[int, nn.Parameter] = {}
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
-                self.by_name[slot.info.name] = nn.Parameter(bucket.module_view(slot))
+                original, view = originals[slot.info.name], bucket.module_view(slot)
+                # The user's own object stays the module's parameter, unless it has no memory that could be exchanged.
+                same_kind = not original.is_meta and original.device == view.device
+                if same_kind:
+                    original.data = view
+                new = original if same_kind else nn.Parameter(view, requires_grad=original.requires_grad)
+                bound[id(original)] = self.by_name[slot.info.name] = new
         for unit in units:
-            for part in unit.modules():
-                for key, parameter in list(part._parameters.items()):
-                    if parameter is not None:
-                        part._parameters[key] = self.by_name[names[id(parameter)]]
+            for part, key in unit.places:
+                parameter = part._parameters[key]
+                part._parameters[key] = bound.get(id(parameter), parameter)
 
     def draw(self, seed: int, tp: Axis) -> None:
         """Give every parameter its initial value, a function of (seed, canonical name, element) alone."""
         for bucket in self.buckets:
-            bucket.master.zero_()
             for slot in bucket.layout.slots:
                 run = intersect(slot.run, bucket.owned)
                 if run is not None:
-                    part = bucket.owned_part(bucket.master, run)
+                    part = torch.empty(run.stop - run.start, device=self.keeping.device)
                     slot.info.spec.draw(part, run.start - slot.start, tp.index, tp.size, seed)
+                    bucket.write(bucket.master, run, part)
+        self.refresh()
+
+    def adopt(self, seed: int, dp: Axis, tp: Axis, ties: Mapping[str, Axis]) -> None:
+        """Take over the values that the model was built with; those of the first data-parallel rank count.
+
+        Args:
+            seed: of the random values of a model that was built under `zero.Init`.
+            dp, tp: ranks that must start equal: all of dp, and of tp for what each of its ranks holds whole.
+            ties: by logical name of a tied parameter, the ranks that hold a copy.
+
+        Raises:
+            ValueError: a parameter has no values.
+        """
+        for bucket in self.buckets:
+            layout = bucket.layout
+            flat = torch.zeros(layout.padded_numel, device=self.keeping.device)
+            for slot in layout.slots:
+                values = self._initial(slot.info.name, seed, is_source=dp.index == 0)
+                if values is not None:
+                    flat[slot.start : slot.stop].copy_(values.detach().reshape(-1))
+            broadcast(flat, dp).wait()
+            for whole, run in layout.runs(lambda info: info.spec.split is None):
+                if whole:
+                    broadcast(flat[run.start : run.stop], tp).wait()
+            if layout.tied and tie_of(bucket) in ties:
+                broadcast(flat, ties[tie_of(bucket)]).wait()
+            self.overwrite(bucket, flat)
+        self.publish()
+
+    def _initial(self, name: str, seed: int, *, is_source: bool) -> Tensor | None:
+        """A parameter's values, and its memory back; None on a rank whose values do not count."""
+        value, deferred = self._originals.pop(name, None), self._deferred.pop(name, None)
+        if not is_source:
+            return None
+        if deferred is not None:
+            return deferred.replay(seed, name)
+        if value is None:
+            raise ValueError(
+                f"parameter {name} is on the meta device, without values; build the model under zero.Init()"
+            )
+        return value
+
+    def overwrite(self, bucket: Bucket, flat: Tensor) -> None:
+        """Replace a bucket's master weights, and the weights that this rank owns, by whole values, [padded]."""
+        mine = flat[bucket.owned.start : bucket.owned.stop]
+        bucket.write(bucket.master, bucket.owned, mine)
+        if bucket.master is not bucket.weight_shard:
+            bucket.write(bucket.weight_shard, bucket.owned, mine)
+
+    def refresh(self) -> None:
+        """Let modules see master weights that were drawn or loaded."""
+        self._originals.clear()
+        self._deferred.clear()
+        for bucket in self.buckets:
+            if bucket.master is not bucket.weight_shard:
+                bucket.write(bucket.weight_shard, bucket.owned, bucket.read(bucket.master, bucket.owned))
         self.publish()
 
     def publish(self) -> None:
-        """Let modules see the master weights: cast, then gather what every rank keeps whole."""
-        gathers = []
-        for bucket in self.buckets:
-            if bucket.weight_shard is not bucket.master:
-                bucket.weight_shard.copy_(bucket.master)
-            if bucket.keeps_weights and bucket.owned != bucket.layout.whole:
-                gathers.append(all_gather(bucket.weights, bucket.weight_shard, self.dp))
+        """Let modules see the weights that this rank and others own, after they have changed."""
+        gathers = [
+            all_gather(bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop], self.keeping.shard)
+            for bucket in self.buckets
+            if bucket.keeps_weights and bucket.owned != bucket.layout.whole
+        ]
         for pending in gathers:
             pending.wait()
         if self.gatherer is not None:
             self.gatherer.forget()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds between steps: parameters (with masters), gradients, gather buffers."""
-        parameters = [b.weights for b in self.buckets if b.keeps_weights]
-        parameters += [b.weight_shard for b in self.buckets if not b.keeps_weights]
-        parameters += [b.master for b in self.buckets if b.master is not b.weight_shard]
-        gradients = [b.gradient if b.full_gradient is None else b.full_gradient for b in self.buckets]
-        return {
-            "parameters": sum(tensor.nbytes for tensor in parameters),
-            "gradients": sum(tensor.nbytes for tensor in gradients),
-            "gather_buffers": sum(buffer.nbytes for buffer in self.gather_buffers.values()),
-        }
+        """Bytes this rank holds between steps, by kind and, but for the device, place."""
+        sizes: Counter[str] = Counter(parameters=0, gradients=0, gather_buffers=0)
+        for bucket in self.buckets:
+            if bucket.keeps_weights:
+                sizes["parameters"] += bucket.weights.nbytes
+            else:
+                sizes[_at("parameters", bucket.weight_shard.place)] += bucket.weight_shard.nbytes
+            if bucket.master is not bucket.weight_shard:
+                sizes[_at("parameters", bucket.master.place)] += bucket.master.nbytes
+            if bucket.full_gradient is not None:
+                sizes["gradients"] += bucket.full_gradient.nbytes
+            if not bucket.reduces_in_place:
+                place = "device" if bucket.master.place == "device" else "host"
+                sizes[_at("gradients", place)] += bucket.gradient.nbytes
+        sizes["gather_buffers"] += sum(buffer.nbytes for buffer in self.gather_buffers.values())
+        if self.gatherer is not None:
+            sizes["gather_buffers"] += self.gatherer.staging_bytes()
+        return dict(sizes)
 
 
-def _buffer_key(layout: BucketLayout, policy: GatherPolicy, starts: Sequence[int]) -> str:
+def _at(kind: str, place: str) -> str:
+    """Key of a kind of memory at a place: `optimizer` on the device, `optimizer on host` elsewhere."""
+    return kind if place == "device" else f"{kind} on {place}"
+
+
+def _assign(
+    units: Sequence[Unit], described: Sequence[Described], resident_elements: int
+) -> tuple[list[ParamInfo], set[str]]:
+    """What each parameter is to its bucket, and the names of those that need a gather buffer of their own."""
+    users: dict[int, list[int]] = {}
+    for index, unit in enumerate(units):
+        for part, key in unit.places:
+            uses = users.setdefault(id(part._parameters[key]), [])
+            if index not in uses:
+                uses.append(index)
+    infos, alone = [], set()
+    for one in described:
+        used_by = users.get(id(one.parameter))
+        if not used_by:
+            raise ValueError(f"parameter {one.name} belongs to no unit; every parameter must lie in one of the units")
+        if not one.parameter.is_floating_point():
+            raise ValueError(f"parameter {one.name} is {one.parameter.dtype}; only floating-point parameters can train")
+        shape = tuple(one.parameter.shape)
+        resident = numel(shape) <= resident_elements
+        if not resident and (len(used_by) > 1 or units[used_by[0]].spans_others):
+            alone.add(one.name)
+        first = used_by[0]
+        infos.append(
+            ParamInfo(
+                one.name, shape, one.spec, first, units[first].chunk, one.group, one.parameter.requires_grad, resident,
+                one.name in alone,
+            )
+        )  # fmt: skip
+    return infos, alone
+
+
+def _buffer_key(layout: BucketLayout, policy: GatherPolicy, starts: Sequence[int], alone: set[str]) -> str:
     """Which gather buffer a bucket comes to."""
-    if layout.tied or policy == "step":
+    kind = "" if layout.trains else " frozen"
+    if layout.tied or policy == "step" or layout.slots[0].info.name in alone:
         return layout.name
     place = layout.unit - starts[layout.unit]
-    return f"unit {place} of any chunk" if policy == "chunk" else f"unit {place % 2} of two"
+    return (f"unit {place} of any chunk" if policy == "chunk" else f"unit {place % 2} of two") + kind
 
 
-class UnitGatherer:
-    """Brings each unit's weights before its forward and before its backward, and starts on the next unit's.
-
-    Args:
-        units: in forward order, chunk after chunk.
-        needs: the buckets that each unit uses.
-        chunk_of: the chunk of each unit; the next unit is fetched ahead within a chunk.
-        dp: the axis over which they are sharded.
-    """
-
-    def __init__(
-        self, units: Sequence[nn.Module], needs: Sequence[Sequence[Bucket]], chunk_of: Sequence[int], dp: Axis
-    ) -> None:
-        self._needs, self._chunk_of, self._dp = needs, chunk_of, dp
-        self._following: int | None = None
-        self._holds: dict[int, Bucket] = {}  # address of a gather buffer -> the bucket whose weights are in it
-        self._pending: dict[int, Pending] = {}
-        for index, unit in enumerate(units):
-            unit.register_forward_pre_hook(self._before_forward(index))
-            unit.register_forward_hook(self._after_forward(index))
-
-    def forget(self) -> None:
-        """The shards have changed: nothing that was gathered is valid any more."""
-        for pending in self._pending.values():
-            pending.wait()
-        self._pending.clear()
-        self._holds.clear()
-        self._following = None
-
-    def expect(self, chunk: int, is_forward: bool) -> None:
-        """Say what runs after the chunk that runs now, so that its first unit is fetched during the last one's work."""
-        members = [index for index, owner in enumerate(self._chunk_of) if owner == chunk]
-        self._following = members[0] if is_forward else members[-1]
-
-    def need(self, index: int) -> None:
-        """Have a unit's weights in place."""
-        for bucket in self._needs[index]:
-            self._start(bucket)
-            self._pending.pop(bucket.weights.data_ptr(), Pending()).wait()
-
-    def _prefetch(self, index: int, after: int) -> None:
-        """Fetch the next unit of the chunk, or after its last one the first unit of what the schedule runs next."""
-        if not (0 <= index < len(self._needs) and self._chunk_of[index] == self._chunk_of[after]):
-            if self._following is None:
-                return
-            index, self._following = self._following, None
-        in_use = {bucket.weights.data_ptr() for bucket in self._needs[after]}
-        for bucket in self._needs[index]:
-            if bucket.weights.data_ptr() not in in_use:
-                self._start(bucket)
-
-    def _start(self, bucket: Bucket) -> None:
-        address = bucket.weights.data_ptr()
-        if self._holds.get(address) is bucket:
-            return
-        self._pending.pop(address, Pending()).wait()
-        self._holds[address] = bucket
-        self._pending[address] = all_gather(bucket.weights, bucket.weight_shard, self._dp)
-
-    def _before_forward(self, index: int) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self.need(index)
-            self._prefetch(index + 1, index)
-
-        return hook
-
-    def _after_forward(self, index: int) -> Any:
-        def before_backward(gradient: Tensor) -> None:
-            self.need(index)
-            self._prefetch(index - 1, index)
-
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(before_backward)
-
-        return hook
+def _make_gather_buffers(
+    layouts: Sequence[BucketLayout], keys: Mapping[str, str], keeping: Keeping
+) -> dict[str, Tensor]:
+    sizes: dict[str, int] = {}
+    for layout in layouts:
+        if layout.name in keys:
+            key = keys[layout.name]
+            sizes[key] = max(sizes.get(key, 0), layout.padded_numel)
+    return {key: torch.zeros(size, dtype=keeping.dtype, device=keeping.device) for key, size in sizes.items()}

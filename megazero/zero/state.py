@@ -8,41 +8,53 @@ import torch
 from torch import Tensor
 
 from megazero.zero.bucket import Bucket, Run
-from megazero.zero.optimizer import MOMENTS, ShardedAdamW
+from megazero.zero.optimizer import ShardedOptimizer
 
 MODEL, MASTER, GRADIENT = "model", "master", "gradient"
 
 
 class ShardedState:
-    """Views of everything a rank keeps for its parameters.
+    """Everything a rank keeps for its parameters.
 
     Args:
         buckets: this rank's buckets.
         optimizer: holds the moments.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], optimizer: ShardedAdamW) -> None:
+    def __init__(self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> None:
         self.buckets, self.optimizer = buckets, optimizer
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What must be saved: the weights, fp32 masters where they differ from the weights, and the moments."""
-        masters = (MASTER,) if any(bucket.master is not bucket.weight_shard for bucket in self.buckets) else ()
-        return (MODEL, *masters, *MOMENTS)
+        """What must be saved: the weights, fp32 masters where they say more than the weights, and the optimizer's state."""
+        masters = (MASTER,) if self.dtype(MODEL) != torch.float32 else ()
+        return (MODEL, *masters, *self.optimizer.states)
 
     def dtype(self, kind: str) -> torch.dtype:
         """Dtype in which a kind is kept."""
-        return self.buckets[0].weight_shard.dtype if kind == MODEL else torch.float32
+        return self.buckets[0].keeping.dtype if kind == MODEL else torch.float32
 
-    def view(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
-        """The elements themselves, 1-D, to read or to overwrite.
+    def holds(self, kind: str, bucket: Bucket) -> bool:
+        """Whether a bucket has this kind; frozen parameters have weights only."""
+        return kind == MODEL or bucket.layout.trains
+
+    def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
+        """The elements, 1-D: themselves, or a copy where they lie in a file.
 
         Args:
-            kind: "model", "master", "gradient", or the name of a moment.
+            kind: "model", "master", "gradient", or the name of a state of the optimizer.
             bucket: one of this rank's buckets.
-            run: elements of one parameter that this rank owns.
+            run: elements that this rank owns.
         """
-        if kind in MOMENTS:
-            return self.optimizer.moment(kind, bucket, run)
-        tensor = {MODEL: bucket.weight_shard, MASTER: bucket.master, GRADIENT: bucket.gradient}[kind]
-        return bucket.owned_part(tensor, run)
+        if kind == GRADIENT:
+            return bucket.owned_part(bucket.gradient, run)
+        if kind in (MODEL, MASTER):
+            return bucket.read(bucket.weight_shard if kind == MODEL else bucket.master, run)
+        return self.optimizer.read(kind, bucket, run)
+
+    def write(self, kind: str, bucket: Bucket, run: Run, values: Tensor) -> None:
+        """Overwrite the elements; arguments as `read`."""
+        if kind in (MODEL, MASTER):
+            bucket.write(bucket.weight_shard if kind == MODEL else bucket.master, run, values)
+        else:
+            self.optimizer.write(kind, bucket, run, values)

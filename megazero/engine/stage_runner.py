@@ -1,0 +1,100 @@
+"""Runs a rank's chunks on the micro-batches of one step, for the schedule's executor.
+
+forward(chunk, m, x)      keeps the graph, not the output: once it is sent nothing needs its values
+backward(chunk, m, grad)  runs the graph; on the last stage from the loss, whose gradient is what makes sums means
+backward_weight(chunk, m) the weight gradients that a schedule with W left for later
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megazero.layers.linear import WeightGradients
+from megazero.schedules.executor import Message
+from megazero.zero.sharded_model import ShardedModel
+
+
+@dataclass(frozen=True)
+class ChunkRunner:
+    """One chunk of this rank, as a step runs it.
+
+    Args:
+        forward: (micro-batch, what the previous stage sent, or None on the first) -> what the next stage needs; on the last
+            stage the loss, a scalar.
+        is_last: its result is the loss.
+        later: where its weight gradients wait when the schedule splits the backward.
+    """
+
+    forward: Callable[[int, Message | None], Message]
+    is_last: bool
+    later: WeightGradients = field(default_factory=WeightGradients)
+
+
+class StageRunner:
+    """What the executor runs in one step.
+
+    Args:
+        chunks: this rank's chunks.
+        model: takes gradients, and brings the weights under ZeRO-3.
+        trains: keep what the backward needs.
+        loss_gradient: gradient of the step's scaled loss by each micro-batch's; asked for when the first backward begins.
+
+    Attributes:
+        loss_sum: of the micro-batches' losses, fp64; 0 where there is no last stage.
+    """
+
+    def __init__(
+        self, chunks: Sequence[ChunkRunner], model: ShardedModel, *, trains: bool, loss_gradient: Callable[[], Tensor]
+    ) -> None:
+        self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
+        self._names = model.names
+        self._saved: dict[tuple[int, int], tuple[list[Tensor], list[GradientEdge | None]]] = {}
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.keeping.device)
+
+    def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
+        inputs = [tensor for tensor in x or () if tensor.is_floating_point()]
+        if self._trains:
+            for tensor in inputs:
+                tensor.requires_grad_()
+        y = self._chunks[chunk].forward(microbatch, x)
+        if self._trains:
+            edges = [
+                get_gradient_edge(tensor) if tensor.requires_grad else None
+                for tensor in y
+                if tensor.is_floating_point()
+            ]
+            self._saved[chunk, microbatch] = (inputs, edges)
+        if not self._chunks[chunk].is_last:
+            return y
+        self.loss_sum += y[0].detach()
+        return None
+
+    def backward(self, chunk: int, microbatch: int, grad: Message | None) -> Message | None:
+        inputs, edges = self._saved.pop((chunk, microbatch))
+        grads = grad or (self._loss_gradient(),)
+        paired = [(edge, one) for edge, one in zip(edges, grads, strict=True) if edge is not None]
+        later = self._chunks[chunk].later
+        later.begin_pass()
+        torch.autograd.backward([edge for edge, _ in paired], [one for _, one in paired])
+        if not later.deferring:
+            self._model.reducer.close_pass(chunk)
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs) or None
+
+    def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
+        later = self._chunks[chunk].later
+        if later.deferring:  # else the backward has given all there is
+            later.run_oldest(self._deliver)
+            self._model.reducer.close_pass(chunk)
+
+    def _deliver(self, weight: Tensor, gradient: Tensor) -> None:
+        self._model.reducer.accumulate(self._names[id(weight)], gradient)
+
+    def expect(self, chunk: int, is_forward: bool) -> None:
+        gatherer = self._model.parameters.gatherer
+        if gatherer is not None:
+            gatherer.expect(chunk, is_forward)

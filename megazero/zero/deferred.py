@@ -1,0 +1,180 @@
+"""Models too large for one host: parameters without memory, which remember how they were to be initialised.
+
+    with zero.Init():                       torch.empty / ones / randn ...   -> remembered, and the memory is given back
+        model = Net()                       uniform_, normal_, fill_ ...     -> remembered, parameter by parameter
+    initialize(model=model, ...)            each parameter is replayed alone, cut to its shard, and forgotten
+
+A replay is seeded by (seed, name of the parameter), so that the initial weights are the same on every shape.  Buffers are
+built as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megazero.layers.counter_rng import derive_key
+
+_FACTORIES = {
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "randn",
+    "rand",
+    "normal",
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "eye",
+}
+_METADATA = {
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "stride",
+    "get_device", "__len__", "__repr__", "__hash__", "__format__", "requires_grad_", "is_contiguous",
+}  # fmt: skip
+_VALUES = {"data", "T", "mT"}
+
+
+@dataclass
+class _History:
+    """What was done to one parameter, in order: (function, arguments, number of the result)."""
+
+    make: Callable[[], Tensor]
+    steps: list[tuple[Any, Any, Any, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Stands in a history for what an earlier step gave; 0 is the parameter."""
+
+    number: int
+
+
+class DeferredParameter(nn.Parameter):
+    """A parameter on the meta device that remembers what is done to it."""
+
+    history: _History
+    number: int
+
+    @staticmethod
+    def of(parameter: nn.Parameter, make: Callable[[], Tensor]) -> DeferredParameter:
+        """Give a parameter's memory back.
+
+        Args:
+            parameter: as its module made it.
+            make: makes its values at that time anew.
+        """
+        return _proxy(parameter.data.to("meta"), _History(make), 0, parameter.requires_grad)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name == "__set__" and func.__self__.__name__ == "data":
+                raise RuntimeError("under zero.Init change a parameter's values in place, not by assigning to .data")
+            is_field = name in ("__get__", "__set__") and func.__self__.__name__ not in _VALUES
+            if is_field or name in _METADATA:
+                return func(*args, **kwargs)
+            histories = {id(leaf.history): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
+            if len(histories) > 1:
+                raise RuntimeError(
+                    f"{name} mixes two parameters while a model is built under zero.Init, which replays each alone; "
+                    "build it without zero.Init, or tie the modules' parameters by assignment"
+                )
+            history = next(iter(histories.values())).history
+            number = len(history.steps) + 1
+            history.steps.append((func, tree_map(_remember, args), tree_map(_remember, kwargs), number))
+            with torch.no_grad():
+                result = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
+            target = args[0] if args else None
+            if isinstance(target, cls) and name.endswith("_") and not name.endswith("__"):
+                return target  # in place: the same object goes on
+            return tree_map(
+                lambda value: _proxy(value, history, number, False) if isinstance(value, Tensor) else value, result
+            )
+
+    def replay(self, seed: int, name: str) -> Tensor:
+        """The initial values, on the CPU.
+
+        Args:
+            seed: of the run.
+            name: of the parameter; with the seed it keys the random numbers.
+        """
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            torch.manual_seed(derive_key(seed, name) % 2**63)
+            results: dict[int, Any] = {0: self.history.make()}
+
+            def recall(value: Any) -> Any:
+                return results[value.number] if isinstance(value, _Result) else value
+
+            for func, args, kwargs, number in self.history.steps:
+                results[number] = func(*tree_map(recall, args), **tree_map(recall, kwargs))
+            values: Tensor = results[0]
+        return values
+
+
+def _proxy(meta: Tensor, history: _History, number: int, requires_grad: bool) -> DeferredParameter:
+    made: DeferredParameter = torch.Tensor._make_subclass(DeferredParameter, meta.detach(), requires_grad)
+    made.history, made.number = history, number
+    return made
+
+
+def _remember(value: Any) -> Any:
+    return _Result(value.number) if isinstance(value, DeferredParameter) else value
+
+
+def _as_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta") if not isinstance(value, DeferredParameter) else value.as_subclass(Tensor)
+    return value
+
+
+class Init(TorchFunctionMode):
+    """A context in which modules are built without memory for their parameters; see the module's text.
+
+    Pass the model to `initialize` on every rank; nothing else may read its parameters before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # by storage, the last factory call's result
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _FACTORIES and type(result) is Tensor and result.is_floating_point():
+            has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+            if not has_tensors:
+                self._made = {result.untyped_storage()._cdata: (result, lambda: func(*args, **kwargs))}
+        return result
+
+    def __enter__(self) -> Init:
+        self._hook = nn.modules.module.register_module_parameter_registration_hook(self._defer)  # type: ignore[arg-type]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hook.remove()
+        self._made.clear()
+
+    def _defer(
+        self,
+        module: nn.Module,  # noqa: ARG002  torch calls it so
+        name: str,  # noqa: ARG002
+        parameter: nn.Parameter | None,
+    ) -> nn.Parameter | None:
+        if parameter is None or isinstance(parameter, DeferredParameter) or parameter.is_meta:
+            return parameter
+        made = self._made.get(parameter.untyped_storage()._cdata)
+        if made is None or made[0]._version > 0:
+            values = parameter.detach().clone()  # computed by other means: they have to be kept
+            return DeferredParameter.of(parameter, values.clone)
+        return DeferredParameter.of(parameter, made[1])

@@ -1,0 +1,86 @@
+"""Whole parameters, to read or to edit, whatever ZeRO has cut them into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import all_gather, broadcast
+from megazero.zero.bucket import Bucket
+from megazero.zero.sharded_model import ShardedModel
+
+
+class HasModel(Protocol):
+    """An engine."""
+
+    @property
+    def sharded_model(self) -> ShardedModel: ...
+
+
+@contextmanager
+def gathered_parameters(
+    engine: HasModel, names: str | Iterable[str] | None = None, *, modifier_rank: int | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """Whole parameters by name, in the precision of the master weights.  A collective call of all ranks.
+
+    Args:
+        engine: whose model it is.
+        names: qualified names in the model, or None for all of this rank's.
+        modifier_rank: the data-parallel rank whose edits of the tensors become the parameters' new values on every rank;
+            None only reads.
+
+    Raises:
+        KeyError: a name is no parameter, with those that are similar.
+        ValueError: `modifier_rank` is no data-parallel rank.
+
+    Under tensor parallelism a tensor is whole as this rank's module has it: its part of a split parameter.
+    """
+    model = engine.sharded_model
+    dp = model.state.dp
+    if modifier_rank is not None and not 0 <= modifier_rank < dp.size:
+        raise ValueError(f"modifier_rank={modifier_rank} must be one of the {dp.size} data-parallel ranks")
+    found = dict(_find(model, [names] if isinstance(names, str) else names))
+    flats = {bucket: _whole(bucket) for bucket in dict.fromkeys(bucket for bucket, _ in found.values())}
+    whole = {}
+    for name, (bucket, index) in found.items():
+        slot = bucket.layout.slots[index]
+        whole[name] = flats[bucket][slot.start : slot.stop].view(slot.info.shape)
+    yield whole
+    if modifier_rank is None:
+        return
+    for bucket, flat in flats.items():
+        broadcast(flat, dp, modifier_rank).wait()
+        model.parameters.overwrite(bucket, flat)
+    model.parameters.publish()
+
+
+def _find(model: ShardedModel, names: Iterable[str] | None) -> Iterator[tuple[str, tuple[Bucket, int]]]:
+    home = {
+        slot.info.name: (bucket, index)
+        for bucket in model.parameters.buckets
+        for index, slot in enumerate(bucket.layout.slots)
+    }
+    for name in home if names is None else names:
+        if name not in home:
+            from difflib import get_close_matches
+
+            close = get_close_matches(name, home, n=3, cutoff=0.4)
+            raise KeyError(
+                f"{name} is no parameter of this rank's model" + f"; near it are {', '.join(close)}" * bool(close)
+            )
+        yield name, home[name]
+
+
+def _whole(bucket: Bucket) -> Tensor:
+    """fp32 [padded]: every rank's part of the master weights."""
+    keeping = bucket.keeping
+    flat = torch.zeros(bucket.layout.padded_numel, device=keeping.device)
+    mine = flat[bucket.owned.start : bucket.owned.stop]
+    mine.copy_(bucket.read(bucket.master, bucket.owned))
+    if bucket.owned != bucket.layout.whole:
+        all_gather(flat, mine, keeping.shard).wait()
+    return flat

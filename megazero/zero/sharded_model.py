@@ -1,0 +1,190 @@
+"""A model's parameters, gradients and optimizer under ZeRO, and the one order in which a step ends.
+
+begin_step -> backward passes, gradients reduced as they come -> finish_gradients
+           -> square_sum (every rank's share; the engine sums it over the world with what else it wants to know)
+           -> update: overflow? skip : unscale and clip and step -> publish -> adapt the loss scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import agree
+from megazero.config.schema import PrecisionConfig, ZeroConfig
+from megazero.layers.linear import WeightGradients
+from megazero.parallel_state import Axis, ParallelState
+from megazero.zero.bucket import BucketLayout, Keeping
+from megazero.zero.gradients import GradientReducer
+from megazero.zero.loss_scaler import LossScaler
+from megazero.zero.offload import Offload, without_auto
+from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
+from megazero.zero.parameters import ShardedParameters
+from megazero.zero.state import ShardedState
+from megazero.zero.storage import StorageError
+from megazero.zero.units import Described, Unit
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ShardedModel:
+    """What one rank keeps of a model, and how it is stepped.
+
+    Args:
+        units: see `ShardedParameters`.
+        described: every parameter once, in forward order, with its optimizer group.
+        state: the rank's place.
+        zero, precision: the sections of a configuration.
+        recipe: makes the optimizer.
+        ties: by logical name of a tied parameter, the ranks that hold a copy.
+        waiting: by name of a parameter, where weight gradients wait when the schedule splits backwards.
+
+    Attributes:
+        skipped_steps: updates that were left out for an overflow.
+
+    Raises:
+        ValueError, StorageError: on every rank, the configuration cannot be kept here.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        described: Sequence[Described],
+        state: ParallelState,
+        zero: ZeroConfig,
+        precision: PrecisionConfig,
+        recipe: OptimizerRecipe,
+        *,
+        ties: Mapping[str, Axis],
+        waiting: Mapping[str, WeightGradients] | None = None,
+    ) -> None:
+        self.state, self.ties = state, ties
+        agree(lambda: _check_trains(described, state.at.pp), state.world, ValueError)
+        self.keeping = Keeping(
+            zero.stage,
+            DTYPES[precision.dtype],
+            state.shard,
+            state.replica,
+            state.device,
+            DTYPES[precision.accumulate_dtype],
+        )
+        elements = sum(one.parameter.numel() for one in described)
+        moments = len(recipe.states)
+        where = without_auto(zero.offload, self.keeping, elements, moments, state.world, state.neighbours)
+
+        def offload(layouts: Sequence[BucketLayout]) -> Offload:
+            return agree(lambda: Offload(layouts, self.keeping, where, moments, state.rank), state.world, StorageError)
+
+        self.offload = where
+        self.parameters = ShardedParameters(
+            units,
+            described,
+            self.keeping,
+            bucket_bytes=zero.bucket_bytes,
+            ties=ties,
+            gather_policy=zero.gather_policy,
+            resident_elements=zero.resident_elements,
+            offload=offload,
+        )
+        self.reducer = GradientReducer(
+            self.parameters.buckets,
+            state.tp,
+            ties,
+            every_micro_batch=zero.reduce == "micro_batch",
+            reduce_dtype=DTYPES[precision.reduce_dtype],
+        )
+        self.reducer.attach(self.parameters.by_name, waiting or {})
+        self.optimizer = ShardedOptimizer(self.parameters.buckets, recipe, self.parameters.offload)
+        self.sharded_state = ShardedState(self.parameters.buckets, self.optimizer)
+        self.scaler: LossScaler | None = None
+        if precision.dtype == "fp16":
+            self.scaler = LossScaler(
+                loss_scale=precision.loss_scale,
+                initial_scale_power=precision.initial_scale_power,
+                window=precision.loss_scale_window,
+                hysteresis=precision.hysteresis,
+                consecutive_hysteresis=precision.consecutive_hysteresis,
+                min_loss_scale=precision.min_loss_scale,
+            )
+        self.scale = 1.0  # what the losses of this step are multiplied by
+        self.begin_step(1)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates that were left out for an overflow."""
+        return 0 if self.scaler is None else self.scaler.skipped_steps
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Qualified name by identity of the parameters that modules compute with."""
+        return {id(parameter): name for name, parameter in self.parameters.by_name.items()}
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Forget the last step's gradients.  Each parameter is expected once per micro-batch."""
+        self.reducer.begin_step(micro_batches)
+        self.scale = 1.0 if self.scaler is None else self.scaler.scale
+
+    def finish_gradients(self) -> None:
+        """Have the whole step's gradients, times `scale`, in the buckets."""
+        self.reducer.finish()
+
+    def square_sum(self) -> Tensor:
+        """fp64 scalar: this rank's share of the squared norm of gradients times `scale`; see `GradientReducer`."""
+        return self.reducer.square_sum()
+
+    def norm_of(self, square_sum: float) -> float:
+        """The gradient norm, of the squared norm of scaled gradients over all ranks; not finite after an overflow."""
+        return sqrt(square_sum) / self.scale if isfinite(square_sum) else square_sum
+
+    def update(self, norm: float, max_norm: float) -> bool:
+        """Unscale, clip, step and publish; or, after an overflow under loss scaling, leave everything as it is.
+
+        Args:
+            norm: of the gradients over all ranks, as `norm_of` gives it.
+            max_norm: gradients are scaled down to this norm; 0 takes them as they are.
+
+        Returns: whether the weights have changed.
+
+        Raises:
+            LossScaleError: on every rank, an overflow at the smallest loss scale.
+            StorageError: an offloaded state could not be read or written.
+        """
+        overflowed = not isfinite(norm)
+        if not overflowed:
+            clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+            # Unscaled by the scale that was used; it changes only afterwards.
+            self.optimizer.step(clip / self.scale)
+            self.parameters.publish()
+        if self.scaler is not None:
+            self.scaler.update(overflowed)
+        return not overflowed
+
+    def loaded(self, loss_scaler: dict[str, Any] | None) -> None:
+        """Go on from what was read from a checkpoint: let modules see the master weights, and take its loss scale."""
+        if self.scaler is not None and loss_scaler is not None:
+            self.scaler.load_state_dict(loss_scaler)
+        self.parameters.refresh()
+        self.begin_step(1)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of model state and of the working buffers of ZeRO, by kind; a kind off the device names its place."""
+        return {
+            **self.parameters.memory_bytes(),
+            **self.optimizer.memory_bytes(),
+            "gradient_buffers": self.reducer.working_bytes(),
+        }
+
+    def close(self) -> None:
+        """Give back what the state holds outside memory."""
+        self.parameters.offload.close()
+
+
+def _check_trains(described: Sequence[Described], stage: int) -> None:
+    if not any(one.parameter.requires_grad for one in described):
+        raise ValueError(
+            f"pipeline stage {stage} has no parameter that requires a gradient: there is nothing to train there"
+        )

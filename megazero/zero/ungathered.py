@@ -1,0 +1,112 @@
+"""What stands in a module in place of a parameter that stage 3 has not gathered.
+
+It has the parameter's shape, dtype and device, and no values.  Code that reads it outside its unit's forward (a tied output
+projection, `state_dict`, a penalty on weights) gets a whole copy, gathered for it alone, through which gradients flow; code
+that would change it gets an error, since a change of a copy would be lost.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+Gather: TypeAlias = Callable[[], Tensor]
+
+_METADATA = {
+    "numel", "nelement", "size", "dim", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device",
+    "__len__", "has_names",
+}  # fmt: skip
+_VALUES = {
+    "data",
+    "T",
+    "H",
+    "mT",
+    "mH",
+    "real",
+    "imag",
+}  # attributes that are tensors; the others tell of the parameter
+
+
+class _GatherWhole(torch.autograd.Function):
+    """A whole copy of a parameter; its gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, gather: Gather) -> Tensor:
+        return gather()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class UngatheredParameter(nn.Parameter):
+    """Stands in for a parameter while its weights are spread over the ranks; see the module's text."""
+
+    label: str
+    stands_for: nn.Parameter
+    whole_copy: Gather
+    warned: bool
+
+    @staticmethod
+    def of(name: str, parameter: nn.Parameter, gather: Gather) -> UngatheredParameter:
+        """A stand-in.
+
+        Args:
+            name: of the parameter, for messages.
+            parameter: what it stands for.
+            gather: makes a whole copy; a collective call of all ranks that share the weights.
+        """
+        empty = torch.empty(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        made: UngatheredParameter = torch.Tensor._make_subclass(UngatheredParameter, empty, parameter.requires_grad)
+        made.label, made.stands_for, made.whole_copy, made.warned = name, parameter, gather, False
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if (name == "__get__" and func.__self__.__name__ not in _VALUES) or name in _METADATA:
+                return func(*args, **(kwargs or {}))
+            target = args[0] if args else None
+            if isinstance(target, UngatheredParameter):
+                if name == "__repr__":
+                    return f"UngatheredParameter({target.label}, {list(target.shape)}, {target.dtype})"
+                if _changes(name):
+                    raise RuntimeError(
+                        f"{name} on {target.label}, whose weights are spread over the ranks (ZeRO stage 3): the change "
+                        "would be lost; make it inside `with megazero.zero.gathered_parameters(engine, ...)`"
+                    )
+            elif isinstance(target, Tensor) and name == "__set__":
+                raise RuntimeError("an ungathered parameter cannot be made another tensor's data; gather it first")
+            if name not in ("detach", "__get__") and torch.is_grad_enabled():
+                for leaf in _pytree.tree_leaves((args, kwargs)):
+                    _warn(leaf)
+            args, kwargs = _pytree.tree_map(_whole, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+
+def _changes(name: str) -> bool:
+    inplace = name.endswith("_") and not name.endswith("__")
+    operators = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
+    return inplace or name in operators or name.startswith("register_")
+
+
+def _warn(value: Any) -> None:
+    if isinstance(value, UngatheredParameter) and not value.warned:
+        value.warned = True
+        warnings.warn(
+            f"{value.label} is used outside the forward of the module that ZeRO-3 gathers it for; each such use gathers it "
+            "once more (zero.resident_elements keeps small ones whole)",
+            stacklevel=3,
+        )
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, UngatheredParameter):
+        return value
+    return _GatherWhole.apply(value.stands_for, value.whole_copy)
