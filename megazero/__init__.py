@@ -1,1 +1,41 @@
-"""megazero: GPT pretraining in which every parallel dimension and every ZeRO stage compose."""
+"""megazero: GPT pretraining in which every parallel dimension and every ZeRO stage compose.
+
+    import megazero
+    engine, optimizer, loader, schedule = megazero.initialize(model=..., config="ds_config.json")
+
+A script written for DeepSpeed finds the names it knows here; they are imported when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megazero import pipe, zero
+    from megazero.api.data import RepeatingLoader
+    from megazero.api.initialize import add_config_arguments, init_distributed, initialize
+    from megazero.models.pipeline_module import PipelineModule
+
+_HOME = {
+    "initialize": "megazero.api.initialize",
+    "init_distributed": "megazero.api.initialize",
+    "add_config_arguments": "megazero.api.initialize",
+    "RepeatingLoader": "megazero.api.data",
+    "PipelineModule": "megazero.models.pipeline_module",
+}
+__all__ = [
+    "PipelineModule",
+    "RepeatingLoader",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "pipe",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name in ("pipe", "zero"):
+        return import_module(f"megazero.{name}")
+    raise AttributeError(f"module megazero has no attribute {name!r}")

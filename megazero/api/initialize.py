@@ -1,0 +1,303 @@
+"""`megazero.initialize`: a script's model, optimizer and DeepSpeed configuration, as an engine.
+
+config --> batch sizes, ZeRO, precision        model --> every parameter described, its optimizer group found
+    \\--> optimizer, schedule, unless the script gives its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from megazero.api.data import make_dataloader
+from megazero.api.lr_schedulers import make_lr_scheduler
+from megazero.api.module_engine import ModuleEngine
+from megazero.api.pipeline_engine import PipelineEngine
+from megazero.api.training_engine import TrainingEngine
+from megazero.config.deepspeed import DeepSpeedConfig, load_deepspeed_config
+from megazero.layers.spec import ParamSpec, whole_spec
+from megazero.models.pipeline_module import LayerChunk, PipelineModule
+from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
+from megazero.zero.sharded_model import DTYPES, ShardedModel
+from megazero.zero.units import Described, describe, units_of
+
+Groups: TypeAlias = list[dict[str, Any]]
+OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+_TIMEOUT = timedelta(minutes=30)
+_SEED = 1234
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: ParallelState | None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    config_params: Mapping[str, Any] | None = None,
+) -> tuple[TrainingEngine, torch.optim.Optimizer, Any, Any]:
+    """Bring a script written for DeepSpeed under ZeRO here.
+
+    Args:
+        args: may have `deepspeed_config`, the path of the configuration, instead of `config`.
+        model: any module, or a `PipelineModule`.  Its parameters may have been built under `zero.Init`.
+        optimizer: an optimizer that has not stepped, or a callable (parameters or groups) -> optimizer; the configuration's
+            when None.
+        model_parameters: what to train, as parameters or groups of them; all that require a gradient when None.
+        training_data: makes `training_dataloader`, cut over the data-parallel ranks.
+        lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
+        distributed_port: for DeepSpeed's scripts; without effect, the launcher knows the port.
+        mpu: this rank's place and groups, where the model is built of tensor-parallel layers.
+        dist_init_required: False where the script has initialised torch.distributed itself.
+        collate_fn: for `training_data`.
+        config, config_params: a DeepSpeed configuration: the path of its JSON, or what is in it.
+
+    Returns: (engine, optimizer, dataloader or None, schedule or None).
+
+    Raises:
+        ConfigError: with everything that is wrong with the configuration.
+        ValueError, TypeError: the arguments do not fit together, or the optimizer cannot run on shards.
+        StorageError: offloaded state does not fit.
+    """
+    if model is None:
+        raise ValueError("initialize needs a model")
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    state = _place(model, mpu)
+    settings = load_deepspeed_config(_config_source(args, config, config_params), state.dp.size)
+    state = _with_shard_groups(state, settings, model, mpu)
+    say = partial(print, flush=True)
+    if state.rank == 0:
+        for note in settings.notes:
+            say(f"note: {note}")
+        if settings.dump_state:
+            say(str(settings))
+    described, ties = _describe(model, state)
+    described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
+    chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
+    _place_buffers(model, settings, state.device)
+    sharded = ShardedModel(units_of(chunks), described, state, settings.zero, settings.precision, recipe, ties=ties)
+    sharded.parameters.adopt(settings.seed or _SEED, state.dp, state.tp, ties)
+    engine: TrainingEngine
+    if isinstance(model, PipelineModule):
+        engine = PipelineEngine(model, sharded, settings, say)
+    else:
+        engine = ModuleEngine(model, sharded, settings, say)
+    engine.lr_scheduler = _schedule(lr_scheduler, engine, settings)
+    if training_data is not None:
+        engine.training_dataloader = make_dataloader(
+            training_data, settings.micro_batch_size, state.dp, seed=settings.seed or 0, drop_last=settings.drop_last,
+            collate_fn=collate_fn,
+        )  # fmt: skip
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def init_distributed(
+    dist_backend: str | None = None, timeout: timedelta = _TIMEOUT, distributed_port: int | None = None
+) -> None:
+    """Join the ranks that a launcher such as torchrun has started; nothing to do alone, or a second time.
+
+    Args:
+        dist_backend: of torch.distributed; gloo for the CPU, and with it nccl where there is CUDA, when None.
+        timeout: how long a collective may wait for a peer.
+        distributed_port: without effect; the launcher knows the port.
+    """
+    if dist.is_initialized() or "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    device = _device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if dist_backend not in (None, "nccl", "gloo"):
+        backend = str(dist_backend)
+    dist.init_process_group(backend, timeout=timeout)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed and --deepspeed_config to a script's own arguments.
+
+    Args:
+        parser: the script's.
+    """
+    group = parser.add_argument_group("megazero", "the configuration, under DeepSpeed's names")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for scripts; it is always on")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
+    return parser
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _config_source(
+    args: argparse.Namespace | None, config: str | Path | Mapping[str, Any] | None, params: Mapping[str, Any] | None
+) -> str | Path | Mapping[str, Any]:
+    of_args = getattr(args, "deepspeed_config", None)
+    given = [source for source in (config, params, of_args) if source is not None]
+    if not given:
+        raise ValueError("initialize needs config=, a path or a dict (or args.deepspeed_config)")
+    if len(given) > 1:
+        raise ValueError("config, config_params and args.deepspeed_config are given together; give one")
+    return given[0]
+
+
+def _place(model: nn.Module, mpu: ParallelState | None) -> ParallelState:
+    if isinstance(model, PipelineModule):
+        if mpu is not None and mpu is not model.parallel_state:
+            raise ValueError("the PipelineModule has a parallel state of its own; give mpu to it instead")
+        return model.parallel_state
+    if mpu is not None:
+        if not isinstance(mpu, ParallelState):
+            raise TypeError(f"mpu must be a megazero ParallelState, got {type(mpu).__name__}")
+        return mpu
+    return _new_state(0)
+
+
+def _new_state(shard_group_size: int) -> ParallelState:
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    device = _device() if world == 1 or "nccl" in str(dist.get_backend_config()) else torch.device("cpu")
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    return ParallelState(RankGrid(dp=world), rank, device, _TIMEOUT.total_seconds(), shard_group_size, neighbours)
+
+
+def _with_shard_groups(
+    state: ParallelState, settings: DeepSpeedConfig, model: nn.Module, mpu: ParallelState | None
+) -> ParallelState:
+    """The rank's place with the groups of ranks that share a copy of the state, where the configuration wants some."""
+    size = settings.zero.shard_group_size
+    if size in (0, state.shard.size):
+        return state
+    if mpu is not None or isinstance(model, PipelineModule):
+        raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
+    return _new_state(size)
+
+
+def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], dict[str, Axis]]:
+    """Every parameter of this rank, and the ranks that hold a copy of the tied ones."""
+    if not isinstance(model, PipelineModule):
+        return list(describe(model)), {}
+    described = []
+    for index, chunk in enumerate(model.chunks):
+        assert isinstance(chunk, LayerChunk)
+        specs = {one.name: one.spec for one in describe(chunk)}
+        canonical = {id(one.parameter): one for one in chunk.named_canonical_parameters()}
+        for name, parameter in chunk.named_parameters():
+            known = canonical[id(parameter)]
+            spec = _renamed(specs[name], name, known.name, known.tied)
+            described.append(Described(f"chunks.{index}.{name}", parameter, spec))
+    ties = {}
+    for name in sorted(model.tied_copies):
+        holders = model.holders(name)
+        if len(holders) > 1 and state.at.pp in holders:
+            ties[name] = state.among_stages(holders)
+    return described, ties
+
+
+def _renamed(spec: ParamSpec, name: str, canonical: str, tied: bool) -> ParamSpec:
+    """The spec under the name that the parameter has on any cut of the pipeline."""
+    if not tied and spec.sections[0].name != name:
+        return spec  # a tensor-parallel layer names its parameters itself
+    shape = spec.whole if spec.whole is not None else spec.local_shape(1)
+    return whole_spec(canonical, shape, tied=tied)
+
+
+def _optimizer(
+    model: nn.Module,
+    described: list[Described],
+    optimizer: OptimizerLike | None,
+    model_parameters: Iterable[Any] | None,
+    settings: DeepSpeedConfig,
+) -> tuple[list[Described], OptimizerRecipe]:
+    """The recipe of the optimizer, and the parameters with the group that each belongs to."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if model_parameters is not None:
+            _check_same(optimizer, model_parameters)
+        described = _grouped(described, optimizer.param_groups, type(optimizer).__name__)
+        return described, recipe_of(optimizer, allow_untested=settings.allow_untested_optimizer)
+    groups = _groups(model, model_parameters)
+    if optimizer is not None:
+        if not callable(optimizer):
+            raise TypeError(f"optimizer must be a torch optimizer or a callable, got {type(optimizer).__name__}")
+        made = optimizer(groups)
+        described = _grouped(described, made.param_groups, "optimizer")
+        return described, recipe_of(made, allow_untested=settings.allow_untested_optimizer)
+    if settings.optimizer is None:
+        raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
+    described = _grouped(described, groups, "model_parameters")
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return described, recipe_by_name(settings.optimizer.type, settings.optimizer.params, options)
+
+
+def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
+    if model_parameters is None:
+        return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+    given = list(model_parameters)
+    if given and all(isinstance(one, dict) for one in given):
+        return [{**one, "params": list(one["params"])} for one in given]
+    return [{"params": given}]
+
+
+def _check_same(optimizer: torch.optim.Optimizer, model_parameters: Iterable[Any]) -> None:
+    given = {id(p) for one in model_parameters for p in (one["params"] if isinstance(one, dict) else [one])}
+    steps = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if given - steps:
+        raise ValueError(
+            f"{len(given - steps)} of the model_parameters are not among the optimizer's; "
+            "give the optimizer alone, or model_parameters with a callable"
+        )
+
+
+def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], owner: str) -> list[Described]:
+    """Parameters with their group's number; those of no group are frozen."""
+    group_of: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            group_of[id(parameter)] = number
+    known = {id(one.parameter) for one in described}
+    foreign = [parameter for parameter in group_of if parameter not in known]
+    if foreign:
+        raise ValueError(f"{len(foreign)} parameters of the {owner} are not parameters of the model")
+    for one in described:
+        if id(one.parameter) not in group_of:
+            one.parameter.requires_grad_(False)
+    return [replace(one, group=group_of.get(id(one.parameter), 0)) for one in described]
+
+
+def _place_buffers(model: nn.Module, settings: DeepSpeedConfig, device: torch.device) -> None:
+    """Buffers on the device, and the floating-point ones in the format of the weights, as `module.half()` has them."""
+    dtype = DTYPES[settings.precision.dtype]
+    for part in model.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                casts = buffer.is_floating_point() and dtype != torch.float32
+                part._buffers[name] = buffer.to(device, dtype if casts else None)
+
+
+def _schedule(given: Any, engine: TrainingEngine, settings: DeepSpeedConfig) -> Any:
+    if given is not None:
+        is_schedule = hasattr(given, "step")
+        return given if is_schedule else given(engine.optimizer)
+    if settings.scheduler is None:
+        return None
+    return make_lr_scheduler(settings.scheduler.type, settings.scheduler.params, engine.optimizer)

@@ -1,0 +1,184 @@
+"""Any nn.Module under ZeRO: `engine(x)`, `engine.backward(loss)`, `engine.step()`.
+
+micro-batch 1 ... n-1     forward, backward: gradients add up         step() only counts
+micro-batch n             forward, backward: reductions start         step() clips, steps, publishes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from megazero.api.training_engine import TrainingEngine
+from megazero.config.deepspeed import DeepSpeedConfig
+from megazero.zero.sharded_model import ShardedModel
+
+
+class ModuleEngine(TrainingEngine):
+    """Data-parallel training of one module; tensor parallelism comes with the layers it is built from.
+
+    Args:
+        module: the user's model, bound to `model`.
+        model: its state under ZeRO.
+        config: the resolved configuration.
+        show: takes lines for the terminal, on rank 0.
+    """
+
+    def __init__(
+        self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
+    ) -> None:
+        super().__init__(module, model, config, lambda name: name, show)
+        self._casts = config.precision.dtype != "fp32" if config.casts_inputs is None else config.casts_inputs
+        self._boundary: bool | None = None  # what the script says instead of the count
+        self._passes = 0  # backward passes of this step
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._wants_step = False
+        model.begin_step(config.accumulation)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward; floating-point inputs are cast to the format of the weights."""
+        if self._casts:
+            args, kwargs = tree_map(self._cast, (args, kwargs))
+        with self._timed("forward"):
+            return self.module(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(self.sharded_model.keeping.dtype)
+        return value
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Backward of one micro-batch.
+
+        Args:
+            loss: scalar, the mean over this rank's micro-batch.
+            retain_graph: as in torch.
+            scale_wrt_gas: divide by the number of micro-batches, so that the step's gradient is their mean.
+
+        Returns: the loss as the step counts it: divided by the number of micro-batches.
+
+        Raises:
+            ValueError: the loss is no scalar.
+            RuntimeError: `step()` has not followed the last micro-batch of a step, or backward ran twice in the last one.
+        """
+        if loss.numel() != 1:
+            raise ValueError(f"loss has shape {list(loss.shape)}; backward takes a scalar, such as loss.mean()")
+        if self._wants_step:
+            raise RuntimeError("the step's last micro-batch is done; call engine.step() before the next backward")
+        model, reducer = self.sharded_model, self.sharded_model.reducer
+        # A reduction of stages 0 and 1 starts in the last round; before it there is always one more to come.
+        is_last = self.is_gradient_accumulation_boundary() and not reducer.holds
+        reducer.last_round = self._passes + (1 if is_last else 2)
+        counted = loss / self.config.accumulation if scale_wrt_gas else loss
+        with self._timed("backward"):
+            # Divided by dp before the backward: the sum over ranks is the mean.
+            (counted.float() * (model.scale / self.parallel_state.dp.size)).backward(retain_graph=retain_graph)
+            self._passes += 1
+            reducer.close_pass(0)
+        self._loss_sum += counted.detach()
+        self._wants_step = is_last
+        return counted
+
+    def step(self) -> None:
+        """End a micro-batch; at the end of a step update the weights.
+
+        Raises:
+            RuntimeError: no backward came before, or `no_sync` is open.
+            NonFiniteError, LossScaleError, StorageError: see `TrainingEngine`.
+        """
+        if self.sharded_model.reducer.holds:
+            raise RuntimeError("engine.step() inside no_sync(): leave it for the last micro-batch of a step")
+        if not self.is_gradient_accumulation_boundary():
+            self.micro_steps += 1
+            return
+        if not self._passes:
+            raise RuntimeError("engine.step() without engine.backward(loss): there are no gradients")
+        loss_sum, self._loss_sum = self._loss_sum, torch.zeros_like(self._loss_sum)
+        if self.parallel_state.at.tp:
+            loss_sum.zero_()  # every tensor-parallel rank has the same loss
+        self._passes, self._wants_step = 0, False
+        self._finish_step(loss_sum, self.dp_world_size)
+        self.micro_steps += 1
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.config.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say instead of the count whether the current micro-batch is the last; holds until said otherwise."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches in here add up where they are, with no traffic; at stages 2 and 3 in whole buffers."""
+        reducer = self.sharded_model.reducer
+        reducer.holds = True
+        try:
+            yield
+        finally:
+            reducer.holds = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  as torch has it
+        """Forget the gradients of the micro-batches since the last step."""
+        self.sharded_model.begin_step(self.config.accumulation)
+        self._passes, self._wants_step = 0, False
+        self._loss_sum.zero_()
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+        """A whole step on as many micro-batches as it takes; the module returns the loss, or a tuple that begins with it.
+
+        Args:
+            data_iter: gives micro-batches: a tensor, a tuple of arguments, or a dict of them; `training_data`'s when None.
+
+        Returns: the mean loss over all ranks.
+
+        Raises:
+            StopIteration: the data ended within the step.
+        """
+        data_iter = self._batches(data_iter)
+        self.train()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _ in range(self.config.accumulation):
+            loss = self._loss_of(next(data_iter))
+            total += self.backward(loss).detach()
+            self.step()
+        return self._mean_over_ranks(total)
+
+    def eval_batch(self, data_iter: Iterator[Any]) -> float:
+        """The mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
+        was_training = self.training
+        self.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for _ in range(self.config.accumulation):
+                total += self._loss_of(next(data_iter)) / self.config.accumulation
+        self.train(was_training)
+        return self._mean_over_ranks(total)
+
+    def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            return data_iter
+        if self.training_dataloader is None:
+            raise ValueError("train_batch needs data_iter, or training_data given to initialize")
+        return self._own_batches()
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        batch = tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
+        if isinstance(batch, dict):
+            output = self(**batch)
+        else:
+            output = self(*batch) if isinstance(batch, tuple | list) else self(batch)
+        loss = output[0] if isinstance(output, tuple | list) else getattr(output, "loss", output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError(
+                f"{type(self.module).__name__} returned {type(output).__name__}, which is no scalar loss; train_batch "
+                "takes a module that returns its loss. Otherwise call engine(x), engine.backward(loss), engine.step()"
+            )
+        return loss

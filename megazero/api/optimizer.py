@@ -1,0 +1,37 @@
+"""The optimizer as a script sees it: its groups and its state, stepped by the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The optimizer that steps the flat shards, for learning-rate schedules and for reading.
+
+    Args:
+        inner: the torch optimizer; groups and state are shared with it, not copied.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.__dict__.update(
+            {key: value for key, value in vars(inner).items() if key not in ("step", "profile_hook_step")}
+        )
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Refused: the engine reduces, unscales and clips before it steps.  Raises: RuntimeError."""
+        raise RuntimeError(
+            "call engine.step(): it reduces, unscales and clips the gradients before the optimizer steps"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: the engine forgets gradients when a step ends."""
+
+    def note_step(self) -> None:
+        """Hear that the engine has stepped, which torch's schedules want to know."""
+        self._opt_called = True
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.inner!r})"
