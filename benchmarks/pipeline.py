@@ -211,7 +211,7 @@ class Ours:
 
     def weights(self) -> dict[str, Tensor]:
         """Every logical tensor of the model, on every rank."""
-        mine = dict(gather_logical(self.engine.model.sharded_state, "model", self.engine.state))
+        mine = dict(gather_logical(self.engine.sharded_model.sharded_state, "model", self.engine.state))
         parts = gather_objects({name: tensor.clone() for name, tensor in mine.items()}, self.engine.state.world)
         return {name: tensor for part in parts for name, tensor in part.items()}
 

@@ -59,9 +59,9 @@ def train(
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         raise SystemExit(EXIT_CONFIG) from None
-    from megazero.training.launch import launch, launched_by_torchrun, leave_at_once, run_rank
+    from megazero.training.launch import leave_at_once, run_ranks, train_rank
 
-    summary = run_rank(run) if launched_by_torchrun() else launch(run)
+    summary = run_ranks(run, train_rank)
     speaks = os.environ.get("RANK", "0") == "0"
     if summary is None:
         if speaks:
@@ -88,6 +88,7 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
         + f"\n  metrics      {run_dir / 'metrics.jsonl'}"
         + (f"\n  tensorboard  tensorboard --logdir {run_dir}" if run.config.logging.tensorboard else "")
         + (f"\n  sent by rank 0: {traffic}" if traffic else "")
+        + (f"\n  skipped {summary.skipped_steps} steps for an overflow" if summary.skipped_steps else "")
         + "\n  go on, on this or any other shape (for example parallel.tp=1 zero.stage=3):"
         + f"\n    {command} train {shlex.join([str(config), *kept, *more])}"
     )
@@ -159,6 +160,55 @@ def inspect(directory: Annotated[Path, typer.Argument(help="A step directory.")]
     print(f"{directory}: step {trainer.step}, {trainer.consumed_samples:,} samples, {trainer.consumed_tokens:,} tokens")
     print(f"written by {shape} (any shape reads it); {len(files)} files, {size / 2**20:,.1f} MiB")
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@app.command()
+def memory_report(
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the model says.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A run file, for its model and shape; a small Llama else.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks to start; launch.nproc_per_node (4) by default.")] = None,
+    stages: Annotated[str, typer.Option(help="ZeRO stages, by commas.")] = "0,1,2,3",
+    precision: Annotated[str, typer.Option(help="Of bf16, fp16 and fp32, by commas.")] = "bf16,fp16",
+    offload: Annotated[str, typer.Option(help="Of the optimizer, of none, cpu and nvme, by commas.")] = "none,cpu",
+    steps: Annotated[int, typer.Option(help="Steps up to and with the measured one.")] = 2,
+    iterations: Annotated[
+        int | None, typer.Option(help="Steps to time after it; 20, or 10 for more than 8 combinations, by default.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Directory for memory.json and memory.svg.")] = Path("runs/memory-report"),
+) -> None:
+    """Measure what each ZeRO stage keeps, sends and takes, beside the formulas of the papers."""
+    from megazero.config import ConfigError
+    from megazero.training.memory_report import Wish, measure, plan
+
+    speaks, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
+    try:
+        varied = (_words(stages), _words(precision), _words(offload))
+        wish = Wish(*varied, steps, iterations, ranks, config, overrides or [], out)
+        planned = plan(wish, int(world) if world else None)
+        out.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, ValueError, OSError) as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG) from None
+    report = measure(planned)
+    if report is None:
+        from megazero.training.launch import leave_at_once
+
+        leave_at_once()
+    if speaks:
+        from megazero.schedules.table import write_text
+        from megazero.training.memory_chart import draw_svg, draw_text
+
+        print(draw_text(report))
+        write_text(out / "memory.json", json.dumps(report.as_json(), indent=1) + "\n")
+        write_text(out / "memory.svg", draw_svg(report))
+        print(f"every rank's figures: {out / 'memory.json'}   picture: {out / 'memory.svg'}")
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 @schedule_app.command()

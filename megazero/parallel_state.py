@@ -237,7 +237,7 @@ class ParallelState:
         self.model = self._axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._axis("world", tuple(range(grid.world_size)))
         holders = grid.embedding_group_of(rank)
-        self.embedding = self._axis("embedding", holders if rank in holders else (rank,))
+        self.embedding = self._part("embedding", holders)
         size = shard_group_size or grid.dp
         first = self.dp.index // size * size
         self.shard, self.replica = self.dp, Axis("replica", (rank,), traffic=self.traffic)
@@ -246,8 +246,15 @@ class ParallelState:
             self.replica = self._axis("replica", self.dp.ranks[self.dp.index % size :: size])
 
     def among_stages(self, stages: Sequence[int]) -> Axis:
-        """The ranks of some pipeline stages at this rank's other coordinates; every one of them makes it, in one order."""
-        return self._axis("tied", [self.pp.ranks[stage] for stage in sorted(set(stages))])
+        """The ranks of some pipeline stages at this rank's other coordinates; alone where it is in none of them.
+
+        Every rank of the pipeline makes it, in one order.
+        """
+        return self._part("tied", [self.pp.ranks[stage] for stage in sorted(set(stages))])
+
+    def _part(self, name: str, ranks: Sequence[int]) -> Axis:
+        self._group(tuple(ranks))
+        return self._axis(name, ranks if self.rank in ranks else (self.rank,))
 
     def _axis(self, name: str, ranks: Sequence[int]) -> Axis:
         ranks = tuple(ranks)
@@ -259,8 +266,10 @@ class ParallelState:
         if len(ranks) == self.grid.world_size and not purpose:
             return dist.group.WORLD
         if (ranks, purpose) not in self._groups:
-            # Only members wait for one another, so making a group does not grow with the world.
-            group = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+            # Only members wait for one another, so making a group does not grow with the world.  torch names a group by its
+            # ranks and by how many groups a rank has made: a rank outside makes one of its own, to have made as many.
+            members = ranks if self.rank in ranks else (self.rank,)
+            group = dist.new_group(list(members), timeout=self._timeout, use_local_synchronization=True)
             # NCCL connects at the first call; here all members are certain to make it.
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._groups[ranks, purpose] = group

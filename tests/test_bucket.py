@@ -9,31 +9,53 @@ from hypothesis import strategies as st
 
 from megazero.layers.spec import ParamSpec, Section
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, intersect, plan_buckets
+from megazero.zero.bucket import Bucket, BucketLayout, Keeping, ParamInfo, Run, intersect, plan_buckets
+from megazero.zero.storage import InMemory
 
 laws = settings(deadline=None, max_examples=75)
 shapes = st.lists(st.integers(0, 9), min_size=1, max_size=2).map(tuple)
-traits = st.tuples(st.booleans(), st.sampled_from([0, 1, None]), st.booleans())
+traits = st.tuples(st.integers(0, 2), st.sampled_from([0, 1, None]), st.booleans())
 
 
 def parameter(
-    index: int, shape: tuple[int, ...], unit: int = 0, tied: bool = False, trait=(True, 0, False)
+    index: int, shape: tuple[int, ...], unit: int = 0, tied: bool = False, trait=(0, 0, False), **more
 ) -> ParamInfo:
-    decay, split, sum_over_tp = trait
+    """Parameter `index`; `trait` is (optimizer group, split, sum_over_tp)."""
+    group, split, sum_over_tp = trait
     sections = (Section(f"p{index}", shape[0]),)
     columns = shape[1] if len(shape) > 1 else None
-    spec = ParamSpec(sections, columns, split, decay=decay, sum_over_tp=sum_over_tp, tied=tied)
-    return ParamInfo(f"p{index}", shape, spec, unit)
+    spec = ParamSpec(sections, columns, split, sum_over_tp=sum_over_tp, tied=tied)
+    return ParamInfo(f"p{index}", shape, spec, unit, group=group, **more)
+
+
+def keeping(zero_stage: int, axis: Axis, dtype: torch.dtype = torch.float32, replica_index: int = 0) -> Keeping:
+    replica = Axis("replica", (0, 1), replica_index)
+    return Keeping(zero_stage, dtype, axis, replica, torch.device("cpu"))
 
 
 @st.composite
 def models(draw) -> list[ParamInfo]:
-    """Parameters in forward order: unit indices rise, some units are empty, about one in eight parameters is tied."""
-    infos, unit = [], 0
+    """Parameters in forward order: unit indices rise, some units are empty, units of later chunks follow those of earlier
+    ones; one in eight parameters is tied, as many are frozen, resident or alone."""
+    infos, unit, chunk = [], 0, 0
     for index in range(draw(st.integers(1, 25))):
-        unit += draw(st.sampled_from([0, 0, 0, 1, 2]))
-        tied = draw(st.integers(0, 7)) == 7
-        infos.append(parameter(index, draw(shapes), unit, tied, draw(traits)))
+        step = draw(st.sampled_from([0, 0, 0, 1, 2]))
+        unit += step
+        chunk += step > 0 and draw(st.integers(0, 3)) == 0
+        kind = draw(st.integers(0, 7))
+        infos.append(
+            parameter(
+                index,
+                draw(shapes),
+                unit,
+                kind == 7,
+                draw(traits),
+                chunk=chunk,
+                trains=kind != 6,
+                resident=kind == 5,
+                alone=kind == 4,
+            )
+        )
     return infos
 
 
@@ -101,7 +123,9 @@ def test_shards_cover_the_padded_bucket_once_and_are_equal(infos, plan):
 @given(infos=models(), plan=plans)
 def test_padding_is_less_than_16_elements_per_shard_and_none_without_sharding(infos, plan):
     for layout in plan_buckets(infos, **plan):
-        padding = layout.padded_numel - layout.numel
+        padding = layout.padded_numel - max(
+            layout.numel, 1
+        )  # a bucket of nothing has an element, for collectives to move
         assert 0 <= padding < plan["shards"] * 16
         assert plan["shards"] > 1 or padding == 0
         assert plan["shards"] == 1 or layout.shard_numel % 16 == 0  # 64 bytes in fp32
@@ -113,16 +137,16 @@ def test_runs_cover_exactly_the_slots_with_their_trait(infos, plan):
     for layout in plan_buckets(infos, **plan):
         owners = painted(layout)
         for key in (
-            lambda spec: spec.decay,
-            lambda spec: spec.split is None,
-            lambda spec: spec.sum_over_tp,
-            lambda spec: (spec.decay, spec.split is None, spec.sum_over_tp),
+            lambda info: info.group,
+            lambda info: info.spec.split is None,
+            lambda info: info.spec.sum_over_tp,
+            lambda info: (info.group, info.spec.split is None, info.spec.sum_over_tp),
         ):
             seen = [0] * layout.padded_numel
             for value, run in layout.runs(key):
                 for element in range(run.start, run.stop):
                     seen[element] += 1
-                    assert key(owners[element].spec) == value
+                    assert key(owners[element]) == value
             assert seen == [int(owner is not None) for owner in owners]
 
 
@@ -131,9 +155,9 @@ def test_runs_cover_exactly_the_slots_with_their_trait(infos, plan):
 def test_each_combination_of_traits_is_one_run(infos, plan):
     for layout in plan_buckets(infos, **plan):
         for key in (
-            lambda s: s.decay,
-            lambda s: (s.decay, s.split is None),
-            lambda s: (s.decay, s.split is None, s.sum_over_tp),
+            lambda info: info.group,
+            lambda info: (info.group, info.spec.split is None),
+            lambda info: (info.group, info.spec.split is None, info.spec.sum_over_tp),
         ):
             values = [value for value, _ in layout.runs(key)]
             assert len(values) == len(set(values))
@@ -143,28 +167,46 @@ def test_each_combination_of_traits_is_one_run(infos, plan):
 
 
 @laws
+@given(infos=models(), plan=plans)
+def test_no_bucket_holds_two_chunks_or_both_frozen_and_trained_or_both_resident_and_gathered(infos, plan):
+    for layout in plan_buckets(infos, **plan):
+        keys = {(info.chunk, info.trains, plan["by_unit"] and info.resident) for info in members(layout)}
+        assert keys == {(layout.chunk, layout.trains, plan["by_unit"] and layout.resident)}
+
+
+@laws
 @given(infos=models(), shards=st.integers(1, 9), bucket_elements=st.integers(1, 200))
-def test_by_unit_gives_a_bucket_per_unit_in_forward_order_and_one_per_tied_parameter(infos, shards, bucket_elements):
+def test_by_unit_gives_a_bucket_per_unit_and_one_per_tied_or_lone_parameter(infos, shards, bucket_elements):
+    """What a unit gathers at once comes to one buffer, so no unit may have two buckets of a kind, whatever the order."""
     layouts = plan_buckets(infos, by_unit=True, bucket_elements=bucket_elements, shards=shards)
-    free = [layout for layout in layouts if not layout.tied]
-    units = sorted({info.unit for info in infos if not info.spec.tied})
-    assert [layout.unit for layout in free] == units
-    for layout, unit in zip(free, units, strict=True):
-        assert in_forward_order(layout) == [info for info in infos if info.unit == unit and not info.spec.tied]
+    single = [layout for layout in layouts if members(layout)[0].spec.tied or members(layout)[0].alone]
+    assert all(len(layout.slots) == 1 for layout in single)
+    gathered = [layout for layout in layouts if layout not in single and not layout.resident]
+    keys = [(layout.unit, layout.trains) for layout in gathered]
+    assert len(keys) == len(set(keys))
+    assert [unit for unit, _ in keys] == sorted(unit for unit, _ in keys)
+    for layout, (unit, trains) in zip(gathered, keys, strict=True):
+        assert in_forward_order(layout) == [
+            info
+            for info in infos
+            if (info.unit, info.trains) == (unit, trains) and not (info.spec.tied or info.alone or info.resident)
+        ]
 
 
 @laws
 @given(infos=models(), shards=st.integers(1, 9), bucket_elements=st.integers(1, 200))
 def test_other_buckets_follow_the_backward_and_close_at_their_size(infos, shards, bucket_elements):
     layouts = plan_buckets(infos, by_unit=False, bucket_elements=bucket_elements, shards=shards)
-    free = [layout for layout in layouts if not layout.tied]
-    backward = [info for layout in free for info in reversed(in_forward_order(layout))]
-    assert backward == [info for info in reversed(infos) if not info.spec.tied]
-    for layout in free:
-        first_in_forward = in_forward_order(layout)[0]
-        assert layout.numel - elements(first_in_forward) < bucket_elements  # was still open when the last came in
-        assert layout.unit == min(info.unit for info in members(layout))
-    assert all(layout.numel >= bucket_elements for layout in free[:-1])
+    for trains in (True, False):
+        free = [layout for layout in layouts if not layout.tied and layout.trains == trains]
+        backward = [info for layout in free for info in reversed(in_forward_order(layout))]
+        assert backward == [info for info in reversed(infos) if not info.spec.tied and info.trains == trains]
+        for layout in free:
+            first_in_forward = in_forward_order(layout)[0]
+            assert layout.numel - elements(first_in_forward) < bucket_elements  # was still open when the last came in
+            assert layout.unit == min(info.unit for info in members(layout))
+        for layout, following in itertools.pairwise(free):
+            assert layout.numel >= bucket_elements or layout.chunk != following.chunk
 
 
 @laws
@@ -216,15 +258,15 @@ def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
     whole, shard = 128, 32  # 107 elements in four shards of a multiple of 16
     lent = torch.zeros(whole, dtype=dtype) if zero_stage == 3 else None
     for rank in range(dp):
-        axis = Axis("dp", tuple(range(dp)), rank)
-        bucket = Bucket(layout, zero_stage, dtype, axis, lent, torch.device("cpu"))
-        keeps_weights = bucket.weight_shard.untyped_storage().nbytes() // dtype.itemsize
-        assert keeps_weights == (shard if zero_stage == 3 else whole)
+        bucket = Bucket(layout, keeping(zero_stage, Axis("dp", tuple(range(dp)), rank), dtype), lent)
+        weights, master = bucket.weight_shard.tensor, bucket.master.tensor
+        assert bucket.keeps_weights == (zero_stage < 3)
+        assert weights.untyped_storage().nbytes() // dtype.itemsize == (shard if zero_stage == 3 else whole)
         assert bucket.gradient.untyped_storage().nbytes() // 4 == (shard if zero_stage >= 2 else whole)
-        assert bucket.master.numel() == (shard if zero_stage >= 1 else whole)
-        assert bucket.gradient.numel() == bucket.weight_shard.numel() == bucket.master.numel()
+        assert bucket.master.numel == (shard if zero_stage >= 1 else whole)
+        assert bucket.gradient.numel() == bucket.weight_shard.numel == bucket.master.numel
         assert bucket.master.dtype == bucket.gradient.dtype == torch.float32
-        assert (bucket.master.data_ptr() == bucket.weight_shard.data_ptr()) == (dtype == torch.float32)
+        assert (master.data_ptr() == weights.data_ptr()) == (dtype == torch.float32)
         assert bucket.counted == Run(rank * shard, (rank + 1) * shard)
         assert bucket.owned == (Run(0, whole) if zero_stage == 0 else bucket.counted)
 
@@ -232,17 +274,57 @@ def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
     (layout,) = plan_buckets([parameter(0, (5, 3))], by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, zero_stage, torch.float32, Axis("dp"), None, torch.device("cpu"))
+    bucket = Bucket(layout, keeping(zero_stage, Axis("dp")))
     assert bucket.owned == bucket.counted == Run(0, 15)
-    assert bucket.master.data_ptr() == bucket.weights.data_ptr()
+    assert bucket.master.tensor.data_ptr() == bucket.weights.data_ptr()
     assert bucket.full_gradient is not None
     assert bucket.gradient.data_ptr() == bucket.full_gradient.data_ptr()
+    assert bucket.reduces_in_place
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_of_the_ranks_that_keep_one_shard_the_first_counts_it(zero_stage):
+    (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
+    counted = []
+    for replica, index in itertools.product(range(2), range(2)):
+        lent = torch.zeros(64) if zero_stage == 3 else None
+        counted.append(
+            Bucket(layout, keeping(zero_stage, Axis("shard", (0, 1), index), replica_index=replica), lent).counted
+        )
+    assert counted == [Run(0, 32), Run(32, 64), Run(0, 0), Run(0, 0)]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_frozen_parameters_have_weights_only(zero_stage):
+    (layout,) = plan_buckets([parameter(0, (40,), trains=False)], by_unit=True, bucket_elements=1, shards=2)
+    lent = torch.zeros(64, dtype=torch.bfloat16) if zero_stage == 3 else None
+    bucket = Bucket(layout, keeping(zero_stage, Axis("dp", (0, 1), 1), torch.bfloat16), lent)
+    assert bucket.full_gradient is None
+    assert bucket.gradient.numel() == 0
+    assert bucket.master is bucket.weight_shard
+    assert bucket.weight_shard.tensor.untyped_storage().nbytes() == 2 * (32 if zero_stage == 3 else 64)
+
+
+def test_state_beside_offloaded_master_weights_lies_where_they_are():
+    (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
+    made = []
+
+    def in_host(numel: int) -> InMemory:
+        made.append(numel)
+        return InMemory(torch.zeros(numel), "host")
+
+    bucket = Bucket(layout, keeping(1, Axis("dp", (0, 1), 1)), None, in_host)
+    assert made == [32]
+    assert bucket.master.place == "host"
+    assert bucket.weight_shard.place == "device"
+    assert bucket.gradient.data_ptr() != bucket.full_gradient[32:].data_ptr()
+    assert not bucket.reduces_in_place
 
 
 def test_module_weights_are_views_of_the_bucket():
-    infos = [parameter(0, (2, 3)), parameter(1, (4,), trait=(False, None, False)), parameter(2, (0, 3))]
+    infos = [parameter(0, (2, 3)), parameter(1, (4,), trait=(1, None, False)), parameter(2, (0, 3))]
     (layout,) = plan_buckets(infos, by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, 0, torch.float32, Axis("dp"), None, torch.device("cpu"))
+    bucket = Bucket(layout, keeping(0, Axis("dp")))
     bucket.weights.copy_(torch.arange(10))
     views = {slot.info.name: bucket.module_view(slot) for slot in layout.slots}
     assert {name: tuple(view.shape) for name, view in views.items()} == {"p0": (2, 3), "p1": (4,), "p2": (0, 3)}
@@ -254,7 +336,7 @@ def test_module_weights_are_views_of_the_bucket():
 
 def test_refilling_the_bucket_does_not_look_like_a_change_of_saved_weights():
     (layout,) = plan_buckets([parameter(0, (3, 3))], by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, 3, torch.float32, Axis("dp"), None, torch.device("cpu"))
+    bucket = Bucket(layout, keeping(3, Axis("dp")))
     weight = bucket.module_view(layout.slots[0]).requires_grad_()
     bucket.weights.fill_(2.0)
     x = torch.ones(1, 3, requires_grad=True)
@@ -267,6 +349,8 @@ def test_refilling_the_bucket_does_not_look_like_a_change_of_saved_weights():
 
 def test_owned_parts_are_addressed_by_their_place_in_the_bucket():
     (layout,) = plan_buckets([parameter(0, (64,))], by_unit=True, bucket_elements=1, shards=4)
-    bucket = Bucket(layout, 2, torch.float32, Axis("dp", (0, 1, 2, 3), 2), None, torch.device("cpu"))
+    bucket = Bucket(layout, keeping(2, Axis("dp", (0, 1, 2, 3), 2)))
     bucket.gradient.copy_(torch.arange(32.0, 48.0))
     assert bucket.owned_part(bucket.gradient, Run(35, 40)).tolist() == [35, 36, 37, 38, 39]
+    bucket.write(bucket.master, Run(35, 37), torch.tensor([1.0, 2.0]))
+    assert bucket.read(bucket.master, Run(34, 38)).tolist() == [0, 1, 2, 0]

@@ -103,9 +103,13 @@ def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -
     assert list((tmp_path / "tensorboard").glob("events.*"))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     keys = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes"}
+    keys |= {"sent_bytes"}
     assert set(lines[0]) == keys
     assert set(lines[1]) == set(lines[2]) == keys | {"val_loss"}
     assert lines[-1]["tokens"] == 3 * 8 * 32
+    # the same in every step, and without what the evaluation of the second one sends
+    assert set(lines[0]["sent_bytes"]) == {"dp", "world"}
+    assert [line["sent_bytes"] for line in lines] == [lines[0]["sent_bytes"]] * 3
     command = next(
         line.strip()
         for line in done.stdout.splitlines()
@@ -123,6 +127,42 @@ def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -
     refused = megazero("train", QUICKSTART, *words, "training.steps=5", "checkpoint.resume=never")
     assert refused.returncode == 1
     assert "holds the run" in refused.stderr
+
+
+def test_an_overflow_skips_the_step_but_not_its_samples_and_the_rate_stands_still(tmp_path: Path) -> None:
+    words = [*TINY, *shape(1, 1, 1, 1), f"training.run_dir={tmp_path}", "lr_schedule.name=linear"]
+    words += ["lr_schedule.warmup_steps=4", "precision.dtype=fp16", "precision.hysteresis=1"]
+    words += ["precision.initial_scale_power=24", "precision.loss_scale_window=1000", "logging.every_steps=1000"]
+    done = megazero("train", QUICKSTART, *words, "training.steps=20")
+    assert done.returncode == 0, done.stderr
+
+    def read() -> list[dict[str, float]]:
+        text = (tmp_path / "metrics.jsonl").read_text()
+        assert "NaN" not in text
+        assert "Infinity" not in text
+        return [json.loads(line) for line in text.splitlines()]
+
+    lines = read()
+    assert [line["tokens"] for line in lines] == [8 * 32 * step for step in range(1, 21)]
+    skipped, scale, peak = 0, 2.0**24, 3e-3
+    for step, line in enumerate(lines):
+        updates = step - skipped
+        assert line["lr"] == pytest.approx(peak * min(1.0, (updates + 1) / 4, 1 - 0.9 * (updates - 4) / 15))
+        assert line["loss_scale"] == scale
+        if line["skipped_steps"] > skipped:
+            skipped, scale = skipped + 1, scale / 2
+            assert line["grad_norm"] is None
+        assert line["skipped_steps"] == skipped
+    assert 3 < skipped < 15
+    assert done.stdout.count("skipped (overflow, loss scale") == skipped
+    assert "skipped (overflow, loss scale 1.67772e+07)" in done.stdout
+    assert f"skipped {skipped} steps for an overflow" in done.stdout
+    # resumed, the rate goes on from the updates that were done
+    done = megazero("train", QUICKSTART, *words, "training.steps=21")
+    assert done.returncode == 0, done.stderr
+    last = read()[-1]
+    assert last["lr"] == pytest.approx(peak * (1 - 0.9 * (20 - skipped - 4) / 16))
+    assert last["skipped_steps"] == skipped
 
 
 def test_five_mistakes_give_five_messages_and_exit_code_2(tmp_path: Path) -> None:

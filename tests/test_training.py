@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from math import cos, pi
+from dataclasses import replace
+from math import cos, inf, nan, pi
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches
 from megazero.training.lr_schedule import learning_rate_factor
-from megazero.training.metrics import JsonLines, ProgressLine, StepMetrics, readable_seconds
+from megazero.training.metrics import JsonLines, ProgressLine, StepMetrics, TensorBoard, readable_seconds
 
 
 def _factors(steps: int, **keys: float | str) -> list[float]:
@@ -102,6 +103,33 @@ def test_a_resumed_run_drops_the_steps_it_will_do_again_and_a_half_written_line(
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert "val_loss" not in lines[0]
     assert lines[-1]["val_loss"] == 2.0
+    assert "loss_scale" not in lines[0]
+    assert "skipped" not in lines[0]
+
+
+def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoard(tmp_path, 0)
+    sink.write(replace(_metrics(1, val_loss=2.0), sent_bytes={"dp": 48, "tp": 96}))
+    sink.write(replace(_metrics(2), sent_bytes={"dp": 24}, loss_scale=8.0, skipped_steps=1, skipped=True))
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    wanted = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes", "val_loss"}
+    wanted |= {"sent_bytes/dp", "sent_bytes/tp", "loss_scale", "skipped_steps"}
+    assert set(events.Tags()["scalars"]) == wanted
+    assert [event.value for event in events.Scalars("sent_bytes/dp")] == [48, 24]
+
+
+def test_a_skipped_step_is_told_and_leaves_no_number_that_json_does_not_know() -> None:
+    shown: list[str] = []
+    overflow = replace(_metrics(3), grad_norm=inf, loss=nan, loss_scale=32768.0, skipped_steps=1, skipped=True)
+    ProgressLine(20, 10, shown.append).write(overflow)
+    assert shown[0].endswith("| skipped (overflow, loss scale 32768)")
+    values = json.loads(overflow.as_json(), parse_constant=pytest.fail)
+    assert (values["grad_norm"], values["loss"]) == (None, None)
+    assert (values["loss_scale"], values["skipped_steps"]) == (32768.0, 1)
 
 
 def test_the_progress_line_says_step_loss_rate_and_time_left() -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from harness import run_world
 from torch import Tensor, nn
+from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, plain_gradients, random_batches, seeded
 
+from megazero.comm import collectives
+from megazero.config.schema import PrecisionConfig
 from megazero.layers.spec import Init, ParamSpec, Section
 from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.zero.bucket import Keeping
 from megazero.zero.gradients import GradientReducer, square_sum
-from megazero.zero.optimizer import ShardedAdamW
+from megazero.zero.offload import Offload
+from megazero.zero.optimizer import ShardedOptimizer, recipe_by_name
 from megazero.zero.parameters import ShardedParameters
+from megazero.zero.units import Described, Unit, describe, units_of
+
+STAGES = [0, 1, 2, 3]
 
 
 class _Layer(nn.Module):
@@ -33,33 +42,25 @@ class _Layer(nn.Module):
 
 
 class _Model:
-    """Three layers under ZeRO, and what a step needs."""
+    """Three layers under ZeRO, each part of it made by hand, and what a step needs."""
 
     def __init__(self, rank: int, world: int, zero_stage: int) -> None:
         self.state = ParallelState(RankGrid(dp=world), rank)
-        self.layers = [_Layer() for _ in range(3)]
+        self.layers = nn.ModuleList(_Layer() for _ in range(3))
         described = []
         for index, layer in enumerate(self.layers):
             for name, parameter in layer.named_parameters():
                 section = Section(f"{index}.{name}", parameter.shape[0])
                 columns = parameter.shape[1] if parameter.dim() == 2 else None
-                described.append(
-                    (f"{index}.{name}", parameter, ParamSpec((section,), columns, init=Init("normal", 0.5)))
-                )
-        self.parameters = ShardedParameters(
-            [self.layers],
-            described,
-            zero_stage=zero_stage,
-            dtype=torch.float32,
-            bucket_bytes=1024,
-            dp=self.state.dp,
-            embedding=self.state.embedding,
-            device=torch.device("cpu"),
-        )
+                spec = ParamSpec((section,), columns, init=Init("normal", 0.5))
+                described.append(Described(f"{index}.{name}", parameter, spec))
+        keeping = Keeping(zero_stage, torch.float32, self.state.shard, self.state.replica, torch.device("cpu"))
+        self.parameters = ShardedParameters(units_of([self.layers]), described, keeping, bucket_bytes=1024, ties={})
         buckets = self.parameters.buckets
-        self.reducer = GradientReducer(buckets, zero_stage, self.state.dp, self.state.tp, self.state.embedding)
+        self.reducer = GradientReducer(buckets, self.state.tp, {})
         self.reducer.attach(self.parameters.by_name, {})
-        self.optimizer = ShardedAdamW(buckets, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0)
+        recipe = recipe_by_name("adamw", {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}, [{}])
+        self.optimizer = ShardedOptimizer(buckets, recipe, Offload())
         self.parameters.draw(5, self.state.tp)
 
     def forward(self, x: Tensor, uses_extra: bool = True, fails_at: int | None = None) -> Tensor:
@@ -85,11 +86,11 @@ class _Model:
 
     def weights(self) -> list[Tensor]:
         """All master shards of this rank."""
-        return [bucket.master.clone() for bucket in self.parameters.buckets]
+        return [bucket.read(bucket.master, bucket.owned).clone() for bucket in self.parameters.buckets]
 
 
 def _input(rank: int, index: int) -> Tensor:
-    return torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * rank + index))
+    return numbers(4, 7, seed=10 * rank + index)
 
 
 def _unused(rank: int, world: int, zero_stage: int) -> dict[str, list[float]]:
@@ -99,7 +100,7 @@ def _unused(rank: int, world: int, zero_stage: int) -> dict[str, list[float]]:
     return model.gradients()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", STAGES)
 def test_a_parameter_unused_in_a_step_gets_no_gradient_of_an_earlier_one(zero_stage: int) -> None:
     for gradients in run_world(2, _unused, 2, zero_stage):
         for name, values in gradients.items():
@@ -118,13 +119,13 @@ def _three_steps(rank: int, world: int, zero_stage: int, disturbed: bool) -> tup
                 model.forward(_input(rank, 60), fails_at=step)
         model.step([_input(rank, 2 * step), _input(rank, 2 * step + 1)])
         norm = model.reducer.square_sum()
-        model.optimizer.step(1e-2, 1.0)
+        model.optimizer.step(1.0)
         model.parameters.publish()
     layouts = [(bucket.owned.start, bucket.layout.numel) for bucket in model.parameters.buckets]
     return [weight.numpy() for weight in model.weights()], [*layouts, norm.item()]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", STAGES)
 def test_evaluation_and_a_failed_forward_change_no_bit_of_a_run(zero_stage: int) -> None:
     plain = run_world(2, _three_steps, 2, zero_stage, False)
     disturbed = run_world(2, _three_steps, 2, zero_stage, True)
@@ -137,7 +138,7 @@ def test_evaluation_and_a_failed_forward_change_no_bit_of_a_run(zero_stage: int)
 def test_every_stage_takes_the_same_steps_on_any_module(world: int) -> None:
     """fp32 sums of 2 and 4 numbers in rank order are equal on all stages; buckets may differ, elements may not."""
     norms = {
-        stage: sum(extra[-1] for _, extra in run_world(world, _three_steps, world, stage, False)) for stage in range(4)
+        stage: sum(extra[-1] for _, extra in run_world(world, _three_steps, world, stage, False)) for stage in STAGES
     }
     for stage in (1, 2, 3):
         assert norms[stage] == pytest.approx(norms[0], rel=1e-6)
@@ -151,19 +152,33 @@ def test_a_gradient_that_comes_too_often_is_refused() -> None:
         model.forward(_input(0, 1)).backward()
 
 
+def _keeping() -> Keeping:
+    return Keeping(0, torch.float32, Axis("dp"), Axis("replica"), torch.device("cpu"))
+
+
 def test_a_parameter_outside_every_unit_is_refused() -> None:
     layer, stray = _Layer(), nn.Parameter(torch.empty(3))
+    unit = Unit(layer, tuple((layer, key) for key in layer._parameters), 0)
     with pytest.raises(ValueError, match="stray belongs to no unit"):
         ShardedParameters(
-            [[layer]],
-            [("stray", stray, ParamSpec((Section("stray", 3),)))],
-            zero_stage=0,
-            dtype=torch.float32,
+            [unit],
+            [Described("stray", stray, ParamSpec((Section("stray", 3),)))],
+            _keeping(),
             bucket_bytes=1024,
-            dp=Axis("dp"),
-            embedding=Axis("embedding"),
-            device=torch.device("cpu"),
+            ties={},
         )
+
+
+def test_a_parameter_that_is_no_floating_point_is_refused() -> None:
+    layer = nn.Module()
+    layer.mask = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(ValueError, match=r"mask is torch\.int32"):
+        ShardedParameters(units_of([layer]), list(describe(layer)), _keeping(), bucket_bytes=1024, ties={})
+
+
+def test_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        Sharded(nn.Linear(3, 3).requires_grad_(False), 1)
 
 
 def test_the_square_sum_of_a_long_tensor_keeps_its_digits() -> None:
@@ -171,3 +186,304 @@ def test_the_square_sum_of_a_long_tensor_keeps_its_digits() -> None:
     flat = torch.full((5_000_003,), 0.1)
     exact = float(flat[0].double() ** 2) * flat.numel()
     assert float(square_sum(flat)) == pytest.approx(exact, rel=1e-6)
+
+
+# ---- parameters that some micro-batches of some ranks do not use
+
+
+class _Router(nn.Module):
+    """A batch (experts, x) goes through these experts only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 20), nn.Tanh(), nn.Linear(20, 8)) for _ in range(4))
+        self.bias = nn.Parameter(torch.randn(8) / 8)
+
+    def forward(self, chosen: tuple[int, ...], x: Tensor) -> Tensor:
+        for index in chosen:
+            x = x + self.experts[index](x)
+        return x + self.bias if 3 in chosen else x
+
+
+class _Experts(nn.Module):
+    """Under ZeRO-3 all ranks must run the same units, so the experts of a layer are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(_Router() for _ in range(3))
+
+    def units(self) -> list[nn.Module]:
+        return [self.first, *self.layers]
+
+    def forward(self, batch: tuple[tuple[int, ...], Tensor]) -> Tensor:
+        chosen, x = batch
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(chosen, x)
+        return x.square().mean()
+
+
+# which experts a rank's micro-batches use; nobody ever uses expert 2
+CHOSEN = [
+    [[(0,), (1, 3)], [(1,), ()]],
+    [[(), ()], [(3,), (3,)]],
+    [[(0, 1, 3), (0,)], [(), (1, 0)]],
+]
+EXPERT_BATCHES = [
+    [
+        [(chosen, numbers(4, 8, seed=100 * step + 10 * rank + index)) for index, chosen in enumerate(of_rank)]
+        for rank, of_rank in enumerate(of_step)
+    ]
+    for step, of_step in enumerate(CHOSEN)
+]
+
+
+@pytest.mark.parametrize("reduce", ["micro_batch", "step"])
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_parameters_that_only_one_rank_uses_get_the_sum_of_all_ranks(zero_stage: int, reduce: str) -> None:
+    def law(rank: int) -> None:
+        assert_trains_as_plain(rank, 2, _Experts, zero_stage, EXPERT_BATCHES, reduce=reduce)
+
+    run_world(2, law, timeout=30)
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_reductions_start_in_one_order_whichever_parameters_are_used(zero_stage: int) -> None:
+    def law(rank: int) -> list[int]:
+        sharded = Sharded(seeded(_Experts), zero_stage, rank, 2)
+        assert len(sharded.parameters.buckets) > 3
+        launched = []
+        plain = GradientReducer._reduce
+
+        def spy(self: GradientReducer, rounds: Any) -> None:
+            launched.append(rounds.bucket.layout.name)
+            plain(self, rounds)
+
+        GradientReducer._reduce = spy
+        for step in EXPERT_BATCHES:
+            sharded.step(step[rank])
+        rounds = 2 if zero_stage >= 2 else 1
+        assert len(launched) == len(EXPERT_BATCHES) * rounds * len(sharded.reducer.buckets)
+        return launched
+
+    first, second = run_world(2, law, timeout=30)
+    assert first == second
+
+
+# ---- several micro-batches
+
+
+class _Deep(nn.Module):
+    """More than one bucket of 1024 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _reduced_bytes(sharded: Sharded) -> int:
+    sent = sharded.state.traffic.sent_bytes
+    return sent["dp", "all_reduce"] + sent["dp", "reduce_scatter"]
+
+
+@pytest.mark.parametrize("reduce", ["micro_batch", "step"])
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_what_is_held_adds_up_without_traffic_and_goes_with_the_next_reduction(zero_stage: int, reduce: str) -> None:
+    def law(rank: int) -> None:
+        plain = seeded(_Experts)
+        sharded = Sharded(seeded(_Experts), zero_stage, rank, 2, reduce=reduce)
+        padded = 4 * sum(bucket.layout.padded_numel for bucket in sharded.reducer.buckets)
+        for step in EXPERT_BATCHES:
+            mine = [*step[rank], *step[rank]]  # four, of which the last alone is reduced
+            sharded.zero.begin_step(len(mine))
+            sharded.state.traffic.reset()
+            sharded.reducer.holds = True
+            for batch in mine[:-1]:
+                sharded.module(batch).backward()
+                sharded.reducer.close_pass(0)
+            assert _reduced_bytes(sharded) == 0
+            sharded.reducer.holds = False
+            sharded.module(mine[-1]).backward()
+            sharded.reducer.close_pass(0)
+            sharded.zero.finish_gradients()
+            assert _reduced_bytes(sharded) == (padded if zero_stage == 0 else padded // 2)
+            assert_same(sharded.whole("gradient"), plain_gradients(plain, [of * 2 for of in step]))
+
+    run_world(2, law, timeout=30)
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_what_is_held_to_the_end_is_reduced_at_the_end(zero_stage: int) -> None:
+    """Also where the ranks have used different parameters, and reductions have come before."""
+
+    def law(rank: int) -> None:
+        for held_from in (0, 1):
+            plain = seeded(_Experts)
+            sharded = Sharded(seeded(_Experts), zero_stage, rank, 2)
+            for step in EXPERT_BATCHES:
+                sharded.zero.begin_step(2)
+                for index, batch in enumerate(step[rank]):
+                    sharded.reducer.holds = index >= held_from
+                    sharded.module(batch).backward()
+                    sharded.reducer.close_pass(0)
+                sharded.zero.finish_gradients()
+                assert_same(sharded.whole("gradient"), plain_gradients(plain, step))
+
+    run_world(2, law, timeout=20)
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("narrow", ["reduce_dtype", "accumulate_dtype"])
+def test_bf16_gradients_are_within_its_rounding_and_travel_as_half_the_bytes(zero_stage: int, narrow: str) -> None:
+    def law(rank: int) -> None:
+        sent = {}
+        expected: dict[str, Tensor] = {}
+        for dtype in ("fp32", "bf16"):
+            precision = PrecisionConfig(dtype="fp32", **{"reduce_dtype": dtype, narrow: dtype})
+            sharded = Sharded(seeded(_Deep), zero_stage, rank, 2, precision=precision)
+            step = random_batches(1, 2, 2, 4, 16)[0]
+            sharded.state.traffic.reset()
+            sharded.accumulate(step[rank])
+            sent[dtype] = _reduced_bytes(sharded)
+            expected = plain_gradients(seeded(_Deep), step)
+            for name, gradient in sharded.whole("gradient").items():
+                # four numbers added; each of them and each sum rounded to 8 bits
+                bound = 8 * 2**-9 * expected[name].abs().max() if dtype == "bf16" else 1e-6
+                assert (gradient - expected[name]).abs().max() < bound, name
+                assert gradient.dtype == torch.float32
+        assert 2 * sent["bf16"] == sent["fp32"]
+
+    run_world(2, law)
+
+
+# ---- frozen parameters, numbers of other formats
+
+
+class _PartlyFrozen(_Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+        self.layers[2].weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_frozen_parameters_are_kept_and_saved_and_never_stepped(zero_stage: int) -> None:
+    def law(rank: int) -> None:
+        before = {name: p.clone() for name, p in seeded(_PartlyFrozen).named_parameters() if not p.requires_grad}
+        sharded = assert_trains_as_plain(
+            rank,
+            2,
+            _PartlyFrozen,
+            zero_stage,
+            random_batches(3, 2, 2, 4, 16),
+            optimizer=lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, weight_decay=0.5),
+        )
+        state = sharded.module.state_dict()
+        assert len(before) == 4
+        for name, values in before.items():
+            assert torch.equal(state[name], values), name
+        kept = sum(bucket.weight_shard.numel for bucket in sharded.parameters.buckets if not bucket.layout.trains)
+        frozen = sum(values.numel() for values in before.values())
+        assert kept < frozen * (0.6 if zero_stage else 1.1) + 64 * 4  # padding
+
+    run_world(2, law)
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_of_half_precision_weights_are_those_of_plain_ones(zero_stage: int, dtype: str) -> None:
+    """Plain torch with weights of the same format, gradients of micro-batches added in fp32."""
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+
+    def law(rank: int) -> None:
+        plain = seeded(_Deep).to(kind)
+        sharded = Sharded(seeded(_Deep), zero_stage, rank, 2, precision=PrecisionConfig(dtype=dtype, loss_scale=1.0))
+        step = [[batch.to(kind) for batch in of_rank] for of_rank in random_batches(1, 2, 2, 4, 16)[0]]
+        sharded.accumulate(step[rank])
+        expected: dict[str, Tensor] = {}
+        for of_rank in step:
+            for batch in of_rank:
+                for name, gradient in plain_gradients(plain, [[batch]]).items():
+                    expected[name] = expected.get(name, 0) + gradient.float()
+        assert_same(sharded.whole("gradient"), expected, rtol=1e-6, atol=1e-7)
+
+    run_world(2, law)
+
+
+# ---- what a rank keeps
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_groups_of_shards_train_as_without_and_each_rank_holds_a_part_of_its_group(zero_stage: int) -> None:
+    def law(rank: int) -> None:
+        batches = random_batches(3, 4, 2, 4, 16)
+        held = {}
+        for size in (0, 2, 1):
+            sharded = assert_trains_as_plain(rank, 4, _Deep, zero_stage, batches, shard_group_size=size, max_norm=0.3)
+            held[size] = sum(bucket.master.numel for bucket in sharded.parameters.buckets)
+            state = sharded.module.state_dict()
+            for others in collectives.gather_objects(state, sharded.state.world):
+                assert all(torch.equal(others[name], values) for name, values in state.items())
+        elements = 4 * (16 * 16 + 16)
+        assert held[1] == elements
+        assert elements / 2 <= held[2] < elements / 2 + 16 * 4
+        assert elements / 4 <= held[0] < elements / 4 + 16 * 4
+
+    run_world(4, law)
+
+
+def test_the_gradient_norm_counts_every_element_once() -> None:
+    def law(rank: int) -> list[float]:
+        found = []
+        for zero_stage, size in itertools.product(STAGES, (0, 2)):
+            sharded = Sharded(seeded(_Deep), zero_stage, rank, 4, shard_group_size=size)
+            sharded.accumulate(random_batches(1, 4, 1, 4, 16)[0][rank])
+            found.append(sharded.zero.square_sum().item())
+        return found
+
+    expected = plain_gradients(seeded(_Deep), random_batches(1, 4, 1, 4, 16)[0])
+    exact = sum(gradient.double().square().sum().item() for gradient in expected.values())
+    for shares in zip(*run_world(4, law), strict=True):
+        assert sum(shares) == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("resident", [16, 1000])
+def test_resident_parameters_are_whole_on_every_rank_and_no_traffic_of_a_pass(resident: int) -> None:
+    def law(rank: int) -> None:
+        batches = random_batches(3, 2, 2, 4, 16)
+        sharded = assert_trains_as_plain(rank, 2, _Deep, 3, batches, resident_elements=resident)
+        for bucket in sharded.parameters.buckets:
+            for slot in bucket.layout.slots:
+                assert bucket.keeps_weights == (slot.stop - slot.start <= resident)
+        sharded.state.traffic.reset()
+        with torch.no_grad():
+            sharded.module(numbers(4, 16))
+        assert bool(sharded.state.traffic.by_axis()) == (resident < 256)
+
+    run_world(2, law)
+
+
+@pytest.mark.parametrize("zero_stage", STAGES)
+def test_values_that_rank_0_was_built_with_count(zero_stage: int) -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(seeded(_PartlyFrozen, seed=rank), zero_stage, rank, 2)
+        assert_same(sharded.module.state_dict(), seeded(_PartlyFrozen, seed=0).state_dict(), rtol=0.0, atol=0.0)
+
+    run_world(2, law)
+
+
+def test_a_parameter_without_values_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        module = _PartlyFrozen()
+    with pytest.raises(ValueError, match=r"parameter layers\.\d\.(weight|bias) is on the meta device, without values"):
+        Sharded(module, 1)

@@ -25,6 +25,7 @@ from megazero.api.lr_schedulers import make_lr_scheduler
 from megazero.api.module_engine import ModuleEngine
 from megazero.api.pipeline_engine import PipelineEngine
 from megazero.api.training_engine import TrainingEngine
+from megazero.comm.collectives import gather_objects
 from megazero.config.deepspeed import DeepSpeedConfig, load_deepspeed_config
 from megazero.layers.spec import ParamSpec, whole_spec
 from megazero.models.pipeline_module import LayerChunk, PipelineModule
@@ -91,6 +92,7 @@ def initialize(
             say(str(settings))
     described, ties = _describe(model, state)
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
+    _check_ties(described, state)
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
     _place_buffers(model, settings, state.device)
     sharded = ShardedModel(units_of(chunks), described, state, settings.zero, settings.precision, recipe, ties=ties)
@@ -209,9 +211,24 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
     ties = {}
     for name in sorted(model.tied_copies):
         holders = model.holders(name)
-        if len(holders) > 1 and state.at.pp in holders:
-            ties[name] = state.among_stages(holders)
+        axis = state.among_stages(holders)  # on every rank, see there
+        if axis.size > 1:
+            ties[name] = axis
     return described, ties
+
+
+def _check_ties(described: list[Described], state: ParallelState) -> None:
+    """All copies of a tied parameter must be stepped alike.  Raises: ValueError, on every rank."""
+    mine = [(one.spec.sections[0].name, one.group, one.parameter.requires_grad) for one in described if one.spec.tied]
+    how: dict[str, set[tuple[int, bool]]] = {}
+    for name, group, trains in (entry for entries in gather_objects(mine, state.pp) for entry in entries):
+        how.setdefault(name, set()).add((group, trains))
+    for name, kinds in how.items():
+        if len(kinds) > 1:
+            raise ValueError(
+                f"the copies of the tied parameter {name} are in different optimizer groups, or some are frozen; "
+                "they would not stay equal. Give all of them to one group"
+            )
 
 
 def _renamed(spec: ParamSpec, name: str, canonical: str, tied: bool) -> ParamSpec:

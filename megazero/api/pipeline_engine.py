@@ -52,7 +52,7 @@ class PipelineEngine(TrainingEngine):
         self._dtype = model.keeping.dtype
         self._shapes: dict[bool, list[Shapes]] = {}  # by trains: what enters each virtual stage
         self._executors: dict[bool, Executor] = {}
-        if any(chunk.is_last for chunk in self._chunks) and module.loss_fn is None:
+        if module.loss_fn is None:
             raise ValueError("the PipelineModule has no loss_fn; train_batch needs one")
 
     @property
@@ -89,11 +89,13 @@ class PipelineEngine(TrainingEngine):
         Returns: the mean loss over all micro-batches and ranks.
 
         Raises:
-            StopIteration: the data ended within the step.
-            ValueError: a micro-batch is no pair, or has other shapes than those before.
+            StopIteration: on every rank, the data ended within the step.
+            ValueError: on every rank, a micro-batch is no pair, or has other shapes than those before.
         """
         self.train()
-        batches = self._read(self._own_batches() if data_iter is None and self.training_dataloader else data_iter)
+        batches = self._read(
+            self._own_batches() if data_iter is None and self.training_dataloader else data_iter, trains=True
+        )
         self.sharded_model.begin_step(self.config.accumulation)
         with self._timed("forward and backward"):
             loss_sum = self._run(batches, trains=True)
@@ -103,9 +105,9 @@ class PipelineEngine(TrainingEngine):
 
     def eval_batch(self, data_iter: Iterator[Any]) -> float:
         """The mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
+        batches = self._read(data_iter, trains=False)
         was_training = self.training
         self.eval()
-        batches = self._read(data_iter)
         with torch.no_grad():
             loss_sum = self._run(batches, trains=False)
         self.train(was_training)
@@ -117,7 +119,38 @@ class PipelineEngine(TrainingEngine):
         self._shapes.clear()
         self._executors.clear()
 
-    def _read(self, data_iter: Iterator[Any] | None) -> list[tuple[Message, Any]]:
+    def _read(self, data_iter: Iterator[Any] | None, *, trains: bool) -> list[tuple[Message, Any]]:
+        """This rank's micro-batches of a step; where they do not fit on one rank, all raise and none waits for it."""
+        batches: list[tuple[Message, Any]] = []
+        failure: Exception | None = None
+        try:
+            batches = self._take(data_iter)
+            self._check_shapes(batches, trains)
+        except Exception as error:
+            failure = error
+        failed = torch.tensor(float(failure is not None), device=self.device)
+        all_reduce(failed, self.parallel_state.world, "max").wait()
+        if not failed:
+            return batches
+        mine = None if failure is None else (str(failure) or repr(failure), isinstance(failure, StopIteration))
+        found = [one for one in gather_objects(mine, self.parallel_state.world) if one is not None]
+        if failure is not None:
+            raise failure
+        kind = StopIteration if all(ended for _, ended in found) else ValueError
+        raise kind("\n".join(dict.fromkeys(text for text, _ in found)))
+
+    def _check_shapes(self, batches: Sequence[tuple[Message, Any]], trains: bool) -> None:
+        if not (batches and self._has_first):
+            return
+        expected = self._shapes[trains][0] if trains in self._shapes else _shapes_of(batches[0][0])
+        for inputs, _ in batches:
+            if _shapes_of(inputs) != expected:
+                raise ValueError(
+                    f"a micro-batch has inputs {_shapes_of(inputs)}, those before had {expected}; stages exchange "
+                    "tensors of fixed shapes. Call engine.reset_activation_shape() on every rank, or pad the batch"
+                )
+
+    def _take(self, data_iter: Iterator[Any] | None) -> list[tuple[Message, Any]]:
         if not (self._has_first or self._has_last):
             return []
         if data_iter is None:
@@ -142,13 +175,6 @@ class PipelineEngine(TrainingEngine):
         model = self.sharded_model
         if trains not in self._shapes:
             self._shapes[trains] = self._find_shapes(batches)
-        expected = self._shapes[trains][0]
-        for inputs, _ in batches if self._has_first else ():
-            if _shapes_of(inputs) != expected:
-                raise ValueError(
-                    f"a micro-batch has inputs {_shapes_of(inputs)}, those before had {expected}; stages exchange "
-                    "tensors of fixed shapes. Call engine.reset_activation_shape() on every rank, or pad the batch"
-                )
         count = self.config.accumulation * self.dp_world_size
         weight = torch.tensor(model.scale / count, device=self.device)
         chunks = [ChunkRunner(partial(self._forward, chunk, batches), chunk.is_last) for chunk in self._chunks]
@@ -197,13 +223,31 @@ class PipelineEngine(TrainingEngine):
         entering[0] = next(shapes for shapes in gather_objects(entering[0], pp) if shapes)
         self.eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            for stage in range(len(self._pipeline.placement) - 1):
+            last = len(self._pipeline.placement) - 1
+            for stage in range(last + 1):  # the last one too, so that an error in it is told to all
                 chunk = next((chunk for chunk in self._chunks if chunk.stage == stage), None)
                 found: Shapes = ()
+                failure: Exception | None = None
                 if chunk is not None:
                     zeros = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in entering[-1])
-                    found = _shapes_of(chunk(zeros))
-                entering.append(next(shapes for shapes in gather_objects(found, pp) if shapes))
+                    try:
+                        found = _shapes_of(chunk(zeros))
+                    except Exception as error:
+                        failure = error
+                answers = gather_objects((found, "" if failure is None else str(failure) or repr(failure)), pp)
+                if failure is not None:
+                    raise failure
+                for text in (text for _, text in answers if text):
+                    raise RuntimeError(f"virtual stage {stage} failed on inputs {entering[-1]}: {text}")
+                passed = next(shapes for shapes, _ in answers if shapes)
+                if stage == last:
+                    break
+                if not any(dtype.is_floating_point for _, dtype in passed):
+                    raise ValueError(
+                        f"virtual stage {stage} passes on {passed}, in which nothing has a gradient, so no stage up to it "
+                        "would train; cut the layers elsewhere (partition_method)"
+                    )
+                entering.append(passed)
         self.train(was_training)
         return entering
 

@@ -389,7 +389,11 @@ class TrainingEngine(nn.Module):
             raise CheckpointError(f"{directory} was written by `megazero train`, not by an engine of a script")
         path = directory / BUFFERS
         client: dict[str, Any] = torch.load(directory / CLIENT_STATE, weights_only=True)
-        return trainer, client, load_file(path) if path.is_file() else {}
+        buffers = load_file(path) if path.is_file() else {}
+        for name, _ in self._named_buffers():
+            if self._canonical(name) not in buffers:
+                raise CheckpointError(f"the checkpoint has no buffer {self._canonical(name)}: it is of another model")
+        return trainer, client, buffers
 
     def _take_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
         groups = self.optimizer.param_groups
@@ -420,10 +424,7 @@ class TrainingEngine(nn.Module):
 
     def _take_buffers(self, saved: Mapping[str, Tensor]) -> None:
         for name, buffer in self._named_buffers():
-            value = saved.get(self._canonical(name))
-            if value is None:
-                raise CheckpointError(f"the checkpoint has no buffer {self._canonical(name)}: it is of another model")
-            buffer.copy_(value)
+            buffer.copy_(saved[self._canonical(name)])
 
 
 def _newest_tag(directory: Path) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -29,6 +29,10 @@ from megazero.zero.state import MASTER, MODEL, ShardedState
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
 def load_checkpoint(
     directory: Path, state: ShardedState, at: ParallelState, *, with_optimizer: bool = True
 ) -> TrainerState:
@@ -49,6 +53,8 @@ def load_checkpoint(
     trainer = agree(lambda: _intact(directory, at), at.world, CheckpointError)
     moments = state.optimizer.known_states if trainer.optimizer_steps and with_optimizer else ()
     stored = _Stored(directory)
+    if with_optimizer and trainer.optimizer_steps:
+        agree(lambda: stored.check_optimizer(moments), at.world, CheckpointError)
     wanted = {kind: _logical_shapes(state, kind) for kind in (MODEL, *moments)}
     everyone = gather_objects(wanted, at.pp)
     all_wanted = {kind: {name: shape for stage in everyone for name, shape in stage[kind].items()} for kind in wanted}
@@ -69,12 +75,19 @@ class _Stored:
         self.directory, self.kinds = directory, kinds_of(read_manifest(directory))
         self._open: dict[str, StoredTensors] = {}
 
+    def check_optimizer(self, states: Sequence[str]) -> None:
+        """Make sure that the optimizer's state is what this one keeps.  Raises: CheckpointError."""
+        found = [kind for kind in self.kinds if kind not in (MODEL, MASTER)]
+        if set(found) != set(states):
+            raise CheckpointError(
+                f"{self.directory} was written with another optimizer: it holds {_listed(found)}, this one keeps "
+                f"{_listed(states)}. Go on with the optimizer that wrote it"
+            )
+
     def of(self, kind: str) -> StoredTensors:
         """The tensors of one kind.  Raises: CheckpointError, also where the checkpoint has no such kind."""
         if kind not in self.kinds:
-            raise CheckpointError(
-                f"{self.directory} has no {kind}: it was written with another optimizer (it holds {', '.join(self.kinds)})"
-            )
+            raise CheckpointError(f"{self.directory} has no {kind}; it holds {_listed(self.kinds)}")
         if kind not in self._open:
             self._open[kind] = StoredTensors(self.directory, kind)
         return self._open[kind]

@@ -150,7 +150,7 @@ class Engine:
         ties = {}
         if placement[0][0] != placement[-1][0]:
             ties = {one.spec.sections[0].name: state.embedding for one in described if one.spec.tied}
-        self.model = ShardedModel(
+        self.sharded_model = ShardedModel(
             units_of(list(chunks)),
             described,
             state,
@@ -160,7 +160,7 @@ class Engine:
             ties=ties,
             waiting=waiting,
         )
-        self.dtype = self.model.keeping.dtype
+        self.dtype = self.sharded_model.keeping.dtype
         self.share = BatchShare(
             state.dp,
             state.device,
@@ -196,12 +196,12 @@ class Engine:
         Raises: as `train_step`.
         """
         self.chunks.train()
-        self.model.begin_step(len(batches))
+        self.sharded_model.begin_step(len(batches))
         for waits in self._later:
             waits.clear()
         loss_sum, tokens = self._run(batches, trains=True)
-        self.model.finish_gradients()
-        statistics = self._agree(loss_sum, tokens, self.model.square_sum())
+        self.sharded_model.finish_gradients()
+        statistics = self._agree(loss_sum, tokens, self.sharded_model.square_sum())
         self._grad_norm = statistics.grad_norm
         return statistics
 
@@ -240,9 +240,9 @@ class Engine:
 
         Returns: False where an overflow under fp16 left the weights as they were.
         """
-        for group in self.model.optimizer.torch_optimizer.param_groups:
+        for group in self.sharded_model.optimizer.torch_optimizer.param_groups:
             group["lr"] = lr
-        return self.model.update(self._grad_norm, self.config.optimizer.grad_clip)
+        return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """Mean loss of micro-batches over all ranks, without gradients and without dropout.  Raises: NonFiniteError."""
@@ -254,7 +254,7 @@ class Engine:
     def _check_weights(self) -> None:
         """Make sure that every weight is a number.  Raises: NonFiniteError."""
         wrong = torch.zeros((), device=self.state.device)
-        for bucket in self.model.parameters.buckets:
+        for bucket in self.sharded_model.parameters.buckets:
             values = bucket.read(bucket.master, bucket.owned)
             wrong += torch.isfinite(values).logical_not().sum().to(wrong.device)
         all_reduce(wrong, self.state.world).wait()
@@ -282,17 +282,17 @@ class Engine:
             step=position.step,
             consumed_samples=position.samples,
             consumed_tokens=position.tokens,
-            optimizer_steps=self.model.optimizer.steps_taken,
+            optimizer_steps=self.sharded_model.optimizer.steps_taken,
             data_fingerprint=data_fingerprint,
             model=config.model.model_dump(),
             config=config.model_dump(mode="json"),
             shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": config.zero.stage},
             versions=versions(),
-            optimizer_scalars=self.model.optimizer.scalars(),
-            loss_scaler=None if self.model.scaler is None else self.model.scaler.state_dict(),
+            optimizer_scalars=self.sharded_model.optimizer.scalars(),
+            loss_scaler=None if self.sharded_model.scaler is None else self.sharded_model.scaler.state_dict(),
         )
         about = to_json(hugging_face_config(config.model, config.precision.dtype))
-        save_checkpoint(directory, self.model.sharded_state, self.state, trainer, {HF_CONFIG: about})
+        save_checkpoint(directory, self.sharded_model.sharded_state, self.state, trainer, {HF_CONFIG: about})
 
     def load(self, directory: Path, data_fingerprint: str) -> Position:
         """Take over the state that a run of any shape saved, and say how far it had come.
@@ -306,13 +306,13 @@ class Engine:
         """
         check = partial(_check_origin, directory, self.config, data_fingerprint)
         trainer = agree(check, self.state.world, CheckpointError)
-        load_checkpoint(directory, self.model.sharded_state, self.state)
-        self.model.loaded(trainer.loss_scaler)
+        load_checkpoint(directory, self.sharded_model.sharded_state, self.state)
+        self.sharded_model.loaded(trainer.loss_scaler)
         return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank and of ZeRO's working buffers, by kind; what is off the device says where."""
-        return self.model.memory_bytes()
+        return self.sharded_model.memory_bytes()
 
     def _agree(self, loss_sum: Tensor, tokens: Tensor, square_sum: Tensor) -> StepStatistics:
         """The one collective at the end of a step: every rank learns norm, loss and tokens."""
@@ -324,13 +324,13 @@ class Engine:
         squared, loss_sum_, tokens_ = share.tolist()
         if tokens_ == 0:
             raise ValueError("every token of the global batch is masked: there is no loss to compute")
-        norm = self.model.norm_of(squared)
-        if not (isfinite(loss_sum_) and isfinite(norm)) and self.model.scaler is None:
+        norm = self.sharded_model.norm_of(squared)
+        if not (isfinite(loss_sum_) and isfinite(norm)) and self.sharded_model.scaler is None:
             raise NonFiniteError(
                 f"loss={loss_sum_ / tokens_} and grad_norm={norm} must be finite; the weights were not changed. "
                 "Resume from the last checkpoint with a lower learning rate or other data"
             )
-        return StepStatistics(loss_sum_ / tokens_, norm, int(tokens_), loss_scale=self.model.scale)
+        return StepStatistics(loss_sum_ / tokens_, norm, int(tokens_), loss_scale=self.sharded_model.scale)
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
         """Run the schedule; this rank's sums of losses and of counted tokens."""
@@ -340,7 +340,10 @@ class Engine:
             for stage, later in zip(self._stages, self._later, strict=True)
         ]
         runner = StageRunner(
-            chunks, self.model, trains=trains, loss_gradient=lambda: count.reciprocal() * self.model.scale
+            chunks,
+            self.sharded_model,
+            trains=trains,
+            loss_gradient=lambda: count.reciprocal() * self.sharded_model.scale,
         )
         self._executor(batches, trains=trains).run(runner)
         count.finish()
@@ -462,5 +465,5 @@ def initialize(
         waiting.append(later)
     engine = Engine(chunks, waiting, family, placement, config, state)
     if draw:
-        engine.model.parameters.draw(config.training.seed, state.tp)
+        engine.sharded_model.parameters.draw(config.training.seed, state.tp)
     return engine

@@ -119,7 +119,7 @@ class ParamSpec:
     def width(self, tp_size: int) -> int:
         """Elements of one row of a TP rank's tensor."""
         if self.whole is not None:
-            return self.columns or 1
+            return 1 if self.columns is None else self.columns
         return 1 if self.columns is None else self.local_shape(tp_size)[1]
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:

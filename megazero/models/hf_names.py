@@ -42,13 +42,13 @@ def hugging_face_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Args:
         model: the resolved model section.
-        dtype: "fp32" or "bf16", the dtype of the stored weights.
+        dtype: "fp32", "bf16" or "fp16", the dtype of the stored weights.
     """
     common = {
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tie_embeddings,
         "initializer_range": model.init_std,
-        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
+        "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
         "bos_token_id": None,
         "eos_token_id": None,
     }

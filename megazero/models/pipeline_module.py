@@ -182,6 +182,18 @@ class _Applied(nn.Module):
         return self.function(self.module, x)
 
 
+class _Writable(torch.autograd.Function):
+    """The same values, as no leaf: what another stage sent gathers a gradient, and layers may write to it all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 class LayerChunk(nn.Module):
     """The layers of one virtual stage.
 
@@ -211,10 +223,6 @@ class LayerChunk(nn.Module):
         self._functions = {index: layer for index, layer in layers if not isinstance(layer, nn.Module)}
         self.canonical_names = dict(self._name_tensors(tied))
         self._tied, self._first_copies = frozenset(tied.values()), frozenset(first_copies)
-        # A leaf that gathers a gradient must not be written to, and what another stage sent becomes such a leaf.
-        self._copies_input = not self.is_first and any(
-            getattr(part, "inplace", False) for part in self.layers.modules()
-        )
 
     def _name_tensors(self, tied: Mapping[int, str]) -> Iterator[tuple[str, str]]:
         """Qualified and canonical name of every parameter and buffer; engines may swap the tensors, the names stay."""
@@ -247,18 +255,25 @@ class LayerChunk(nn.Module):
         Raises:
             TypeError: a layer returned something that cannot pass between stages.
         """
-        if self._copies_input:
-            x = tuple(tensor.clone() if tensor.requires_grad else tensor for tensor in x)
+        if not self.is_first:
+            x = tuple(_Writable.apply(tensor) if tensor.requires_grad else tensor for tensor in x)
         if not (self.checkpoint_interval and torch.is_grad_enabled()):
             return self._run(self.indices, *x)
         for start in range(0, len(self.indices), self.checkpoint_interval):
             together = self.indices[start : start + self.checkpoint_interval]
-            x = checkpoint(self._run, together, *x, use_reentrant=False)
+            x = checkpoint(self._recomputable, together, *x, use_reentrant=False)
         return x
+
+    def _recomputable(self, indices: range, *x: Tensor) -> Tensors:
+        """Run layers that will start from `x` once more, and so must not write to it."""
+        parts = chain.from_iterable(self.layers[str(i)].modules() for i in indices if i not in self._functions)
+        if any(getattr(part, "inplace", False) for part in parts):
+            x = tuple(tensor.clone() for tensor in x)
+        return self._run(indices, *x)
 
     def _run(self, indices: range, *x: Tensor) -> Tensors:
         for index in indices:
-            layer = self._functions.get(index) or self.layers[str(index)]
+            layer = self._functions[index] if index in self._functions else self.layers[str(index)]
             y = layer(x[0] if len(x) == 1 else x)
             x = (y,) if isinstance(y, Tensor) else tuple(y) if isinstance(y, tuple | list) else ()
             if not x or not all(isinstance(part, Tensor) for part in x):

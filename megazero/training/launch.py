@@ -15,9 +15,10 @@ import tempfile
 import time
 import traceback
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,13 @@ from megazero.parallel_state import ParallelState, RankGrid
 from megazero.schedules.simulate import ScheduleError
 from megazero.training.batches import DataError
 from megazero.training.loop import RunSummary, train
+from megazero.zero.loss_scaler import LossScaleError
+from megazero.zero.storage import StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+T = TypeVar("T")
 
 EXIT_FAILED = 1
 _FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # where ranks that this module starts meet, and leave their errors
@@ -43,7 +48,17 @@ class DeviceError(RuntimeError):
 
 
 # Errors whose text says all there is to say; any other comes with its traceback.
-_TOLD_IN_WORDS = (CheckpointError, DataError, DeviceError, LostPeerError, NonFiniteError, OSError, ScheduleError)
+_TOLD_IN_WORDS = (
+    CheckpointError,
+    DataError,
+    DeviceError,
+    LossScaleError,
+    LostPeerError,
+    NonFiniteError,
+    OSError,
+    ScheduleError,
+    StorageError,
+)
 # A rank that lost a peer waits so long before it ends, so that the launcher meets the cause before its consequences.
 _CAUSE_FIRST_SECONDS = 1.0
 
@@ -72,16 +87,31 @@ def device_type(config: RunConfig, local_ranks: int) -> str:
     return "cuda" if wish != "cpu" and devices >= local_ranks else "cpu"
 
 
-def run_rank(run: ResolvedRun) -> RunSummary | None:
-    """Join the world that the environment describes and train.
+def train_rank(run: ResolvedRun, state: ParallelState) -> RunSummary:
+    """The work of one rank of a training run; arguments as `train`."""
+    return train(run, state, show=lambda line: print(line, flush=True))
+
+
+def run_ranks(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T | None:
+    """Do the work on every rank: on those that torchrun started, else on `launch.nproc_per_node` that are started here.
 
     Args:
-        run: the resolved run.
+        run: the resolved run; its shape is that of the world.
+        work: what each rank does; picklable, as is its answer.
 
-    Returns: the summary, or None when training failed and this rank has reported why.
+    Returns: the answer of this rank, or of rank 0 where the ranks were started here; None when one failed (it has said
+        why).
+    """
+    return run_rank(run, work) if launched_by_torchrun() else launch(run, work)
+
+
+def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T | None:
+    """Join the world that the environment describes and do the work of this rank; arguments as `run_ranks`.
+
+    Returns: the answer, or None when the work failed and this rank has reported why.
     """
     try:
-        summary = train(run, join_world(run), show=lambda line: print(line, flush=True))
+        answer = work(run, join_world(run))
     except LostPeerError as error:
         _report(str(error), is_cause=False)
         time.sleep(_CAUSE_FIRST_SECONDS)
@@ -93,7 +123,7 @@ def run_rank(run: ResolvedRun) -> RunSummary | None:
         _report(traceback.format_exc(), is_cause=True)
         return None
     leave_world()
-    return summary
+    return answer
 
 
 def _report(text: str, *, is_cause: bool) -> None:
@@ -106,11 +136,11 @@ def _report(text: str, *, is_cause: bool) -> None:
         (Path(folder) / f"error-{0 if is_cause else 1}-{rank:06d}").write_text(text)
 
 
-def _run_started_rank(run: ResolvedRun) -> RunSummary:
-    summary = run_rank(run)
-    if summary is None:
+def _run_started_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T:
+    answer = run_rank(run, work)
+    if answer is None:
         leave_at_once()
-    return summary
+    return answer
 
 
 def leave_at_once() -> NoReturn:
@@ -149,7 +179,7 @@ def join_world(run: ResolvedRun) -> ParallelState:
         else:
             dist.init_process_group(backend, timeout=timeout)
     grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
-    return ParallelState(grid, rank, device, parallel.timeout_seconds)
+    return ParallelState(grid, rank, device, parallel.timeout_seconds, run.config.zero.shard_group_size, local_world)
 
 
 def leave_world() -> None:
@@ -159,17 +189,14 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def launch(run: ResolvedRun) -> RunSummary | None:
-    """Start `launch.nproc_per_node` ranks on this machine and wait for them.
+def launch(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T | None:
+    """Start `launch.nproc_per_node` ranks on this machine and wait for them; arguments as `run_ranks`.
 
-    Args:
-        run: the resolved run.
-
-    Returns: rank 0's summary, or None when a rank failed (it has said why).
+    Returns: rank 0's answer, or None when a rank failed (it has said why).
     """
     count = run.world_size
     if count == 1:
-        return run_rank(run)
+        return run_rank(run, work)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -201,13 +228,13 @@ def launch(run: ResolvedRun) -> RunSummary | None:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         try:
-            summaries = elastic_launch(config, _run_started_rank)(run)
+            answers = elastic_launch(config, _run_started_rank)(run, work)
         except ChildFailedError as error:
             _report_failures(Path(folder), error)
             return None
         finally:
             del os.environ[_FOLDER]
-    return summaries[0]
+    return answers[0]
 
 
 def _report_failures(folder: Path, error: ChildFailedError) -> None:

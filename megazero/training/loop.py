@@ -54,6 +54,7 @@ class RunSummary:
         checkpoint: the step directory of the last step.
         seconds: duration of the training loop.
         sent_bytes: bytes this rank sent per axis.
+        skipped_steps: steps that an overflow left without an update, since the start of the run.
     """
 
     step: int
@@ -62,6 +63,7 @@ class RunSummary:
     checkpoint: Path | None
     seconds: float
     sent_bytes: dict[str, int]
+    skipped_steps: int = 0
 
 
 def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -> RunSummary:
@@ -96,6 +98,7 @@ def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -
     finally:
         for sink in sinks:
             sink.close()
+        engine.sharded_model.close()
 
 
 class _Loop:
@@ -120,22 +123,24 @@ class _Loop:
                 saved = self._save(position)
         seconds = time.perf_counter() - started
         traffic = self.engine.state.traffic.by_axis()
-        return RunSummary(position.step, self.loss, self.val_loss, saved, seconds, traffic)
+        skipped = self.engine.sharded_model.skipped_steps
+        return RunSummary(position.step, self.loss, self.val_loss, saved, seconds, traffic, skipped)
 
     def _step(self, position: Position) -> Position:
-        run = self.run
-        started = time.perf_counter()
+        run, model, traffic = self.run, self.engine.sharded_model, self.engine.state.traffic
+        started, sent_before = time.perf_counter(), traffic.by_axis()
         count = run.global_batch_size
         batches = read_batches(self.corpus.train, position.samples, count, run.micro_batch_size, self.engine.share)
-        lr = run.config.optimizer.lr * learning_rate_factor(
-            run.config.lr_schedule, position.step, run.config.training.steps
-        )
+        # After an overflow the learning rate stands still with the weights, while samples are consumed.
+        updates = model.optimizer.steps_taken
+        lr = run.config.optimizer.lr * learning_rate_factor(run.config.lr_schedule, updates, run.config.training.steps)
         if position.step + 1 == run.config.logging.pipeline_trace_step:
             statistics, timeline = self.engine.traced_step(batches, lr)
             self._report_pipeline(timeline, position.step + 1)
         else:
             statistics = self.engine.train_step(batches, lr)
         seconds = time.perf_counter() - started
+        sent = {axis: after - sent_before.get(axis, 0) for axis, after in traffic.by_axis().items()}
         done = Position(position.step + 1, position.samples + count, position.tokens + statistics.tokens)
         self.loss = statistics.loss
         every = run.config.training.eval_every_steps
@@ -152,6 +157,10 @@ class _Loop:
             step_seconds=seconds,
             memory_bytes=peak_memory_bytes(self.engine.state.device),
             val_loss=self.val_loss if evaluated else None,
+            sent_bytes={axis: bytes_ for axis, bytes_ in sorted(sent.items()) if bytes_},
+            loss_scale=None if model.scaler is None else statistics.loss_scale,
+            skipped_steps=None if model.scaler is None else model.skipped_steps,
+            skipped=statistics.skipped,
         )
         for sink in self.sinks:
             sink.write(metrics)

@@ -6,9 +6,10 @@ import json
 import resource
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,6 +30,10 @@ class StepMetrics:
         step_seconds: duration of this step.
         memory_bytes: peak memory of the reporting rank so far: allocated on CUDA, resident on the CPU.
         val_loss: mean nats per token of the validation samples, where evaluated.
+        sent_bytes: what the reporting rank sent in this step, by axis; without what evaluations and checkpoints send.
+        loss_scale: what the loss was multiplied by, under fp16.
+        skipped_steps: steps since the start of the run that an overflow left without an update, under fp16.
+        skipped: this step was one of them.
     """
 
     step: int
@@ -40,10 +45,22 @@ class StepMetrics:
     step_seconds: float
     memory_bytes: int
     val_loss: float | None = None
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
+    skipped: bool = False
+
+    def values(self) -> dict[str, Any]:
+        """What there is to report of this step, by key; `skipped_steps` tells of skipping."""
+        return {key: value for key, value in asdict(self).items() if value is not None and key != "skipped"}
 
     def as_json(self) -> str:
-        """One line; val_loss only where evaluated."""
-        return json.dumps({key: value for key, value in asdict(self).items() if value is not None})
+        """One line.  JSON knows no infinity: what an overflow left without a value is null."""
+        return json.dumps({key: _finite(value) for key, value in self.values().items()})
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 class Sink(Protocol):
@@ -99,11 +116,11 @@ class TensorBoard:
 
     def write(self, metrics: StepMetrics) -> None:
         """Add one step's scalars."""
-        values = asdict(metrics)
+        values = metrics.values()
         step = values.pop("step")
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
+        by_axis = {f"sent_bytes/{axis}": sent for axis, sent in values.pop("sent_bytes").items()}
+        for name, value in (values | by_axis).items():
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and close."""
@@ -127,7 +144,8 @@ class ProgressLine:
         """Print one step."""
         smooth = self._seconds_per_step or metrics.step_seconds
         self._seconds_per_step = 0.9 * smooth + 0.1 * metrics.step_seconds
-        if metrics.step % self._every and metrics.step != self._steps and metrics.val_loss is None:
+        is_due = metrics.step % self._every == 0 or metrics.step == self._steps
+        if not (is_due or metrics.skipped or metrics.val_loss is not None):
             return
         left = (self._steps - metrics.step) * self._seconds_per_step
         width = len(str(self._steps))
@@ -135,6 +153,8 @@ class ProgressLine:
             f"step {metrics.step:>{width}}/{self._steps} | loss {metrics.loss:.4f} | grad norm {metrics.grad_norm:.3f}"
             f" | lr {metrics.lr:.2e} | {metrics.tokens_per_second:,.0f} tokens/s | ETA {readable_seconds(left)}"
         )
+        if metrics.skipped:
+            line += f" | skipped (overflow, loss scale {metrics.loss_scale:g})"
         self._show(line if metrics.val_loss is None else f"{line} | validation loss {metrics.val_loss:.4f}")
 
     def close(self) -> None:

@@ -187,7 +187,7 @@ def plan_buckets(
     """
     single = [[info] for info in parameters if info.spec.tied or (by_unit and info.alone)]
     free = [info for info in parameters if [info] not in single]
-    units = [info for info in free if by_unit and not info.resident]
+    units = sorted((info for info in free if by_unit and not info.resident), key=lambda info: (info.unit, info.trains))
     groups = [list(members) for _, members in groupby(units, key=lambda info: (info.unit, info.trains))]
     filling: dict[bool, list[ParamInfo]] = {}
     for info in reversed([info for info in free if not by_unit or info.resident]):
@@ -229,8 +229,9 @@ class Bucket:
         keeping: stage, dtypes, axes.
         weights: flat buffer for the whole weights, [padded]; made here unless ZeRO-3 lends a gather buffer.
         new_master: makes the array of master weights, and thereby says where they, their moments and the gradient that
-            steps them lie; None keeps them on the device, or makes them the weights themselves where those are fp32.
+            steps them lie; None keeps them on the device, where fp32 weights are their own masters.
         new_shard: makes the array of ZeRO-3's shard of the weights; None keeps it on the device.
+        shares_weights: fp32 weights off the device are their own masters, too.
         is_second_copy: of a tied parameter whose first copy is elsewhere: not counted in the norm, not written.
 
     Attributes:
@@ -251,6 +252,7 @@ class Bucket:
         weights: Tensor | None = None,
         new_master: Callable[[int], FlatArray] | None = None,
         new_shard: Callable[[int], FlatArray] | None = None,
+        shares_weights: bool = False,
         is_second_copy: bool = False,
     ) -> None:
         self.layout, self.keeping, self.is_second_copy = layout, keeping, is_second_copy
@@ -274,7 +276,7 @@ class Bucket:
             self.master = self.weight_shard
         elif new_master is not None:
             self.master = new_master(owned_numel)
-        elif dtype == torch.float32 and self.weight_shard.tensor is not None:
+        elif dtype == torch.float32 and (self.weight_shard.place == "device" or shares_weights):
             self.master = self.weight_shard
         else:
             self.master = InMemory(torch.zeros(owned_numel, device=device), "device")

@@ -7,6 +7,11 @@
 same buffer: even units to A, odd units to B.  Neighbours never collide, and between two uses of a unit its buffer may hold
 any other unit of the same parity.
 
+[Note: results of one's own]  A unit's backward begins when the gradient of one of its results arrives, so a hook on the
+result gathers the unit.  A result that another unit has made, handed on or returned by an inner one, gets a node of its
+own first: a hook on the maker's node would fetch this unit's weights, and perhaps the next one's, just before the maker's
+run.
+
 [Note: what comes next]  Which unit follows is recorded as the model runs, keyed by the two visits before, and used from the
 second pass on.  A wrong guess costs one gather; all ranks make the same guesses, since they run the same code.  At the edge
 of a pipeline's chunk the schedule knows better and says so.
@@ -20,7 +25,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from megazero.comm.collectives import Pending, all_gather
 from megazero.parallel_state import Axis
@@ -200,29 +205,31 @@ class UnitGatherer:
         return hook
 
     def _after_forward(self, index: int) -> Any:
-        def before_backward(gradient: Tensor) -> None:
-            self._visit("backward", index)
-
-        def own(value: Any) -> Any:
-            """A result that is itself a view of the gather buffer must outlive it."""
-            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self._buffers:
-                return value.clone()
-            return value
-
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             self._hide(index)
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            is_view = any(leaf.untyped_storage().data_ptr() in self._buffers for leaf in leaves)
-            result = tree_map(own, output) if is_view else output
-            trained = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if not trained and torch.is_grad_enabled() and output is not None and not leaves:
-                raise TypeError(
-                    f"{type(module).__name__} returned a {type(output).__name__}, in which no tensor can be found, so "
-                    "ZeRO-3 cannot tell when its backward begins; return tensors in tuples, lists, dicts, or a class "
-                    "registered with torch.utils._pytree"
-                )
-            for leaf in trained:
-                leaf.register_hook(before_backward)
-            return result if is_view else None
+            return tree_map(partial(self._watch, index, module), output)
 
         return hook
+
+    def _watch(self, index: int, module: nn.Module, value: Any) -> Any:
+        """Have the unit's weights back when the gradient of this result arrives; see [Note: results of one's own]."""
+        if not isinstance(value, Tensor):
+            if torch.is_grad_enabled() and any(map(_trains, getattr(value, "__dict__", {}).values())):
+                raise TypeError(
+                    f"{type(module).__name__} returned a {type(value).__name__}, in which no tensor can be found, so ZeRO-3 "
+                    "cannot tell when its backward begins; return tensors in tuples, lists, dicts, or a class registered "
+                    "with torch.utils._pytree"
+                )
+            return value
+        if value.untyped_storage().data_ptr() in self._buffers:
+            value = value.clone()  # of the gather buffer, which the next unit will use
+        if value.requires_grad and torch.is_grad_enabled():
+            if value.grad_fn is None or value.grad_fn.metadata.setdefault(id(self), index) != index:
+                value = value.view_as(value)
+                value.grad_fn.metadata[id(self)] = index
+            value.register_hook(lambda _: self._visit("backward", index))
+        return value
+
+
+def _trains(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad

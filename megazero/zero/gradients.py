@@ -49,6 +49,7 @@ class _Rounds:
         self.missing = count  # slots that have not come in the current round
         self.launched_rounds = 0
         self.reductions = 0
+        self.holds_some = False
 
     def count(self, slot: int, expected: int) -> None:
         """Note a contribution."""
@@ -268,12 +269,17 @@ class GradientReducer:
             reduces_now = self._every_round and not rounds.bucket.keeps_gradients
             if not self.holds and (reduces_now or is_last):
                 self._reduce(rounds)
+            else:
+                rounds.holds_some = True  # on every rank, whichever parameters it has used
 
     def finish(self) -> None:
         """Make `bucket.gradient` of every bucket the whole step's, including parameters that never came."""
-        for order in self._order.values():
+        for chunk, order in self._order.items():
             for rounds in order:
-                if rounds.reductions == 0 or not all(rounds.untouched):
+                rounds.close(self.last_round)
+            self._launch(chunk)
+            for rounds in order:
+                if rounds.reductions == 0 or rounds.holds_some:
                     self._reduce(rounds)
         self._drain(0)
         self._landings.finish(self._device)
@@ -294,6 +300,7 @@ class GradientReducer:
         rounds.untouched = [True] * len(rounds.untouched)
         first = rounds.reductions == 0
         rounds.reductions += 1
+        rounds.holds_some = False
         self._drain(_REDUCTIONS_IN_FLIGHT - 1)
         self._in_flight.append(self._start(rounds, full, first))
 

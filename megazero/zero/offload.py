@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from megazero.comm.collectives import gather_objects
+from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import BucketLayout, Keeping
 from megazero.zero.storage import (
     FileStore,
     FlatArray,
+    StorageError,
     choose_place,
     free_memory_bytes,
     in_host_memory,
@@ -30,7 +32,34 @@ from megazero.zero.storage import (
 )
 
 _MASTER_BYTES = 4
-FILE_PART_ELEMENTS = 1 << 24  # how many elements of a file are stepped at a time
+FILE_PART_ELEMENTS = 1 << 22  # how many elements of a file are stepped at a time
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """What leaves the device; known before the buckets are.
+
+    Args:
+        config: no key of it is "auto".
+        moments: arrays of optimizer state per element.
+        rank: this rank, for the file's name.
+        world: the ranks that must all succeed.
+    """
+
+    config: OffloadConfig = field(default_factory=OffloadConfig)
+    moments: int = 0
+    rank: int = 0
+    world: Axis = field(default_factory=lambda: Axis("world"))
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether stage 3's shards lie elsewhere, so that even one rank gathers unit by unit."""
+        return self.config.parameters != "none"
+
+    def place(self, layouts: Sequence[BucketLayout], keeping: Keeping) -> Offload:
+        """Find room for the buckets.  Raises: StorageError, on every rank, where one has none."""
+        make = partial(Offload, layouts, keeping, self.config, self.moments, self.rank)
+        return agree(make, self.world, StorageError)
 
 
 class Offload:
@@ -72,11 +101,6 @@ class Offload:
             size = sum(self._file_bytes(layout, keeping, moments) for layout in layouts)
             self.store = FileStore(Path(config.nvme_path or "."), rank, size)
 
-    @property
-    def moves_weights(self) -> bool:
-        """Whether stage 3's shards lie elsewhere, so that even one rank gathers unit by unit."""
-        return self._weights_at != "none"
-
     def _file_bytes(self, layout: BucketLayout, keeping: Keeping, moments: int) -> int:
         sharded = keeping.zero_stage >= 1 and layout.shards > 1
         owned = layout.shard_numel if sharded else layout.padded_numel
@@ -92,11 +116,12 @@ class Offload:
     def master(self, layout: BucketLayout) -> Callable[[int], FlatArray] | None:
         """Makes the bucket's array of master weights; None keeps them on the device."""
         place = self._masters.get(layout.name)
-        if place is None:
-            return None
-        if place == self._weights_at == "cpu" and self._dtype == torch.float32 and not layout.resident:
-            return None  # the weights lie there already
-        return partial(self._new, place, torch.float32)
+        return None if place is None or self.shares_weights(layout) else partial(self._new, place, torch.float32)
+
+    def shares_weights(self, layout: BucketLayout) -> bool:
+        """Whether a gathered bucket's fp32 weight shard lies where its master weights would, and so is both."""
+        same_place = self._masters.get(layout.name) == self._weights_at == "cpu"
+        return same_place and self._dtype == torch.float32 and not layout.resident
 
     def weights(self) -> Callable[[int], FlatArray] | None:
         """Makes the array of a gathered bucket's weight shard; None keeps it on the device."""
@@ -152,7 +177,7 @@ def without_auto(
         "optimizer": owned * (4 * moments + masters) + (4 * owned if stage >= 2 else 0),
         "parameters": owned * width if stage == 3 else 0,
     }
-    left = elements * width - movable["parameters"] + gradients - (4 * owned if stage >= 2 else 0)
+    left = (0 if stage == 3 else elements * width) + gradients - (4 * owned if stage >= 2 else 0)
     needed = left + sum(size for key, size in movable.items() if getattr(config, key) in ("none", "auto"))
     host = free(torch.device("cpu")) // neighbours
     disk = shutil.disk_usage(config.nvme_path).free // neighbours if config.nvme_path else None
@@ -162,7 +187,7 @@ def without_auto(
             continue
         # what can still follow counts as movable too: only if everything that may move were not enough is there an error
         later = sum(movable[other] for other in movable if other > key and getattr(config, other) == "auto")
-        answers = gather_objects(_choose(needed, size + later, free(keeping.device), host, disk), world)
+        answers = gather_objects(_choose(needed, size, later, free(keeping.device), host, disk), world)
         refusals = [text for text in answers if text not in _ORDER]
         if refusals:
             raise ValueError("zero.offload auto: " + "\n".join(dict.fromkeys(refusals)))
@@ -176,8 +201,11 @@ def without_auto(
 _ORDER = ("none", "cpu", "nvme")
 
 
-def _choose(needed: int, movable: int, free_device: int, free_host: int, free_disk: int | None) -> str:
-    try:
-        return choose_place(needed, movable, free_device, free_host, free_disk)
-    except ValueError as error:
-        return str(error)
+def _choose(needed: int, size: int, later: int, free_device: int, free_host: int, free_disk: int | None) -> str:
+    failure = ""
+    for movable in (size, size + later):  # this kind alone, or only together with what follows
+        try:
+            return choose_place(needed, movable, free_device, free_host, free_disk)
+        except ValueError as error:
+            failure = str(error)
+    return failure

@@ -190,6 +190,7 @@ class ShardedOptimizer:
             mine = values[piece.start - run.start : piece.stop - run.start]
             if part.bucket.master.place == "file":
                 self._window.array(part, name).write(piece.start - part.run.start, mine)
+                self.torch_optimizer.state[part.parameter].setdefault(name, torch.empty(0))  # it exists from now on
                 continue
             if name not in self.torch_optimizer.state[part.parameter]:
                 self._start_state(part)
@@ -237,7 +238,7 @@ class ShardedOptimizer:
                     state[name] = torch.tensor(value) if name == "step" else value
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the element-wise state, by place: "optimizer", "optimizer on host", "optimizer on file"."""
+        """Bytes of the element-wise state, by place, and of the buffers through which a file is stepped."""
         sizes = {"optimizer": 0}
         for part in self._parts:
             place = part.bucket.master.place
@@ -248,6 +249,8 @@ class ShardedOptimizer:
                 state = self.torch_optimizer.state.get(part.parameter, {})
                 nbytes = sum(state[name].nbytes for name in self._states if name in state)
             sizes[key] = sizes.get(key, 0) + nbytes
+        if self._window.nbytes:
+            sizes["optimizer_buffers on host"] = self._window.nbytes
         return sizes
 
 
@@ -287,6 +290,11 @@ class _Window:
         largest = max((part.numel for part in self._parts), default=0)
         count = min(3, len(self._parts))
         self._sets = [{name: torch.zeros(largest) for name in ("master", *states)} for _ in range(count)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
 
     def array(self, part: _Part, name: str) -> FlatArray:
         """Where one state of a part lies."""

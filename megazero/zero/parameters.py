@@ -14,7 +14,7 @@ A parameter that several units use, or that is in use while others run, has a bu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -27,7 +27,7 @@ from megazero.zero.bucket import Bucket, BucketLayout, Keeping, ParamInfo, inter
 from megazero.zero.deferred import DeferredParameter
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.gradients import tie_of
-from megazero.zero.offload import Offload
+from megazero.zero.offload import OffloadPlan
 from megazero.zero.units import Described, Unit
 
 GatherPolicy: TypeAlias = Literal["action", "chunk", "step"]
@@ -45,7 +45,7 @@ class ShardedParameters:
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         gather_policy: how long ZeRO-3 keeps a gathered unit.
         resident_elements: ZeRO-3 keeps parameters of at most so many elements whole.
-        offload: decides, given the layouts, where each bucket's state lies.
+        offload: what leaves the device; nothing when None.
     """
 
     def __init__(
@@ -58,18 +58,14 @@ class ShardedParameters:
         ties: Mapping[str, Axis],
         gather_policy: GatherPolicy = "action",
         resident_elements: int = 0,
-        offload: Callable[[Sequence[BucketLayout]], Offload] = lambda _: Offload(),
+        offload: OffloadPlan | None = None,
     ) -> None:
-        self.keeping = keeping
+        self.keeping, offload = keeping, offload or OffloadPlan()
         wants_units = keeping.zero_stage == 3
         infos, alone = _assign(units, described, resident_elements if wants_units else 0)
-        by_unit = wants_units and keeping.shard.size > 1
+        by_unit = wants_units and (keeping.shard.size > 1 or offload.moves_weights)
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=keeping.shard.size)
-        self.offload = offload(layouts)
-        if wants_units and not by_unit and self.offload.moves_weights:
-            by_unit = True
-            layouts = plan_buckets(infos, by_unit=True, bucket_elements=bucket_bytes // 4, shards=keeping.shard.size)
-            self.offload = offload(layouts)
+        self.offload = offload.place(layouts, keeping)
         chunk_of = [unit.chunk for unit in units]
         starts = [chunk_of.index(chunk) for chunk in chunk_of]  # the first unit of each unit's chunk
         keys = {
@@ -88,6 +84,7 @@ class ShardedParameters:
                     None if buffer is None else buffer[: layout.padded_numel],
                     self.offload.master(layout),
                     self.offload.weights() if buffer is not None else None,
+                    buffer is not None and self.offload.shares_weights(layout),
                     layout.tied and self._is_second(layout, ties),
                 )
             )
@@ -145,7 +142,9 @@ class ShardedParameters:
         Raises:
             ValueError: a parameter has no values.
         """
-        for bucket in self.buckets:
+        shared: dict[str, Tensor] = {}
+        # Holders of tied parameters meet them in different orders of their own; names are one order for all.
+        for bucket in sorted(self.buckets, key=lambda bucket: tie_of(bucket) if bucket.layout.tied else ""):
             layout = bucket.layout
             flat = torch.zeros(layout.padded_numel, device=self.keeping.device)
             for slot in layout.slots:
@@ -156,8 +155,12 @@ class ShardedParameters:
             for whole, run in layout.runs(lambda info: info.spec.split is None):
                 if whole:
                     broadcast(flat[run.start : run.stop], tp).wait()
-            if layout.tied and tie_of(bucket) in ties:
-                broadcast(flat, ties[tie_of(bucket)]).wait()
+            if layout.tied and tie_of(bucket) in shared:
+                flat = shared[tie_of(bucket)]  # another copy on this rank
+            elif layout.tied:
+                shared[tie_of(bucket)] = flat
+                if tie_of(bucket) in ties:
+                    broadcast(flat, ties[tie_of(bucket)]).wait()
             self.overwrite(bucket, flat)
         self.publish()
 

@@ -18,14 +18,13 @@ from megazero.comm.collectives import agree
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradients
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.bucket import BucketLayout, Keeping
+from megazero.zero.bucket import Keeping
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
-from megazero.zero.offload import Offload, without_auto
+from megazero.zero.offload import OffloadPlan, without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.state import ShardedState
-from megazero.zero.storage import StorageError
 from megazero.zero.units import Described, Unit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,10 +74,6 @@ class ShardedModel:
         elements = sum(one.parameter.numel() for one in described)
         moments = len(recipe.states)
         where = without_auto(zero.offload, self.keeping, elements, moments, state.world, state.neighbours)
-
-        def offload(layouts: Sequence[BucketLayout]) -> Offload:
-            return agree(lambda: Offload(layouts, self.keeping, where, moments, state.rank), state.world, StorageError)
-
         self.offload = where
         self.parameters = ShardedParameters(
             units,
@@ -88,7 +83,7 @@ class ShardedModel:
             ties=ties,
             gather_policy=zero.gather_policy,
             resident_elements=zero.resident_elements,
-            offload=offload,
+            offload=OffloadPlan(where, moments, state.rank, state.world),
         )
         self.reducer = GradientReducer(
             self.parameters.buckets,

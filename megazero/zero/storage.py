@@ -504,8 +504,10 @@ class FileStore:
             worker.join()
         os.ftruncate(self.descriptor, 0)  # a forked process, of a data loader say, may hold the file open
         os.close(self.descriptor)
+        if any(array.is_failure_told for array in self._arrays):
+            return  # one disk, one error
         for array in self._arrays:
-            if array.failure is not None and not array.is_failure_told:
+            if array.failure is not None:
                 raise StorageError(array.failure)
 
     def __enter__(self) -> Self:

@@ -21,6 +21,19 @@ _METADATA = {
     "numel", "nelement", "size", "dim", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device",
     "__len__", "has_names",
 }  # fmt: skip
+_VIEWS = {
+    "view",
+    "view_as",
+    "reshape",
+    "flatten",
+    "__getitem__",
+    "select",
+    "narrow",
+    "t",
+    "transpose",
+    "squeeze",
+    "unsqueeze",
+}
 _VALUES = {
     "data",
     "T",
@@ -61,37 +74,79 @@ class UngatheredParameter(nn.Parameter):
             parameter: what it stands for.
             gather: makes a whole copy; a collective call of all ranks that share the weights.
         """
-        empty = torch.empty(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        empty = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         made: UngatheredParameter = torch.Tensor._make_subclass(UngatheredParameter, empty, parameter.requires_grad)
         made.label, made.stands_for, made.whole_copy, made.warned = name, parameter, gather, False
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own with the whole values."""
+        copied = memo[id(self)] = nn.Parameter(self.whole_copy(), requires_grad=self.requires_grad)
+        return copied
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if (name == "__get__" and func.__self__.__name__ not in _VALUES) or name in _METADATA:
-                return func(*args, **(kwargs or {}))
-            target = args[0] if args else None
-            if isinstance(target, UngatheredParameter):
-                if name == "__repr__":
-                    return f"UngatheredParameter({target.label}, {list(target.shape)}, {target.dtype})"
-                if _changes(name):
-                    raise RuntimeError(
-                        f"{name} on {target.label}, whose weights are spread over the ranks (ZeRO stage 3): the change "
-                        "would be lost; make it inside `with megazero.zero.gathered_parameters(engine, ...)`"
-                    )
-            elif isinstance(target, Tensor) and name == "__set__":
+            field = func.__self__.__name__ if name == "__get__" else None
+            if name in _METADATA or (field is not None and field not in _VALUES):
+                return func(*args, **kwargs)
+            if name == "__repr__":
+                return f"UngatheredParameter({args[0].label}, {list(args[0].shape)}, {args[0].dtype})"
+            for leaf in _pytree.tree_leaves((args[:1] if _changes(name) else (), kwargs.get("out"))):
+                if isinstance(leaf, cls):
+                    raise RuntimeError(_lost(name, leaf.label))
+            if name == "__set__" and not isinstance(args[0], cls):
                 raise RuntimeError("an ungathered parameter cannot be made another tensor's data; gather it first")
-            if name not in ("detach", "__get__") and torch.is_grad_enabled():
+            if name != "detach" and field is None and torch.is_grad_enabled():
                 for leaf in _pytree.tree_leaves((args, kwargs)):
                     _warn(leaf)
-            args, kwargs = _pytree.tree_map(_whole, (args, kwargs or {}))
-            return func(*args, **kwargs)
+            label = next(leaf.label for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+            result = func(*_pytree.tree_map(_whole, args), **_pytree.tree_map(_whole, kwargs))
+            return _ReadOnly.of(result, label) if field is not None or name in _VIEWS else result
+
+
+class _ReadOnly(Tensor):
+    """Part of a whole copy; writing to it would be lost, as `p.data.mul_(2)` is meant for the parameter."""
+
+    label: str
+
+    @staticmethod
+    def of(result: Any, label: str) -> Any:
+        """The same, refusing changes."""
+        if not isinstance(result, Tensor):
+            return result
+        made = result.as_subclass(_ReadOnly)
+        made.label = label
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for leaf in _pytree.tree_leaves((args[:1] if _changes(name) else (), kwargs.get("out"))):
+                if isinstance(leaf, cls) and name not in ("__set__", "register_hook"):
+                    raise RuntimeError(_lost(name, leaf.label))
+            result = func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, cls) and name in _VIEWS:
+            return cls.of(result, first.label)
+        return _pytree.tree_map(_plain, result)
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, _ReadOnly) else value
+
+
+def _lost(name: str, label: str) -> str:
+    return (
+        f"{name} on {label}, whose weights are spread over the ranks (ZeRO stage 3): the change would be lost; "
+        "make it inside `with megazero.zero.gathered_parameters(engine, ...)`"
+    )
 
 
 def _changes(name: str) -> bool:
-    inplace = name.endswith("_") and not name.endswith("__")
+    inplace = name.endswith("_") and not name.endswith("__")  # with _foreach_mul_ and its like
     operators = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
     return inplace or name in operators or name.startswith("register_")
 

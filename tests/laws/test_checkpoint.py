@@ -14,7 +14,7 @@ from plain_model import logits
 from safetensors.torch import load_file
 from worlds import GPT2, LLAMA, LR, engine_on, global_batch, initial_weights, micro_batches, plain_config, run_of
 
-from megazero.checkpoint.index import TrainerState
+from megazero.checkpoint.index import HF_CONFIG, TrainerState, to_json
 from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.config import ResolvedRun
@@ -36,17 +36,17 @@ SHAPES: dict[str, tuple[int, dict[str, Any], int]] = {
 def _save(engine: Engine, directory: Path, step: int) -> None:
     config = engine.config
     state = TrainerState(step, step * 8, 0, step, "data", config.model.model_dump(), {}, {}, {})
-    hugging_face = hugging_face_config(config.model, config.precision.dtype)
-    save_checkpoint(directory, engine.sharded_state, engine.state, state, hugging_face)
+    files = {HF_CONFIG: to_json(hugging_face_config(config.model, config.precision.dtype))}
+    save_checkpoint(directory, engine.sharded_model.sharded_state, engine.state, state, files)
 
 
 def _run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None) -> list[float]:
     """Load or draw, do some steps, save; the losses."""
     engine = engine_on(rank, run, draw=origin is None)
     if origin is not None:
-        state = load_checkpoint(origin, engine.sharded_state, engine.state)
+        state = load_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
         assert state.step == steps.start
-        engine.parameters.publish()
+        engine.sharded_model.loaded(None)
     losses = [engine.train_step(micro_batches(run, engine.state, step), LR).loss for step in steps]
     if save_to is not None:
         _save(engine, save_to, steps.stop)
@@ -152,8 +152,8 @@ def test_transformers_loads_a_step_directory_and_gives_our_logits(model: str, tm
 def _logits(rank: int, run: ResolvedRun, origin: Path) -> Any:
     """Our model's logits [batch, seq, vocab], computed over tp."""
     engine = engine_on(rank, run, draw=False)
-    load_checkpoint(origin, engine.sharded_state, engine.state)
-    engine.parameters.publish()
+    load_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
+    engine.sharded_model.loaded(None)
     batches = [replace(batch, labels=None) for batch in micro_batches(run, engine.state, 0)]
     with torch.no_grad():
         parts = [engine.chunks[0](None, batch) for batch in batches]

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from harness import run_world
-from worlds import LLAMA, LR, engine_on, micro_batches, run_of
+from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of, state_on
 
 from megazero.config import ResolvedRun
+from megazero.engine import Engine
+from megazero.models.gpt import MicroBatch
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}  # divides by tp, so that no row is padding
 
@@ -15,7 +26,7 @@ def _measure(rank: int, run: ResolvedRun) -> tuple[dict[str, int], int, int, int
     """Bytes after a step; parameters on this rank; padding elements; elements of the largest bucket."""
     engine = engine_on(rank, run)
     engine.train_step(micro_batches(run, engine.state, 0), LR)
-    layouts = [bucket.layout for bucket in engine.parameters.buckets]
+    layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]
     padding = sum(layout.padded_numel - layout.numel for layout in layouts)
     assert all(layout.padded_numel - layout.numel < 16 * max(1, run.dp) for layout in layouts)
     largest = max(layout.padded_numel for layout in layouts)
@@ -61,3 +72,159 @@ def test_a_stage_3_rank_never_makes_the_whole_model() -> None:
     run = run_of(4, model=UNTIED | {"num_layers": 8}, zero={"stage": 3})
     measured, parameters, *_ = run_world(4, _measure, run)[0]
     assert measured["parameters"] + measured["gather_buffers"] < 4 * parameters * 0.6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Half precision, offloading, groups that share the state
+
+
+def _measure_on(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]
+    owned = sum(bucket.owned.stop - bucket.owned.start for bucket in engine.sharded_model.parameters.buckets)
+    return {
+        "bytes": engine.memory_bytes(),
+        "stored": sum(layout.padded_numel for layout in layouts),
+        "padding": sum(layout.padded_numel - layout.numel for layout in layouts),
+        "largest": max(layout.padded_numel for layout in layouts),
+        "owned": owned,
+    }
+
+
+def _on_device(memory: dict[str, int]) -> int:
+    return sum(size for kind, size in memory.items() if " on " not in kind and "buffers" not in kind)
+
+
+@pytest.mark.parametrize("group", [0, 2], ids=["dp 4", "groups of 2"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_parameter_takes_2_4_and_12_bytes_and_each_stage_shards_more_of_them(dtype: str, group: int) -> None:
+    """2 for the weight, 4 for its fp32 gradient, 12 for master and moments; a group shares them among its own ranks."""
+    shards = group or 4
+    wanted = {0: 2 + 4 + 12, 1: 2 + 4 + 12 / shards, 2: 2 + (4 + 12) / shards, 3: (2 + 4 + 12) / shards}
+    stages = [stage for stage in wanted if stage or not group]
+    runs = [
+        run_of(4, model=UNTIED, zero={"stage": stage, "shard_group_size": group}, precision={"dtype": dtype})
+        for stage in stages
+    ]
+    for results in run_world(4, on_one_state, runs, _measure_on):
+        for stage, measured in zip(stages, results, strict=True):
+            # padding has no moments, and only the last shard has padding
+            slack = 8 * measured["padding"]
+            assert abs(_on_device(measured["bytes"]) - wanted[stage] * measured["stored"]) <= slack, stage
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_what_is_offloaded_leaves_the_device_and_is_told_where_it_is(dtype: str, tmp_path: Path) -> None:
+    """Master, moments and the gradient that steps them; at stage 3 the weights too.  At stages 0 and 1 the gradient that the
+    device keeps for the backward stays, and the host has its shard of it beside."""
+    cases = [(stage, place) for stage in range(4) for place in ("none", "cpu", "nvme")]
+    runs = []
+    for stage, place in cases:
+        offload = {"optimizer": place, "nvme_path": str(tmp_path)} | ({"parameters": place} if stage == 3 else {})
+        runs.append(run_of(4, model=UNTIED, zero={"stage": stage, "offload": offload}, precision={"dtype": dtype}))
+    for results in run_world(4, on_one_state, runs, _measure_on):
+        by_case = dict(zip(cases, results, strict=True))
+        for stage, place in cases:
+            if place == "none":
+                assert all(" on " not in kind for kind in by_case[stage, place]["bytes"])
+                continue
+            before, after = by_case[stage, "none"]["bytes"], by_case[stage, place]["bytes"]
+            owned = by_case[stage, place]["owned"]
+            where = {"cpu": "host", "nvme": "file"}[place]
+            weights = 2 * owned if stage == 3 else 0
+            assert before["parameters"] - after["parameters"] == 4 * owned + weights
+            assert after[f"parameters on {where}"] == 4 * owned + weights
+            assert after["optimizer"] == 0
+            assert after[f"optimizer on {where}"] == before["optimizer"]
+            assert before["gradients"] - after["gradients"] == (4 * owned if stage >= 2 else 0)
+            assert after["gradients on host"] == 4 * owned
+            kinds = ("parameters", "optimizer")
+            assert set(after) == set(before) | {"gradients on host"} | {f"{kind} on {where}" for kind in kinds}
+
+
+def test_half_the_ratio_offloads_half_the_optimizer_to_within_a_bucket() -> None:
+    ratios = (0.0, 0.25, 0.5, 1.0)
+    runs = [
+        run_of(
+            2,
+            model=UNTIED,
+            zero={"stage": 2, "offload": {"optimizer": "cpu", "ratio": ratio}},
+            precision={"dtype": "bf16"},
+        )
+        for ratio in ratios
+    ]
+    for results in run_world(2, on_one_state, runs, _measure_on):
+        every = results[0]["bytes"]["optimizer"]
+        for ratio, measured in zip(ratios, results, strict=True):
+            moved = measured["bytes"].get("optimizer on host", 0)
+            assert moved + measured["bytes"]["optimizer"] == every
+            assert ratio * every - 8 * measured["padding"] <= moved <= ratio * every + 8 * measured["largest"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# While a step runs
+
+
+STEPS_BEGIN = "steps begin"
+
+
+def _peaks(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, Any]]:
+    """For each run, most bytes that torch's allocator held at once during two steps, with all that was there before."""
+    state = state_on(rank, runs[0])
+    model = runs[0].config.model
+    tokens = torch.randint(0, model.vocab_size, (model.seq_len, 1), generator=torch.Generator().manual_seed(1))
+    results = []
+    for run in runs:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            engine = engine_on(rank, run, state=state)
+            with torch.profiler.record_function(STEPS_BEGIN):
+                pass
+            for _ in range(2):
+                engine.train_step([MicroBatch(torch.arange(1), tokens, tokens)] * 2, LR)
+        results.append(
+            {
+                "peak": _peak(profile),
+                "bytes": sum(engine.memory_bytes().values()),
+                "elements": sum(bucket.layout.padded_numel for bucket in engine.sharded_model.parameters.buckets),
+            }
+        )
+        del engine
+        gc.collect()  # what is freed while the next run is measured would count as its own
+    return results
+
+
+def _peak(profile: torch.profiler.profile) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    start = next(event["ts"] for event in events if event["name"] == STEPS_BEGIN)
+    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+    totals = itertools.accumulate(change for _, change in changes)
+    return max(total for (at, _), total in zip(changes, totals, strict=True) if at >= start)
+
+
+def test_while_a_step_runs_each_parameter_takes_what_the_formula_says_and_no_more() -> None:
+    """bf16 over 2 ranks, really allocated bytes: 18, 12, 10 and 9 for each parameter that a deeper model has more.  Above
+    state and working buffers, as `memory_bytes` tells them, there is at most a layer of fp32 (gradients on their way from
+    autograd to a bucket) and what the layers save of two tokens for the backward."""
+    shallow, deep = 3, 7
+    layer, saved = 9 * 128 * 128, 2 * 4096  # parameters of a layer; bytes that it saves
+    wanted = {0: 2 + 4 + 12, 1: 2 + 4 + 12 / 2, 2: 2 + (4 + 12) / 2, 3: (2 + 4 + 12) / 2}
+    runs = [
+        run_of(
+            2,
+            model=UNTIED | {"hidden_size": 128, "ffn_hidden_size": 256, "num_layers": depth, "seq_len": 2},
+            zero={"stage": stage, "bucket_bytes": 2**17},
+            precision={"dtype": "bf16"},
+        )
+        for stage in wanted
+        for depth in (shallow, deep)
+    ]
+    for results in run_world(2, _peaks, runs):
+        for stage, few, many in zip(wanted, results[::2], results[1::2], strict=True):
+            more = many["elements"] - few["elements"]
+            assert more >= (deep - shallow) * layer
+            assert (many["peak"] - few["peak"]) / more == pytest.approx(wanted[stage], rel=0.015), stage
+            for depth, measured in ((shallow, few), (deep, many)):
+                assert 0 <= measured["peak"] - measured["bytes"] <= 4 * layer + depth * saved, stage

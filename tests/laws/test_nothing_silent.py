@@ -32,7 +32,7 @@ def _state(run: ResolvedRun, step: int) -> TrainerState:
 def _save(rank: int, run: ResolvedRun, directory: Path, step: int) -> str:
     engine = engine_on(rank, run)
     try:
-        save_checkpoint(directory, engine.sharded_state, engine.state, _state(run, step), {})
+        save_checkpoint(directory, engine.sharded_model.sharded_state, engine.state, _state(run, step), {})
     except CheckpointError as error:
         return str(error)
     return ""
@@ -41,13 +41,15 @@ def _save(rank: int, run: ResolvedRun, directory: Path, step: int) -> str:
 def _load(rank: int, run: ResolvedRun, directory: Path) -> tuple[str, bool]:
     """The error, and whether this rank's state is as it was before."""
     engine = engine_on(rank, run)
-    before = [bucket.master.clone() for bucket in engine.parameters.buckets]
+    before = [bucket.master.read(0, bucket.master.numel).clone() for bucket in engine.sharded_model.parameters.buckets]
     error = ""
     try:
-        load_checkpoint(directory, engine.sharded_state, engine.state)
+        load_checkpoint(directory, engine.sharded_model.sharded_state, engine.state)
     except CheckpointError as found:
         error = str(found)
-    same = all(torch.equal(a, b.master) for a, b in zip(before, engine.parameters.buckets, strict=True))
+    same = all(
+        torch.equal(a, b.master.tensor) for a, b in zip(before, engine.sharded_model.parameters.buckets, strict=True)
+    )
     return error, same
 
 
@@ -160,16 +162,16 @@ def test_a_failing_disk_is_reported_on_every_rank_and_keeps_older_checkpoints(sa
 
 def _poisoned(rank: int, run: ResolvedRun, poisoned_rank: int) -> tuple[str, bool]:
     engine = engine_on(rank, run)
-    before = [bucket.master.clone() for bucket in engine.parameters.buckets]
+    before = [bucket.master.read(0, bucket.master.numel).clone() for bucket in engine.sharded_model.parameters.buckets]
     if rank == poisoned_rank:  # one element of one rank's shard
-        engine.parameters.buckets[0].weights[0] = float("nan")
-        before[0] = engine.parameters.buckets[0].master.clone()
+        engine.sharded_model.parameters.buckets[0].weights[0] = float("nan")
+        before[0] = engine.sharded_model.parameters.buckets[0].master.tensor.clone()
     error = ""
     try:
         engine.train_step(micro_batches(run, engine.state, 0), LR)
     except NonFiniteError as found:
         error = str(found)
-    now = [bucket.master for bucket in engine.parameters.buckets]
+    now = [bucket.master.tensor for bucket in engine.sharded_model.parameters.buckets]
     return error, all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, now, strict=True))
 
 

@@ -43,7 +43,7 @@ def _watched(rank: int, run: ResolvedRun, repeat: int = 1) -> dict[str, Any]:
     engine.state.traffic.add = add
     engine.watch = watch
     engine.train_step(micro_batches(run, engine.state, 1) * repeat, LR)
-    layouts = [bucket.layout for bucket in engine.parameters.buckets]
+    layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]
     return {
         "events": events,
         "peak": peak,

@@ -5,13 +5,15 @@ Volumes are per rank over a ring of n: a pass over Ψ elements sends Ψ (n - 1) 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import run_world
-from worlds import LLAMA, LR, engine_on, micro_batches, run_of
+from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of
 
 from megazero.config import ResolvedRun
+from megazero.engine import Engine
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
 TOKEN_COUNT_BYTES = 8
@@ -23,7 +25,7 @@ def _traffic_of_second_step(rank: int, run: ResolvedRun) -> dict[str, Any]:
     engine.state.traffic.reset()
     engine.train_step(micro_batches(run, engine.state, 1), LR)
     traffic = engine.state.traffic
-    layouts = [bucket.layout for bucket in engine.parameters.buckets]
+    layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]
     return {
         "sent": dict(traffic.sent_bytes),
         "calls": dict(traffic.calls),
@@ -125,3 +127,111 @@ def test_one_rank_makes_no_call() -> None:
         assert (
             run_world(1, _traffic_of_second_step, run_of(1, model=UNTIED, zero={"stage": zero_stage}))[0]["sent"] == {}
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Half precision, groups that share the state, how often stages gather and reduce, offloading
+
+
+def _second_step(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
+    """As above, on an engine that is there; bytes by (axis, operation) without the count of tokens."""
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    traffic, state = engine.state.traffic, engine.state
+    traffic.reset()
+    engine.train_step(micro_batches(run, state, 1), LR)
+    sent = dict(traffic.sent_bytes)
+    sent["dp", "all_reduce"] = sent.get(("dp", "all_reduce"), 0) - 2 * TOKEN_COUNT_BYTES * (run.dp - 1) // run.dp
+    sent.pop(("world", "all_reduce"))  # the one of norm, loss and tokens
+    layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]
+    return {
+        "sent": {key: value for key, value in sent.items() if value},
+        "elements": sum(layout.padded_numel for layout in layouts),
+        "units": [layout.padded_numel for layout in layouts],
+    }
+
+
+def _runs(world: int, cases: list[dict[str, Any]], **sections: Any) -> list[ResolvedRun]:
+    return [run_of(world, model=UNTIED, zero=zero, **sections) for zero in cases]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_group_gathers_and_scatters_within_itself_and_sums_its_shard_over_the_groups(accumulation: int) -> None:
+    """Over the 2 ranks of a group what ZeRO sends over 2 ranks, and 2Ψ/2 (1/2) to sum the shard over 2 groups, once a step:
+    hybrid sharding (Zhao et al. 2023, section 3.2.2)."""
+    cases = [{"stage": stage, "shard_group_size": 2} for stage in (1, 2, 3)]
+    runs = _runs(4, cases, training={"accumulation": accumulation})
+    for results in run_world(4, on_one_state, runs, _second_step):
+        for case, measured in zip(cases, results, strict=True):
+            psi = _ring(measured["elements"], 2)
+            sent = dict(measured["sent"])
+            assert sent.pop(("replica", "all_reduce")) == 2 * (4 * measured["elements"] // 2) // 2
+            assert sent.pop(("shard", "reduce_scatter")) == psi * (1 if case["stage"] == 1 else accumulation)
+            gathered = sent.pop(("shard", "all_gather"))
+            if case["stage"] < 3:
+                assert gathered == psi
+            else:
+                assert psi <= gathered <= 2 * psi * accumulation
+            assert sent == {}
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_gradients_that_travel_in_bf16_are_half_the_bytes_and_weights_are_gathered_in_their_own(
+    zero_stage: int,
+) -> None:
+    wide, half = (
+        run_of(
+            4,
+            model=UNTIED,
+            zero={"stage": zero_stage},
+            precision={"dtype": "bf16", "reduce_dtype": dtype},
+            training={"accumulation": 2},
+        )
+        for dtype in ("fp32", "bf16")
+    )
+    for first, second in run_world(4, on_one_state, [wide, half], _second_step):
+        assert set(first["sent"]) == set(second["sent"])
+        reduction = ("dp", "all_reduce") if zero_stage == 0 else ("dp", "reduce_scatter")
+        psi, rounds = _ring(first["elements"], 4), 2 if zero_stage >= 2 else 1
+        assert first["sent"].pop(reduction) == (2 * psi if zero_stage == 0 else psi * rounds)
+        assert second["sent"].pop(reduction) == (2 * psi if zero_stage == 0 else psi * rounds) // 2
+        assert first["sent"] == second["sent"]
+        if zero_stage in (1, 2):
+            assert first["sent"] == {("dp", "all_gather"): psi // 2}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_stage_2_that_reduces_once_per_step_sends_2_psi_whatever_the_accumulation(accumulation: int) -> None:
+    runs = _runs(2, [{"stage": 2, "reduce": "step"}], training={"accumulation": accumulation})
+    for (measured,) in run_world(2, on_one_state, runs, _second_step):
+        psi = _ring(measured["elements"], 2)
+        assert measured["sent"] == {("dp", "reduce_scatter"): psi, ("dp", "all_gather"): psi}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_units_that_stay_gathered_are_gathered_once(accumulation: int) -> None:
+    """Stage 3 with one chunk per rank: under "chunk" and "step" Ψ to gather for any number of passes; under "action" each
+    pass gathers all but the two units that the pass before left in the buffers."""
+    cases = [{"stage": 3, "gather_policy": policy} for policy in ("action", "chunk", "step")]
+    runs = _runs(2, cases, training={"accumulation": accumulation})
+    for action, chunk, step in run_world(2, on_one_state, runs, _second_step):
+        psi, passes = _ring(action["elements"], 2), 2 * accumulation
+        assert chunk["sent"]["dp", "all_gather"] == step["sent"]["dp", "all_gather"] == psi
+        units = action["units"]
+        kept = [units[-1] + units[-2] if index % 2 else units[0] + units[1] for index in range(1, passes)]
+        assert action["sent"]["dp", "all_gather"] == passes * psi - _ring(sum(kept), 2)
+        for measured in (action, chunk, step):
+            assert measured["sent"]["dp", "reduce_scatter"] == psi * accumulation
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_offloading_sends_the_same_bytes(dtype: str, tmp_path: Path) -> None:
+    """What lies on the host or in a file is read by its owner; between ranks it travels as ever."""
+    for stage in (1, 3):
+        cases = []
+        for place in ("none", "cpu", "nvme"):
+            offload = {"optimizer": place, "nvme_path": str(tmp_path)} | ({"parameters": place} if stage == 3 else {})
+            cases.append({"stage": stage, "offload": offload})
+        runs = _runs(2, cases, precision={"dtype": dtype}, training={"accumulation": 2})
+        for kept, in_memory, in_files in run_world(2, on_one_state, runs, _second_step):
+            assert kept["sent"]
+            assert kept["sent"] == in_memory["sent"] == in_files["sent"]

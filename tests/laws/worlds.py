@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,17 +102,30 @@ def state_on(rank: int, run: ResolvedRun) -> ParallelState:
     """One rank's place; a process makes it once."""
     parallel = run.config.parallel
     grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
-    return ParallelState(grid, rank, timeout_seconds=60)
+    return ParallelState(grid, rank, timeout_seconds=60, shard_group_size=run.config.zero.shard_group_size)
 
 
-def engine_on(rank: int, run: ResolvedRun, *, draw: bool = True) -> Engine:
-    """One rank's engine."""
-    return initialize(run.config, state_on(rank, run), draw=draw)
+def engine_on(rank: int, run: ResolvedRun, *, draw: bool = True, state: ParallelState | None = None) -> Engine:
+    """One rank's engine; `state` is that of an earlier engine of the same shape, if there was one."""
+    return initialize(run.config, state or state_on(rank, run), draw=draw)
+
+
+def on_one_state(rank: int, runs: Sequence[ResolvedRun], body: Callable[..., Any], *args: Any) -> list[Any]:
+    """`body(engine, run, *args)` for several runs of one shape, in one world."""
+    state = state_on(rank, runs[0])
+    results = []
+    for run in runs:
+        engine = engine_on(rank, run, state=state)
+        results.append(body(engine, run, *args))
+        engine.sharded_model.close()
+    return results
 
 
 def whole(engine: Engine, kind: str) -> dict[str, Tensor] | None:
     """Every logical tensor of a kind, on rank 0; None elsewhere."""
-    mine = {name: tensor.clone() for name, tensor in gather_logical(engine.sharded_state, kind, engine.state)}
+    mine = {
+        name: tensor.clone() for name, tensor in gather_logical(engine.sharded_model.sharded_state, kind, engine.state)
+    }
     everyone = gather_objects(mine, engine.state.world)
     return _merged(everyone) if engine.state.rank == 0 else None
 
@@ -140,7 +153,11 @@ def shapes_of(world: int) -> Iterator[dict[str, int]]:
 
 def train(rank: int, run: ResolvedRun, evaluates: bool = False) -> dict[str, Any] | None:
     """Some steps, if asked with an evaluation in between; rank 0 returns what they gave."""
-    engine = engine_on(rank, run)
+    return train_on(engine_on(rank, run), run, evaluates)
+
+
+def train_on(engine: Engine, run: ResolvedRun, evaluates: bool = False) -> dict[str, Any] | None:
+    """As `train`, on an engine that is there."""
     out: dict[str, Any] = {"initial": whole(engine, "model"), "loss": [], "norm": []}
     for step in range(STEPS):
         statistics = engine.compute_gradients(micro_batches(run, engine.state, step))
@@ -151,8 +168,8 @@ def train(rank: int, run: ResolvedRun, evaluates: bool = False) -> dict[str, Any
         engine.update(LR)
         if evaluates and step == 0:
             engine.evaluate(micro_batches(run, engine.state, 50))
-    out["weights"] = whole(engine, "model")
-    return out if rank == 0 else None
+    out["weights"], out["masters"] = whole(engine, "model"), whole(engine, "master")
+    return out if engine.state.rank == 0 else None
 
 
 def train_plainly(run: ResolvedRun) -> dict[str, Any]:

@@ -1,0 +1,1235 @@
+"""The contract of `megazero.initialize`, each part against plain torch on one process.
+
+Every rank computes the plain run too, on the whole batch, and compares: nothing is expected from our own code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import RankFailedError, run_world
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
+
+import megazero
+from megazero.checkpoint.index import CheckpointError
+from megazero.engine.gpt import NonFiniteError
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazero.layers.spec import Section
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from megazero.zero.gathered import gathered_parameters
+
+WIDTH, HIDDEN, OUT, BATCH = 6, 10, 3, 8
+STAGES = (0, 1, 2, 3)
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+Make = Callable[[], nn.Module]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the tests share
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worlds here are of gloo ranks; one rank alone computes where they do."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+class Net(nn.Module):
+    """Two layers; the second stands in a container, so that stage 3 has several units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, HIDDEN)
+        self.rest = nn.Sequential(nn.Tanh(), nn.Linear(HIDDEN, OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.first(x))
+
+
+class Loss(nn.Module):
+    """A model that returns its loss, as `train_batch` takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.net(x), y)
+
+
+def settings(stage: int = 0, dtype: str = "fp32", accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    """A configuration of SGD without clipping, whose stage 3 keeps nothing whole."""
+    config: dict[str, Any] = {
+        "train_batch_size": BATCH * accumulation,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {"stage": stage},
+    }
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    return config | more
+
+
+def seeded(make: Make, seed: int = 5) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def bring(make: Make, config: dict[str, Any], **arguments: Any) -> Any:
+    """An engine around a model that starts equal to `seeded(make)` on every rank, though the others build another."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return megazero.initialize(model=seeded(make, 5 + 100 * rank), config=config, **arguments)[0]
+
+
+def batch(index: int) -> tuple[Tensor, Tensor]:
+    """The global micro-batch of this number."""
+    draw = torch.Generator().manual_seed(index)
+    return torch.randn(BATCH, WIDTH, generator=draw), torch.randn(BATCH, OUT, generator=draw)
+
+
+def part(engine: Any, *tensors: Tensor) -> list[Tensor]:
+    dp = engine.parallel_state.dp
+    return [tensor.chunk(dp.size)[dp.index] for tensor in tensors]
+
+
+def train(engine: Any, steps: Sequence[int]) -> None:
+    """Steps with the contract's three calls."""
+    for step in steps:
+        for index in range(engine.gradient_accumulation_steps()):
+            x, y = part(engine, *batch(step * engine.gradient_accumulation_steps() + index))
+            engine.backward(F.mse_loss(engine(x).float(), y))
+            engine.step()
+
+
+def train_plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Sequence[int],
+    *,
+    accumulation: int = 1,
+    scheduler: Any = None,
+    max_norm: float = 0.0,
+) -> list[float]:
+    """The same steps in plain torch; their gradient norms."""
+    norms = []
+    for step in steps:
+        optimizer.zero_grad()
+        for index in range(accumulation):
+            x, y = batch(step * accumulation + index)
+            (F.mse_loss(model(x), y) / accumulation).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or 1e9)))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    return norms
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    with gathered_parameters(engine) as whole:
+        return {name: value.clone() for name, value in whole.items()}
+
+
+def assert_equal(engine: Any, plain: nn.Module | dict[str, Tensor], note: object = "", **tolerance: float) -> None:
+    """The engine's weights are those of a plain model."""
+    expected = dict(plain.named_parameters()) if isinstance(plain, nn.Module) else plain
+    got = weights(engine)
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(
+            value, expected[name].detach(), **(tolerance or CLOSE), msg=lambda text, at=(note, name): f"{at}: {text}"
+        )
+
+
+EXACT = {"rtol": 0.0, "atol": 0.0}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def refuses(error: type[BaseException], text: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers and schedules
+
+
+def _every_way_to_give_an_optimizer(rank: int) -> None:
+    plain = seeded(Net)
+    optimizer = sgd(plain.parameters())
+    schedule = lr_scheduler.StepLR(optimizer, 2, 0.5)
+    norms = train_plain(plain, optimizer, range(4), accumulation=2, scheduler=schedule, max_norm=0.3)
+    assert max(norms) > 0.3  # clipping clips
+    by_config = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    for stage in STAGES:
+        for way in ("object", "callable", "config"):
+            model = seeded(Net, 5 + rank)
+            config = settings(stage, accumulation=2, gradient_clipping=0.3, optimizer=by_config)
+            own = sgd(model.parameters()) if way == "object" else None
+            given = {"object": own, "callable": sgd, "config": None}[way]
+            scheduled = lr_scheduler.StepLR(own, 2, 0.5) if own else lambda it: lr_scheduler.StepLR(it, 2, 0.5)
+            engine, made, loader, _ = megazero.initialize(
+                model=model, optimizer=given, lr_scheduler=scheduled, config=config
+            )
+            assert loader is None
+            assert made is engine.optimizer
+            for step, norm in enumerate(norms):
+                train(engine, [step])
+                assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4), (stage, way)
+            assert engine.get_lr() == [0.1 * 0.5**2]
+            assert engine.get_mom() == [0.9]
+            assert_equal(engine, plain, (stage, way))
+            if own is not None:
+                assert made.param_groups[0] is own.param_groups[0]
+            assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (4, 8, 4 * 2 * BATCH)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_may_be_an_object_a_callable_or_an_entry_of_the_configuration(world: int) -> None:
+    run_world(world, _every_way_to_give_an_optimizer)
+
+
+def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    return [{"params": decayed, "lr": 0.05, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+
+
+def _groups_stay_apart(rank: int, world: int, folder: Path, ways: Sequence[str], loads: bool) -> None:
+    plain = seeded(Net)
+    optimizer = torch.optim.AdamW(_two_groups(plain), lr=0.02)
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
+    train_plain(plain, optimizer, range(2), scheduler=schedule)
+    at_two = copy.deepcopy(dict(plain.named_parameters()))
+    train_plain(plain, optimizer, range(2, 4), scheduler=schedule)
+    for stage in STAGES:
+        for way in ways:
+            model = seeded(Net)
+            config = settings(stage, optimizer={"type": "AdamW", "params": {"lr": 0.02}})
+            own = torch.optim.AdamW(_two_groups(model), lr=0.02) if way == "object" else None
+            engine, _, _, _ = megazero.initialize(
+                model=model,
+                optimizer=own,
+                model_parameters=None if own else _two_groups(model),
+                lr_scheduler=lambda it: lr_scheduler.ExponentialLR(it, 0.9),
+                config=config,
+            )
+            if loads:
+                found, _ = engine.load_checkpoint(folder, f"{way}{stage}")
+                assert found is not None
+            else:
+                train(engine, range(2))
+                engine.save_checkpoint(folder, f"{way}{stage}")
+            assert_equal(engine, at_two, (stage, way))
+            assert engine.get_lr() == pytest.approx([0.05 * 0.81, 0.02 * 0.81])
+            train(engine, range(2, 4))
+            assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.3, 0.0]
+            assert_equal(engine, plain, (stage, way))
+
+
+def test_groups_keep_their_settings_through_training_saving_and_another_number_of_ranks(tmp_path: Path) -> None:
+    run_world(2, _groups_stay_apart, 2, tmp_path, ("object", "config"), False)
+    run_world(1, _groups_stay_apart, 1, tmp_path, ("object", "config"), True)
+
+
+def test_a_schedule_of_another_optimizer_is_an_error() -> None:
+    """It would change the groups of an optimizer that nobody steps."""
+    model = Net()
+    stranger = lr_scheduler.StepLR(sgd(model.parameters()), 1)
+    refuses(ValueError, "optimizer", lambda: megazero.initialize(model=model, lr_scheduler=stranger, config=settings()))
+
+
+def test_a_schedule_of_the_configuration_steps_with_every_update() -> None:
+    entry = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}}
+    engine = bring(Net, settings(scheduler=entry))
+    seen = []
+    for step in range(5):
+        train(engine, [step])
+        seen += engine.get_lr()
+    assert seen == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    assert engine.lr_scheduler.get_last_lr() == [0.4]
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "multi-step": lambda it: lr_scheduler.MultiStepLR(it, [2, 3], 0.5),
+    "one cycle": lambda it: lr_scheduler.OneCycleLR(it, 0.4, total_steps=8),
+    "in sequence": lambda it: lr_scheduler.SequentialLR(
+        it, [lr_scheduler.ConstantLR(it, 0.5, 2), lr_scheduler.ExponentialLR(it, 0.5)], [3]
+    ),
+    "lambda": lambda it: lr_scheduler.LambdaLR(it, lambda step: 1 / (1 + step)),
+    "plateau": lambda it: lr_scheduler.ReduceLROnPlateau(it, patience=0, threshold=0.9, factor=0.5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_any_schedule_of_torch_goes_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    def run(engine: Any, steps: Sequence[int]) -> list[float]:
+        rates = []
+        for step in steps:
+            train(engine, [step])
+            rates += engine.get_lr()
+        return rates
+
+    straight = run(bring(Net, settings(), lr_scheduler=SCHEDULES[name]), range(6))
+    engine = bring(Net, settings(), lr_scheduler=SCHEDULES[name])
+    first = run(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    resumed = bring(Net, settings(), lr_scheduler=SCHEDULES[name])
+    resumed.load_checkpoint(tmp_path)
+    assert first + run(resumed, range(2, 6)) == pytest.approx(straight)
+    assert len(set(straight)) > 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Micro-batches
+
+
+def _accumulates(rank: int) -> None:
+    plain = seeded(Net)
+    train_plain(plain, sgd(plain.parameters()), range(2), accumulation=3)
+    for stage in STAGES:
+        for way in ("counted", "said", "no_sync"):
+            engine = bring(Net, settings(stage, accumulation=3))
+            sent = engine.parallel_state.traffic.sent_bytes
+            for index in range(6):
+                x, y = part(engine, *batch(index))
+                is_last = index % 3 == 2
+                assert way == "said" or engine.is_gradient_accumulation_boundary() is is_last
+                if way == "said":
+                    engine.set_gradient_accumulation_boundary(is_last)
+                if way != "no_sync" or is_last:
+                    engine.backward(F.mse_loss(engine(x), y))
+                    engine.step()
+                    continue
+                with engine.no_sync():
+                    out = engine(x)
+                    before = sum(sent.values())
+                    engine.backward(F.mse_loss(out, y))
+                    # stage 3 still gathers weights, with all_gather; no gradient travels
+                    after = sum(sent.values())
+                    assert stage == 3 or after == before
+                    assert not any("reduce" in operation for _, operation in sent if engine.global_steps == 0)
+                engine.step()
+            assert engine.global_steps == 2
+            assert_equal(engine, plain, (stage, way))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_way_to_accumulate_gives_the_plain_weights(world: int) -> None:
+    run_world(world, _accumulates)
+
+
+class Branches(nn.Module):
+    """Uses `second` only where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(WIDTH, OUT), nn.Linear(WIDTH, OUT)])
+
+    def forward(self, x: Tensor, uses_second: bool) -> Tensor:
+        y = self.parts[0](x)
+        return y + self.parts[1](x) if uses_second else y
+
+
+def _unused(rank: int, dtype: str, tolerance: dict[str, float]) -> None:
+    """Steps: used in both micro-batches, in none, in the first only, in the last only."""
+    plan = [(True, True), (False, False), (True, False), (False, True)]
+    plain = seeded(Branches)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step, uses in enumerate(plan):
+        optimizer.zero_grad()
+        for index, second in enumerate(uses):
+            x, y = batch(2 * step + index)
+            (F.mse_loss(plain(x, second), y) / 2).backward()
+        optimizer.step()
+    for stage in STAGES:
+        engine = bring(
+            Branches,
+            settings(stage, dtype, 2, optimizer={"type": "SGD", "params": {"lr": 0.1}}),
+        )
+        for step, uses in enumerate(plan):
+            before = weights(engine)["parts.1.weight"]
+            for index, second in enumerate(uses):
+                x, y = part(engine, *batch(2 * step + index))
+                engine.backward(F.mse_loss(engine(x, second).float(), y))
+                engine.step()
+            assert torch.equal(before, weights(engine)["parts.1.weight"]) is not any(uses)
+        assert engine.skipped_steps == 0
+        assert_equal(engine, plain, (stage, dtype), **tolerance)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", CLOSE), ("fp16", {"rtol": 5e-3, "atol": 2e-3})])
+def test_a_parameter_that_a_step_does_not_use_gets_no_gradient_from_an_earlier_one(
+    world: int, dtype: str, tolerance: dict[str, float]
+) -> None:
+    run_world(world, _unused, dtype, tolerance)
+
+
+def _uneven_in_no_sync(rank: int) -> None:
+    """The last micro-batch of a step stays in no_sync, and uses the second branch on rank 0 alone."""
+    for stage in STAGES:
+        engine = bring(Branches, settings(stage, accumulation=2, optimizer={"type": "SGD", "params": {"lr": 0.1}}))
+        plain = seeded(Branches)
+        for index in range(2):
+            x, y = batch(index)
+            for of_rank, (x_part, y_part) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
+                (F.mse_loss(plain(x_part, index == 0 or of_rank == 0), y_part) / 4).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        x, y = part(engine, *batch(0))
+        engine.backward(F.mse_loss(engine(x, True), y))
+        engine.step()
+        x, y = part(engine, *batch(1))
+        with engine.no_sync():
+            engine.backward(F.mse_loss(engine(x, rank == 0) if stage < 3 else _touch(engine, x, rank == 0), y))
+        engine.step()
+        assert_equal(engine, plain, stage)
+
+
+def _touch(engine: Any, x: Tensor, uses_second: bool) -> Tensor:
+    """Under stage 3 all ranks must run the same modules; one that does not count runs without gradients."""
+    if uses_second:
+        return engine(x, True)
+    parts = engine.module.parts
+    with torch.no_grad():
+        parts[1](x)
+    return parts[0](x)
+
+
+def test_ranks_may_use_different_parameters_in_a_micro_batch_that_no_sync_holds() -> None:
+    run_world(2, _uneven_in_no_sync, timeout=30)
+
+
+def test_calls_in_the_wrong_order_are_errors_and_leave_the_engine_usable() -> None:
+    plain = seeded(Net)
+    train_plain(plain, sgd(plain.parameters()), [0], accumulation=2)
+    for stage in STAGES:
+        engine = bring(Net, settings(stage, accumulation=2))
+
+        def back(index: int, engine: Any = engine) -> None:
+            x, y = batch(index)
+            engine.backward(F.mse_loss(engine(x), y))
+
+        refuses(ValueError, r"shape \[8, 3\].*scalar", lambda: engine.backward(engine(batch(0)[0])))  # noqa: B023
+        back(7)
+        engine.step()
+        engine.zero_grad()
+        engine.set_gradient_accumulation_boundary(True)
+        refuses(RuntimeError, "without engine.backward", engine.step)
+        engine.set_gradient_accumulation_boundary(False)
+        back(0)
+        engine.step()
+        engine.set_gradient_accumulation_boundary(True)
+        with engine.no_sync():
+            refuses(RuntimeError, "no_sync", engine.step)
+        back(1)
+        refuses(RuntimeError, "call engine.step", lambda: back(1))
+        refuses(RuntimeError, "engine.step", engine.optimizer.step)
+        engine.step()
+        assert_equal(engine, plain, stage)
+
+
+def test_a_loss_of_one_element_is_a_scalar() -> None:
+    engine = bring(Net, settings())
+    x, y = batch(0)
+    engine.backward(F.mse_loss(engine(x), y).reshape(1))
+    engine.step()
+    plain = seeded(Net)
+    train_plain(plain, sgd(plain.parameters()), [0])
+    assert_equal(engine, plain)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers that are not finite, and loss scaling
+
+
+def _fp16(rank: int, world: int) -> None:
+    for stage in STAGES:
+        scaling = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
+        engine = bring(Net, settings(stage, fp16=scaling), lr_scheduler=lambda it: lr_scheduler.ExponentialLR(it, 0.5))
+        before, scale = weights(engine), engine.loss_scale
+        x, y = part(engine, *batch(9))
+        loss = F.mse_loss(engine(x).float(), y)
+        engine.backward(loss * float("inf") if rank == world - 1 else loss)
+        engine.step()
+        assert not engine.was_step_applied()
+        assert_equal(engine, before, stage, **EXACT)
+        assert (engine.skipped_steps, engine.global_steps, engine.get_lr()) == (1, 1, [0.1])
+        assert engine.loss_scale == scale / 2
+        plain = seeded(Net).half().float()
+        optimizer = sgd(plain.parameters())
+        for step in range(4):  # the scale doubles after each
+            train(engine, [step])
+            train_plain(plain, optimizer, [step])
+            for group in optimizer.param_groups:
+                group["lr"] /= 2
+        assert engine.was_step_applied()
+        assert engine.loss_scale == scale / 2 * 2**4
+        assert engine.get_lr() == [0.1 / 2**4]
+        assert engine.skipped_steps == 1
+        assert_equal(engine, plain, stage, rtol=5e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_fp16_skips_on_all_ranks_what_overflows_on_one_and_unscales_what_it_scaled(world: int) -> None:
+    run_world(world, _fp16, world)
+
+
+def _not_finite(rank: int, dtype: str) -> None:
+    for stage in STAGES:
+        engine = bring(Net, settings(stage, dtype, accumulation=2))
+        train(engine, [0])
+        before = weights(engine)
+        for index in range(2):
+            x, y = part(engine, *batch(index))
+            loss = F.mse_loss(engine(x).float(), y)
+            engine.backward(loss * float("nan") if rank == 1 else loss)
+            if index:
+                refuses(NonFiniteError, "weights were not changed", engine.step)
+            else:
+                engine.step()
+        assert_equal(engine, before, stage, **EXACT)
+        # whoever goes on all the same begins a whole step
+        assert not engine.is_gradient_accumulation_boundary()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_loss_scaling_a_gradient_that_is_not_finite_is_an_error_on_every_rank(dtype: str) -> None:
+    run_world(2, _not_finite, dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+class Normed(nn.Module):
+    """With buffers, and a unit that is recurrent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.01}}
+
+
+def _plain_after(steps: int) -> nn.Module:
+    plain = seeded(Net)
+    train_plain(plain, torch.optim.AdamW(plain.parameters(), lr=0.02, weight_decay=0.01), range(steps))
+    return plain
+
+
+def _saves(rank: int, folder: Path, stages: Sequence[int]) -> None:
+    for stage in stages:
+        engine = bring(Net, settings(stage, optimizer=ADAM))
+        train(engine, range(2))
+        client = {"epoch": 3, "rng": torch.arange(4), "nested": [{"best": 0.5}, "text", None]}
+        assert engine.save_checkpoint(folder / str(stage), client_state=client)
+
+
+def _goes_on(
+    rank: int, folder: Path, stages: Sequence[tuple[int, int]], dtype: str, first: int, last: int, saves: str
+) -> None:
+    """From step `first` to step `last`, of what another number of ranks at another stage has written."""
+    for wrote, stage in stages:
+        engine = bring(Net, settings(stage, dtype, optimizer=ADAM))
+        found, client = engine.load_checkpoint(folder / str(wrote))
+        assert found == str(folder / str(wrote) / f"global_step{first}")
+        if first == 2:
+            assert client["epoch"] == 3
+            assert torch.equal(client["rng"], torch.arange(4))
+            assert client["nested"] == [{"best": 0.5}, "text", None]
+        assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (first, first * BATCH, first)
+        if dtype == "fp32":
+            assert_equal(engine, _plain_after(first), (wrote, stage))
+        train(engine, range(first, last))
+        tolerance = CLOSE if dtype == "fp32" else {"rtol": 2e-2, "atol": 2e-2}
+        assert_equal(engine, _plain_after(last), (wrote, stage), **tolerance)
+        if saves:
+            engine.save_checkpoint(folder / saves / str(stage))
+
+
+def test_two_ranks_save_one_goes_on_and_then_four(tmp_path: Path) -> None:
+    same = [(stage, stage) for stage in STAGES]
+    run_world(2, _saves, tmp_path, STAGES)
+    run_world(1, _goes_on, tmp_path, same, "fp32", 2, 3, "then")
+    run_world(4, _goes_on, tmp_path / "then", same, "fp32", 3, 5, "")
+    run_world(2, _goes_on, tmp_path, [(1, 3), (3, 0), (0, 2)], "fp32", 2, 4, "")
+    run_world(2, _goes_on, tmp_path, [(1, 3), (3, 1)], "bf16", 2, 4, "half")
+    run_world(1, _goes_on, tmp_path / "half", [(1, 2)], "fp16", 4, 4, "")
+
+
+def _buffers(rank: int, world: int, folder: Path, loads: bool) -> dict[str, Tensor]:
+    engine = bring(Normed, settings(3 if loads else 1))
+    if loads:
+        engine.load_checkpoint(folder)
+    else:
+        train(engine, range(2))
+        engine.save_checkpoint(folder)
+    return {name: buffer.numpy() for name, buffer in engine.module.named_buffers()}
+
+
+def test_buffers_come_back_on_every_rank(tmp_path: Path) -> None:
+    """Each rank has its own running statistics, as in torch's DDP without broadcasts; rank 0's are saved."""
+    saved = run_world(2, _buffers, 2, tmp_path, False)[0]
+    assert saved["net.1.num_batches_tracked"] == 2
+    for loaded in run_world(4, _buffers, 4, tmp_path, True):
+        for name, value in saved.items():
+            assert (loaded[name] == value).all(), name
+
+
+class RandomBuffer(nn.Module):
+    """Its features are drawn once and never trained: they are a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("features", torch.randn(WIDTH, HIDDEN))
+        self.out = nn.Linear(HIDDEN, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cos(x @ self.features))
+
+
+def _random_buffer(rank: int) -> None:
+    engine = bring(RandomBuffer, settings())
+    torch.testing.assert_close(engine.module.features, seeded(RandomBuffer).features)
+
+
+def test_buffers_start_equal_like_the_weights() -> None:
+    run_world(2, _random_buffer)
+
+
+def test_what_is_loaded_can_be_chosen(tmp_path: Path) -> None:
+    for stage in STAGES:
+        folder = tmp_path / str(stage)
+        config = settings(stage, optimizer=ADAM)
+        halving: dict[str, Any] = {"lr_scheduler": lambda it: lr_scheduler.ExponentialLR(it, 0.5)}
+        engine = bring(Net, config, **halving)
+        train(engine, range(2))
+        engine.save_checkpoint(folder)
+        saved = weights(engine)
+
+        def fresh(config: Any = config, halving: Any = halving) -> Any:
+            return bring(Net, config, **halving)
+
+        without = fresh()
+        without.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
+        assert_equal(without, saved, stage, **EXACT)
+        assert (without.global_steps, without.get_lr()) == (2, [0.02])
+        module_only = fresh()
+        module_only.load_checkpoint(folder, load_module_only=True)
+        assert_equal(module_only, saved, stage, **EXACT)
+        assert (module_only.global_steps, module_only.get_lr()) == (0, [0.02])
+        plain = Net()
+        plain.load_state_dict(saved)
+        train_plain(plain, torch.optim.AdamW(plain.parameters(), lr=0.02, weight_decay=0.01), [5])
+        for anew in (without, module_only):  # the moments start from nothing
+            train(anew, [5])
+            assert_equal(anew, plain, stage)
+
+
+def _names(rank: int, folder: Path) -> None:
+    engine = bring(Net, settings(2))
+    assert engine.load_checkpoint(folder / "none") == (None, {})
+    refuses(CheckpointError, "one tag", lambda: engine.save_checkpoint(folder, f"mine{rank}"))
+    engine.save_checkpoint(folder, "first", {"n": 1})
+    train(engine, [0])
+    engine.save_checkpoint(folder, "second", {"n": 2}, save_latest=False)
+    assert engine.load_checkpoint(folder)[1] == {"n": 1}
+    assert engine.load_checkpoint(folder, "second")[1] == {"n": 2}
+    refuses(CheckpointError, "third", lambda: engine.load_checkpoint(folder, "third"))
+    refuses(CheckpointError, "first already holds", lambda: engine.save_checkpoint(folder, "first"))
+    assert engine.load_checkpoint(folder, "first")[1] == {"n": 1}
+    engine.save_checkpoint(folder)
+    assert (folder / "latest").read_text() == "global_step0\n"
+
+
+def test_tags_name_checkpoints_and_none_is_overwritten(tmp_path: Path) -> None:
+    run_world(2, _names, tmp_path)
+
+
+class Secret:
+    """Not to be unpickled."""
+
+
+def _unsafe(rank: int, folder: Path) -> None:
+    engine = bring(Net, settings(2))
+    refuses(CheckpointError, "client_state", lambda: engine.save_checkpoint(folder, "a", {"object": Secret()}))
+    engine.save_checkpoint(folder, "a", {"object": "text"})
+    assert engine.load_checkpoint(folder)[1] == {"object": "text"}
+
+
+def test_a_client_state_that_cannot_be_read_back_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    run_world(2, _unsafe, tmp_path, timeout=20)
+
+
+def test_a_directory_that_is_not_ours_is_not_emptied(tmp_path: Path) -> None:
+    engine = bring(Net, settings())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mp_rank_00_model_states.pt").write_text("of DeepSpeed")
+    refuses(CheckpointError, "mine", lambda: engine.save_checkpoint(tmp_path, "mine"))
+    assert (tmp_path / "mine" / "mp_rank_00_model_states.pt").read_text() == "of DeepSpeed"
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/b"])
+def test_a_tag_is_one_name(tag: str, tmp_path: Path) -> None:
+    engine = bring(Net, settings())
+    engine.save_checkpoint(tmp_path / "run", "good")
+    refuses(CheckpointError, "tag", lambda: engine.save_checkpoint(tmp_path / "run", tag))
+    assert engine.load_checkpoint(tmp_path / "run")[0] is not None
+
+
+def test_what_does_not_fit_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    engine = bring(Net, settings())
+    train(engine, [0])
+    engine.save_checkpoint(tmp_path)
+    wider = bring(lambda: nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, OUT)), settings())
+    refuses(CheckpointError, "of another model", lambda: wider.load_checkpoint(tmp_path))
+    model = seeded(Net)
+    grouped, *_ = megazero.initialize(model=model, optimizer=sgd(_two_groups(model)), config=settings())
+    before = weights(grouped)
+    refuses(CheckpointError, "groups", lambda: grouped.load_checkpoint(tmp_path))
+    assert_equal(grouped, before, **EXACT)
+    assert grouped.global_steps == 0
+
+
+def test_a_checkpoint_loaded_in_the_middle_of_a_step_begins_a_whole_one(tmp_path: Path) -> None:
+    plain = seeded(Net)
+    train_plain(plain, sgd(plain.parameters()), range(2), accumulation=2)
+    for stage in STAGES:
+        engine = bring(Net, settings(stage, accumulation=2))
+        train(engine, [0])
+        engine.save_checkpoint(tmp_path / str(stage))
+        for index in range(2):
+            x, y = batch(50 + index)
+            engine.backward(F.mse_loss(engine(x), y))
+            if index == 0:
+                engine.step()
+        engine.load_checkpoint(tmp_path / str(stage))
+        train(engine, [1])
+        assert_equal(engine, plain, stage)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+class OwnInit(nn.Module):
+    """Initialised the usual ways: by torch, through self.apply, by .data, and by a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(0.5 * torch.ones(WIDTH))
+        self.apply(self._start)
+
+    @staticmethod
+    def _start(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=3.0)
+            module.bias.data.fill_(0.25)
+        if isinstance(module, nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=0.5)
+            module.weight.data[0].zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return (self.norm(self.recurrent(x)[0]) * self.scale).square().mean()
+
+
+def _inits(rank: int) -> list[dict[str, Any]]:
+    found = []
+    for stage in STAGES:
+        torch.manual_seed(rank)  # the script's own seed does not matter
+        with megazero.zero.Init():
+            model = OwnInit()
+        engine = megazero.initialize(model=model, config=settings(stage))[0]
+        start = weights(engine)
+        engine.backward(engine(torch.arange(8).view(2, 4) % 11))
+        engine.step()
+        moved = weights(engine)
+        for name in ("embed.weight", "recurrent.weight_hh_l0", "scale"):
+            assert not torch.equal(start[name], moved[name]), (stage, name)
+        found.append({name: value.numpy() for name, value in start.items()})
+    return found
+
+
+def test_a_model_built_under_init_starts_equal_on_every_shape() -> None:
+    every = [start for world in (1, 2, 4) for of_rank in run_world(world, _inits) for start in of_rank]
+    for start in every[1:]:
+        for name, value in every[0].items():
+            assert (start[name] == value).all(), name
+    start = every[0]
+    assert start["blocks.1.weight"].std() == pytest.approx(3.0, rel=0.4)
+    assert (start["blocks.0.weight"] != start["blocks.1.weight"]).all()
+    assert (start["blocks.2.bias"] == 0.25).all()
+    assert (start["embed.weight"][0] == 0).all()
+    assert start["embed.weight"][1:].std() == pytest.approx(0.5, rel=0.3)
+    assert abs(start["recurrent.weight_ih_l0"]).max() <= WIDTH**-0.5
+    assert (start["norm.weight"] == 1).all()
+    assert (start["scale"] == 0.5).all()
+
+
+class LiveBytes(TorchDispatchMode):
+    """Greatest number of bytes in tensors of at least `least` bytes that were alive at once."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.peak = least, 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.untyped_storage().nbytes() >= self.least:
+                storage = leaf.untyped_storage()
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return result
+
+
+def _wide() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(200, 200) for _ in range(12)))
+
+
+def test_under_init_no_two_parameters_are_whole_at_once() -> None:
+    weight = 4 * 200 * 200
+    with LiveBytes(weight) as plain:
+        _wide()
+    with LiveBytes(weight) as live, megazero.zero.Init():
+        _wide()
+    assert plain.peak >= 12 * weight
+    assert live.peak <= weight
+
+
+def test_a_model_on_the_meta_device_without_values_is_an_error() -> None:
+    with torch.device("meta"):
+        model = Net()
+    refuses(ValueError, "zero.Init", lambda: megazero.initialize(model=model, config=settings()))
+
+
+def test_a_seed_of_zero_is_a_seed() -> None:
+    def start(seed: int) -> Tensor:
+        with megazero.zero.Init():
+            model = Net()
+        config = settings(data_efficiency={"enabled": False, "seed": seed})
+        return weights(megazero.initialize(model=model, config=config)[0])["first.weight"]
+
+    assert torch.equal(start(7), start(7))
+    assert not torch.equal(start(0), start(1234))
+
+
+class Zoo(nn.Module):
+    """Attention, a recurrent layer, batch norm, and an output tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.recurrent = nn.LSTM(8, 8, batch_first=True)
+        self.norm = nn.BatchNorm1d(8)
+        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)])
+        self.out = nn.Linear(8, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.recurrent(x)[0]
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def _zoo(rank: int, world: int) -> None:
+    plain = seeded(Zoo).eval()  # BatchNorm by its running statistics: those of a batch are each rank's own
+    optimizer = sgd(plain.parameters())
+    tokens = [torch.randint(11, (BATCH, 5), generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    for batch_ in tokens:
+        optimizer.zero_grad()
+        F.cross_entropy(plain(batch_).flatten(0, 1), batch_.flatten()).backward()
+        optimizer.step()
+    for stage in (1, 3):
+        engine = bring(Zoo, settings(stage)).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for batch_ in tokens:
+                (mine,) = part(engine, batch_)
+                engine.backward(F.cross_entropy(engine(mine).flatten(0, 1), mine.flatten()))
+                engine.step()
+        assert_equal(engine, plain, stage)
+        state = engine.module_state_dict()
+        assert state.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, **CLOSE)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_attention_recurrence_batch_norm_and_tied_weights_train_as_in_plain_torch(world: int) -> None:
+    run_world(world, _zoo, world)
+
+
+class ParallelMlp(nn.Module):
+    """A dense MLP of layers cut over tp; see `Net` for the plain one."""
+
+    def __init__(self, state: ParallelState, values: nn.Module) -> None:
+        super().__init__()
+        tp = state.tp
+        self.up = ColumnParallelLinear(
+            (Section("up.weight", HIDDEN),), WIDTH, tp, bias_sections=(Section("up.bias", HIDDEN),)
+        )
+        self.down = RowParallelLinear(Section("down.weight", OUT), HIDDEN, tp, bias_section=Section("down.bias", OUT))
+        with torch.no_grad():  # a script fills its part: the layers have no values of their own
+            self.up.weight.copy_(values.first.weight.chunk(tp.size)[tp.index])
+            self.up.bias.copy_(values.first.bias.chunk(tp.size)[tp.index])
+            self.down.weight.copy_(values.rest[1].weight.chunk(tp.size, 1)[tp.index])
+            self.down.bias.copy_(values.rest[1].bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x[None])))[0]
+
+
+def _tensor_parallel(rank: int, folder: Path) -> None:
+    plain = seeded(Net)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.02, weight_decay=0.01)
+    norms = train_plain(plain, optimizer, range(3), max_norm=0.5)
+    state = ParallelState(RankGrid(tp=2, dp=2), rank)
+    for stage in STAGES:
+        model = ParallelMlp(state, seeded(Net))
+        engine, *_ = megazero.initialize(
+            model=model, mpu=state, config=settings(stage, optimizer=ADAM, gradient_clipping=0.5)
+        )
+        for step, norm in enumerate(norms):
+            train(engine, [step])
+            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-4)
+        tp = state.tp
+        expected = {
+            "up.weight": plain.first.weight.chunk(2)[tp.index],
+            "up.bias": plain.first.bias.chunk(2)[tp.index],
+            "down.weight": plain.rest[1].weight.chunk(2, 1)[tp.index],
+            "down.bias": plain.rest[1].bias,
+        }
+        assert_equal(engine, expected, stage)
+        engine.save_checkpoint(folder / str(stage))
+
+
+def _dense_again(rank: int, folder: Path) -> None:
+    """One rank reads what two tensor-parallel ones have written."""
+    plain = seeded(Net)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.02, weight_decay=0.01)
+    train_plain(plain, optimizer, range(4), max_norm=0.5)
+    state = ParallelState(RankGrid(), rank)
+    engine, *_ = megazero.initialize(
+        model=ParallelMlp(state, Net()), mpu=state, config=settings(1, optimizer=ADAM, gradient_clipping=0.5)
+    )
+    engine.load_checkpoint(folder / "3")
+    train(engine, [3])
+    names = {"up": plain.first, "down": plain.rest[1]}
+    assert_equal(engine, {f"{at}.{key}": value for at, of in names.items() for key, value in of.named_parameters()})
+
+
+def test_a_model_of_parallel_layers_equals_the_dense_one_at_every_stage(tmp_path: Path) -> None:
+    run_world(4, _tensor_parallel, tmp_path)
+    run_world(1, _dense_again, tmp_path)
+
+
+def test_parallel_layers_that_were_never_filled_are_not_trained_on_what_memory_held() -> None:
+    """Whatever `torch.empty` finds; here it is made to find NaN."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    try:
+        state = ParallelState(RankGrid())
+        layer = ColumnParallelLinear((Section("w", OUT),), WIDTH, state.tp)
+        with contextlib.suppress(ValueError):
+            engine = megazero.initialize(model=layer, mpu=state, config=settings())[0]
+            assert all(value.isfinite().all() for value in weights(engine).values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole parameters
+
+
+def _edits(rank: int, dtype: str) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for stage in STAGES:
+        engine = bring(Net, settings(stage, dtype, optimizer={"type": "SGD", "params": {"lr": 0.1}}))
+        with gathered_parameters(engine, "first.weight") as whole:
+            assert list(whole) == ["first.weight"]
+            whole["first.weight"].zero_()  # without modifier_rank nothing comes of it
+        assert_equal(engine, seeded(Net), (stage, dtype), **EXACT)
+        plain = seeded(Net)
+        with torch.no_grad():
+            plain.first.weight.fill_(0.3 + 2**-12)
+            plain.rest[1].bias[1] = 2.0
+        with gathered_parameters(engine, ["first.weight", "rest.1.bias"], modifier_rank=world - 1) as whole:
+            if rank == world - 1:
+                whole["first.weight"].fill_(0.3 + 2**-12)
+                whole["rest.1.bias"][1] = 2.0
+            else:
+                whole["first.weight"].fill_(-1.0)
+        assert_equal(engine, plain, (stage, dtype), **EXACT)
+        x, _ = batch(0)
+        same = {"rtol": 2e-2, "atol": 2e-2} if dtype == "bf16" else CLOSE
+        torch.testing.assert_close(engine(x).float(), plain(x), **same)
+        train(engine, [0])
+        train_plain(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [0])
+        assert_equal(engine, plain, (stage, dtype), **(CLOSE if dtype == "fp32" else {"rtol": 5e-3, "atol": 3e-3}))
+        with pytest.raises(KeyError, match=r"first\.weight"), gathered_parameters(engine, "first.wieght"):
+            pass
+        with pytest.raises(ValueError, match="modifier_rank"), gathered_parameters(engine, modifier_rank=world):
+            pass
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_whole_parameters_can_be_read_and_edited(world: int, dtype: str) -> None:
+    run_world(world, _edits, dtype)
+
+
+def test_a_tied_parameter_has_both_its_names() -> None:
+    engine = bring(Zoo, settings(3))
+    with gathered_parameters(engine, "out.weight") as whole:
+        assert whole["out.weight"].shape == (11, 8)
+
+
+def _as_logits(embedding: nn.Module, x: Tensor) -> Tensor:
+    return x @ embedding.weight.t()
+
+
+def _edits_tied(rank: int) -> dict[str, list[float]]:
+    layers = [
+        TiedLayerSpec("embedding", nn.Embedding, 7, 4),
+        LayerSpec(nn.Linear, 4, 4),
+        TiedLayerSpec("embedding", nn.Embedding, 7, 4, forward_fn=_as_logits),
+    ]
+    module = PipelineModule(layers, num_stages=2, loss_fn=lambda y, labels: F.cross_entropy(y, labels))
+    engine = megazero.initialize(model=module, config=settings(1))[0]
+    with gathered_parameters(engine, modifier_rank=0) as whole:
+        if engine.is_first_stage():
+            whole["chunks.0.layers.0.weight"].fill_(0.5)
+    with gathered_parameters(engine) as whole:
+        return {name: value.unique().tolist() for name, value in whole.items() if value.shape == (7, 4)}
+
+
+def test_an_edit_of_a_tied_weight_reaches_its_copy_on_another_stage() -> None:
+    found = {name: values for of_rank in run_world(2, _edits_tied) for name, values in of_rank.items()}
+    assert len(found) == 2
+    assert all(values == [0.5] for values in found.values())
+
+
+def _shares_state_in_groups(rank: int) -> None:
+    plain = seeded(Net)
+    train_plain(plain, sgd(plain.parameters()), range(2), accumulation=2)
+    for stage in (1, 2, 3):
+        config = settings(stage, accumulation=2)
+        config["zero_optimization"]["mics_shard_size"] = 2
+        engine = bring(Net, config)
+        assert engine.parallel_state.shard.size == 2
+        train(engine, range(2))
+        assert_equal(engine, plain, stage)
+
+
+def test_state_shared_by_groups_of_ranks_trains_as_without() -> None:
+    run_world(4, _shares_state_in_groups)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def _loads(rank: int, world: int) -> list[list[int]]:
+    data = TensorDataset(torch.arange(43))
+    config = settings(1, dataloader_drop_last=True)
+    loader = megazero.initialize(model=Net(), training_data=data, config=config)[2]
+    assert all(len(rows) == BATCH // world for (rows,) in loader)
+    return [rows.tolist() for (rows,) in loader]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_each_rank_loads_its_part_of_the_same_batches(world: int) -> None:
+    alone = run_world(1, _loads, 1)[0]
+    parts = run_world(world, _loads, world)
+    seen = [row for of_rank in parts for rows in of_rank for row in rows]
+    assert len(set(seen)) == len(seen) == 43 // BATCH * BATCH
+    together = [sorted(row for rows in micro for row in rows) for micro in zip(*parts, strict=True)]
+    assert together == [sorted(rows) for rows in alone]
+
+
+def _whole_steps(rank: int) -> None:
+    for stage in (0, 3):
+        data = TensorDataset(*(torch.cat([batch(i)[j] for i in range(3)]) for j in range(2)))
+        engine = bring(Loss, settings(stage, accumulation=2), training_data=data)
+        plain = seeded(Loss)
+        optimizer = sgd(plain.parameters())
+        order = iter(megazero.RepeatingLoader(megazero.initialize(
+            model=Loss(), config=settings(stage, accumulation=2), training_data=data
+        )[2]))  # fmt: skip
+        for _ in range(4):  # 8 micro-batches of 3 in an epoch
+            mine = [next(order) for _ in range(2)]
+            everyone: list[Any] = [mine]
+            if dist.is_initialized():
+                everyone = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, mine)
+            optimizer.zero_grad()
+            loss = sum(plain(*micro) for of_rank in everyone for micro in of_rank) / (2 * len(everyone))
+            loss.backward()
+            optimizer.step()
+            assert float(engine.train_batch()) == pytest.approx(loss.item(), rel=1e-4)
+        assert_equal(engine, plain, stage)
+        evaluated = engine.eval_batch(iter([part(engine, *batch(0)), part(engine, *batch(1))]))
+        expected = (plain(*batch(0)) + plain(*batch(1))).item() / 2
+        assert float(evaluated) == pytest.approx(expected, rel=1e-4)
+        assert engine.training
+        assert_equal(engine, plain, stage)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_train_batch_takes_its_own_data_and_eval_batch_changes_nothing(world: int) -> None:
+    run_world(world, _whole_steps)
+
+
+def test_train_batch_says_what_it_misses() -> None:
+    engine = bring(Net, settings())
+    refuses(ValueError, "training_data", engine.train_batch)
+    refuses(TypeError, "scalar loss", lambda: engine.train_batch(iter([batch(0)[0]])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports
+
+
+def _reports(rank: int, folder: Path) -> str:
+    config = settings(
+        2,
+        steps_per_print=2,
+        wall_clock_breakdown=True,
+        dump_state=True,
+        prescale_gradients=True,
+        tensorboard={"enabled": True, "output_path": str(folder), "job_name": "job"},
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        engine = bring(Net, config)
+        train(engine, range(4))
+        engine.close()
+    return said.getvalue()
+
+
+def test_rank_0_alone_reports(tmp_path: Path) -> None:
+    said, nothing = run_world(2, _reports, tmp_path)
+    assert nothing == ""
+    assert said.count("note: prescale_gradients") == 1
+    assert said.count("DeepSpeedConfig(") == 1
+    lines = [line for line in said.splitlines() if line.startswith("step ")]
+    assert [line.split(",")[0] for line in lines] == ["step 2", "step 4"]
+    for line in lines:
+        assert re.search(r"loss \d+\.\d{4}, lr 0\.1, grad norm \d.*forward .* ms, backward .* ms.*step .* ms", line)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"Train/Samples/train_loss", "Train/Samples/lr", "sent_bytes/dp"} <= set(tags)
+    assert [one.step for one in events.Scalars("Train/Samples/lr")] == [BATCH * step for step in range(1, 5)]
+    x, y = batch(3)
+    plain = seeded(Net)
+    train_plain(plain, sgd(plain.parameters()), range(3))
+    shown = events.Scalars("Train/Samples/train_loss")[-1].value
+    assert shown == pytest.approx(F.mse_loss(plain(x), y).item(), rel=1e-4)
+    assert events.Scalars("sent_bytes/dp")[-1].value > 0
+
+
+def test_nothing_is_printed_where_nothing_is_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = bring(Net, settings())
+    train(engine, range(12))
+    assert capsys.readouterr().out == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def _config_by_path(folder: Path) -> Iterator[dict[str, Any]]:
+    path = folder / "config.json"
+    path.write_text(json.dumps(settings(1)))
+    parser = megazero.add_config_arguments(argparse.ArgumentParser())
+    yield {"config": str(path)}
+    yield {"config": path}
+    yield {"config_params": settings(1)}
+    yield {"args": parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])}
+
+
+def test_a_configuration_comes_in_four_ways_and_only_one_at_a_time(tmp_path: Path) -> None:
+    for way in _config_by_path(tmp_path):
+        engine = megazero.initialize(model=Net(), **way)[0]
+        assert engine.zero_optimization_stage() == 1
+        assert engine.get_batch_info() == (BATCH, BATCH, 1)
+    refuses(ValueError, "config=", lambda: megazero.initialize(model=Net()))
+    refuses(
+        ValueError, "give one", lambda: megazero.initialize(model=Net(), config=settings(), config_params=settings())
+    )
+    refuses(ValueError, "needs a model", lambda: megazero.initialize(config=settings()))
+
+
+def test_parameters_of_another_model_are_an_error_and_those_of_no_group_do_not_train() -> None:
+    refuses(
+        ValueError,
+        "not parameters of the model",
+        lambda: megazero.initialize(model=Net(), model_parameters=Net().parameters(), config=settings()),
+    )
+    for stage in STAGES:
+        model = seeded(Net)
+        engine = megazero.initialize(model=model, model_parameters=model.rest.parameters(), config=settings(stage))[0]
+        train(engine, range(2))
+        plain = seeded(Net)
+        train_plain(plain, sgd(plain.rest.parameters()), range(2))
+        assert_equal(engine, plain, stage)
+
+
+def test_a_rank_that_fails_names_itself() -> None:
+    """The harness of these tests tells of failures in a rank."""
+
+    def fails(rank: int) -> None:
+        assert_equal(bring(Net, settings()), {name: value + 1 for name, value in seeded(Net).named_parameters()})
+
+    with pytest.raises(RankFailedError, match="rank 0"):
+        run_world(1, fails)

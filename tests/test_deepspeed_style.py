@@ -1,0 +1,83 @@
+"""The examples in DeepSpeed's style: the JSON alone changes what a run costs, and nothing changes what it learns."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+
+FOLDER = Path(__file__).parent.parent / "examples" / "deepspeed_style"
+RUN_SECONDS = 120
+
+
+def _losses(said: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", said, re.MULTILINE)]
+
+
+def _torchrun(ranks: int, config: str) -> list[float]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local_addr", "127.0.0.1"]
+    command += [
+        "--nproc_per_node",
+        str(ranks),
+        str(FOLDER / "train_zero.py"),
+        "--deepspeed_config",
+        str(FOLDER / config),
+    ]
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in launcher}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, check=False, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    return _losses(ran.stdout)
+
+
+def test_the_json_alone_changes_the_stage_and_the_ranks_see_one_run() -> None:
+    """fp16 has 11 bits, and 100 steps follow each other's rounding: losses agree to a few thousandths."""
+    two = _torchrun(2, "ds_config_zero2.json")
+    assert len(two) == 6
+    assert two[-1] < 0.2 * two[0]
+    assert _torchrun(2, "ds_config_zero3.json") == pytest.approx(two, rel=5e-3, abs=5e-3)
+    assert _torchrun(4, "ds_config_zero3.json") == pytest.approx(two, rel=5e-3, abs=5e-3)
+
+
+def test_the_configurations_differ_in_nothing_but_the_stage() -> None:
+    configs = [json.loads((FOLDER / f"ds_config_zero{stage}.json").read_text()) for stage in (1, 2, 3)]
+    stages = [config.pop("zero_optimization")["stage"] for config in configs]
+    assert stages == [1, 2, 3]
+    assert configs[0] == configs[1] == configs[2]
+
+
+def _pipeline(rank: int, stages: int, stage: int, schedule: str, folder: Path) -> str:
+    """The script in this process, which has its place among the ranks already."""
+    torch.cuda.is_available = lambda: False
+    config = json.loads((FOLDER / "ds_config_pipeline.json").read_text())
+    config["zero_optimization"]["stage"] = stage
+    path = folder / f"{stages}-{stage}-{rank}.json"
+    path.write_text(json.dumps(config))
+    options: list[Any] = ["--stages", stages, "--schedule", schedule, "--deepspeed_config", path]
+    sys.argv = ["train_pipeline.py", *map(str, options)]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(FOLDER / "train_pipeline.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def test_a_pipeline_gives_one_run_on_every_cut_at_every_stage(tmp_path: Path) -> None:
+    expected = _losses(run_world(1, _pipeline, 1, 0, "1f1b", tmp_path)[0])
+    assert len(expected) == 5
+    assert expected[-1] < 0.7 * expected[0]
+    for ranks, stages, stage, schedule in ((2, 2, 1, "1f1b"), (4, 2, 2, "gpipe"), (4, 2, 3, "1f1b")):
+        said, *others = run_world(ranks, _pipeline, stages, stage, schedule, tmp_path)
+        assert _losses(said) == pytest.approx(expected, rel=1e-3), (ranks, stages, stage)
+        assert not any(others)

@@ -1,0 +1,738 @@
+"""Stage 3 on any module: whatever its forward does, gradients and weights are those of plain torch on one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_world
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zero_worlds import (
+    CLOSE,
+    Sharded,
+    assert_same,
+    assert_trains_as_plain,
+    numbers,
+    plain_gradients,
+    plain_steps,
+    random_batches,
+    seeded,
+)
+
+from megazero.zero.gather import UnitGatherer
+from megazero.zero.storage import FileStore
+
+WIDTH = 8
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class _Chain(nn.Module):
+    """Five blocks, one after another."""
+
+    def __init__(self, block: Callable[[], nn.Module] = _Block, count: int = 5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class _Twice(_Chain):
+    """A block that runs twice in a forward, with others in between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (0, 1, 0, 2, 2, 4, 3, 0):
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+class _OtherOrder(_Chain):
+    """Blocks run in another order than they are registered in, one of them not at all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in (3, 0, 4, 2):
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+class _Branches(_Chain):
+    """Blocks beside one another, of which two share a gather buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.blocks[0](x) * self.blocks[2](x) + self.blocks[4](self.blocks[1](x))).square().mean()
+
+
+class _TiedProjection(nn.Module):
+    """The embedding's weight is read outside the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x[..., 0] * 3).long().remainder(11)
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(F.linear(h, self.embed.weight), tokens)
+
+
+class _SharedParameter(_TiedProjection):
+    """The embedding's weight is that of another module too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 11)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x[..., 0] * 3).long().remainder(11)
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h)
+        return F.cross_entropy(self.head(h), tokens)
+
+
+class _Penalty(_Chain):
+    """Weights in the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.square().sum() for p in self.parameters()) * 0.01
+
+
+class _Returns(nn.Module):
+    """Gives its parameter, or a view of it."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3), how
+
+    def forward(self) -> Tensor:
+        return self.how(self.weight)
+
+
+class _UsesReturned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        hows = [lambda w: w, lambda w: w.t(), lambda w: w[2:5], lambda w: w.view(-1)[:WIDTH], lambda w: w * 2]
+        self.givers = nn.ModuleList(_Returns(how) for how in hows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d, e = (giver() for giver in self.givers)
+        return ((x @ a @ b * d) @ c.t()).square().mean() + (x @ e).square().mean()
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
+                nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+                nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True, norm_first=True),
+            ]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x[None])
+        x = x + self.layers[1](x, x, x)[0]
+        return self.layers[2](x).square().mean()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(WIDTH, WIDTH, 2), nn.GRU(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x)[0])[0].square().mean()
+
+
+class _WeightNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.utils.parametrizations.weight_norm
+        self.layers = nn.ModuleList(norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+class _RootParameters(_Chain):
+    """Parameters of the model itself, in use while its blocks run; one has no dimension, one no elements, one has four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.randn(WIDTH) / 8)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.volume = nn.Parameter(torch.randn(2, 1, 3, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.scale + self.shift
+        return (x * self.volume.sum((0, 1, 2))).square().mean() + self.nothing.sum()
+
+
+class _Odd(nn.Module):
+    """The same shapes within a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.volume = nn.Parameter(torch.randn(1, 2, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + self.volume.sum((0, 1, 2)) + self.nothing.sum()
+
+
+class _Only(nn.Module):
+    """A unit of nothing but an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+class _Empty(_Chain):
+    def __init__(self) -> None:
+        super().__init__(count=2)
+        self.blocks.insert(1, _Only())
+
+
+class _Checkpointed(_Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class _CheckpointedSpan(_Chain):
+    """One checkpoint over three units, which do not fit the two buffers together."""
+
+    def _three(self, x: Tensor) -> Tensor:
+        for block in self.blocks[1:4]:
+            x = block(x)
+        return torch.sin(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self._three, self.blocks[0](x), use_reentrant=False)
+        return self.blocks[4](x).square().mean()
+
+
+class _InPlace(_Chain):
+    """What a unit returns is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.activation(block(x))
+            x = x * 1.5
+        return x.square().mean()
+
+
+class _ChangesItsInput(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.b(torch.tanh(self.a(x.clone())))
+        return x
+
+
+class _ChangesInputs(_Chain):
+    def __init__(self) -> None:
+        super().__init__(_ChangesItsInput)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.clone())
+
+
+class _AsDict(_Block):
+    def forward(self, x: dict[str, Any]) -> dict[str, Any]:
+        return {"x": [super().forward(x["x"][0])], "count": x["count"] + 1, "none": None}
+
+
+class _Dicts(_Chain):
+    def __init__(self) -> None:
+        super().__init__(_AsDict)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"x": [x], "count": 0}
+        for block in self.blocks:
+            state = block(state)
+        return state["x"][0].square().mean() * state["count"]
+
+
+class _AsTuple(_Block):
+    """Two results, of which the second is made of the first one's weights too."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h = super().forward(x)
+        return h, (super().forward(y), h.detach())
+
+
+class _Tuples(_Chain):
+    def __init__(self) -> None:
+        super().__init__(_AsTuple)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flip(0)
+        for block in self.blocks:
+            x, (y, _) = block(x, y)
+        return (x * y).square().mean()
+
+
+class _PassesOn(_Block):
+    """Returns, beside its result, what it was given: a time embedding, a skip connection."""
+
+    def forward(self, x: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x) + skip, skip
+
+
+class _Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([_Block()])
+        self.blocks = nn.ModuleList(_PassesOn() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.first[0](x)
+        for block in self.blocks:
+            x, skip = block(x, skip)
+        return x.square().mean()
+
+
+class _Nested(_Chain):
+    """Returns what its last block has returned; the blocks that follow one another share a gather buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for index in (1, 3, 0, 2, 4):
+            x = self.blocks[index](x)
+        return x
+
+
+class _Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([_Nested()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[0](x).square().mean()
+
+
+class _PartlyFrozen(_Chain):
+    """Frozen parameters between trained ones in every block, and a frozen block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.a.bias.requires_grad_(False)
+            block.b.weight.requires_grad_(False)
+        self.blocks[2].requires_grad_(False)
+
+
+class _Adapter(nn.Module):
+    """LoRA: frozen weights, trained factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.up(self.down(x))
+
+
+class _Adapters(_Chain):
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(_Adapter(), nn.Tanh(), _Adapter()))
+
+
+class _FrozenFirst(_Chain):
+    """Nothing before the third block trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[:2].requires_grad_(False)
+
+
+MODELS = [
+    _Chain,
+    _Twice,
+    _OtherOrder,
+    _Branches,
+    _TiedProjection,
+    _SharedParameter,
+    _Penalty,
+    _UsesReturned,
+    _Attention,
+    _Recurrent,
+    _WeightNorm,
+    _RootParameters,
+    lambda: _Chain(_Odd, 3),
+    _Empty,
+    _Checkpointed,
+    _CheckpointedSpan,
+    _InPlace,
+    _ChangesInputs,
+    _Dicts,
+    _Tuples,
+    _Skips,
+    _Outer,
+    _PartlyFrozen,
+    _Adapters,
+    _FrozenFirst,
+]
+NAMES = [make.__name__.strip("_<>") for make in MODELS]
+
+
+def _slow(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=1e-3)
+
+
+def _trains(rank: int, make: Callable[[], nn.Module], stage: int, options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_trains_as_plain(rank, 2, make, stage, random_batches(3, 2, 2, 4, WIDTH), **options)
+
+
+@pytest.mark.parametrize("make", MODELS, ids=NAMES)
+def test_stage_3_trains_any_module_as_plain_torch_does(make: Callable[[], nn.Module]) -> None:
+    run_world(2, _trains, make, 3, {})
+
+
+@pytest.mark.parametrize("policy", ["action", "chunk", "step"])
+@pytest.mark.parametrize(
+    "make", [_Twice, _RootParameters, _PartlyFrozen], ids=["Twice", "RootParameters", "PartlyFrozen"]
+)
+def test_how_long_a_unit_stays_changes_nothing(make: Callable[[], nn.Module], policy: str) -> None:
+    run_world(2, _trains, make, 3, {"gather_policy": policy})
+
+
+@pytest.mark.parametrize("resident", [1, 12, 100, 10_000])
+@pytest.mark.parametrize("make", [_RootParameters, _PartlyFrozen], ids=["RootParameters", "PartlyFrozen"])
+def test_what_stays_resident_changes_nothing(make: Callable[[], nn.Module], resident: int) -> None:
+    run_world(2, _trains, make, 3, {"resident_elements": resident})
+
+
+def test_four_ranks_train_as_plain_torch_does() -> None:
+    def law(rank: int) -> None:
+        assert_trains_as_plain(rank, 4, _RootParameters, 3, random_batches(2, 4, 2, 4, WIDTH))
+
+    run_world(4, law)
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
+def test_offloaded_shards_change_nothing(place: str, world: int, optimizer: str, tmp_path: Any) -> None:
+    def law(rank: int) -> None:
+        offload = {"parameters": place, "optimizer": optimizer, "nvme_path": str(tmp_path)}
+        sharded = assert_trains_as_plain(
+            rank, world, _RootParameters, 3, random_batches(3, world, 2, 4, WIDTH), offload=offload, resident_elements=1
+        )
+        assert_same(sharded.module.state_dict(), sharded.whole("master"))
+        sharded.zero.close()
+
+    run_world(world, law)
+
+
+def test_offloaded_shards_of_other_kinds_of_modules(tmp_path: Any) -> None:
+    for make in (_PartlyFrozen, _Twice, _TiedProjection):
+        run_world(2, _trains, make, 3, {"offload": {"parameters": "nvme", "nvme_path": str(tmp_path)}})
+
+
+def test_one_rank_opens_one_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its space is reserved up front: a second one would need the disk twice."""
+    sizes, made = [], FileStore.__init__
+
+    def spy(self: FileStore, directory: Any, rank: int, nbytes: int) -> None:
+        sizes.append(nbytes)
+        made(self, directory, rank, nbytes)
+
+    monkeypatch.setattr(FileStore, "__init__", spy)
+    Sharded(_Chain(), 3, offload={"parameters": "nvme", "nvme_path": str(tmp_path)}).zero.close()
+    assert len(sizes) == 1
+
+
+# ---- what code outside a unit sees
+
+
+def test_a_weight_read_outside_its_unit_warns_once() -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(seeded(_TiedProjection), 3, rank, 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in random_batches(2, 2, 2, 4, WIDTH):
+                sharded.step(step[rank])
+        texts = [str(one.message) for one in caught if "outside the forward" in str(one.message)]
+        assert len(texts) == 1
+        assert texts[0].startswith("embed.weight is used outside")
+
+    run_world(2, law)
+
+
+@pytest.mark.parametrize("make", [_RootParameters, _SharedParameter, _Attention], ids=["Root", "Shared", "Attention"])
+def test_a_state_dict_has_whole_tensors_on_every_rank(make: Callable[[], nn.Module]) -> None:
+    def law(rank: int) -> None:
+        plain = seeded(make)
+        sharded = Sharded(copy.deepcopy(plain), 3, rank, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # saving is no mistake to be warned of
+            state = sharded.module.state_dict()
+        assert list(state) == list(plain.state_dict())
+        for name, values in plain.state_dict().items():
+            assert torch.equal(state[name], values), name
+            assert type(state[name]) is Tensor
+        batches = random_batches(2, 2, 1, 4, WIDTH)
+        plain_steps(plain, batches)
+        for step in batches:
+            sharded.step(step[rank])
+        assert_same(sharded.module.state_dict(), plain.state_dict())
+
+    run_world(2, law)
+
+
+def test_an_ungathered_parameter_tells_of_itself_without_traffic() -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(seeded(_RootParameters), 3, rank, 2)
+        plain = seeded(_RootParameters)
+        sharded.state.traffic.reset()
+        parameters = dict(sharded.module.named_parameters())
+        for name, parameter in plain.named_parameters():
+            mine = parameters[name]
+            assert isinstance(mine, nn.Parameter)
+            assert (mine.shape, mine.dtype, mine.device) == (parameter.shape, parameter.dtype, parameter.device)
+            assert (mine.numel(), mine.dim(), mine.requires_grad) == (parameter.numel(), parameter.dim(), True)
+            assert mine.grad is None
+            assert name in repr(mine) or not mine.numel()  # what has no elements is always there
+        sharded.module.zero_grad()
+        assert not sharded.state.traffic.by_axis()
+
+    run_world(2, law)
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "mul_": lambda w: w.mul_(2),
+    "fill by index": lambda w: w.__setitem__(0, 1.0),
+    "+=": lambda w: w.__iadd__(1.0),
+    "init": nn.init.zeros_,
+    "copy_": lambda w: w.copy_(torch.zeros_like(w)),
+    "data =": lambda w: setattr(w, "data", torch.zeros(w.shape)),
+    "data.mul_": lambda w: w.data.mul_(2),
+    "view.zero_": lambda w: w.view(-1).zero_(),
+    "index.zero_": lambda w: w[0].zero_(),
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "out=": lambda w: torch.mul(torch.ones(w.shape), 2.0, out=w),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_an_ungathered_parameter_is_refused_by_name(change: Callable[[nn.Parameter], Any]) -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(seeded(_Chain), 3, rank, 2)
+        weight = sharded.module.blocks[1].a.weight
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"blocks\.1\.a\.weight"):
+            change(weight)
+
+    run_world(2, law)
+
+
+def test_a_copy_of_an_ungathered_parameter_is_a_plain_parameter() -> None:
+    """For an average of weights, say."""
+
+    def law(rank: int) -> None:
+        plain = seeded(_Chain)
+        sharded = Sharded(copy.deepcopy(plain), 3, rank, 2)
+        weight = copy.deepcopy(sharded.module.blocks[1].a.weight)
+        weight.data.add_(0)
+        assert torch.equal(weight + 0, plain.blocks[1].a.weight)
+
+    run_world(2, law)
+
+
+# ---- what cannot be followed is refused
+
+
+@dataclass
+class _Held:
+    x: Tensor
+
+
+class _ReturnsHeld(_Block):
+    def forward(self, x: Tensor) -> Any:
+        return _Held(super().forward(x))
+
+
+class _ReturnsHeldInTuple(_Block):
+    def forward(self, x: Tensor) -> Any:
+        return x.detach(), {"held": _Held(super().forward(x))}
+
+
+@pytest.mark.parametrize("block", [_ReturnsHeld, _ReturnsHeldInTuple])
+def test_a_result_in_which_tensors_cannot_be_found_is_refused(block: type[nn.Module]) -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(_Chain(block, 1), 3, rank, 2)
+        with pytest.raises(TypeError, match=block.__name__ + r".*(_Held|tuple)"):
+            sharded.module.blocks[0](numbers(4, WIDTH))
+        with torch.no_grad():  # nothing to follow
+            sharded.module.blocks[0](numbers(4, WIDTH))
+
+    run_world(2, law)
+
+
+# ---- between steps
+
+
+class _Fails(_Chain):
+    """Fails on demand in its forward, or in its backward, within a block."""
+
+    fails: str = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 2 and self.fails == "forward":
+                raise ArithmeticError("on purpose")
+            if index == 2 and self.fails == "backward" and x.requires_grad:
+                x.register_hook(self._fail)
+        return x.square().mean()
+
+    def _fail(self, gradient: Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_a_step_after_a_failed_one_is_the_plain_one(stage: int, fails: str) -> None:
+    def law(rank: int) -> None:
+        plain = seeded(_Fails)
+        sharded = Sharded(copy.deepcopy(plain), stage, rank, 2)
+        for step in random_batches(3, 2, 2, 4, WIDTH):
+            sharded.module.fails = fails
+            sharded.zero.begin_step(2)
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                sharded.module(step[rank][0]).backward()
+            sharded.module.fails = ""
+            sharded.accumulate(step[rank])
+            assert_same(sharded.whole("gradient"), plain_gradients(plain, step))
+
+    run_world(2, law)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_steps_changes_nothing_and_sees_the_new_weights(stage: int, context: Any) -> None:
+    def law(rank: int) -> None:
+        plain = seeded(_RootParameters)
+        sharded = Sharded(copy.deepcopy(plain), stage, rank, 2, optimizer=_slow)
+        batches = random_batches(3, 2, 2, 4, WIDTH)
+        plain_steps(plain, batches, optimizer=_slow)
+        x = numbers(4, WIDTH, seed=5)
+        for step in batches:
+            sharded.module.eval()
+            with context():
+                sharded.module(x)
+            sharded.module.train()
+            sharded.step(step[rank])
+        with context():
+            torch.testing.assert_close(sharded.module(x), plain(x).detach(), **CLOSE)
+
+    run_world(2, law)
+
+
+# ---- prefetch and traffic
+
+
+def test_from_the_second_step_on_every_unit_but_the_first_has_been_started_when_it_is_needed() -> None:
+    def law(rank: int) -> list[list[tuple[int, bool]]]:
+        sharded = Sharded(seeded(_Twice), 3, rank, 2)
+        gatherer = sharded.parameters.gatherer
+        assert gatherer is not None
+        steps: list[list[tuple[int, bool]]] = []
+
+        def need(self: UnitGatherer, index: int) -> None:
+            started = all(self._holds.get(bucket.weights.data_ptr()) is bucket for bucket in self._needs[index])
+            steps[-1].append((index, started))
+            plain_need(self, index)
+
+        plain_need, UnitGatherer.need = UnitGatherer.need, need
+        for step in random_batches(3, 2, 2, 4, WIDTH):
+            steps.append([])
+            sharded.step(step[rank])
+        return steps
+
+    for first, *others in run_world(2, law):
+        assert len(first) == 2 * 2 * 8
+        for later in others:
+            assert [index for index, _ in later] == [index for index, _ in first]
+            # 2, 2 and 4 follow one another in one buffer: 2 is there the second time, 4 can only come when 2 is done
+            late = [place for place, (_, started) in enumerate(later) if not started]
+            assert late[0] == 0
+            for place in late[1:]:
+                before, index = later[place - 1][0], later[place][0]
+                assert before % 2 == index % 2, (place, later)
+
+
+@pytest.mark.parametrize("make", [_Chain, _Twice, _RootParameters, _Skips], ids=["Chain", "Twice", "Root", "Skips"])
+def test_prefetching_gathers_nothing_more_than_the_first_step_does(make: Callable[[], nn.Module]) -> None:
+    def law(rank: int) -> list[int]:
+        sharded = Sharded(seeded(make), 3, rank, 2)
+        sent = []
+        for step in random_batches(4, 2, 2, 4, WIDTH):
+            sharded.state.traffic.reset()
+            sharded.step(step[rank])
+            sent.append(sharded.state.traffic.sent_bytes["dp", "all_gather"])
+        return sent
+
+    for first, *others in run_world(2, law):
+        assert first > 0
+        assert all(later <= first for later in others)
+        assert len(set(others)) == 1
+
+
+def test_a_chain_gathers_every_unit_once_for_its_forward_and_once_for_its_backward() -> None:
+    """2 Ψ a micro-batch (Rajbhandari et al. 2020, section 7), less the last unit, which is still there."""
+
+    def law(rank: int) -> int:
+        sharded = Sharded(seeded(_Chain), 3, rank, 2)
+        batches = random_batches(2, 2, 1, 4, WIDTH)
+        sharded.step(batches[0][rank])
+        sharded.state.traffic.reset()
+        sharded.step(batches[1][rank])
+        return sharded.state.traffic.sent_bytes["dp", "all_gather"]
+
+    unit = sum(p.numel() for p in _Block().parameters())
+    shard_bytes = -(-unit // 32) * 16 * 4
+    # the forward leaves the last two units in the two buffers
+    assert run_world(2, law) == [(5 + 3) * shard_bytes] * 2

@@ -1,0 +1,202 @@
+"""The memory report: its figures are the paper's, its files can be read, its errors say what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from megazero.cli import app
+from megazero.training.live_memory import START, live_memory
+from megazero.training.memory_formula import Keeping, sent_bytes, state_bytes, state_terms, state_text
+from megazero.training.memory_report import Wish, plan
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "zero_memory_report.py"
+ODD = ["model.hidden_size=24", "model.num_layers=2", "model.num_heads=2", "model.ffn_hidden_size=40"]
+ODD += ["model.vocab_size=61", "model.seq_len=16", "zero.bucket_bytes=8192", "launch.device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The example on two ranks, for every stage."""
+    out = tmp_path_factory.mktemp("report")
+    options = ["--ranks", "2", "--precision", "bf16", "--iterations", "1", "--out", out, *ODD]
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, EXAMPLE, *options]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, out
+
+
+@pytest.fixture(scope="module")
+def rows(measured: tuple[str, Path]) -> list[dict[str, Any]]:
+    return json.loads((measured[1] / "memory.json").read_text())["rows"]
+
+
+def _kept(rank: dict[str, Any]) -> int:
+    counted = rank["counted"]["step"]
+    return sum(
+        size for kind, size in counted.items() if kind.split(" on ")[0] in ("parameters", "gradients", "optimizer")
+    )
+
+
+def test_every_stage_with_and_without_offload_is_measured(rows: list[dict[str, Any]]) -> None:
+    assert [(row["stage"], row["offload"]) for row in rows] == [(s, o) for s in range(4) for o in ("none", "cpu")]
+
+
+def test_a_rank_keeps_the_papers_bytes_within_padding(rows: list[dict[str, Any]]) -> None:
+    """Rajbhandari et al. 2020, figure 1, with fp32 gradients."""
+    per_parameter = {0: 2 + 4 + 12, 1: 2 + 4 + 12 / 2, 2: 2 + (4 + 12) / 2, 3: 18 / 2}
+    for row in rows:
+        if row["offload"] != "none":
+            continue
+        first, last = row["ranks"]
+        elements, padding = first["elements"], first["padding"]
+        assert 0 < padding < 0.02 * elements
+        paper = per_parameter[row["stage"]] * elements
+        assert _kept(first) + _kept(last) >= 2 * paper
+        assert paper <= _kept(first) <= paper + 18 * padding
+        assert row["state_over_formula"] == pytest.approx(_kept(first) / paper)
+
+
+def test_offload_moves_masters_moments_and_the_gradient_that_steps_them(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        counted = row["ranks"][0]["counted"]["step"]
+        away = sum(size for kind, size in counted.items() if " on " in kind)
+        owned = row["ranks"][0]["elements"] / (2 if row["stage"] else 1)
+        if row["offload"] == "none":
+            assert away == 0
+        else:
+            assert 16 * owned <= away <= 16 * (owned + row["ranks"][0]["padding"])
+
+
+def test_live_tensors_are_what_is_counted_and_activations(rows: list[dict[str, Any]]) -> None:
+    """What is measured holds what is counted; after a step hardly more than the batch is left beside it."""
+    for row in rows:
+        for rank in row["ranks"]:
+            counted = {point: sum(kinds.values()) for point, kinds in rank["counted"].items()}
+            assert all(rank["live"][point] >= counted[point] for point in counted)
+            assert rank["live"]["step"] < counted["step"] + 16384
+            assert rank["live"]["forward"] > rank["live"]["step"]
+            assert rank["peak"] >= max(rank["live"].values())
+
+
+def test_a_step_sends_the_papers_bytes_within_padding(rows: list[dict[str, Any]]) -> None:
+    """Section 7, for gradients of 4 bytes, weights of 2, one micro-batch and 2 ranks; stage 3 may send less."""
+    per_parameter = {0: 2 * 4, 1: 4 + 2, 2: 4 + 2, 3: 4 + 2 * 2}
+    for row in rows:
+        rank = row["ranks"][0]
+        paper = per_parameter[row["stage"]] * rank["elements"] / 2
+        sent = sum(rank["sent"]["dp"].values())
+        assert sent <= paper + 8 * rank["padding"] + 16
+        assert sent >= (0.6 if row["stage"] == 3 else 1) * paper
+
+
+def test_the_picture_is_xml_and_shows_every_combination(measured: tuple[str, Path]) -> None:
+    root = ElementTree.fromstring((measured[1] / "memory.svg").read_text())
+    names = {title.text.split(", after")[0] for title in root.iter("{http://www.w3.org/2000/svg}title") if title.text}
+    assert {f"bf16, ZeRO {stage}, offload {offload}" for stage in range(4) for offload in ("none", "cpu")} <= names
+    for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
+        assert float(rect.attrib["width"]) > 0
+        assert float(rect.attrib["height"]) >= 0
+
+
+def test_the_table_says_what_was_run(measured: tuple[str, Path]) -> None:
+    text = measured[0]
+    for part in (
+        "2 ranks: tp 1, pp 1, dp 2",
+        "random tokens",
+        "ratio",
+        "18N/2",
+        "1 steps",
+        "Buckets are padded",
+        "memory.svg",
+    ):
+        assert part in text, part
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--stages", "0,7"], "'7' is none of 0, 1, 2, 3"),
+        (["--precision", "bf61"], "did you mean bf16?"),
+        (["--offload", "none,none"], "each once"),
+        (["--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--iterations", "0"], "--iterations 0 must be at least 1"),
+        (["zero.stage=3"], "use --stages"),
+        (["model.hiden_size=3"], "did you mean model.hidden_size?"),
+        (["--ranks", "3", "parallel.tp=2"], "launch.nproc_per_node = 3: must divide by tp*pp=2"),
+        (["--config", "none.toml"], "no such file"),
+    ],
+)
+def test_a_bad_option_is_told_with_exit_code_2(options: list[str], said: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["memory-report", "--out", str(tmp_path / "out"), *options])
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_number_of_ranks_that_is_not_the_started_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="4 ranks were started"):
+        plan(Wish(ranks=2), started=4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Formulas
+
+
+def _keeping(stage: int, **changes: Any) -> Keeping:
+    usual = {"shards": 4, "weight_bytes": 2, "accumulate_bytes": 4, "reduce_bytes": 4, "moments": 2, "micro_batches": 1}
+    return Keeping(**{"stage": stage, **usual, "reduces_each": True, "gathers_each": True, **changes})
+
+
+@pytest.mark.parametrize(("stage", "paper"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_the_formula_gives_the_papers_figure_1(stage: int, paper: float) -> None:
+    """7.5 billion parameters on 64 ranks, in GB; the paper's gradients have 2 bytes, and no fp32 copy beside them."""
+    terms = state_terms(_keeping(stage, shards=64), offloads=False)
+    gradients = 4 if stage < 2 else 4 / 64
+    papers = 2 if stage < 2 else 2 / 64
+    found = state_bytes(terms, 7_500_000_000, 64, on_device=True) / 1e9
+    assert found - 7.5 * (gradients - papers) == pytest.approx(paper, abs=0.06)
+
+
+def test_the_formula_reads_as_a_sum() -> None:
+    assert state_text(state_terms(_keeping(1), offloads=False), 4) == "6N + 12N/4"
+    assert state_text(state_terms(_keeping(1), offloads=True), 4) == "6N + [16N/4]"
+    assert state_text(state_terms(_keeping(3, weight_bytes=4), offloads=False), 4) == "16N/4"
+    assert state_text(state_terms(_keeping(2, shards=1), offloads=False), 1) == "18N"
+    assert state_text(state_terms(_keeping(2, shards=1), offloads=True), 1) == "2N + [16N]"
+    assert state_text(state_terms(_keeping(0, accumulate_bytes=2), offloads=False), 4) == "20N"
+
+
+def test_traffic_grows_with_micro_batches_where_it_must() -> None:
+    """(G + 1) N and 3 G N, less what is done once per step."""
+    for stage, given in ((0, 2), (1, 2), (2, 5), (3, 12)):
+        keeping = _keeping(stage, weight_bytes=4, micro_batches=4)
+        assert sent_bytes(keeping, 100) == given * 4 * 100 * 3 / 4
+    once = _keeping(3, weight_bytes=4, micro_batches=4, reduces_each=False, gathers_each=False)
+    assert sent_bytes(once, 100) == 2 * 4 * 100 * 3 / 4
+    assert sent_bytes(_keeping(0, shards=1), 100) == 0
+
+
+def test_live_memory_is_that_of_the_last_step() -> None:
+    kept = []
+    with live_memory(torch.device("cpu")) as measure:
+        kept.append(torch.zeros(1000))
+        for size in (500, 100):
+            measure.mark(START)
+            temporary = torch.zeros(size)
+            measure.mark("pass")
+            del temporary
+            measure.mark("pass")
+            measure.mark("step")
+    assert measure.live == {START: 4000, "pass": 4400, "step": 4000}
+    assert measure.peak == 4400

@@ -1,0 +1,319 @@
+"""The optimizer on shards, wherever they lie: three steps equal those of torch's optimizer on whole tensors."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from torch import Tensor, nn
+from zero_worlds import FP32, Sharded, assert_same, assert_trains_as_plain, numbers, plain_steps, random_batches, seeded
+
+import megazero.zero.offload
+import megazero.zero.optimizer
+from megazero.config.schema import PrecisionConfig
+from megazero.zero.bucket import Run
+from megazero.zero.optimizer import recipe_by_name, recipe_of
+from megazero.zero.optimizers import Lion
+from megazero.zero.storage import StorageError
+
+WIDTH = 16  # several buckets of 1024 bytes
+
+
+class _Model(nn.Module):
+    """Weights and biases in several units; the second one's weight is frozen, one parameter never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers[1].weight.requires_grad_(False)
+        self.never = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - 1).square().sum()
+
+
+def _two_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with decay and a rate of their own, vectors without; what is frozen is in a group too."""
+    matrices = [p for p in module.parameters() if p.dim() == 2]
+    vectors = [p for p in module.parameters() if p.dim() != 2]
+    return [{"params": matrices, "weight_decay": 0.2, "lr": 0.02}, {"params": vectors, "weight_decay": 0.0}]
+
+
+class _PlainLion(torch.optim.Optimizer):
+    """Lion as algorithm 2 of Chen et al. 2023 has it, on whole tensors."""
+
+    def __init__(self, groups: Any, lr: float = 1e-4, weight_decay: float = 0.0) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                update = torch.sign(0.9 * m + 0.1 * p.grad)
+                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+                m.copy_(0.99 * m + 0.01 * p.grad)
+
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+# ours, and torch's (of Lion: a plain one); fused kernels among them
+OPTIMIZERS: dict[str, tuple[Make, Make | None]] = {
+    "AdamW": (lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-5), None),
+    "AdamW fused": (lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-5, fused=True), None),
+    "AdamW amsgrad": (lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-5, amsgrad=True), None),
+    "Adam": (lambda groups: torch.optim.Adam(groups, lr=1e-2, eps=1e-5), None),
+    "SGD": (lambda groups: torch.optim.SGD(groups, lr=1e-2), None),
+    "SGD momentum": (lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True), None),
+    "SGD fused": (lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, dampening=0.5, fused=True), None),
+    "Lion": (lambda groups: Lion(groups, lr=1e-3), lambda groups: _PlainLion(groups, lr=1e-3)),
+    "Adagrad": (lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.3), None),
+    "RMSprop": (lambda groups: torch.optim.RMSprop(groups, lr=1e-2, eps=1e-5, momentum=0.9, centered=True), None),
+    "ASGD": (lambda groups: torch.optim.ASGD(groups, lr=1e-2), None),
+    "NAdam": (lambda groups: torch.optim.NAdam(groups, lr=1e-2, eps=1e-5), None),
+}
+PLACES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"optimizer": "cpu"},
+    "file": {"optimizer": "nvme"},
+    "half on host": {"optimizer": "cpu", "ratio": 0.5},
+    "half in file": {"optimizer": "nvme", "ratio": 0.5},
+}
+
+
+def _steps(rank: int, world: int, name: str, stages: Sequence[int], offload: dict[str, Any], **options: Any) -> None:
+    ours, plain = OPTIMIZERS[name]
+    batches = random_batches(3, world, 2, 4, WIDTH)
+    for stage in stages:
+        expected = seeded(_Model)
+        gradients = plain_steps(expected, batches, optimizer=plain or ours, groups=_two_groups(expected), max_norm=1.5)
+        norms = [torch.cat([gradient.flatten() for gradient in step.values()]).norm() for step in gradients]
+        assert min(norms) > 2 * 1.5  # or clipping would go untested
+        module = seeded(_Model)
+        sharded = Sharded(
+            module, stage, rank, world, optimizer=ours, groups=_two_groups(module), offload=offload, **options
+        )
+        for step in batches:
+            assert sharded.step(step[rank], max_norm=1.5)
+        got = sharded.whole("master")
+        assert set(got) == {key for key, p in expected.named_parameters() if p.requires_grad}
+        for key, parameter in expected.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(got[key], parameter.detach(), rtol=2e-5, atol=2e-6, msg=f"{stage} {key}")
+        assert_same(sharded.module.state_dict(), expected.state_dict())
+        sharded.zero.close()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_those_of_torch_on_whole_tensors(name: str, place: str, tmp_path: Path) -> None:
+    run_world(2, lambda rank: _steps(rank, 2, name, (1,), PLACES[place] | {"nvme_path": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_steps_are_the_same_on_every_stage(place: str, tmp_path: Path) -> None:
+    run_world(2, lambda rank: _steps(rank, 2, "AdamW", (0, 2, 3), PLACES[place] | {"nvme_path": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_steps_without_peers_are_the_same(place: str, tmp_path: Path) -> None:
+    for name in ("AdamW fused", "SGD momentum"):
+        _steps(0, 1, name, range(4), PLACES[place] | {"nvme_path": str(tmp_path)})
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adagrad"])
+def test_a_file_is_stepped_part_by_part(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more parts than buffers, and the last one shorter."""
+    monkeypatch.setattr(megazero.zero.optimizer, "FILE_PART_ELEMENTS", 7)
+    monkeypatch.setattr(megazero.zero.offload, "FILE_PART_ELEMENTS", 7)
+    run_world(2, lambda rank: _steps(rank, 2, name, (0, 3), {"optimizer": "nvme", "nvme_path": str(tmp_path)}))
+
+
+def test_offloaded_state_lies_where_the_configuration_says(tmp_path: Path) -> None:
+    def sizes(**offload: Any) -> dict[str, int]:
+        sharded = Sharded(seeded(_Model), 1, optimizer=OPTIMIZERS["AdamW"][0], offload=offload)
+        found = sharded.zero.memory_bytes()
+        sharded.zero.close()
+        return found
+
+    trained = sum(p.numel() for p in seeded(_Model).parameters() if p.requires_grad)
+    device = sizes()
+    assert device["optimizer"] == 8 * trained
+    host = sizes(optimizer="cpu")
+    assert (host["optimizer"], host["optimizer on host"]) == (0, 8 * trained)
+    assert (host["parameters on host"], host["gradients on host"]) == (4 * trained, 4 * trained)
+    file = sizes(optimizer="nvme", nvme_path=str(tmp_path))
+    assert (file["optimizer"], file["optimizer on file"]) == (0, 8 * trained)
+    assert (file["parameters on file"], file["gradients on host"]) == (4 * trained, 4 * trained)
+    half = sizes(optimizer="cpu", ratio=0.5)
+    assert half["optimizer"] + half["optimizer on host"] == 8 * trained
+    assert 4 * trained <= half["optimizer on host"] < 8 * trained  # whole buckets, until half is reached
+
+
+@pytest.mark.parametrize("place", ["device", "host", "file"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_weights_are_their_rounded_masters(place: str, dtype: str, tmp_path: Path) -> None:
+    def law(rank: int) -> None:
+        precision = PrecisionConfig(dtype=dtype, loss_scale=1.0)
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        for stage in range(4):
+            sharded = Sharded(
+                seeded(_Model),
+                stage,
+                rank,
+                2,
+                optimizer=OPTIMIZERS["AdamW"][0],
+                precision=precision,
+                offload=PLACES[place] | {"nvme_path": str(tmp_path)},
+            )
+            before = copy.deepcopy(sharded.module.state_dict())
+            for step in random_batches(3, 2, 2, 4, WIDTH):
+                sharded.step([batch.to(kind) for batch in step[rank]], max_norm=1.0)
+            masters, weights = sharded.whole("master"), sharded.whole("model")
+            after = sharded.module.state_dict()
+            for name, master in masters.items():
+                assert weights[name].dtype == after[name].dtype == kind
+                assert torch.equal(weights[name], master.to(kind)), (stage, name)
+                assert torch.equal(after[name], weights[name])
+                assert name == "never" or not torch.equal(after[name], before[name])
+            assert torch.equal(after["layers.1.weight"], before["layers.1.weight"])
+            sharded.zero.close()
+
+    run_world(2, law)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adagrad"])
+def test_state_that_is_read_and_written_to_another_run_goes_on_as_if_never_stopped(
+    name: str, place: str, tmp_path: Path
+) -> None:
+    def run(steps: list[list[Tensor]]) -> Sharded:
+        module = seeded(_Model)
+        sharded = Sharded(
+            module,
+            2,
+            optimizer=OPTIMIZERS[name][0],
+            groups=_two_groups(module),
+            offload=PLACES[place] | {"nvme_path": str(tmp_path)},
+        )
+        for step in steps:
+            sharded.step(step)
+        return sharded
+
+    steps = [step[0] for step in random_batches(4, 1, 1, 4, WIDTH)]
+    whole, first, second = run(steps), run(steps[:2]), run([])
+    old, new = first.zero.sharded_state, second.zero.sharded_state
+    assert set(old.kinds) >= {"model"} | set(first.zero.optimizer.known_states)
+    for a, b in zip(old.buckets, new.buckets, strict=True):
+        for kind in (*old.kinds, "master"):
+            if old.holds(kind, a):
+                for _, run_ in a.layout.runs(lambda info: 0):
+                    middle = (run_.start + run_.stop) // 2
+                    for piece in (Run(run_.start, middle), Run(middle, run_.stop)):
+                        new.write(kind, b, piece, old.read(kind, a, piece).clone())
+    second.zero.optimizer.resume(first.zero.optimizer.steps_taken, first.zero.optimizer.scalars())
+    second.zero.loaded(None)
+    for step in steps[2:]:
+        second.step(step)
+    assert_same(second.whole("master"), whole.whole("master"), rtol=0.0, atol=0.0)
+    for sharded in (whole, first, second):
+        sharded.zero.close()
+
+
+# ---- the user's own optimizer
+
+
+def test_a_users_optimizer_keeps_its_groups() -> None:
+    def law(rank: int) -> None:
+        module = seeded(_Model)
+        groups = _two_groups(module)
+        made = torch.optim.AdamW(groups, lr=1e-2)
+        dicts, schedule = list(made.param_groups), torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
+        sharded = Sharded(module, 2, rank, 2, optimizer=lambda _: made, groups=groups)
+        assert sharded.zero.optimizer.torch_optimizer is made
+        assert all(a is b for a, b in zip(made.param_groups, dicts, strict=True))
+        made.param_groups[1]["lr"] = 0.0  # as a schedule does
+        before = sharded.whole("master")
+        sharded.step(random_batches(1, 2, 1, 4, WIDTH)[0][rank])
+        schedule.step()
+        assert made.param_groups[0]["lr"] == 0.01
+        for name, after in sharded.whole("master").items():
+            assert torch.equal(after, before[name]) == (after.dim() != 2), name
+
+    run_world(2, law)
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    made = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    made.step()
+    with pytest.raises(ValueError, match="AdamW has stepped already"):
+        recipe_of(made)
+
+
+def test_an_optimizer_by_name_takes_what_each_group_says() -> None:
+    recipe = recipe_by_name("adamw", {"lr": 0.1}, [{"weight_decay": 0.3}, {"lr": 0.2}])
+    assert (recipe.groups, set(recipe.states), recipe.scalars) == (2, {"exp_avg", "exp_avg_sq"}, ("step",))
+    made = recipe.build([[nn.Parameter(numbers(2))], []])
+    assert [(group["lr"], group["weight_decay"]) for group in made.param_groups] == [(0.1, 0.3), (0.2, 0.0)]
+
+
+# ---- a disk that fails
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD momentum"])
+def test_a_full_disk_is_one_clear_error(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = seeded(_Model)
+    offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
+    sharded = Sharded(module, 1, optimizer=OPTIMIZERS[optimizer][0], offload=offload)
+    sharded.step([numbers(4, WIDTH)])
+    sharded.accumulate([numbers(4, WIDTH)])
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(StorageError, match=rf"{tmp_path}.*writing \d+ bytes.*No space left on device"):
+        sharded.update()
+    monkeypatch.undo()
+    with pytest.raises(StorageError, match="No space left"):  # its state is unknown from then on
+        sharded.step([numbers(4, WIDTH)])
+    sharded.zero.close()  # told already
+
+
+def test_a_disk_too_small_is_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def law(rank: int) -> str:
+        if rank == 1:
+
+            def full(*_: Any) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            os.posix_fallocate = full
+        with pytest.raises(StorageError) as caught:
+            Sharded(seeded(_Model), 1, rank, 2, offload={"optimizer": "nvme", "nvme_path": str(tmp_path)})
+        return str(caught.value)
+
+    first, second = run_world(2, law)
+    assert first == second
+    assert "reserving" in first
+
+
+def test_plain_steps_of_the_shared_tests_are_not_trivial() -> None:
+    """The weights of `assert_trains_as_plain` must move, or it would show nothing."""
+    before = seeded(_Model)
+    sharded = assert_trains_as_plain(0, 1, _Model, 0, random_batches(2, 1, 1, 4, WIDTH), precision=FP32)
+    after = sharded.whole("master")
+    for name, parameter in copy.deepcopy(before).named_parameters():
+        if parameter.requires_grad and name != "never":
+            assert not torch.allclose(after[name], parameter, atol=1e-3), name
