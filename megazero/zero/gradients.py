@@ -182,7 +182,8 @@ class GradientReducer:
         self._order: dict[int, list[_Rounds]] = {}
         for one in sorted(rounds, key=lambda one: -one.bucket.layout.unit):
             self._order.setdefault(one.bucket.layout.chunk, []).append(one)
-        self._cursor = dict.fromkeys(self._order, 0)
+        self._wave = dict.fromkeys(self._order, 0)  # rounds that all buckets of a chunk have launched
+        self._cursor = dict.fromkeys(self._order, 0)  # the bucket whose turn it is in the next one
         self._closed = dict.fromkeys(self._order, 0)
         self.last_round = 1
         self.holds = False  # while set, rounds add up where they are
@@ -222,6 +223,7 @@ class GradientReducer:
                     self._free[self._accumulate_dtype].append(rounds.full)
                     rounds.full = None
                 rounds.reset()
+        self._wave = dict.fromkeys(self._order, 0)
         self._cursor = dict.fromkeys(self._order, 0)
         self._closed = dict.fromkeys(self._order, 0)
         self.last_round = micro_batches
@@ -257,20 +259,22 @@ class GradientReducer:
         self._launch(chunk)
 
     def _launch(self, chunk: int) -> None:
-        """Reduce what is complete, in the one order."""
+        """Reduce what is complete, in the one order; a bucket may have been several rounds ahead of the others."""
         order = self._order[chunk]
-        while True:
+        while self._wave[chunk] < self.last_round:
             rounds = order[self._cursor[chunk]]
-            if rounds.complete_rounds == rounds.launched_rounds:
-                return
-            rounds.launched_rounds = rounds.complete_rounds
+            if rounds.launched_rounds <= self._wave[chunk]:
+                if rounds.complete_rounds <= self._wave[chunk]:
+                    return
+                rounds.launched_rounds = rounds.complete_rounds
+                is_last = rounds.complete_rounds == self.last_round
+                reduces_now = self._every_round and not rounds.bucket.keeps_gradients
+                if not self.holds and (reduces_now or is_last):
+                    self._reduce(rounds)
+                else:
+                    rounds.holds_some = True  # on every rank, whichever parameters it has used
             self._cursor[chunk] = (self._cursor[chunk] + 1) % len(order)
-            is_last = rounds.complete_rounds == self.last_round
-            reduces_now = self._every_round and not rounds.bucket.keeps_gradients
-            if not self.holds and (reduces_now or is_last):
-                self._reduce(rounds)
-            else:
-                rounds.holds_some = True  # on every rank, whichever parameters it has used
+            self._wave[chunk] += self._cursor[chunk] == 0
 
     def finish(self) -> None:
         """Make `bucket.gradient` of every bucket the whole step's, including parameters that never came."""
