@@ -231,9 +231,11 @@ class ParallelState:
         self.traffic = Traffic()
         self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._axes: list[Axis] = []
         self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)
         # Messages down and up the pipeline go over communicators of their own, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
+        self._axes.append(self.pp_up)
         self.model = self._axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._axis("world", tuple(range(grid.world_size)))
         holders = grid.embedding_group_of(rank)
@@ -258,7 +260,14 @@ class ParallelState:
 
     def _axis(self, name: str, ranks: Sequence[int]) -> Axis:
         ranks = tuple(ranks)
-        return Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic)
+        self._axes.append(Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic))
+        return self._axes[-1]
+
+    def leave(self) -> None:
+        """Let go of every process group; one that is referred to when the interpreter exits would abort the process."""
+        for axis in self._axes:
+            object.__setattr__(axis, "group", None)
+        self._groups.clear()
 
     def _group(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
         if len(ranks) == 1:

@@ -7,7 +7,10 @@ config --> batch sizes, ZeRO, precision        model --> every parameter describ
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +28,7 @@ from megazero.api.lr_schedulers import make_lr_scheduler
 from megazero.api.module_engine import ModuleEngine
 from megazero.api.pipeline_engine import PipelineEngine
 from megazero.api.training_engine import TrainingEngine
-from megazero.comm.collectives import gather_objects
+from megazero.comm.collectives import broadcast, gather_objects
 from megazero.config.deepspeed import DeepSpeedConfig, load_deepspeed_config
 from megazero.layers.spec import ParamSpec, whole_spec
 from megazero.models.pipeline_module import LayerChunk, PipelineModule
@@ -85,6 +88,8 @@ def initialize(
     settings = load_deepspeed_config(_config_source(args, config, config_params), state.dp.size)
     state = _with_shard_groups(state, settings, model, mpu)
     say = partial(print, flush=True)
+    if state.world.size > 1:
+        atexit.register(_leave, state)
     if state.rank == 0:
         for note in settings.notes:
             say(f"note: {note}")
@@ -94,9 +99,9 @@ def initialize(
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
     _check_ties(described, state)
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
-    _place_buffers(model, settings, state.device)
+    _place_buffers(model, settings, state)
     sharded = ShardedModel(units_of(chunks), described, state, settings.zero, settings.precision, recipe, ties=ties)
-    sharded.parameters.adopt(settings.seed or _SEED, state.dp, state.tp, ties)
+    sharded.parameters.adopt(_SEED if settings.seed is None else settings.seed, state.dp, state.tp, ties)
     engine: TrainingEngine
     if isinstance(model, PipelineModule):
         engine = PipelineEngine(model, sharded, settings, say)
@@ -132,6 +137,19 @@ def init_distributed(
     if dist_backend not in (None, "nccl", "gloo"):
         backend = str(dist_backend)
     dist.init_process_group(backend, timeout=timeout)
+
+
+def _leave(state: ParallelState) -> None:
+    """Let go of the process groups before the interpreter takes gloo's threads down, which else aborts the process.
+
+    After a failure nothing is done: NCCL would wait for peers that may be gone.
+    """
+    if hasattr(sys, "last_value"):
+        return
+    state.leave()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -301,20 +319,30 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
     return [replace(one, group=group_of.get(id(one.parameter), 0)) for one in described]
 
 
-def _place_buffers(model: nn.Module, settings: DeepSpeedConfig, device: torch.device) -> None:
-    """Buffers on the device, and the floating-point ones in the format of the weights, as `module.half()` has them."""
+def _place_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:
+    """Buffers on the device, equal on all of dp, and the floating-point ones in the format of the weights, as
+    `module.half()` has them."""
     dtype = DTYPES[settings.precision.dtype]
     for part in model.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 casts = buffer.is_floating_point() and dtype != torch.float32
-                part._buffers[name] = buffer.to(device, dtype if casts else None)
+                placed = buffer.detach().to(state.device, dtype if casts else None).contiguous()
+                broadcast(placed.view(-1).view(torch.uint8), state.dp).wait()
+                part._buffers[name] = placed
 
 
 def _schedule(given: Any, engine: TrainingEngine, settings: DeepSpeedConfig) -> Any:
     if given is not None:
-        is_schedule = hasattr(given, "step")
-        return given if is_schedule else given(engine.optimizer)
+        if not hasattr(given, "step"):
+            return given(engine.optimizer)
+        of = getattr(given, "optimizer", None)
+        if of is not None and of.param_groups is not engine.optimizer.param_groups:
+            raise ValueError(
+                "the lr_scheduler is of another optimizer than the engine's, and would change nothing; give both to "
+                "initialize, or the schedule as a callable (optimizer) -> schedule"
+            )
+        return given
     if settings.scheduler is None:
         return None
     return make_lr_scheduler(settings.scheduler.type, settings.scheduler.params, engine.optimizer)

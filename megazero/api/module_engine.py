@@ -68,6 +68,7 @@ class ModuleEngine(TrainingEngine):
         """
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {list(loss.shape)}; backward takes a scalar, such as loss.mean()")
+        loss = loss.reshape(())
         if self._wants_step:
             raise RuntimeError("the step's last micro-batch is done; call engine.step() before the next backward")
         model, reducer = self.sharded_model, self.sharded_model.reducer
@@ -102,8 +103,8 @@ class ModuleEngine(TrainingEngine):
         if self.parallel_state.at.tp:
             loss_sum.zero_()  # every tensor-parallel rank has the same loss
         self._passes, self._wants_step = 0, False
+        self.micro_steps += 1  # also where the step fails: whoever goes on begins a whole one
         self._finish_step(loss_sum, self.dp_world_size)
-        self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
@@ -131,13 +132,16 @@ class ModuleEngine(TrainingEngine):
         self._passes, self._wants_step = 0, False
         self._loss_sum.zero_()
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+    def _forget_micro_batches(self) -> None:
+        self.zero_grad()
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A whole step on as many micro-batches as it takes; the module returns the loss, or a tuple that begins with it.
 
         Args:
             data_iter: gives micro-batches: a tensor, a tuple of arguments, or a dict of them; `training_data`'s when None.
 
-        Returns: the mean loss over all ranks.
+        Returns: the mean loss over all ranks, a scalar.
 
         Raises:
             StopIteration: the data ended within the step.
@@ -151,7 +155,7 @@ class ModuleEngine(TrainingEngine):
             self.step()
         return self._mean_over_ranks(total)
 
-    def eval_batch(self, data_iter: Iterator[Any]) -> float:
+    def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
         was_training = self.training
         self.eval()
@@ -181,4 +185,4 @@ class ModuleEngine(TrainingEngine):
                 f"{type(self.module).__name__} returned {type(output).__name__}, which is no scalar loss; train_batch "
                 "takes a module that returns its loss. Otherwise call engine(x), engine.backward(loss), engine.step()"
             )
-        return loss
+        return loss.reshape(())

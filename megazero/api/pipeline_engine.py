@@ -79,14 +79,14 @@ class PipelineEngine(TrainingEngine):
 
     backward = step = forward
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A whole step.
 
         Args:
             data_iter: gives micro-batches (inputs, labels); read on ranks of the first and of the last stage, which must see
                 the same.  `training_data`'s when None.
 
-        Returns: the mean loss over all micro-batches and ranks.
+        Returns: the mean loss over all micro-batches and ranks, a scalar.
 
         Raises:
             StopIteration: on every rank, the data ended within the step.
@@ -101,9 +101,9 @@ class PipelineEngine(TrainingEngine):
             loss_sum = self._run(batches, trains=True)
         loss = self._finish_step(loss_sum, self.config.accumulation * self.dp_world_size)
         self.micro_steps += self.config.accumulation
-        return loss
+        return torch.tensor(loss)
 
-    def eval_batch(self, data_iter: Iterator[Any]) -> float:
+    def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
         batches = self._read(data_iter, trains=False)
         was_training = self.training
@@ -112,7 +112,7 @@ class PipelineEngine(TrainingEngine):
             loss_sum = self._run(batches, trains=False)
         self.train(was_training)
         all_reduce(loss_sum, self.parallel_state.world).wait()
-        return float(loss_sum) / (self.config.accumulation * self.dp_world_size)
+        return loss_sum.float() / (self.config.accumulation * self.dp_world_size)
 
     def reset_activation_shape(self) -> None:
         """Find the shapes between stages anew, for micro-batches of another shape.  Called on every rank."""

@@ -30,7 +30,7 @@ from megazero.config.deepspeed import DeepSpeedConfig
 from megazero.engine.gpt import NonFiniteError, versions
 from megazero.zero.sharded_model import ShardedModel
 
-CLIENT_STATE, BUFFERS = "client_state.pt", "buffers.safetensors"
+CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers.safetensors"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -69,6 +69,7 @@ class TrainingEngine(nn.Module):
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self._canonical, self._show = canonical, show if model.state.rank == 0 else lambda _: None
         self._grad_norm: float | None = None
+        self._reported = time.perf_counter()
         self._repeating: RepeatingLoader | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: Any = None
@@ -133,12 +134,14 @@ class TrainingEngine(nn.Module):
             self.lr_scheduler.step()
 
     def _report(self, loss: float) -> None:
-        every = self.config.steps_per_print
+        every = self.config.steps_per_print or (1 if self.config.wall_clock_breakdown else None)
         if every is not None and self.global_steps % every == 0:
             rates = ", ".join(f"{lr:.4g}" for lr in self.get_lr())
             parts = [f"step {self.global_steps}", f"loss {loss:.4f}", f"lr {rates}"]
             if self._grad_norm is not None:
                 parts.append(f"grad norm {self._grad_norm:.3g}")
+            seconds, self._reported = time.perf_counter() - self._reported, time.perf_counter()
+            parts.append(f"{every * self.config.train_batch_size / seconds:,.1f} samples/s")
             if self.sharded_model.scaler is not None:
                 parts.append(f"loss scale {self.loss_scale:g}, {self.skipped_steps} skipped")
             if self.config.wall_clock_breakdown:
@@ -171,10 +174,10 @@ class TrainingEngine(nn.Module):
             self._repeating = RepeatingLoader(self.training_dataloader)
         return self._repeating
 
-    def _mean_over_ranks(self, loss: Tensor) -> float:
+    def _mean_over_ranks(self, loss: Tensor) -> Tensor:
         """The mean over dp of a loss that every rank of a replica has."""
         all_reduce(loss, self.parallel_state.dp).wait()
-        return float(loss) / self.dp_world_size
+        return loss.float() / self.dp_world_size
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -302,7 +305,6 @@ class TrainingEngine(nn.Module):
         script = {
             "counters": {name: getattr(self, name) for name in _COUNTERS},
             "groups": [_plain(group) for group in self.optimizer.param_groups],
-            "lr_scheduler": None if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict()),
         }
         trainer = TrainerState(
             step=self.global_steps,
@@ -319,10 +321,7 @@ class TrainingEngine(nn.Module):
             script=script,
         )
         buffers = self._gather_buffers()
-        files = {}
-        if self.parallel_state.rank == 0:
-            files = {BUFFERS: save(buffers)} if buffers else {}
-            files[CLIENT_STATE] = _to_bytes(dict(client_state or {}))
+        files = agree(lambda: self._files(buffers, client_state), self.parallel_state.world, CheckpointError)
         save_checkpoint(
             Path(save_dir) / tag, self.sharded_model.sharded_state, self.parallel_state, trainer, files,
             moves_latest=save_latest,
@@ -360,8 +359,10 @@ class TrainingEngine(nn.Module):
         directory = Path(load_dir) / name
         takes_optimizer = load_optimizer_states and not load_module_only
         read = agree(lambda: self._read_script(directory), self.parallel_state.world, CheckpointError)
-        trainer, client_state, buffers = read
+        trainer, client_state, schedule, buffers = read
         model = self.sharded_model
+        groups = trainer.script["groups"] if takes_optimizer else None
+        agree(lambda: self._check_fits(groups, buffers), self.parallel_state.world, CheckpointError)
         load_checkpoint(directory, model.sharded_state, self.parallel_state, with_optimizer=takes_optimizer)
         model.loaded(None if load_module_only else trainer.loss_scaler)
         self._take_buffers(buffers)
@@ -370,18 +371,48 @@ class TrainingEngine(nn.Module):
                 setattr(self, counter, value)
         if takes_optimizer:
             self._take_groups(trainer.script["groups"])
-        if load_lr_scheduler_states and not load_module_only and self.lr_scheduler is not None:
-            position = trainer.script["lr_scheduler"]
-            if position is not None:
-                self.lr_scheduler.load_state_dict(position)
+        takes_schedule = load_lr_scheduler_states and not load_module_only and schedule is not None
+        if takes_schedule and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(schedule)
+        self._forget_micro_batches()
         return str(directory), client_state
+
+    def _forget_micro_batches(self) -> None:
+        """Begin a whole step."""
 
     def _check_tag(self, tag: str) -> None:
         tags = gather_objects(tag, self.parallel_state.world)
+        if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
+            raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
         if len(set(tags)) > 1:
             raise CheckpointError(f"every rank must save under one tag; there are {', '.join(sorted(set(tags)))}")
 
-    def _read_script(self, directory: Path) -> tuple[TrainerState, dict[str, Any], dict[str, Tensor]]:
+    def _files(self, buffers: dict[str, Tensor], client_state: Mapping[str, Any] | None) -> dict[str, bytes]:
+        """What a checkpoint holds beside the sharded state; rank 0 writes it."""
+        if self.parallel_state.rank != 0:
+            return {}
+        files = {BUFFERS: save(buffers)} if buffers else {}
+        if self.lr_scheduler is not None:
+            files[SCHEDULE] = _to_bytes(self.lr_scheduler.state_dict(), "the schedule's state_dict()")
+        return files | {CLIENT_STATE: _to_bytes(dict(client_state or {}), "client_state")}
+
+    def _check_fits(self, groups: Sequence[Any] | None, buffers: Mapping[str, Tensor]) -> None:
+        """Refuse what could not be taken over whole, before anything has changed."""
+        have = len(self.optimizer.param_groups)
+        if groups is not None and len(groups) != have:
+            raise CheckpointError(f"the checkpoint has {len(groups)} optimizer groups, this optimizer has {have}")
+        for name, buffer in self._named_buffers():
+            saved = buffers.get(self._canonical(name))
+            if saved is None or saved.shape != buffer.shape:
+                found = "none" if saved is None else f"one of shape {list(saved.shape)}"
+                raise CheckpointError(
+                    f"buffer {self._canonical(name)} has shape {list(buffer.shape)}, the checkpoint has {found}: it is of "
+                    "another model"
+                )
+
+    def _read_script(
+        self, directory: Path
+    ) -> tuple[TrainerState, dict[str, Any], dict[str, Any] | None, dict[str, Tensor]]:
         if not is_complete(directory):
             raise CheckpointError(f"{directory} is not a complete checkpoint")
         trainer = read_trainer_state(directory)
@@ -390,16 +421,12 @@ class TrainingEngine(nn.Module):
         path = directory / BUFFERS
         client: dict[str, Any] = torch.load(directory / CLIENT_STATE, weights_only=True)
         buffers = load_file(path) if path.is_file() else {}
-        for name, _ in self._named_buffers():
-            if self._canonical(name) not in buffers:
-                raise CheckpointError(f"the checkpoint has no buffer {self._canonical(name)}: it is of another model")
-        return trainer, client, buffers
+        at = directory / SCHEDULE
+        schedule = torch.load(at, weights_only=True) if at.is_file() else None
+        return trainer, client, schedule, buffers
 
     def _take_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        groups = self.optimizer.param_groups
-        if len(saved) != len(groups):
-            raise CheckpointError(f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(groups)}")
-        for group, settings in zip(groups, saved, strict=True):
+        for group, settings in zip(self.optimizer.param_groups, saved, strict=True):
             for key, value in settings.items():
                 # how a step is computed belongs to this machine, not to the run
                 if key in group and key not in ("fused", "foreach", "capturable"):
@@ -451,15 +478,15 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_bytes(client_state: dict[str, Any]) -> bytes:
+def _to_bytes(values: dict[str, Any], what: str) -> bytes:
     file = io.BytesIO()
-    torch.save(client_state, file)
-    data = file.getvalue()
     try:
+        torch.save(values, file)
+        data = file.getvalue()
         torch.load(io.BytesIO(data), weights_only=True)
     except Exception as error:
         raise CheckpointError(
-            f"client_state holds something that cannot be read back safely ({str(error).splitlines()[0]}); "
+            f"{what} holds something that cannot be read back safely ({str(error).splitlines()[0]}); "
             "give numbers, strings, tensors, and lists and dicts of them"
         ) from error
     return data

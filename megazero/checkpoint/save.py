@@ -29,6 +29,7 @@ from megazero.parallel_state import ParallelState
 from megazero.zero.state import ShardedState
 
 T = TypeVar("T")
+_OURS = (".safetensors", ".json", ".partial")
 
 
 def save_checkpoint(
@@ -55,7 +56,7 @@ def save_checkpoint(
     """
     assignments = stage_assignments(state, at)
     mine = [assignment for assignment in assignments if assignment.writer == at.rank]
-    agree(lambda: _prepare(directory) if at.rank == 0 else None, at.world, CheckpointError)
+    agree(lambda: _prepare(directory, files) if at.rank == 0 else None, at.world, CheckpointError)
     writers = [rank for rank, writes in enumerate(gather_objects(bool(mine), at.world)) if writes]
     suffix = f"{writers.index(at.rank) + 1:05d}-of-{len(writers):05d}" if mine else ""
     written = _Written()
@@ -66,14 +67,21 @@ def save_checkpoint(
     _commit(directory, state.kinds, written, at, trainer, files, moves_latest)
 
 
-def _prepare(directory: Path) -> None:
+def _prepare(directory: Path, files: Mapping[str, bytes]) -> None:
     """Make the directory, empty of what a run that was stopped while saving may have left."""
     if is_complete(directory):
         raise CheckpointError(f"{directory} already holds a complete checkpoint")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for left in directory.iterdir():
-            left.unlink()
+        left = list(directory.iterdir())
+        foreign = [p.name for p in left if p.name not in files and (p.suffix not in _OURS or not p.is_file())]
+        if foreign:
+            raise CheckpointError(
+                f"{directory} holds {', '.join(sorted(foreign)[:3])}, which no checkpoint of ours has; nothing was deleted. "
+                "Choose another name"
+            )
+        for path in left:
+            path.unlink()
     except OSError as error:
         raise _not_written(directory, str(error)) from error
 

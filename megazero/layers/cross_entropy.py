@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
 from megazero.comm.collectives import all_reduce
 from megazero.layers.gemm import product_t
-from megazero.layers.spec import Init, ParamSpec, Section
+from megazero.layers.spec import Init, ParamSpec, Section, drawn_parameter
 from megazero.parallel_state import Axis
 
 IGNORED_LABEL = -100
@@ -124,7 +124,7 @@ class VocabParallelHead(nn.Module):
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
         spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
-        self.weight = nn.Parameter(torch.empty(spec.local_shape(tp.size))) if weight is None else weight
+        self.weight = drawn_parameter(spec, tp.index, tp.size) if weight is None else weight
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Loss summed over counted tokens, or the logits where there are no labels.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.autograd import reduce_from_tp, scatter_sequence
-from megazero.layers.spec import Init, ParamSpec, Section
+from megazero.layers.spec import Init, ParamSpec, Section, drawn_parameter
 from megazero.parallel_state import Axis
 
 
@@ -42,7 +41,7 @@ class VocabParallelEmbedding(nn.Module):
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
         spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
-        self.weight = nn.Parameter(torch.empty(spec.local_shape(tp.size)))
+        self.weight = drawn_parameter(spec, tp.index, tp.size)
         self.first = tp.index * self.weight.shape[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -73,7 +72,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         cut = sequence_parallel and tp.size > 1
         self.specs = {"weight": ParamSpec((Section(name, seq_len),), hidden_size, None, init, sum_over_tp=cut)}
-        self.weight = nn.Parameter(torch.empty(seq_len, hidden_size))
+        self.weight = drawn_parameter(self.specs["weight"])
         self.part = tp.index if cut else 0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from megazero.comm.autograd import (
 )
 from megazero.comm.collectives import Pending, all_reduce
 from megazero.layers.gemm import prefers_onednn, product_t
-from megazero.layers.spec import Init, ParamSpec, Section, bias_spec
+from megazero.layers.spec import Init, ParamSpec, Section, bias_spec, drawn_parameter
 from megazero.parallel_state import Axis
 
 Entry: TypeAlias = Literal["local", "replicated", "sequence"]
@@ -179,10 +179,10 @@ class ColumnParallelLinear(nn.Module):
         self.entry: Entry = "sequence" if sequence_parallel else "replicated"
         spec = ParamSpec(sections, in_features, 0, init or Init(), transposed=transposed)
         self.specs = {"weight": spec}
-        self.weight = nn.Parameter(torch.empty(spec.local_shape(tp.size)))
+        self.weight = drawn_parameter(spec, tp.index, tp.size)
         if bias_sections:
             self.specs["bias"] = bias_spec(spec, bias_sections)
-        self.bias = nn.Parameter(torch.empty(self.specs["bias"].local_shape(tp.size))) if bias_sections else None
+        self.bias = drawn_parameter(self.specs["bias"], tp.index, tp.size) if bias_sections else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[seq or seq / tp, batch, in] -> [seq, batch, out / tp] (or out, when gathering)."""
@@ -222,10 +222,10 @@ class RowParallelLinear(nn.Module):
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
         spec = ParamSpec((section,), in_features, 1, init or Init(), transposed=transposed)
         self.specs = {"weight": spec}
-        self.weight = nn.Parameter(torch.empty(spec.local_shape(tp.size)))
+        self.weight = drawn_parameter(spec, tp.index, tp.size)
         if bias_section:
             self.specs["bias"] = bias_spec(spec, (bias_section,), sum_over_tp=sequence_parallel and tp.size > 1)
-        self.bias = nn.Parameter(torch.empty(bias_section.rows)) if bias_section else None
+        self.bias = drawn_parameter(self.specs["bias"], tp.index, tp.size) if bias_section else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[seq, batch, in / tp] (or in, when scattering) -> [seq or seq / tp, batch, out]."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.layers.spec import Init, vector_spec
+from megazero.layers.spec import Init, drawn_parameter, vector_spec
 
 
 class RMSNorm(nn.Module):
@@ -23,7 +22,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.specs = {"weight": vector_spec(f"{name}.weight", hidden_size, Init("ones"), sum_over_tp=sum_over_tp)}
-        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.weight = drawn_parameter(self.specs["weight"])
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -40,8 +39,8 @@ class LayerNorm(nn.Module):
             "weight": vector_spec(f"{name}.weight", hidden_size, Init("ones"), sum_over_tp=sum_over_tp),
             "bias": vector_spec(f"{name}.bias", hidden_size, Init("zeros"), sum_over_tp=sum_over_tp),
         }
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.weight = drawn_parameter(self.specs["weight"])
+        self.bias = drawn_parameter(self.specs["bias"])
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""

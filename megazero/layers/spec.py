@@ -19,10 +19,11 @@ from math import prod
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.layers.counter_rng import derive_key, normal
 
+_SEED = 1234  # of layers that a script builds for itself; `megazero train` draws with its own
 _DRAW_ELEMENTS = 1 << 20  # elements drawn at a time, to bound the scratch memory
 
 
@@ -226,6 +227,19 @@ def bias_spec(weight: ParamSpec, sections: tuple[Section, ...], *, sum_over_tp: 
         decay=False,
         transposed=False,
     )
+
+
+def drawn_parameter(spec: ParamSpec, tp_rank: int = 0, tp_size: int = 1) -> nn.Parameter:
+    """A parameter with its initial values; on the meta device without any, to be drawn or loaded shard by shard.
+
+    Args:
+        spec: of the parameter.
+        tp_rank, tp_size: place on the tensor-parallel axis; whatever its size, the whole tensor is the same.
+    """
+    values = torch.empty(spec.local_shape(tp_size))
+    if not values.is_meta:
+        spec.draw(values.view(-1), 0, tp_rank, tp_size, _SEED)
+    return nn.Parameter(values)
 
 
 def numel(shape: tuple[int, ...]) -> int:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megazero.comm.collectives import all_gather, broadcast
 from megazero.zero.bucket import Bucket
+from megazero.zero.gradients import tie_of
 from megazero.zero.sharded_model import ShardedModel
+from megazero.zero.ungathered import UngatheredParameter
 
 
 class HasModel(Protocol):
@@ -37,13 +39,18 @@ def gathered_parameters(
         KeyError: a name is no parameter, with those that are similar.
         ValueError: `modifier_rank` is no data-parallel rank.
 
-    Under tensor parallelism a tensor is whole as this rank's module has it: its part of a split parameter.
+    Under tensor parallelism a tensor is whole as this rank's module has it: its part of a split parameter.  Of what every
+    tensor-parallel rank holds, and of a weight that stages tie, the edit on the first of them counts.
     """
     model = engine.sharded_model
     dp = model.state.dp
     if modifier_rank is not None and not 0 <= modifier_rank < dp.size:
         raise ValueError(f"modifier_rank={modifier_rank} must be one of the {dp.size} data-parallel ranks")
-    found = dict(_find(model, [names] if isinstance(names, str) else names))
+    asked = [names] if isinstance(names, str) else names
+    found = dict(_find(model, _aliases(engine), asked))
+    elsewhere = [name for name, (bucket, _) in found.items() if bucket.layout.tied and tie_of(bucket) in model.ties]
+    if modifier_rank is not None and names is not None and elsewhere:
+        raise ValueError(f"{elsewhere[0]} has a copy on another stage; edit it with names=None, on all ranks")
     flats = {bucket: _whole(bucket) for bucket in dict.fromkeys(bucket for bucket, _ in found.values())}
     whole = {}
     for name, (bucket, index) in found.items():
@@ -54,17 +61,37 @@ def gathered_parameters(
         return
     for bucket, flat in flats.items():
         broadcast(flat, dp, modifier_rank).wait()
+        for is_whole, run in bucket.layout.runs(lambda info: info.spec.split is None):
+            if is_whole:  # every rank of tp holds a copy
+                broadcast(flat[run.start : run.stop], model.state.tp).wait()
+        if bucket.layout.tied and tie_of(bucket) in model.ties:
+            broadcast(flat, model.ties[tie_of(bucket)]).wait()
         model.parameters.overwrite(bucket, flat)
     model.parameters.publish()
 
 
-def _find(model: ShardedModel, names: Iterable[str] | None) -> Iterator[tuple[str, tuple[Bucket, int]]]:
+def _aliases(engine: HasModel) -> dict[str, str]:
+    """Every name of a parameter in the module, a tied one's others too, with the name it is kept under."""
+    module, kept = getattr(engine, "module", None), engine.sharded_model.names
+    if module is None:
+        return {}
+    real = {
+        name: one.stands_for if isinstance(one, UngatheredParameter) else one
+        for name, one in module.named_parameters(remove_duplicate=False)
+    }
+    return {name: kept[id(one)] for name, one in real.items() if id(one) in kept}
+
+
+def _find(
+    model: ShardedModel, aliases: dict[str, str], names: Iterable[str] | None
+) -> Iterator[tuple[str, tuple[Bucket, int]]]:
     home = {
         slot.info.name: (bucket, index)
         for bucket in model.parameters.buckets
         for index, slot in enumerate(bucket.layout.slots)
     }
-    for name in home if names is None else names:
+    home |= {alias: home[name] for alias, name in aliases.items() if names is not None}
+    for name in list(home) if names is None else names:
         if name not in home:
             from difflib import get_close_matches
 

@@ -399,9 +399,9 @@ def train(case: Case, state: ParallelState, steps: int = STEPS) -> dict[str, Any
     engine = engine_of(case, state)
     out: dict[str, Any] = {"initial": whole(engine), "loss": [], "norm": []}
     for step in range(steps):
-        out["loss"].append(engine.train_batch(stream(case, state, step)))
+        out["loss"].append(float(engine.train_batch(stream(case, state, step))))
         out["norm"].append(engine.get_global_grad_norm())
-    out["evaluation"] = engine.eval_batch(stream(case, state, EVALUATION))
+    out["evaluation"] = float(engine.eval_batch(stream(case, state, EVALUATION)))
     assert engine.training
     out["weights"] = whole(engine)
     engine.close()
@@ -512,7 +512,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all() -> None:
             seen = []
             for step in range(STEPS):
                 before = whole(engine)
-                loss = engine.train_batch(stream(case, state, step))
+                loss = float(engine.train_batch(stream(case, state, step)))
                 after = whole(engine)
                 changed = [name for name in before if (before[name] != after[name]).any()]
                 seen.append((loss, engine.loss_scale, engine.skipped_steps, engine.was_step_applied(), changed))
@@ -548,7 +548,7 @@ def save_and_go_on(rank: int, directory: Path) -> None:
     state = state_of(rank, 2, 2)
     engine = engine_of(case, state)
     for step in range(2):
-        engine.train_batch(stream(case, state, step))
+        float(engine.train_batch(stream(case, state, step)))
     engine.save_checkpoint(directory, client_state={"epoch": 3, "seen": torch.tensor([5, 7])})
 
 
@@ -561,8 +561,8 @@ def load_and_go_on(rank: int, pp: int, dp: int, case: Case, directory: Path) -> 
         parameters = list(engine.module.named_canonical_parameters())
         out["copies"] = [p.parameter.detach().numpy().copy() for p in parameters if p.tied]
     out["counters"] = (engine.global_steps, engine.global_samples, engine.micro_steps)
-    out["loss"] = [engine.train_batch(stream(case, state, step)) for step in (2, 3)]
-    out["evaluation"] = engine.eval_batch(stream(case, state, EVALUATION))
+    out["loss"] = [float(engine.train_batch(stream(case, state, step))) for step in (2, 3)]
+    out["evaluation"] = float(engine.eval_batch(stream(case, state, EVALUATION)))
     return out
 
 
@@ -597,16 +597,16 @@ def test_buffers_are_those_of_the_plain_layers_and_come_back(tmp_path: Path) -> 
         case, state = Case(NORMED, "zbv"), state_of(rank, 2, 1)
         engine = engine_of(case, state)
         for step in range(STEPS):
-            engine.train_batch(stream(case, state, step))
+            float(engine.train_batch(stream(case, state, step)))
         engine.save_checkpoint(tmp_path)
-        return engine.eval_batch(stream(case, state, EVALUATION))
+        return float(engine.eval_batch(stream(case, state, EVALUATION)))
 
     def load(rank: int, pp: int, dp: int, stage: int) -> tuple[float, dict[str, Any]]:
         case, state = Case(NORMED, stage=stage), state_of(rank, pp, dp)
         engine = engine_of(case, state)
         engine.load_checkpoint(tmp_path)
         buffers = {name.partition("layers.")[2]: b.numpy().copy() for name, b in engine.module.named_buffers()}
-        return engine.eval_batch(stream(case, state, EVALUATION)), buffers
+        return float(engine.eval_batch(stream(case, state, EVALUATION))), buffers
 
     plain = train_plainly(NORMED)
     assert run_world(2, save) == pytest.approx([plain["evaluation"]] * 2, rel=2e-5)
@@ -627,11 +627,11 @@ def test_a_checkpoint_without_a_buffer_is_refused_by_all_and_changes_nothing(tmp
     def body(rank: int) -> bool:
         state = state_of(rank, 2, 1)
         engine = engine_of(plainer, state)
-        engine.train_batch(stream(plainer, state, 0))
+        float(engine.train_batch(stream(plainer, state, 0)))
         engine.save_checkpoint(tmp_path)
         engine = engine_of(normed, state)
         before = whole(engine)
-        with pytest.raises(CheckpointError, match=r"has no buffer layers\.3\.running_mean"):
+        with pytest.raises(CheckpointError, match=r"buffer layers\.3\.running_mean .* the checkpoint has none"):
             engine.load_checkpoint(tmp_path)
         after = whole(engine)
         return all((before[name] == after[name]).all() for name in before)
@@ -665,10 +665,10 @@ def test_errors_reach_every_rank_and_training_goes_on() -> None:
         told.append(refusal(lambda: engine.train_batch(unpaired)))
         told.append(refusal(lambda: engine.train_batch(itertools.islice(stream(PLAIN, state, 0), 3))))
         told.append(refusal(lambda: engine.eval_batch(iter(()))))
-        losses = [engine.train_batch(stream(PLAIN, state, 0))]
-        told.append(refusal(lambda: engine.train_batch(stream(PLAIN, state, 1, samples))))
+        losses = [float(engine.train_batch(stream(PLAIN, state, 0)))]
+        told.append(refusal(lambda: float(engine.train_batch(stream(PLAIN, state, 1, samples)))))
         engine.reset_activation_shape()
-        losses.append(engine.train_batch(stream(PLAIN, state, 1, samples)))
+        losses.append(float(engine.train_batch(stream(PLAIN, state, 1, samples))))
         return told, losses
 
     plain = Plain(PLAIN.table)
@@ -784,7 +784,7 @@ def test_bytes_over_pp_are_the_activations_and_gradients_of_the_cuts(
             engine = engine_of(case, state)
             engine.train_batch(stream(case, state, 0))  # finds the shapes
             state.traffic.reset()
-            engine.train_batch(stream(case, state, 1))
+            float(engine.train_batch(stream(case, state, 1)))
             sent.append(state.traffic.by_axis()["pp"])
         return sent
 
