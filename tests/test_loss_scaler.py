@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.zero.loss_scaler import LossScaleError, LossScaler, no_scaling
+from megazero.zero.loss_scaler import LossScaleError, LossScaler
 
 
 def _scaler(**keys: Any) -> LossScaler:
@@ -77,7 +77,6 @@ def test_a_constant_scale_stays_and_counts_what_is_skipped() -> None:
     assert set(_trace(scaler, "!!!!......!")) == {128.0}
     assert scaler.skipped_steps == 5
     assert not scaler.dynamic
-    assert set(_trace(no_scaling(), "......")) == {1.0}
 
 
 @pytest.mark.parametrize(

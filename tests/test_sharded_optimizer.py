@@ -230,6 +230,62 @@ def test_state_that_is_read_and_written_to_another_run_goes_on_as_if_never_stopp
         sharded.zero.close()
 
 
+def _groups_apart(module: nn.Module) -> list[dict[str, Any]]:
+    first, second = _two_groups(module)
+    return [first | {"betas": (0.5, 0.9)}, second | {"lr": 0.3}]
+
+
+@pytest.mark.parametrize("place", ["device", "file"])
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD], ids=["NAdam", "ASGD"])
+def test_numbers_that_an_optimizer_keeps_by_group_go_on_by_group(make: Any, place: str, tmp_path: Path) -> None:
+    """NAdam's product of momenta and ASGD's rate depend on a group's own settings."""
+
+    def new() -> Sharded:
+        module = seeded(_Model)
+        groups = _groups_apart(module)
+        if make is torch.optim.ASGD:
+            groups = [{key: value for key, value in group.items() if key != "betas"} for group in groups]
+        offload = PLACES[place] | {"nvme_path": str(tmp_path)}
+        return Sharded(module, 1, optimizer=lambda given: make(given, lr=1e-2), groups=groups, offload=offload)
+
+    steps = random_batches(6, 1, 1, 4, WIDTH)
+    whole, first, second = new(), new(), new()
+    for step in steps:
+        whole.step(step[0])
+    for step in steps[:3]:
+        first.step(step[0])
+    ours, theirs = second.zero.sharded_state, first.zero.sharded_state
+    for mine, other in zip(ours.buckets, theirs.buckets, strict=True):
+        for _, run in mine.layout.runs(lambda info: info.group):
+            for kind in ("master", *theirs.optimizer.states) if ours.holds("master", mine) else ("model",):
+                ours.write(kind, mine, run, theirs.read(kind, other, run).clone())
+    second.zero.optimizer.resume(3, first.zero.optimizer_scalars())
+    second.zero.loaded(None)
+    for step in steps[3:]:
+        second.step(step[0])
+    assert_same(second.whole("master"), whole.whole("master"), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("place", ["device", "file"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD momentum"])
+def test_an_optimizer_that_is_reset_steps_as_a_new_one(optimizer: str, place: str, tmp_path: Path) -> None:
+    def new() -> Sharded:
+        offload = PLACES[place] | {"nvme_path": str(tmp_path)}
+        return Sharded(seeded(_Model), 1, optimizer=OPTIMIZERS[optimizer][0], offload=offload)
+
+    used, fresh = new(), new()
+    start = fresh.whole("model")
+    used.step([numbers(4, WIDTH, seed=1)])
+    for bucket in used.parameters.buckets:
+        for slot in bucket.layout.slots:
+            bucket.write(bucket.master, slot.run, start[slot.info.name].reshape(-1))
+    used.zero.optimizer.reset()
+    used.zero.loaded(None)
+    for sharded in (used, fresh):
+        sharded.step([numbers(4, WIDTH, seed=2)])
+    assert_same(used.whole("master"), fresh.whole("master"), rtol=0.0, atol=0.0)
+
+
 # ---- the user's own optimizer
 
 

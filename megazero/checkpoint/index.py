@@ -61,7 +61,7 @@ class TrainerState:
         config: the whole resolved configuration, for reading only.
         shape: parallel degrees, ZeRO stage and world size that wrote it, for reading only.
         versions: of megazero and torch, for reading only.
-        optimizer_scalars: state of the optimizer that is one number.
+        optimizer_scalars: state of the optimizer that is one number, by group.
         loss_scaler: where the loss scale stands, under fp16.
         script: what the engine of a user's own script keeps: its counters, groups and schedule.
     """
@@ -75,7 +75,7 @@ class TrainerState:
     config: dict[str, Any]
     shape: dict[str, Any]
     versions: dict[str, str]
-    optimizer_scalars: dict[str, float] = field(default_factory=dict)
+    optimizer_scalars: dict[str, dict[str, float]] = field(default_factory=dict)
     loss_scaler: dict[str, Any] | None = None
     script: dict[str, Any] = field(default_factory=dict)
 

@@ -44,7 +44,7 @@ def load_checkpoint(
         directory: a complete step directory.
         state: this rank's shards; overwritten.
         at: this rank's place.
-        with_optimizer: read the optimizer's state too; otherwise it stays as it is.
+        with_optimizer: read the optimizer's state too; otherwise it starts anew.
 
     Raises:
         CheckpointError: on every rank, before anything is overwritten: a file is missing, has another size or another
@@ -63,8 +63,10 @@ def load_checkpoint(
         read = agree(partial(_fill, stored, kind, state, at), at.world, CheckpointError)
         everything = all_wanted[MODEL if kind == MASTER else kind]
         _prove_coverage(directory, kind, sum(gather_objects(read, at.world)), everything)
-    if with_optimizer:
+    if moments or (with_optimizer and trainer.optimizer_steps):
         state.optimizer.resume(trainer.optimizer_steps, trainer.optimizer_scalars)
+    else:
+        state.optimizer.reset()
     return trainer
 
 

@@ -288,7 +288,7 @@ class Engine:
             config=config.model_dump(mode="json"),
             shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": config.zero.stage},
             versions=versions(),
-            optimizer_scalars=self.sharded_model.optimizer.scalars(),
+            optimizer_scalars=self.sharded_model.optimizer_scalars(),
             loss_scaler=None if self.sharded_model.scaler is None else self.sharded_model.scaler.state_dict(),
         )
         about = to_json(hugging_face_config(config.model, config.precision.dtype))

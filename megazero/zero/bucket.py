@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis
-from megazero.zero.storage import FlatArray, InMemory
+from megazero.zero.storage import FlatArray, InMemory, in_host_memory
 
 K = TypeVar("K", bound=Hashable)
 
@@ -211,6 +211,7 @@ class Keeping:
         replica: the axis of ranks that keep the same shard, where sharding stays within a part of dp.
         device: where modules compute.
         accumulate_dtype: of gradients on their way to the shards.
+        pins_memory: page-lock the host memory of offloaded state.
     """
 
     zero_stage: int
@@ -219,6 +220,7 @@ class Keeping:
     replica: Axis
     device: torch.device
     accumulate_dtype: torch.dtype = torch.float32
+    pins_memory: bool = True
 
 
 class Bucket:
@@ -291,8 +293,7 @@ class Bucket:
         if not self.layout.trains:
             return torch.zeros(0)
         if self.master.place != "device":
-            pinned = self.keeping.device.type == "cuda"
-            return torch.zeros(owned_numel, pin_memory=pinned)
+            return in_host_memory(owned_numel, torch.float32, pin=self.keeping.pins_memory).tensor
         if self.full_gradient is not None and self.full_gradient.dtype == torch.float32:
             return self.full_gradient[self.owned.start : self.owned.stop]
         return torch.zeros(owned_numel, device=self.keeping.device)

@@ -104,8 +104,8 @@ class _Landings:
     """
 
     def __init__(self) -> None:
-        self._under_way: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()
-        self._free: dict[int, list[Tensor]] = {}
+        self._under_way: deque[tuple[Tensor, Tensor, Tensor, torch.cuda.Event]] = deque()
+        self._free: list[Tensor] = []
 
     def land(self, result: Tensor, gradient: Tensor, adds: bool) -> None:
         """Bring a result to a gradient, wherever it lies."""
@@ -118,12 +118,13 @@ class _Landings:
         if not adds:
             gradient.copy_(result, non_blocking=True)
             return
-        free = self._free.setdefault(result.numel(), [])
-        staging = free.pop() if free else torch.empty(result.numel(), dtype=result.dtype, pin_memory=True)
-        staging.copy_(result, non_blocking=True)
+        fitting = [buffer for buffer in self._free if buffer.numel() >= result.numel() and buffer.dtype == result.dtype]
+        whole = fitting[0] if fitting else torch.empty(result.numel(), dtype=result.dtype, pin_memory=True)
+        self._free = [buffer for buffer in self._free if buffer is not whole]
+        staging = whole[: result.numel()].copy_(result, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._under_way.append((staging, gradient, event))
+        self._under_way.append((staging, whole, gradient, event))
         self._drain(_REDUCTIONS_IN_FLIGHT)
 
     def finish(self, device: torch.device) -> None:
@@ -134,10 +135,10 @@ class _Landings:
 
     def _drain(self, leave: int) -> None:
         while len(self._under_way) > leave:
-            staging, gradient, event = self._under_way.popleft()
+            staging, whole, gradient, event = self._under_way.popleft()
             event.synchronize()
             gradient.add_(staging)
-            self._free[staging.numel()].append(staging)
+            self._free.append(whole)
 
 
 class GradientReducer:
@@ -220,7 +221,7 @@ class GradientReducer:
         for order in self._order.values():
             for rounds in order:
                 if not rounds.bucket.keeps_gradients and rounds.full is not None:
-                    self._free[self._accumulate_dtype].append(rounds.full)
+                    self._give_back(rounds.full)
                     rounds.full = None
                 rounds.reset()
         self._wave = dict.fromkeys(self._order, 0)
@@ -239,7 +240,7 @@ class GradientReducer:
         rounds.count(index, self.last_round)
         slot = rounds.bucket.layout.slots[index]
         if rounds.full is None:
-            rounds.full = self._lend(self._accumulate_dtype)
+            rounds.full = self._lend_for(rounds)
         place = rounds.full[slot.start : slot.stop].view(slot.info.shape)
         if rounds.untouched[index]:
             place.copy_(gradient)
@@ -295,7 +296,7 @@ class GradientReducer:
     def _reduce(self, rounds: _Rounds) -> None:
         bucket = rounds.bucket
         if rounds.full is None:
-            rounds.full = self._lend(self._accumulate_dtype)
+            rounds.full = self._lend_for(rounds)
         full = rounds.full[: bucket.layout.padded_numel]
         for slot, untouched in zip(bucket.layout.slots, rounds.untouched, strict=True):
             if untouched:
@@ -332,6 +333,16 @@ class GradientReducer:
         pending = reduce_scatter(result, wire, self._shard, scratch)
         return _Reduction(pending, bucket, None if arrives else result, not first, busy)
 
+    def _lend_for(self, rounds: _Rounds) -> Tensor:
+        """A buffer for a bucket's gradients: from the pool where it is reduced soon, else of its size, for this step."""
+        if self._every_round and not self.holds:
+            return self._lend(self._accumulate_dtype)
+        return torch.empty(rounds.bucket.layout.padded_numel, dtype=self._accumulate_dtype, device=self._device)
+
+    def _give_back(self, buffer: Tensor) -> None:
+        if buffer.numel() == self._lendable:
+            self._free[buffer.dtype].append(buffer)
+
     def _lend(self, dtype: torch.dtype) -> Tensor:
         """A buffer as large as the largest bucket, for gradients of one round or for what arrives from other ranks."""
         free = self._free[dtype]
@@ -345,7 +356,7 @@ class GradientReducer:
             if reduction.result is not None:
                 self._landings.land(reduction.result, reduction.bucket.gradient, reduction.adds)
             for buffer in reduction.busy:
-                self._free[buffer.dtype].append(buffer)
+                self._give_back(buffer)
 
     def _sum_tied(self) -> None:
         """Sum the gradients of all copies of each tied parameter, on this rank and on others."""
@@ -354,13 +365,14 @@ class GradientReducer:
             if bucket.layout.tied:
                 copies.setdefault(tie_of(bucket), []).append(bucket.gradient)
         for name in sorted(copies):
-            first, *others = copies[name]
-            for other in others:
-                first.add_(other)
+            # On the device, wherever each rank keeps its own copies: all must meet over one backend.
+            total = copies[name][0].to(self._device, copy=True)
+            for other in copies[name][1:]:
+                total.add_(other.to(self._device))
             if name in self._ties:
-                all_reduce(first, self._ties[name]).wait()
-            for other in others:
-                other.copy_(first)
+                all_reduce(total, self._ties[name]).wait()
+            for copy in copies[name]:
+                copy.copy_(total)
 
     def _sum_partial_over_tp(self) -> None:
         parts = [
@@ -371,7 +383,7 @@ class GradientReducer:
         ]
         if not parts or self._tp.size == 1:
             return
-        flat = torch.cat(parts)
+        flat = torch.cat([part.to(self._device) for part in parts])  # offloaded ones lie on the host
         all_reduce(flat, self._tp).wait()
         for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
             part.copy_(summed)

@@ -125,13 +125,6 @@ class LossScaler:
             self._hysteresis_left = min(int(state["hysteresis_left"]), self._hysteresis)
 
 
-def no_scaling() -> LossScaler:
-    """The scaler of fp32 and bf16 runs: always 1.0."""
-    return LossScaler(
-        loss_scale=1.0, initial_scale_power=0, window=1, hysteresis=1, consecutive_hysteresis=False, min_loss_scale=1.0
-    )
-
-
 def _check(start: float, window: int, hysteresis: int, min_loss_scale: float) -> None:
     if window < 1:
         raise ValueError(f"loss_scale_window={window} must be at least 1")

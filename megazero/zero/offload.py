@@ -177,6 +177,12 @@ def without_auto(
         "optimizer": owned * (4 * moments + masters) + (4 * owned if stage >= 2 else 0),
         "parameters": owned * width if stage == 3 else 0,
     }
+    state = owned * (4 * moments + _MASTER_BYTES)
+    # Beyond what leaves the device: on the host, gradients and, with fp32 weights, masters that are then separate.
+    extra = {
+        "optimizer": (state + 4 * owned - movable["optimizer"], state - movable["optimizer"]),
+        "parameters": (0, 0),
+    }
     left = (0 if stage == 3 else elements * width) + gradients - (4 * owned if stage >= 2 else 0)
     needed = left + sum(size for key, size in movable.items() if getattr(config, key) in ("none", "auto"))
     host = free(torch.device("cpu")) // neighbours
@@ -187,14 +193,16 @@ def without_auto(
             continue
         # what can still follow counts as movable too: only if everything that may move were not enough is there an error
         later = sum(movable[other] for other in movable if other > key and getattr(config, other) == "auto")
-        answers = gather_objects(_choose(needed, size, later, free(keeping.device), host, disk), world)
+        on_host, on_disk = extra[key]
+        free_disk = None if disk is None else disk - on_disk
+        answers = gather_objects(_choose(needed, size, later, free(keeping.device), host - on_host, free_disk), world)
         refusals = [text for text in answers if text not in _ORDER]
         if refusals:
             raise ValueError("zero.offload auto: " + "\n".join(dict.fromkeys(refusals)))
         chosen[key] = max(answers, key=_ORDER.index)
         if chosen[key] != "none":
             needed -= size
-            host -= size if chosen[key] == "cpu" else 0
+            host -= size + on_host if chosen[key] == "cpu" else 0
     return config.model_copy(update=chosen)
 
 

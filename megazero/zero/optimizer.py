@@ -2,7 +2,7 @@
 
     place of a bucket's state      one turn of the step
     device                         all of them at once: torch's fused kernel sees a few long tensors
-    host                           a bucket at a time; its new weights go to the device while the next is stepped
+    host                           a bucket at a time, each followed by the copy of its new weights to the device
     file                           a part at a time; the next is read and the last written meanwhile
 
 Each group of the user's optimizer stays its own: a bucket is stepped run by run, and a run belongs to one group.
@@ -21,6 +21,9 @@ from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.optimizers import Lion, check_elementwise, make_optimizer, state_names
 from megazero.zero.storage import FlatArray, Transfer
+
+# torch's fused kernels of these divide gradients by `grad_scale`; another class may only say that it is fused.
+_SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 # Their state at the start is known, so it can be there, and be counted, before the first step.
 _KNOWN_START = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion)
@@ -118,8 +121,11 @@ class ShardedOptimizer:
             parts[part.group].append(part.parameter)
         self.torch_optimizer = recipe.build(parts)
         self.steps_taken = 0
-        self._device = buckets[0].keeping.device
-        self._scales_inside = all(group.get("fused") for group in self.torch_optimizer.param_groups)
+        groups = self.torch_optimizer.param_groups
+        self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and all(
+            group.get("fused") for group in groups
+        )
+        self._scale: float | None = None  # what the fused kernel divides gradients by
         self._window = _Window(self._parts, self._states, offload)
         self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
         if self._known_start:
@@ -129,10 +135,8 @@ class ShardedOptimizer:
     def step(self, factor: float) -> None:
         """Step every owned element with `factor` times its gradient, and bring the new values to the weight shards."""
         self.steps_taken += 1
-        optimizer: Any = self.torch_optimizer
         if self._scales_inside:
-            # The fused kernel divides gradients by grad_scale: clipping and unscaling cost no pass of their own.
-            optimizer.grad_scale = None if factor == 1.0 else torch.tensor(1.0 / factor, device=self._device)
+            self._scale = None if factor == 1.0 else 1.0 / factor  # clipping and unscaling cost no pass of their own
         elif factor != 1.0:
             for bucket in self._buckets:
                 bucket.gradient.mul_(factor)
@@ -151,9 +155,14 @@ class ShardedOptimizer:
             transfer.wait()
 
     def _turn(self, parts: Sequence[_Part]) -> None:
+        optimizer: Any = self.torch_optimizer
         for part in parts:
             part.parameter.grad = part.bucket.owned_part(part.bucket.gradient, part.run)
-        self.torch_optimizer.step()
+        if self._scales_inside:
+            # Made where it is used: a copy from the device would not wait for the host's kernel to read it.
+            device = parts[0].parameter.device
+            optimizer.grad_scale = None if self._scale is None else torch.tensor(self._scale, device=device)
+        optimizer.step()
         for part in parts:
             part.parameter.grad = None
 
@@ -209,33 +218,43 @@ class ShardedOptimizer:
         state: Tensor = self.torch_optimizer.state[part.parameter][name]
         return state[start:stop]
 
-    def scalars(self) -> dict[str, float]:
-        """State that is one number, and the same for all parameters since they all step together."""
-        if not self._parts or not self.steps_taken:
-            return {}
-        state = self.torch_optimizer.state[self._parts[0].parameter]
-        return {name: float(state[name]) for name in self._scalars if name in state}
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """State that is one number, by optimizer group: all parameters of a group step together."""
+        found: dict[str, dict[str, float]] = {}
+        for part in self._parts if self.steps_taken else ():
+            state = self.torch_optimizer.state[part.parameter]
+            found[str(part.group)] = {name: float(state[name]) for name in self._scalars if name in state}
+        return found
 
-    def resume(self, steps_taken: int, scalars: dict[str, float]) -> None:
-        """Go on as after so many steps.
+    def resume(self, steps_taken: int, scalars: dict[str, dict[str, float]]) -> None:
+        """Go on as after so many steps, with element-wise state that has been written.
 
         Args:
             steps_taken: steps that changed the weights.
-            scalars: as `scalars` gave them.
+            scalars: as the `scalars` of all ranks together gave them.
         """
         self.steps_taken = steps_taken
         for part in self._parts:
-            if not steps_taken:
-                break
             state = self.torch_optimizer.state[part.parameter]
             if not state and part.bucket.master.place != "file":
                 self._start_state(part)
+            saved = scalars.get(str(part.group), {})
             for name in self._scalars:
-                value = scalars.get(name, float(steps_taken))
+                value = saved.get(name, float(steps_taken))
                 if isinstance(state.get(name), Tensor):
                     state[name].fill_(value)
                 else:
-                    state[name] = torch.tensor(value) if name == "step" else value
+                    state[name] = torch.tensor(value)
+
+    def reset(self) -> None:
+        """Forget all state, as before the first step."""
+        self.steps_taken = 0
+        self.torch_optimizer.state.clear()
+        for part in self._parts:
+            for array in part.arrays.values():
+                array.write(0, torch.zeros(part.numel))
+            if self._known_start:
+                self._start_state(part)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of the element-wise state, by place, and of the buffers through which a file is stepped."""

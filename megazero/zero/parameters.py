@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.collectives import all_gather, broadcast
+from megazero.comm.collectives import agree, all_gather, broadcast
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, Keeping, ParamInfo, intersect, plan_buckets
@@ -28,6 +29,7 @@ from megazero.zero.deferred import DeferredParameter
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.gradients import tie_of
 from megazero.zero.offload import OffloadPlan
+from megazero.zero.storage import StorageError
 from megazero.zero.units import Described, Unit
 
 GatherPolicy: TypeAlias = Literal["action", "chunk", "step"]
@@ -75,12 +77,20 @@ class ShardedParameters:
         }
         self.gather_buffers = _make_gather_buffers(layouts, keys, keeping)
         self.buckets: list[Bucket] = []
+        agree(partial(self._make_buckets, layouts, keys, ties), offload.world, StorageError)
+        self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
+        self._deferred = {one.name: one.parameter for one in described if isinstance(one.parameter, DeferredParameter)}
+        self.by_name: dict[str, nn.Parameter] = {}
+        self._bind({one.name: one.parameter for one in described}, units)
+        self.gatherer = UnitGatherer(units, self._home(), self.by_name, keeping.shard) if by_unit else None
+
+    def _make_buckets(self, layouts: Sequence[BucketLayout], keys: Mapping[str, str], ties: Mapping[str, Axis]) -> None:
         for layout in layouts:
             buffer = self.gather_buffers.get(keys.get(layout.name, ""))
             self.buckets.append(
                 Bucket(
                     layout,
-                    keeping,
+                    self.keeping,
                     None if buffer is None else buffer[: layout.padded_numel],
                     self.offload.master(layout),
                     self.offload.weights() if buffer is not None else None,
@@ -88,11 +98,6 @@ class ShardedParameters:
                     layout.tied and self._is_second(layout, ties),
                 )
             )
-        self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
-        self._deferred = {one.name: one.parameter for one in described if isinstance(one.parameter, DeferredParameter)}
-        self.by_name: dict[str, nn.Parameter] = {}
-        self._bind({one.name: one.parameter for one in described}, units)
-        self.gatherer = UnitGatherer(units, self._home(), self.by_name, keeping.shard) if by_unit else None
 
     def _is_second(self, layout: BucketLayout, ties: Mapping[str, Axis]) -> bool:
         name = layout.slots[0].info.spec.sections[0].name

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import agree
+from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradients
 from megazero.parallel_state import Axis, ParallelState
@@ -70,6 +70,7 @@ class ShardedModel:
             state.replica,
             state.device,
             DTYPES[precision.accumulate_dtype],
+            zero.offload.pin_memory,
         )
         elements = sum(one.parameter.numel() for one in described)
         moments = len(recipe.states)
@@ -164,6 +165,13 @@ class ShardedModel:
             self.scaler.load_state_dict(loss_scaler)
         self.parameters.refresh()
         self.begin_step(1)
+
+    def optimizer_scalars(self) -> dict[str, dict[str, float]]:
+        """State of the optimizer that is one number, by group, of all ranks together.  A collective call."""
+        merged: dict[str, dict[str, float]] = {}
+        for one in gather_objects(self.optimizer.scalars(), self.state.world):
+            merged |= one
+        return merged
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state and of the working buffers of ZeRO, by kind; a kind off the device names its place."""

@@ -19,7 +19,8 @@ Gather: TypeAlias = Callable[[], Tensor]
 
 _METADATA = {
     "numel", "nelement", "size", "dim", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device",
-    "__len__", "has_names",
+    "__len__", "has_names", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage", "type",
+    "is_same_size", "__hash__",
 }  # fmt: skip
 _VIEWS = {
     "view",
@@ -91,8 +92,10 @@ class UngatheredParameter(nn.Parameter):
             field = func.__self__.__name__ if name == "__get__" else None
             if name in _METADATA or (field is not None and field not in _VALUES):
                 return func(*args, **kwargs)
-            if name == "__repr__":
+            if name in ("__repr__", "__format__"):
                 return f"UngatheredParameter({args[0].label}, {list(args[0].shape)}, {args[0].dtype})"
+            if name == "__set__" and func.__self__.__name__ == "grad" and args[1] is None:
+                return None  # as zero_grad does; the engine has taken the gradient
             for leaf in _pytree.tree_leaves((args[:1] if _changes(name) else (), kwargs.get("out"))):
                 if isinstance(leaf, cls):
                     raise RuntimeError(_lost(name, leaf.label))

@@ -177,6 +177,8 @@ def _peaks(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, Any]]:
     model = runs[0].config.model
     tokens = torch.randint(0, model.vocab_size, (model.seq_len, 1), generator=torch.Generator().manual_seed(1))
     results = []
+    gc.collect()
+    gc.disable()  # what other tests have left, freed while a run is measured, would count as its own
     for run in runs:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             engine = engine_on(rank, run, state=state)
@@ -192,7 +194,8 @@ def _peaks(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, Any]]:
             }
         )
         del engine
-        gc.collect()  # what is freed while the next run is measured would count as its own
+        gc.collect()
+    gc.enable()
     return results
 
 
