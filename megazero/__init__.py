@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megazero.api.data import RepeatingLoader
     from megazero.api.initialize import add_config_arguments, init_distributed, initialize
     from megazero.models.pipeline_module import PipelineModule
+    from megazero.parallel_state import RankGrid, parallel_state_of
 
 _HOME = {
     "initialize": "megazero.api.initialize",
@@ -21,13 +22,17 @@ _HOME = {
     "add_config_arguments": "megazero.api.initialize",
     "RepeatingLoader": "megazero.api.data",
     "PipelineModule": "megazero.models.pipeline_module",
+    "RankGrid": "megazero.parallel_state",
+    "parallel_state_of": "megazero.parallel_state",
 }
 __all__ = [
     "PipelineModule",
+    "RankGrid",
     "RepeatingLoader",
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "parallel_state_of",
     "pipe",
     "zero",
 ]

@@ -12,6 +12,7 @@ down by argument. An axis of size 1 has no group, and nothing that runs over it 
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 AXES = ("tp", "cp", "dp", "pp")
+TIMEOUT = timedelta(minutes=30)  # of the scripts that start their ranks themselves
 
 
 @dataclass(frozen=True)
@@ -283,3 +285,35 @@ class ParallelState:
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._groups[ranks, purpose] = group
         return self._groups[ranks, purpose]
+
+
+def parallel_state_of(
+    grid: RankGrid | None = None,
+    device: torch.device | None = None,
+    *,
+    timeout_seconds: float = TIMEOUT.total_seconds(),
+    shard_group_size: int = 0,
+) -> ParallelState:
+    """This rank's place among those that a launcher such as torchrun has started, or alone.
+
+    Args:
+        grid: the rank grid; data parallelism over all ranks when None.
+        device: where this rank computes; `local_device()` when None.
+        timeout_seconds, shard_group_size: as in `ParallelState`.
+
+    Raises:
+        ValueError: as `ParallelState`.
+    """
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    return ParallelState(
+        grid or RankGrid(dp=world), rank, device or local_device(), timeout_seconds, shard_group_size, neighbours
+    )
+
+
+def local_device() -> torch.device:
+    """cuda:LOCAL_RANK where there is CUDA and the ranks can talk over it, else the CPU."""
+    talks = not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" in str(dist.get_backend_config())
+    if not (talks and torch.cuda.is_available()):
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import copy
 import io
+import itertools
 import json
 import re
 import warnings
@@ -26,9 +27,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import megazero
+from megazero.api.initialize import _place
 from megazero.checkpoint.index import CheckpointError
 from megazero.engine.gpt import NonFiniteError
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -36,6 +38,7 @@ from megazero.layers.spec import Section
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from megazero.zero.gathered import gathered_parameters
+from megazero.zero.loss_scaler import LossScaleError
 
 WIDTH, HIDDEN, OUT, BATCH = 6, 10, 3, 8
 STAGES = (0, 1, 2, 3)
@@ -266,6 +269,13 @@ def test_a_schedule_of_another_optimizer_is_an_error() -> None:
     model = Net()
     stranger = lr_scheduler.StepLR(sgd(model.parameters()), 1)
     refuses(ValueError, "optimizer", lambda: megazero.initialize(model=model, lr_scheduler=stranger, config=settings()))
+
+
+def test_the_returned_optimizer_refuses_what_would_part_it_from_the_engine() -> None:
+    optimizer = bring(Net, settings()).optimizer
+    refuses(RuntimeError, "engine.save_checkpoint", optimizer.state_dict)
+    refuses(RuntimeError, "engine.load_checkpoint", lambda: optimizer.load_state_dict({}))
+    refuses(RuntimeError, "initialize", lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}))
 
 
 def test_a_schedule_of_the_configuration_steps_with_every_update() -> None:
@@ -504,6 +514,23 @@ def test_fp16_skips_on_all_ranks_what_overflows_on_one_and_unscales_what_it_scal
     run_world(world, _fp16, world)
 
 
+def test_after_an_overflow_at_the_smallest_loss_scale_a_whole_step_begins() -> None:
+    scaling = {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 16, "hysteresis": 1}
+    for stage in STAGES:
+        engine = bring(Net, settings(stage, accumulation=2, fp16=scaling))
+        for index in range(2):
+            x, y = batch(9)
+            engine.backward(F.mse_loss(engine(x).float(), y) * float("inf"))
+            if index:
+                refuses(LossScaleError, "16", engine.step)
+            else:
+                engine.step()
+        plain = seeded(Net).half().float()
+        train_plain(plain, sgd(plain.parameters()), range(2), accumulation=2)
+        train(engine, range(2))
+        assert_equal(engine, plain, stage, rtol=5e-3, atol=2e-3)
+
+
 def _not_finite(rank: int, dtype: str) -> None:
     for stage in STAGES:
         engine = bring(Net, settings(stage, dtype, accumulation=2))
@@ -608,6 +635,26 @@ def test_buffers_come_back_on_every_rank(tmp_path: Path) -> None:
     for loaded in run_world(4, _buffers, 4, tmp_path, True):
         for name, value in saved.items():
             assert (loaded[name] == value).all(), name
+
+
+class SharedBuffer(nn.Module):
+    """Two parts count in one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(WIDTH, OUT), nn.Linear(WIDTH, OUT)])
+        count = torch.zeros(1)
+        for one in self.parts:
+            one.register_buffer("count", count)
+
+
+def test_a_shared_buffer_stays_shared_and_one_without_values_is_an_error() -> None:
+    for dtype in ("fp32", "bf16"):
+        first, second = bring(SharedBuffer, settings(1, dtype)).module.parts
+        assert first.count is second.count
+    model = nn.BatchNorm1d(WIDTH)
+    model.running_mean = model.running_mean.to("meta")
+    refuses(ValueError, "buffer running_mean is on the meta device", lambda: bring(lambda: model, settings()))
 
 
 class RandomBuffer(nn.Module):
@@ -725,6 +772,61 @@ def test_what_does_not_fit_is_an_error_and_changes_nothing(tmp_path: Path) -> No
     assert grouped.global_steps == 0
 
 
+def test_a_schedule_of_another_kind_is_refused_before_anything_changes_and_a_missing_one_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    halving, none = {"lr_scheduler": lambda it: lr_scheduler.StepLR(it, 1, 0.5)}, dict[str, Any]()
+    for name, given in (("with", halving), ("without", none)):
+        engine = bring(Net, settings(), **given)
+        train(engine, [0])
+        engine.save_checkpoint(tmp_path / name)
+    other = bring(Net, settings(), lr_scheduler=lambda it: lr_scheduler.MultiStepLR(it, [1]))
+    before = weights(other)
+    refuses(CheckpointError, "schedule.*MultiStepLR.*milestones", lambda: other.load_checkpoint(tmp_path / "with"))
+    assert_equal(other, before, **EXACT)
+    assert other.global_steps == 0
+    capsys.readouterr()
+    other.load_checkpoint(tmp_path / "with", load_lr_scheduler_states=False)
+    bring(Net, settings(), **halving).load_checkpoint(tmp_path / "with")
+    assert capsys.readouterr().out == ""
+    other.load_checkpoint(tmp_path / "without")
+    assert "the checkpoint has no schedule" in capsys.readouterr().out
+    bring(Net, settings()).load_checkpoint(tmp_path / "with")
+    assert "this run has none" in capsys.readouterr().out
+
+
+def test_another_accumulation_goes_on_in_whole_steps(tmp_path: Path) -> None:
+    plain = seeded(Net)
+    optimizer = sgd(plain.parameters())
+    train_plain(plain, optimizer, [0], accumulation=3)
+    train_plain(plain, optimizer, [4, 5], accumulation=2)
+    for stage in STAGES:
+        engine = bring(Net, settings(stage, accumulation=3))
+        train(engine, [0])
+        engine.save_checkpoint(tmp_path / str(stage))
+        again = bring(Net, settings(stage, accumulation=2))
+        again.load_checkpoint(tmp_path / str(stage))
+        train(again, [4, 5])
+        assert again.global_steps == 3
+        assert_equal(again, plain, stage)
+
+
+def _saves_within_a_step(rank: int, folder: Path) -> None:
+    engine = bring(Net, settings(2, accumulation=2))
+    x, y = part(engine, *batch(0))
+    engine.backward(F.mse_loss(engine(x), y))
+    engine.step()
+    refuses(CheckpointError, "1 of 2 micro-batches", lambda: engine.save_checkpoint(folder, "within"))
+    engine.backward(F.mse_loss(engine(x), y))
+    engine.step()
+    engine.save_checkpoint(folder, "between")
+
+
+def test_a_checkpoint_within_a_step_is_refused(tmp_path: Path) -> None:
+    run_world(2, _saves_within_a_step, tmp_path)
+    assert not (tmp_path / "within").exists()
+
+
 def test_a_checkpoint_loaded_in_the_middle_of_a_step_begins_a_whole_one(tmp_path: Path) -> None:
     plain = seeded(Net)
     train_plain(plain, sgd(plain.parameters()), range(2), accumulation=2)
@@ -805,6 +907,33 @@ def test_a_model_built_under_init_starts_equal_on_every_shape() -> None:
     assert abs(start["recurrent.weight_ih_l0"]).max() <= WIDTH**-0.5
     assert (start["norm.weight"] == 1).all()
     assert (start["scale"] == 0.5).all()
+
+
+class Filled(nn.Module):
+    """Parameters that get their values before they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        by_data = nn.Parameter(torch.empty(4))
+        by_data.data.fill_(1.0)
+        self.by_data = by_data
+        by_row = nn.Parameter(torch.zeros(4))
+        by_row.data[1:] = 2.0
+        self.by_row = by_row
+        by_init = nn.Parameter(torch.empty(4))
+        nn.init.constant_(by_init, 3.0)
+        self.by_init = by_init
+        by_numpy = torch.zeros(4)
+        by_numpy.numpy()[:] = 4.0
+        self.by_numpy = nn.Parameter(by_numpy)
+
+
+def test_values_set_before_a_parameter_is_registered_are_kept_under_init() -> None:
+    with megazero.zero.Init():
+        model = Filled()
+    found = {name: value.tolist() for name, value in weights(bring(lambda: model, settings())).items()}
+    expected = {"by_data": [1.0] * 4, "by_row": [0.0, 2.0, 2.0, 2.0], "by_init": [3.0] * 4, "by_numpy": [4.0] * 4}
+    assert found == expected
 
 
 class LiveBytes(TorchDispatchMode):
@@ -1051,6 +1180,45 @@ def _edits_tied(rank: int) -> dict[str, list[float]]:
         return {name: value.unique().tolist() for name, value in whole.items() if value.shape == (7, 4)}
 
 
+def test_an_edit_of_a_tied_weight_by_any_of_its_names_reaches_its_copy_on_the_same_rank() -> None:
+    layers = [
+        TiedLayerSpec("embedding", nn.Embedding, 7, 4),
+        LayerSpec(nn.Linear, 4, 4),
+        TiedLayerSpec("embedding", nn.Embedding, 7, 4, forward_fn=_as_logits),
+    ]
+    names = ["chunks.0.layers.0.weight", "chunks.1.layers.2.module.weight"]
+    for stage, edited in itertools.product((0, 1, 3), names):
+        module = PipelineModule(
+            layers, num_stages=1, loss_fn=F.cross_entropy, schedule="zbv", partition_method="uniform"
+        )
+        engine = megazero.initialize(model=module, config=settings(stage))[0]
+        with gathered_parameters(engine, edited, modifier_rank=0) as whole:
+            whole[edited].fill_(0.5)
+        with gathered_parameters(engine, modifier_rank=0) as whole:
+            assert all((whole[name] == 0.5).all() for name in names)
+            assert whole[names[0]].data_ptr() == whole[names[1]].data_ptr()
+            whole[edited].fill_(0.25)
+        with gathered_parameters(engine) as whole:
+            assert all((whole[name] == 0.25).all() for name in names)
+
+
+def _edits_two_ties(rank: int) -> list[float]:
+    """The two stages meet the keys in different orders."""
+    layers = [TiedLayerSpec(key, nn.Linear, 4, 4) for key in ("a", "b", "b", "a")]
+    module = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+    engine = megazero.initialize(model=module, config=settings(1))[0]
+    with gathered_parameters(engine, modifier_rank=0) as whole:
+        for name, value in whole.items():
+            if name.endswith("weight") and rank == 0:
+                value.fill_(1.0 if "layers.0" in name else 2.0)
+    with gathered_parameters(engine) as whole:
+        return [float(value.mean()) for name, value in sorted(whole.items()) if name.endswith("weight")]
+
+
+def test_edits_of_two_tied_weights_do_not_change_places() -> None:
+    assert run_world(2, _edits_two_ties, timeout=30) == [[1.0, 2.0], [2.0, 1.0]]
+
+
 def test_an_edit_of_a_tied_weight_reaches_its_copy_on_another_stage() -> None:
     found = {name: values for of_rank in run_world(2, _edits_tied) for name, values in of_rank.items()}
     assert len(found) == 2
@@ -1126,6 +1294,42 @@ def _whole_steps(rank: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_train_batch_takes_its_own_data_and_eval_batch_changes_nothing(world: int) -> None:
     run_world(world, _whole_steps)
+
+
+def _data_that_ends(rank: int) -> None:
+    plain = seeded(Loss)
+    optimizer = sgd(plain.parameters())
+    for index in range(2):
+        (plain(*batch(index)) / 2).backward()
+    optimizer.step()
+    for stage in (0, 3):
+        engine = bring(Loss, settings(stage, accumulation=2))
+        parts = [part(engine, *batch(index)) for index in range(2)]
+        refuses(StopIteration, "", lambda: engine.train_batch(iter(parts[: 2 - rank])))  # noqa: B023
+        refuses(StopIteration, "", lambda: engine.eval_batch(iter(parts[: 1 + rank])))  # noqa: B023
+        engine.train_batch(iter(parts))
+        assert (engine.global_steps, engine.micro_steps) == (1, 2)
+        assert_equal(engine, plain, stage)
+
+
+def test_data_that_ends_on_one_rank_stops_all_before_the_step() -> None:
+    run_world(2, _data_that_ends, timeout=30)
+
+
+class Endless(IterableDataset):
+    """Without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield torch.ones(WIDTH), torch.ones(OUT)
+
+
+def test_a_pipeline_trains_on_data_without_a_length() -> None:
+    module = PipelineModule([LayerSpec(nn.Linear, WIDTH, OUT)], num_stages=1, loss_fn=F.mse_loss)
+    engine = megazero.initialize(model=module, config=settings(), training_data=Endless())[0]
+    losses = [engine.train_batch() for _ in range(2)]
+    assert losses[1] < losses[0]
+    assert all(loss.shape == () for loss in losses)
 
 
 def test_train_batch_says_what_it_misses() -> None:
@@ -1208,6 +1412,35 @@ def test_a_configuration_comes_in_four_ways_and_only_one_at_a_time(tmp_path: Pat
         ValueError, "give one", lambda: megazero.initialize(model=Net(), config=settings(), config_params=settings())
     )
     refuses(ValueError, "needs a model", lambda: megazero.initialize(config=settings()))
+
+
+def test_a_parameter_in_two_groups_is_an_error() -> None:
+    model = Net()
+    groups = [{"params": model.parameters()}, {"params": [model.first.weight], "lr": 0.5}]
+    refuses(
+        ValueError,
+        r"first\.weight is in groups 0 and 1 of the model_parameters",
+        lambda: megazero.initialize(model=model, model_parameters=groups, config=settings()),
+    )
+
+
+def test_the_launcher_says_how_many_ranks_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert megazero.parallel_state_of(megazero.RankGrid()).neighbours == 4
+    pipeline = PipelineModule([LayerSpec(nn.Linear, WIDTH, OUT)], num_stages=1, loss_fn=F.mse_loss)
+    assert pipeline.parallel_state.neighbours == 4
+    assert bring(Net, settings()).parallel_state.neighbours == 4
+
+
+def test_a_state_on_the_cpu_of_a_machine_whose_ranks_talk_over_cuda_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = ParallelState(RankGrid())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    refuses(ValueError, "cuda:0.*parallel_state_of", lambda: _place(Net(), state))
 
 
 def test_parameters_of_another_model_are_an_error_and_those_of_no_group_do_not_train() -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from megazero.api.data import make_dataloader
@@ -32,14 +32,13 @@ from megazero.comm.collectives import broadcast, gather_objects
 from megazero.config.deepspeed import DeepSpeedConfig, load_deepspeed_config
 from megazero.layers.spec import ParamSpec, whole_spec
 from megazero.models.pipeline_module import LayerChunk, PipelineModule
-from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.parallel_state import TIMEOUT, Axis, ParallelState, local_device, parallel_state_of
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
 from megazero.zero.sharded_model import DTYPES, ShardedModel
 from megazero.zero.units import Described, describe, units_of
 
 Groups: TypeAlias = list[dict[str, Any]]
 OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-_TIMEOUT = timedelta(minutes=30)
 _SEED = 1234
 
 
@@ -68,7 +67,7 @@ def initialize(
         training_data: makes `training_dataloader`, cut over the data-parallel ranks.
         lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
         distributed_port: for DeepSpeed's scripts; without effect, the launcher knows the port.
-        mpu: this rank's place and groups, where the model is built of tensor-parallel layers.
+        mpu: this rank's place and groups, of `parallel_state_of`, where the model is built of tensor-parallel layers.
         dist_init_required: False where the script has initialised torch.distributed itself.
         collate_fn: for `training_data`.
         config, config_params: a DeepSpeed configuration: the path of its JSON, or what is in it.
@@ -117,7 +116,7 @@ def initialize(
 
 
 def init_distributed(
-    dist_backend: str | None = None, timeout: timedelta = _TIMEOUT, distributed_port: int | None = None
+    dist_backend: str | None = None, timeout: timedelta = TIMEOUT, distributed_port: int | None = None
 ) -> None:
     """Join the ranks that a launcher such as torchrun has started; nothing to do alone, or a second time.
 
@@ -128,7 +127,7 @@ def init_distributed(
     """
     if dist.is_initialized() or "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
-    device = _device()
+    device = local_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -164,12 +163,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
 def _config_source(
     args: argparse.Namespace | None, config: str | Path | Mapping[str, Any] | None, params: Mapping[str, Any] | None
 ) -> str | Path | Mapping[str, Any]:
@@ -186,19 +179,23 @@ def _place(model: nn.Module, mpu: ParallelState | None) -> ParallelState:
     if isinstance(model, PipelineModule):
         if mpu is not None and mpu is not model.parallel_state:
             raise ValueError("the PipelineModule has a parallel state of its own; give mpu to it instead")
-        return model.parallel_state
-    if mpu is not None:
-        if not isinstance(mpu, ParallelState):
-            raise TypeError(f"mpu must be a megazero ParallelState, got {type(mpu).__name__}")
-        return mpu
-    return _new_state(0)
+        return _checked_place(model.parallel_state)
+    if mpu is None:
+        return parallel_state_of()
+    if not isinstance(mpu, ParallelState):
+        raise TypeError(f"mpu must be a megazero ParallelState, got {type(mpu).__name__}")
+    return _checked_place(mpu)
 
 
-def _new_state(shard_group_size: int) -> ParallelState:
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    device = _device() if world == 1 or "nccl" in str(dist.get_backend_config()) else torch.device("cpu")
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    return ParallelState(RankGrid(dp=world), rank, device, _TIMEOUT.total_seconds(), shard_group_size, neighbours)
+def _checked_place(state: ParallelState) -> ParallelState:
+    """A state as the script made it.  Raises: ValueError, it leaves the GPU idle."""
+    uses_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    if state.device.type == "cpu" and uses_nccl and torch.cuda.is_available():
+        raise ValueError(
+            f"the parallel state computes on the CPU, but there is CUDA and nccl is up; give it device={local_device()}, "
+            "make it by megazero.parallel_state_of(grid), or initialise torch.distributed with gloo alone"
+        )
+    return state
 
 
 def _with_shard_groups(
@@ -210,7 +207,7 @@ def _with_shard_groups(
         return state
     if mpu is not None or isinstance(model, PipelineModule):
         raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
-    return _new_state(size)
+    return parallel_state_of(shard_group_size=size)
 
 
 def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], dict[str, Axis]]:
@@ -306,10 +303,15 @@ def _check_same(optimizer: torch.optim.Optimizer, model_parameters: Iterable[Any
 def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], owner: str) -> list[Described]:
     """Parameters with their group's number; those of no group are frozen."""
     group_of: dict[int, int] = {}
+    known = {id(one.parameter): one.name for one in described}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
-            group_of[id(parameter)] = number
-    known = {id(one.parameter) for one in described}
+            first = group_of.setdefault(id(parameter), number)
+            if first != number:
+                raise ValueError(
+                    f"parameter {known.get(id(parameter), '(of another model)')} is in groups {first} and {number} of the "
+                    f"{owner}; give it to one"
+                )
     foreign = [parameter for parameter in group_of if parameter not in known]
     if foreign:
         raise ValueError(f"{len(foreign)} parameters of the {owner} are not parameters of the model")
@@ -321,15 +323,25 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
 
 def _place_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:
     """Buffers on the device, equal on all of dp, and the floating-point ones in the format of the weights, as
-    `module.half()` has them."""
+    `module.half()` has them; a shared one stays shared."""
     dtype = DTYPES[settings.precision.dtype]
+    for path, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"buffer {path} is on the meta device, without values; build the model under zero.Init(), which leaves "
+                "buffers as they are"
+            )
+    placed: dict[int, tuple[Tensor, Tensor]] = {}  # with the one it stands for, so that no other gets its id
     for part in model.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                casts = buffer.is_floating_point() and dtype != torch.float32
-                placed = buffer.detach().to(state.device, dtype if casts else None).contiguous()
-                broadcast(placed.view(-1).view(torch.uint8), state.dp).wait()
-                part._buffers[name] = placed
+        for name, one in part._buffers.items():
+            if one is None:
+                continue
+            if id(one) not in placed:
+                casts = one.is_floating_point() and dtype != torch.float32
+                new = one.detach().to(state.device, dtype if casts else None).contiguous()
+                broadcast(new.view(-1).view(torch.uint8), state.dp).wait()
+                placed[id(one)] = one, new
+            part._buffers[name] = placed[id(one)][1]
 
 
 def _schedule(given: Any, engine: TrainingEngine, settings: DeepSpeedConfig) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from megazero.api.training_engine import TrainingEngine
+from megazero.checkpoint.index import CheckpointError
 from megazero.config.deepspeed import DeepSpeedConfig
 from megazero.zero.sharded_model import ShardedModel
 
@@ -36,6 +37,7 @@ class ModuleEngine(TrainingEngine):
         self._casts = config.precision.dtype != "fp32" if config.casts_inputs is None else config.casts_inputs
         self._boundary: bool | None = None  # what the script says instead of the count
         self._passes = 0  # backward passes of this step
+        self._ended = 0  # micro-batches of this step that step() has ended
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._wants_step = False
         model.begin_step(config.accumulation)
@@ -96,13 +98,14 @@ class ModuleEngine(TrainingEngine):
             raise RuntimeError("engine.step() inside no_sync(): leave it for the last micro-batch of a step")
         if not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
+            self._ended += 1
             return
         if not self._passes:
             raise RuntimeError("engine.step() without engine.backward(loss): there are no gradients")
         loss_sum, self._loss_sum = self._loss_sum, torch.zeros_like(self._loss_sum)
         if self.parallel_state.at.tp:
             loss_sum.zero_()  # every tensor-parallel rank has the same loss
-        self._passes, self._wants_step = 0, False
+        self._passes, self._ended, self._wants_step = 0, 0, False
         self.micro_steps += 1  # also where the step fails: whoever goes on begins a whole one
         self._finish_step(loss_sum, self.dp_world_size)
 
@@ -110,7 +113,7 @@ class ModuleEngine(TrainingEngine):
         """Whether the current micro-batch is the last of its step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.config.accumulation == 0
+        return self._ended + 1 >= self.config.accumulation
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say instead of the count whether the current micro-batch is the last; holds until said otherwise."""
@@ -134,6 +137,14 @@ class ModuleEngine(TrainingEngine):
 
     def _forget_micro_batches(self) -> None:
         self.zero_grad()
+        self._ended = 0
+
+    def _check_between_steps(self) -> None:
+        if self._passes:
+            raise CheckpointError(
+                f"{self._passes} of {self.config.accumulation} micro-batches of step {self.global_steps + 1} have run, and "
+                "a checkpoint does not hold their gradients; save after the engine.step() that ends the step"
+            )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A whole step on as many micro-batches as it takes; the module returns the loss, or a tuple that begins with it.
@@ -144,34 +155,31 @@ class ModuleEngine(TrainingEngine):
         Returns: the mean loss over all ranks, a scalar.
 
         Raises:
-            StopIteration: the data ended within the step.
+            StopIteration: on every rank, before the step began: the data of one ended within it.
         """
-        data_iter = self._batches(data_iter)
+        batches = self._on_every_rank(lambda: self._take(self._batches(data_iter)))
         self.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for _ in range(self.config.accumulation):
-            loss = self._loss_of(next(data_iter))
-            total += self.backward(loss).detach()
-            self.step()
+        try:
+            for batch in batches:
+                total += self.backward(self._loss_of(batch)).detach()
+                self.step()
+        except Exception:
+            self._forget_micro_batches()
+            raise
         return self._mean_over_ranks(total)
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
-        was_training = self.training
-        self.eval()
+        batches = self._on_every_rank(lambda: self._take(data_iter))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for _ in range(self.config.accumulation):
-                total += self._loss_of(next(data_iter)) / self.config.accumulation
-        self.train(was_training)
+        with self._evaluating():
+            for batch in batches:
+                total += self._loss_of(batch) / self.config.accumulation
         return self._mean_over_ranks(total)
 
-    def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
-        if data_iter is not None:
-            return data_iter
-        if self.training_dataloader is None:
-            raise ValueError("train_batch needs data_iter, or training_data given to initialize")
-        return self._own_batches()
+    def _take(self, data_iter: Iterator[Any]) -> list[Any]:
+        return [next(data_iter) for _ in range(self.config.accumulation)]
 
     def _loss_of(self, batch: Any) -> Tensor:
         batch = tree_map(lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,6 +28,25 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: the engine forgets gradients when a step ends."""
+
+    def state_dict(self) -> NoReturn:
+        """Refused: it would be this rank's shards of flat buckets.  Raises: RuntimeError."""
+        raise RuntimeError(
+            "the optimizer's state is cut over the ranks; engine.save_checkpoint(dir) writes it whole, with the weights"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ARG002
+        """Refused: it would take the place of the state that the engine steps.  Raises: RuntimeError."""
+        raise RuntimeError(
+            "the optimizer's state is cut over the ranks; engine.load_checkpoint(dir) reads it, on any number of ranks"
+        )
+
+    def add_param_group(self, param_group: Any) -> NoReturn:  # noqa: ARG002
+        """Refused: no bucket would have the parameters.  Raises: RuntimeError."""
+        raise RuntimeError(
+            "the parameters are in buckets already; give every group to megazero.initialize (model_parameters=, or an "
+            "optimizer that has it)"
+        )
 
     def note_step(self) -> None:
         """Hear that the engine has stepped, which torch's schedules want to know."""

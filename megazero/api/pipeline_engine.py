@@ -1,7 +1,7 @@
 """Pipelines of arbitrary layers under every schedule and every ZeRO stage: `engine.train_batch(data_iter)`.
 
-What passes between stages is found once, by a forward in evaluation mode on zeros, stage after stage; from then on every
-micro-batch must have the same shapes.
+What passes between stages is found once, by a forward in evaluation mode on zeros, stage after stage, with the loss of the
+first micro-batch's labels at its end; from then on every micro-batch must have the same shapes.
 """
 
 from __future__ import annotations
@@ -93,24 +93,19 @@ class PipelineEngine(TrainingEngine):
             ValueError: on every rank, a micro-batch is no pair, or has other shapes than those before.
         """
         self.train()
-        batches = self._read(
-            self._own_batches() if data_iter is None and self.training_dataloader else data_iter, trains=True
-        )
+        batches = self._read(data_iter, trains=True)
         self.sharded_model.begin_step(self.config.accumulation)
         with self._timed("forward and backward"):
             loss_sum = self._run(batches, trains=True)
         loss = self._finish_step(loss_sum, self.config.accumulation * self.dp_world_size)
         self.micro_steps += self.config.accumulation
-        return torch.tensor(loss)
+        return torch.tensor(loss, device=self.device)
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The mean loss of as many micro-batches as a step has, without gradients.  Arguments as `train_batch`."""
         batches = self._read(data_iter, trains=False)
-        was_training = self.training
-        self.eval()
-        with torch.no_grad():
+        with self._evaluating():
             loss_sum = self._run(batches, trains=False)
-        self.train(was_training)
         all_reduce(loss_sum, self.parallel_state.world).wait()
         return loss_sum.float() / (self.config.accumulation * self.dp_world_size)
 
@@ -120,24 +115,14 @@ class PipelineEngine(TrainingEngine):
         self._executors.clear()
 
     def _read(self, data_iter: Iterator[Any] | None, *, trains: bool) -> list[tuple[Message, Any]]:
-        """This rank's micro-batches of a step; where they do not fit on one rank, all raise and none waits for it."""
-        batches: list[tuple[Message, Any]] = []
-        failure: Exception | None = None
-        try:
-            batches = self._take(data_iter)
+        """This rank's micro-batches of a step; where they do not fit on one rank, all raise."""
+
+        def read() -> list[tuple[Message, Any]]:
+            batches = self._take(data_iter, trains)
             self._check_shapes(batches, trains)
-        except Exception as error:
-            failure = error
-        failed = torch.tensor(float(failure is not None), device=self.device)
-        all_reduce(failed, self.parallel_state.world, "max").wait()
-        if not failed:
             return batches
-        mine = None if failure is None else (str(failure) or repr(failure), isinstance(failure, StopIteration))
-        found = [one for one in gather_objects(mine, self.parallel_state.world) if one is not None]
-        if failure is not None:
-            raise failure
-        kind = StopIteration if all(ended for _, ended in found) else ValueError
-        raise kind("\n".join(dict.fromkeys(text for text, _ in found)))
+
+        return self._on_every_rank(read)
 
     def _check_shapes(self, batches: Sequence[tuple[Message, Any]], trains: bool) -> None:
         if not (batches and self._has_first):
@@ -150,12 +135,13 @@ class PipelineEngine(TrainingEngine):
                     "tensors of fixed shapes. Call engine.reset_activation_shape() on every rank, or pad the batch"
                 )
 
-    def _take(self, data_iter: Iterator[Any] | None) -> list[tuple[Message, Any]]:
+    def _take(self, data_iter: Iterator[Any] | None, trains: bool) -> list[tuple[Message, Any]]:
         if not (self._has_first or self._has_last):
             return []
-        if data_iter is None:
-            raise ValueError("ranks of the first and of the last stage need data_iter, or training_data for initialize")
-        return [self._split(next(data_iter)) for _ in range(self.config.accumulation)]
+        if data_iter is None and not trains:
+            raise ValueError("eval_batch needs data_iter on ranks of the first and of the last stage")
+        source = self._batches(data_iter)
+        return [self._split(next(source)) for _ in range(self.config.accumulation)]
 
     def _split(self, batch: Any) -> tuple[Message, Any]:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -190,9 +176,16 @@ class PipelineEngine(TrainingEngine):
         y = chunk(batches[microbatch][0] if x is None else x)
         if not chunk.is_last:
             return tuple(y)
+        return (self._loss_of(y, batches[microbatch][1]),)
+
+    def _loss_of(self, y: Message, labels: Any) -> Tensor:
         loss_fn = self._pipeline.loss_fn
         assert loss_fn is not None
-        return (loss_fn(y[0] if len(y) == 1 else y, batches[microbatch][1]).float(),)
+        loss = loss_fn(y[0] if len(y) == 1 else y, labels)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise TypeError(f"loss_fn returned {got}; it must be a scalar, the mean over the micro-batch")
+        return loss.reshape(()).float()
 
     def _executor(self, trains: bool) -> Executor:
         if trains not in self._executors:
@@ -217,12 +210,11 @@ class PipelineEngine(TrainingEngine):
         return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
 
     def _find_shapes(self, batches: Sequence[tuple[Message, Any]]) -> list[Shapes]:
-        """What enters each virtual stage: every stage runs once on zeros, in evaluation mode, in turn."""
-        pp, was_training = self.parallel_state.pp, self.training
+        """What enters each virtual stage: every stage runs once on zeros, in evaluation mode, in turn; then the loss."""
+        pp = self.parallel_state.pp
         entering = [_shapes_of(batches[0][0]) if self._has_first else ()]
         entering[0] = next(shapes for shapes in gather_objects(entering[0], pp) if shapes)
-        self.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        with self._evaluating(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             last = len(self._pipeline.placement) - 1
             for stage in range(last + 1):  # the last one too, so that an error in it is told to all
                 chunk = next((chunk for chunk in self._chunks if chunk.stage == stage), None)
@@ -231,7 +223,10 @@ class PipelineEngine(TrainingEngine):
                 if chunk is not None:
                     zeros = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in entering[-1])
                     try:
-                        found = _shapes_of(chunk(zeros))
+                        y = chunk(zeros)
+                        found = _shapes_of(y)
+                        if chunk.is_last:
+                            self._loss_of(y, batches[0][1])
                     except Exception as error:
                         failure = error
                 answers = gather_objects((found, "" if failure is None else str(failure) or repr(failure)), pp)
@@ -248,7 +243,6 @@ class PipelineEngine(TrainingEngine):
                         "would train; cut the layers elsewhere (partition_method)"
                     )
                 entering.append(passed)
-        self.train(was_training)
         return entering
 
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save
@@ -30,6 +30,7 @@ from megazero.config.deepspeed import DeepSpeedConfig
 from megazero.engine.gpt import NonFiniteError, versions
 from megazero.zero.sharded_model import ShardedModel
 
+T = TypeVar("T")
 CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers.safetensors"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -110,7 +111,11 @@ class TrainingEngine(nn.Module):
             )
         self._grad_norm = norm
         with self._timed("step"):
-            changed = model.update(norm, self.config.grad_clip)
+            try:
+                changed = model.update(norm, self.config.grad_clip)
+            except Exception:
+                model.begin_step(self.config.accumulation)
+                raise
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
         if changed:
@@ -168,11 +173,51 @@ class TrainingEngine(nn.Module):
         self._synchronize()
         self._seconds[name] += time.perf_counter() - started
 
-    def _own_batches(self) -> Iterator[Any]:
-        """Micro-batches of `training_data`, again and again."""
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """In evaluation mode, without gradients."""
+        was_training = self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.train(was_training)
+
+    def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        """Micro-batches to train on: the script's, or those of `training_data`, again and again."""
+        if data_iter is not None:
+            return data_iter
+        if self.training_dataloader is None:
+            raise ValueError("train_batch needs data_iter, or training_data given to initialize")
         if self._repeating is None:
             self._repeating = RepeatingLoader(self.training_dataloader)
         return self._repeating
+
+    def _on_every_rank(self, take: Callable[[], T]) -> T:
+        """What `take` gives; where it fails on one rank, all raise before a step begins, and none waits for another.
+
+        Raises:
+            StopIteration: on ranks that have not failed themselves, data ended elsewhere and nothing else is wrong.
+            ValueError: there, with the texts of the failures.
+        """
+        failure: Exception | None = None
+        taken: list[T] = []
+        try:
+            taken.append(take())
+        except Exception as error:
+            failure = error
+        world = self.parallel_state.world
+        failed = torch.tensor(float(failure is not None), device=self.device)
+        all_reduce(failed, world, "max").wait()
+        if not failed:
+            return taken[0]
+        mine = None if failure is None else (str(failure) or repr(failure), isinstance(failure, StopIteration))
+        found = [one for one in gather_objects(mine, world) if one is not None]
+        if failure is not None:
+            raise failure
+        kind = StopIteration if all(ended for _, ended in found) else ValueError
+        raise kind("\n".join(dict.fromkeys(text for text, _ in found)))
 
     def _mean_over_ranks(self, loss: Tensor) -> Tensor:
         """The mean over dp of a loss that every rank of a replica has."""
@@ -295,9 +340,10 @@ class TrainingEngine(nn.Module):
             save_latest: let `latest` name it.
 
         Raises:
-            CheckpointError: on every rank; older checkpoints are untouched.
+            CheckpointError: on every rank; older checkpoints are untouched.  Also where the call comes within a step.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        agree(self._check_between_steps, self.parallel_state.world, CheckpointError)
         self._check_tag(tag)
         optimizer = self.sharded_model.optimizer
         scaler = self.sharded_model.scaler
@@ -362,7 +408,13 @@ class TrainingEngine(nn.Module):
         trainer, client_state, schedule, buffers = read
         model = self.sharded_model
         groups = trainer.script["groups"] if takes_optimizer else None
-        agree(lambda: self._check_fits(groups, buffers), self.parallel_state.world, CheckpointError)
+        if not load_lr_scheduler_states or load_module_only:
+            schedule = None
+        elif schedule is None and self.lr_scheduler is not None:
+            self._show("note: the checkpoint has no schedule; this run's starts anew")
+        elif schedule is not None and self.lr_scheduler is None:
+            self._show("note: the checkpoint's schedule is left out; this run has none")
+        agree(lambda: self._check_fits(groups, schedule, buffers), self.parallel_state.world, CheckpointError)
         load_checkpoint(directory, model.sharded_state, self.parallel_state, with_optimizer=takes_optimizer)
         model.loaded(None if load_module_only else trainer.loss_scaler)
         self._take_buffers(buffers)
@@ -371,14 +423,16 @@ class TrainingEngine(nn.Module):
                 setattr(self, counter, value)
         if takes_optimizer:
             self._take_groups(trainer.script["groups"])
-        takes_schedule = load_lr_scheduler_states and not load_module_only and schedule is not None
-        if takes_schedule and self.lr_scheduler is not None:
+        if schedule is not None and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(schedule)
         self._forget_micro_batches()
         return str(directory), client_state
 
     def _forget_micro_batches(self) -> None:
         """Begin a whole step."""
+
+    def _check_between_steps(self) -> None:
+        """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""
 
     def _check_tag(self, tag: str) -> None:
         tags = gather_objects(tag, self.parallel_state.world)
@@ -396,11 +450,20 @@ class TrainingEngine(nn.Module):
             files[SCHEDULE] = _to_bytes(self.lr_scheduler.state_dict(), "the schedule's state_dict()")
         return files | {CLIENT_STATE: _to_bytes(dict(client_state or {}), "client_state")}
 
-    def _check_fits(self, groups: Sequence[Any] | None, buffers: Mapping[str, Tensor]) -> None:
+    def _check_fits(
+        self, groups: Sequence[Any] | None, schedule: Mapping[str, Any] | None, buffers: Mapping[str, Tensor]
+    ) -> None:
         """Refuse what could not be taken over whole, before anything has changed."""
         have = len(self.optimizer.param_groups)
         if groups is not None and len(groups) != have:
             raise CheckpointError(f"the checkpoint has {len(groups)} optimizer groups, this optimizer has {have}")
+        if schedule is not None and self.lr_scheduler is not None:
+            differ = sorted(map(str, schedule.keys() ^ self.lr_scheduler.state_dict().keys()))
+            if differ:
+                raise CheckpointError(
+                    f"the checkpoint's schedule is of another kind than this run's {type(self.lr_scheduler).__name__}: only "
+                    f"one of them has {', '.join(differ)}. Give the same schedule, or load_lr_scheduler_states=False"
+                )
         for name, buffer in self._named_buffers():
             saved = buffers.get(self._canonical(name))
             if saved is None or saved.shape != buffer.shape:

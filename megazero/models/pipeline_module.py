@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megazero.config.problem import divisors, nearest_of, nearest_text
 from megazero.models.stages import cut_evenly
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.schedules.action import Schedule
 from megazero.schedules.generators import FAMILIES, Family, family_of
 
@@ -301,7 +301,7 @@ class PipelineModule(nn.Module):
             ranks is the user's care.  A callable has no parameters.
         num_stages: pipeline ranks; they must divide the ranks of the world, and the rest is data parallelism.
         topology: the rank grid, instead of `num_stages`, where there is more to say.
-        loss_fn: (outputs, labels) -> loss; applied by the engine after the last stage, not by the chunk.
+        loss_fn: (outputs, labels) -> loss, of one element; applied by the engine after the last stage, not by the chunk.
         seed_layers: only True, see Raises.
         base_seed: layer i is drawn under seed `base_seed + i`, on the CPU; the global generators are left as they were.
         partition_method: what stages are balanced by: "parameters" (trainable ones), "uniform" (layers), or "type:regex"
@@ -657,8 +657,8 @@ def _find_place(
         )
     if topology is not None and num_stages not in (None, topology.pp):
         raise ValueError(f"num_stages={num_stages}, but the topology has pp={topology.pp}; leave num_stages out")
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    return ParallelState(topology or _grid(num_stages, world), rank, device or _default_device())
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return parallel_state_of(topology or _grid(num_stages, world), device)
 
 
 def _grid(num_stages: int | None, world: int) -> RankGrid:
@@ -669,10 +669,3 @@ def _grid(num_stages: int | None, world: int) -> RankGrid:
         nearest = nearest_text(nearest_of(num_stages, divisors(world)))
         raise ValueError(f"num_stages={num_stages} must divide the world of {world} ranks; {nearest}")
     return RankGrid(pp=num_stages, dp=world // num_stages)
-
-
-def _default_device() -> torch.device:
-    """CUDA where there is some and the ranks can talk over it."""
-    if not torch.cuda.is_available() or (dist.is_initialized() and "nccl" not in str(dist.get_backend_config())):
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -39,6 +39,7 @@ _METADATA = {
     "get_device", "__len__", "__repr__", "__hash__", "__format__", "requires_grad_", "is_contiguous",
 }  # fmt: skip
 _VALUES = {"data", "T", "mT"}
+_HARMLESS = _METADATA | {"__get__"}  # do not change a value
 
 
 @dataclass
@@ -148,11 +149,15 @@ class Init(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._made and getattr(func, "__name__", "") not in _HARMLESS:
+            for leaf in tree_leaves((args, kwargs)):  # it may get other values than it was made with
+                if isinstance(leaf, Tensor) and not isinstance(leaf, DeferredParameter):
+                    self._made.pop(_storage_of(leaf), None)
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") in _FACTORIES and type(result) is Tensor and result.is_floating_point():
             has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
             if not has_tensors:
-                self._made = {result.untyped_storage()._cdata: (result, lambda: func(*args, **kwargs))}
+                self._made = {_storage_of(result): (result, lambda: func(*args, **kwargs))}
         return result
 
     def __enter__(self) -> Init:
@@ -173,8 +178,14 @@ class Init(TorchFunctionMode):
     ) -> nn.Parameter | None:
         if parameter is None or isinstance(parameter, DeferredParameter) or parameter.is_meta:
             return parameter
-        made = self._made.get(parameter.untyped_storage()._cdata)
+        made = self._made.get(_storage_of(parameter))
         if made is None or made[0]._version > 0:
             values = parameter.detach().clone()  # computed by other means: they have to be kept
             return DeferredParameter.of(parameter, values.clone)
         return DeferredParameter.of(parameter, made[1])
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Identity of a tensor's memory; 0 where it has none of the usual kind.  Asked past every mode."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

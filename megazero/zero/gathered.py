@@ -40,7 +40,8 @@ def gathered_parameters(
         ValueError: `modifier_rank` is no data-parallel rank.
 
     Under tensor parallelism a tensor is whole as this rank's module has it: its part of a split parameter.  Of what every
-    tensor-parallel rank holds, and of a weight that stages tie, the edit on the first of them counts.
+    tensor-parallel rank holds, and of a weight that stages tie, the edit on the first of them counts.  Copies of a tied
+    weight on this rank are one tensor under several names.
     """
     model = engine.sharded_model
     dp = model.state.dp
@@ -51,22 +52,30 @@ def gathered_parameters(
     elsewhere = [name for name, (bucket, _) in found.items() if bucket.layout.tied and tie_of(bucket) in model.ties]
     if modifier_rank is not None and names is not None and elsewhere:
         raise ValueError(f"{elsewhere[0]} has a copy on another stage; edit it with names=None, on all ranks")
-    flats = {bucket: _whole(bucket) for bucket in dict.fromkeys(bucket for bucket, _ in found.values())}
+    flats: dict[str, Tensor] = {}
     whole = {}
     for name, (bucket, index) in found.items():
-        slot = bucket.layout.slots[index]
-        whole[name] = flats[bucket][slot.start : slot.stop].view(slot.info.shape)
+        slot, key = bucket.layout.slots[index], _key(bucket)
+        if key not in flats:
+            flats[key] = _whole(bucket)
+        whole[name] = flats[key][slot.start : slot.stop].view(slot.info.shape)
     yield whole
     if modifier_rank is None:
         return
-    for bucket, flat in flats.items():
+    copies: dict[str, list[Bucket]] = {}
+    for bucket in model.parameters.buckets:
+        copies.setdefault(_key(bucket), []).append(bucket)
+    # Holders of tied parameters meet them in different orders of their own; names are one order for all.
+    for key in sorted(flats, key=lambda key: tie_of(copies[key][0]) if copies[key][0].layout.tied else ""):
+        flat, bucket = flats[key], copies[key][0]
         broadcast(flat, dp, modifier_rank).wait()
         for is_whole, run in bucket.layout.runs(lambda info: info.spec.split is None):
             if is_whole:  # every rank of tp holds a copy
                 broadcast(flat[run.start : run.stop], model.state.tp).wait()
         if bucket.layout.tied and tie_of(bucket) in model.ties:
             broadcast(flat, model.ties[tie_of(bucket)]).wait()
-        model.parameters.overwrite(bucket, flat)
+        for one in copies[key]:
+            model.parameters.overwrite(one, flat)
     model.parameters.publish()
 
 
@@ -100,6 +109,11 @@ def _find(
                 f"{name} is no parameter of this rank's model" + f"; near it are {', '.join(close)}" * bool(close)
             )
         yield name, home[name]
+
+
+def _key(bucket: Bucket) -> str:
+    """What this rank's copies of a tied weight have in common; any other bucket's own name."""
+    return f"tied {tie_of(bucket)}" if bucket.layout.tied else bucket.layout.name
 
 
 def _whole(bucket: Bucket) -> Tensor:

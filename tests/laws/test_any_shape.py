@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from harness import run_world
-from worlds import GPT2, LLAMA, difference, run_of, train, train_plainly
+from worlds import GPT2, LLAMA, difference, on_one_state, run_of, train, train_on, train_plainly
 
 TOLERANCE = 1e-5
 CLIP = 0.5  # below the norm of the first steps, so that clipping acts
@@ -32,45 +31,45 @@ def _plain(family: str, tied: bool, clip: float) -> dict[str, Any]:
     return train_plainly(run)
 
 
-def _assert_agrees(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _assert_agrees(got: dict[str, Any], wanted: dict[str, Any], case: str = "") -> None:
     assert set(got["initial"]) == set(wanted["initial"])
     for name, tensor in wanted["initial"].items():
-        assert torch.equal(got["initial"][name], tensor), f"initial {name}"
-    assert got["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)
-    assert got["norm"] == pytest.approx(wanted["norm"], rel=TOLERANCE)
+        assert torch.equal(got["initial"][name], tensor), f"initial {name} {case}"
+    assert got["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE), case
+    assert got["norm"] == pytest.approx(wanted["norm"], rel=TOLERANCE), case
     whole_norm = wanted["norm"][0]
     for name, tensor in wanted["gradients"].items():
         # A gradient that is zero in exact arithmetic (a key's bias) is rounding noise in both: measured against the norm.
         if float(tensor.norm()) < 1e-6 * whole_norm:
-            assert float(got["gradients"][name].norm()) < 1e-5 * whole_norm, f"gradient of {name}"
+            assert float(got["gradients"][name].norm()) < 1e-5 * whole_norm, f"gradient of {name} {case}"
         else:
-            assert difference(got["gradients"][name], tensor) < TOLERANCE, f"gradient of {name}"
+            assert difference(got["gradients"][name], tensor) < TOLERANCE, f"gradient of {name} {case}"
     for name, tensor in wanted["weights"].items():
-        assert difference(got["weights"][name], tensor) < TOLERANCE, f"weights of {name}"
+        assert difference(got["weights"][name], tensor) < TOLERANCE, f"weights of {name} {case}"
 
 
-def _cases() -> Iterator[tuple[str, int, str, int]]:
-    """(shape, ZeRO stage, schedule, accumulation); without a pipeline both schedules are the same list of actions."""
-    for shape, (_, parallel) in SHAPES.items():
-        schedules = ("gpipe", "1f1b") if "pp" in parallel else ("1f1b",)
-        yield from itertools.product([shape], range(4), schedules, (1, 4))
-
-
-@pytest.mark.parametrize(("shape", "zero_stage", "schedule", "accumulation"), _cases())
-def test_any_shape_gives_the_plain_models_gradients_and_weights(
-    shape: str, zero_stage: int, schedule: str, accumulation: int
-) -> None:
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_shape_gives_the_plain_models_gradients_and_weights(shape: str, zero_stage: int) -> None:
+    """Every schedule, accumulation and model of a shape and stage in one world, one engine after the other."""
     world, parallel = SHAPES[shape]
-    for name, model in {"untied": UNTIED, "tied": TIED, "gpt2": GPT2}.items():
-        run = run_of(
+    # without a pipeline both schedules are the same list of actions
+    schedules = ("gpipe", "1f1b") if "pp" in parallel else ("1f1b",)
+    models = {"untied": UNTIED, "tied": TIED, "gpt2": GPT2}
+    cases = list(itertools.product(schedules, (1, 4), models))
+    runs = [
+        run_of(
             world,
-            model=model,
+            model=models[name],
             parallel=parallel | {"schedule": schedule},
             zero={"stage": zero_stage},
             training={"accumulation": accumulation},
         )
-        wanted = _plain("gpt2" if name == "gpt2" else "llama", name != "untied", CLIP)
-        _assert_agrees(run_world(world, train, run)[0], wanted)
+        for schedule, accumulation, name in cases
+    ]
+    for case, got in zip(cases, run_world(world, on_one_state, runs, train_on)[0], strict=True):
+        name = case[-1]
+        _assert_agrees(got, _plain("gpt2" if name == "gpt2" else "llama", name != "untied", CLIP), str(case))
 
 
 def test_one_rank_is_the_plain_model() -> None:

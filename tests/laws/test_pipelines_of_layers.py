@@ -759,6 +759,28 @@ def test_what_cannot_train_is_told_on_every_rank() -> None:
         assert "tied parameter layers.0.weight" in told[7]
 
 
+def test_a_loss_of_one_element_is_a_scalar_and_another_is_refused_by_all() -> None:
+    def of_one(y: Tensor, labels: Tensor) -> Tensor:
+        return square_error(y, labels).reshape(1)
+
+    def of_each(y: Tensor, labels: Tensor) -> Tensor:
+        return (y - labels).square().mean(1)
+
+    def body(rank: int) -> tuple[list[float], str, bool]:
+        state = state_of(rank, 2, 1)
+        engine = megazero.initialize(model=module_of(PLAIN, state, loss_fn=of_one), config=config_of(PLAIN, 1))[0]
+        losses = [float(engine.train_batch(stream(PLAIN, state, 0))), float(engine.eval_batch(stream(PLAIN, state, 1)))]
+        other = megazero.initialize(model=module_of(PLAIN, state, loss_fn=of_each), config=config_of(PLAIN, 1))[0]
+        return losses, refusal(lambda: other.train_batch(stream(PLAIN, state, 0))), other.training
+
+    plain = Plain(PLAIN.table)
+    expected = [plain.step(global_batch(PLAIN.table, 0))[0], plain.evaluate(global_batch(PLAIN.table, 1))]
+    for losses, told, training in run_world(2, body, timeout=30):
+        assert losses == pytest.approx(expected, rel=2e-5)
+        assert "loss_fn returned a tensor of shape [3]" in told
+        assert training
+
+
 # ---- traffic
 
 HIDDEN, MASK, BIAS = 4 * MICRO * 10, 8 * MICRO, 4 * MICRO  # what `TUPLES` passes before `mean_of_masked`, in bytes
