@@ -130,14 +130,13 @@ class ModuleEngine(TrainingEngine):
             reducer.holds = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  as torch has it
-        """Forget the gradients of the micro-batches since the last step."""
+        """Forget the micro-batches since the last step; the next one is the first of a step."""
         self.sharded_model.begin_step(self.config.accumulation)
-        self._passes, self._wants_step = 0, False
+        self._passes, self._ended, self._wants_step = 0, 0, False
         self._loss_sum.zero_()
 
     def _forget_micro_batches(self) -> None:
         self.zero_grad()
-        self._ended = 0
 
     def _check_between_steps(self) -> None:
         if self._passes:
