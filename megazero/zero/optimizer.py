@@ -113,7 +113,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: Offload) -> None:
-        self._states, self._scalars, self._offload = recipe.states, recipe.scalars, offload
+        self._states, self._scalars = recipe.states, recipe.scalars
         self._parts = list(_cut(buckets))
         self._buckets = list(dict.fromkeys(part.bucket for part in self._parts))
         parts: list[list[nn.Parameter]] = [[] for _ in range(recipe.groups)]
