@@ -7,6 +7,7 @@ A rank that fails, dies or hangs ends the world at once with an error that names
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -34,6 +35,7 @@ class RankFailedError(AssertionError):
 def _main(
     rank: int, world: int, store: str, timeout: float, body: Callable[..., Any], args: tuple[Any, ...], out: Connection
 ) -> None:
+    gc.freeze()  # what was forked stays shared: collecting it would copy its pages
     try:
         torch.set_num_threads(1)
         if world > 1:
