@@ -173,9 +173,7 @@ def memory_report(
     precision: Annotated[str, typer.Option(help="Of bf16, fp16 and fp32, by commas.")] = "bf16,fp16",
     offload: Annotated[str, typer.Option(help="Of the optimizer, of none, cpu and nvme, by commas.")] = "none,cpu",
     steps: Annotated[int, typer.Option(help="Steps up to and with the measured one.")] = 2,
-    iterations: Annotated[
-        int | None, typer.Option(help="Steps to time after it; 20, or 10 for more than 8 combinations, by default.")
-    ] = None,
+    iterations: Annotated[int, typer.Option(help="Steps to time after it.")] = 20,
     out: Annotated[Path, typer.Option(help="Directory for memory.json and memory.svg.")] = Path("runs/memory-report"),
 ) -> None:
     """Measure what each ZeRO stage keeps, sends and takes, beside the formulas of the papers."""

@@ -60,7 +60,6 @@ SMALL = (
 _VARIED = {"zero.stage": "--stages", "zero.offload.optimizer": "--offload", "precision.dtype": "--precision"}
 _OVERFLOWS = 30  # that fp16 may have before its first step
 _LR = 1e-4
-_FEW = 8  # combinations
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Wish:
     Args:
         stages, precisions, offloads: every combination is measured.
         steps: steps before and with the one that is measured.
-        iterations: steps that are timed, after it; None for 20, or 10 where more than 8 combinations are measured.
+        iterations: steps that are timed, after it.
         ranks: how many to start; None for `launch.nproc_per_node`.
         config: a run file, for the model and the shape; without one the model is `SMALL`.
         overrides: of its keys, `section.key=value`.
@@ -84,7 +83,7 @@ class Wish:
     precisions: Sequence[str] = ("bf16", "fp16")
     offloads: Sequence[str] = ("none", "cpu")
     steps: int = 2
-    iterations: int | None = None
+    iterations: int = 20
     ranks: int | None = None
     config: Path | None = None
     overrides: Sequence[str] = ()
@@ -291,8 +290,7 @@ def plan(wish: Wish, started: int | None = None) -> Plan:
             problems |= {str(problem): problem for problem in error.problems}
     if problems:
         raise ConfigError(list(problems.values()), str(wish.config or "the report's model and the given keys"))
-    iterations = wish.iterations or (20 if len(runs) <= _FEW else 10)
-    return Plan(tuple(combinations), tuple(runs), wish.steps, iterations)
+    return Plan(tuple(combinations), tuple(runs), wish.steps, wish.iterations)
 
 
 def _combinations(wish: Wish) -> Iterator[Combination]:
