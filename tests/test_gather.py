@@ -568,6 +568,21 @@ def test_a_change_of_an_ungathered_parameter_is_refused_by_name(change: Callable
     run_world(2, law)
 
 
+def test_the_type_of_an_ungathered_parameter_is_told_and_a_conversion_has_its_values() -> None:
+    def law(rank: int) -> None:
+        plain = seeded(_Chain)
+        sharded = Sharded(copy.deepcopy(plain), 3, rank, 2)
+        weight = sharded.module.blocks[1].a.weight
+        before = sharded.state.traffic.calls.total()
+        assert weight.type() == "torch.FloatTensor"
+        assert sharded.state.traffic.calls.total() == before  # one rank may ask
+        assert torch.equal(weight.detach().type(torch.float64), plain.blocks[1].a.weight.double())
+        with torch.no_grad():
+            assert torch.equal(weight.type(torch.float64), plain.blocks[1].a.weight.double())
+
+    run_world(2, law)
+
+
 def test_a_copy_of_an_ungathered_parameter_is_a_plain_parameter() -> None:
     """For an average of weights, say."""
 

@@ -77,6 +77,7 @@ class UnitGatherer:
         self._pending: dict[int, tuple[Pending, Tensor | None]] = {}  # with the staging that the gather reads from
         self._reading: dict[Bucket, tuple[Transfer, Tensor]] = {}
         self._staging: list[Tensor] = []
+        self._largest_shard = max((one.weight_shard.numel for needs in self._needs for one in needs), default=0)
         self._following: int | None = None
         self._is_scheduled = False
         self._trail: tuple[Visit | None, Visit | None] = (None, None)
@@ -176,8 +177,7 @@ class UnitGatherer:
         array = bucket.weight_shard
         if bucket in self._reading or (array.tensor is not None and array.tensor.device == bucket.weights.device):
             return
-        largest = max(one.weight_shard.numel for needs in self._needs for one in needs)
-        staging = self._staging.pop() if self._staging else bucket.weights.new_empty(largest)
+        staging = self._staging.pop() if self._staging else bucket.weights.new_empty(self._largest_shard)
         self._reading[bucket] = (array.start_read(staging[: array.numel], 0), staging)
 
     def _copy_of(self, bucket: Bucket, slot: Slot) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Protocol
 
 import torch
@@ -102,8 +103,6 @@ def _find(
     home |= {alias: home[name] for alias, name in aliases.items() if names is not None}
     for name in list(home) if names is None else names:
         if name not in home:
-            from difflib import get_close_matches
-
             close = get_close_matches(name, home, n=3, cutoff=0.4)
             raise KeyError(
                 f"{name} is no parameter of this rank's model" + f"; near it are {', '.join(close)}" * bool(close)

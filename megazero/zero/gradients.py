@@ -366,13 +366,14 @@ class GradientReducer:
                 copies.setdefault(tie_of(bucket), []).append(bucket.gradient)
         for name in sorted(copies):
             # On the device, wherever each rank keeps its own copies: all must meet over one backend.
-            total = copies[name][0].to(self._device, copy=True)
+            total = copies[name][0].to(self._device)  # itself, where it lies there
             for other in copies[name][1:]:
                 total.add_(other.to(self._device))
             if name in self._ties:
                 all_reduce(total, self._ties[name]).wait()
             for copy in copies[name]:
-                copy.copy_(total)
+                if copy is not total:
+                    copy.copy_(total)
 
     def _sum_partial_over_tp(self) -> None:
         parts = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,43 +126,44 @@ class ShardedOptimizer:
         self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and all(
             group.get("fused") for group in groups
         )
-        self._scale: float | None = None  # what the fused kernel divides gradients by
         self._window = _Window(self._parts, self._states, offload)
         self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
         if self._known_start:
             for part in self._parts:
                 self._start_state(part)
+        self._on_device = [part for part in self._parts if part.bucket.master.place == "device"]
+        on_host = [bucket for bucket in self._buckets if bucket.master.place == "host"]
+        self._on_host = {bucket: [part for part in self._parts if part.bucket is bucket] for bucket in on_host}
 
     def step(self, factor: float) -> None:
         """Step every owned element with `factor` times its gradient, and bring the new values to the weight shards."""
         self.steps_taken += 1
-        if self._scales_inside:
-            self._scale = None if factor == 1.0 else 1.0 / factor  # clipping and unscaling cost no pass of their own
-        elif factor != 1.0:
+        if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
             for bucket in self._buckets:
                 bucket.gradient.mul_(factor)
+        turn = partial(self._turn, None if factor == 1.0 else 1.0 / factor)
         arriving: list[Transfer] = []
-        on_device = [part for part in self._parts if part.bucket.master.place == "device"]
-        if on_device:
-            self._turn(on_device)
+        if self._on_device:
+            turn(self._on_device)
         for bucket in self._buckets:
-            if bucket.master.place == "host":
-                self._turn([part for part in self._parts if part.bucket is bucket])
+            if bucket in self._on_host:
+                turn(self._on_host[bucket])
             tensor = bucket.master.tensor
             if bucket.master is not bucket.weight_shard and tensor is not None:
                 arriving.append(bucket.weight_shard.start_write(0, tensor))
-        self._window.step(self._turn, self.torch_optimizer)
+        self._window.step(turn, self.torch_optimizer)
         for transfer in arriving:
             transfer.wait()
 
-    def _turn(self, parts: Sequence[_Part]) -> None:
+    def _turn(self, scale: float | None, parts: Sequence[_Part]) -> None:
+        """Step some parts; a fused kernel divides their gradients by `scale`."""
         optimizer: Any = self.torch_optimizer
         for part in parts:
             part.parameter.grad = part.bucket.owned_part(part.bucket.gradient, part.run)
         if self._scales_inside:
             # Made where it is used: a copy from the device would not wait for the host's kernel to read it.
             device = parts[0].parameter.device
-            optimizer.grad_scale = None if self._scale is None else torch.tensor(self._scale, device=device)
+            optimizer.grad_scale = None if scale is None else torch.tensor(scale, device=device)
         optimizer.step()
         for part in parts:
             part.parameter.grad = None

@@ -43,6 +43,7 @@ class ShardedModel:
         waiting: by name of a parameter, where weight gradients wait when the schedule splits backwards.
 
     Attributes:
+        names: qualified name by identity of the parameters that modules compute with.
         skipped_steps: updates that were left out for an overflow.
 
     Raises:
@@ -86,6 +87,7 @@ class ShardedModel:
             resident_elements=zero.resident_elements,
             offload=OffloadPlan(where, moments, state.rank, state.world),
         )
+        self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         self.reducer = GradientReducer(
             self.parameters.buckets,
             state.tp,
@@ -113,11 +115,6 @@ class ShardedModel:
     def skipped_steps(self) -> int:
         """Updates that were left out for an overflow."""
         return 0 if self.scaler is None else self.scaler.skipped_steps
-
-    @property
-    def names(self) -> dict[int, str]:
-        """Qualified name by identity of the parameters that modules compute with."""
-        return {id(parameter): name for name, parameter in self.parameters.by_name.items()}
 
     def begin_step(self, micro_batches: int) -> None:
         """Forget the last step's gradients.  Each parameter is expected once per micro-batch."""

@@ -19,7 +19,7 @@ Gather: TypeAlias = Callable[[], Tensor]
 
 _METADATA = {
     "numel", "nelement", "size", "dim", "ndimension", "element_size", "is_floating_point", "is_complex", "get_device",
-    "__len__", "has_names", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage", "type",
+    "__len__", "has_names", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
     "is_same_size", "__hash__",
 }  # fmt: skip
 _VIEWS = {
@@ -90,7 +90,8 @@ class UngatheredParameter(nn.Parameter):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             field = func.__self__.__name__ if name == "__get__" else None
-            if name in _METADATA or (field is not None and field not in _VALUES):
+            asks_type = name == "type" and len(args) + len(kwargs) == 1  # with a dtype it converts the values
+            if asks_type or name in _METADATA or (field is not None and field not in _VALUES):
                 return func(*args, **kwargs)
             if name in ("__repr__", "__format__"):
                 return f"UngatheredParameter({args[0].label}, {list(args[0].shape)}, {args[0].dtype})"
