@@ -264,6 +264,18 @@ class DataConfig(_Section):
     """Where prepared data is kept. Unset: megazero in $XDG_CACHE_HOME, or in ~/.cache."""
 
 
+def _steps(value: object) -> object:
+    """Take 1200 or [1500, 1510]; a single step is a range of one."""
+    first_last = (value, value) if type(value) is int else tuple(value) if _is_list(value) else ()
+    numbers = [step for step in first_last if type(step) is int]
+    if len(first_last) != 2 or len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise PydanticCustomError("steps", "be a step from 1 on, or [first, last] of a range", {})
+    return first_last
+
+
+Steps = Annotated[tuple[int, int], BeforeValidator(_steps)]
+
+
 class TrainingConfig(_Section):
     """The run: its length, its place, its batches. global_batch_size = micro_batch_size * dp * accumulation."""
 
@@ -283,15 +295,59 @@ class TrainingConfig(_Section):
     """Steps between evaluations; 0: never."""
     eval_samples: Count = 64
     """Validation samples in an evaluation."""
+    on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
+    """Where loss or gradient is not a number: stop, leave the update out, or go back to the last checkpoint, to new data."""
+    non_finite_limit: Count = 3
+    """Such steps in a row (skip), or goings back (rollback), after which the run stops all the same."""
+    skip_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
+    """Steps whose samples are passed over, singly or as [first, last]: skip_steps = [1200, [1500, 1510]]."""
 
 
 class CheckpointConfig(_Section):
     """Saving and resuming."""
 
+    directory: Text | None = None
+    """Where checkpoints go: a directory that all ranks share or a URL, as s3://bucket/run. Unset: run_dir/checkpoints."""
     save_every_steps: CountOrZero = 0
     """Steps between checkpoints; 0: only at the end."""
     resume: Text = "auto"
-    """Directory of one step, "never", or "auto": the newest complete checkpoint of run_dir, if there is one."""
+    """Directory or URL of one step, "never", or "auto": the newest complete checkpoint, if there is one."""
+    asynchronous: bool = True
+    """Go on training while a checkpoint is written from a copy in host memory."""
+    host_memory_bytes: CountOrZero | Auto = "auto"
+    """Largest copy on each rank; a larger state is written while training waits. "auto": half of the free memory."""
+    timeout_seconds: Count = 3600
+    """How long the ranks may wait for one another while a checkpoint is written."""
+    verify: Literal["hash", "size"] = "hash"
+    """What is checked of every file before it is loaded: size and hash, or the size alone."""
+    on_damage: Literal["stop", "fallback"] = "stop"
+    """With resume = "auto": what to do where the newest checkpoint is damaged: stop, or take the newest that is not."""
+    keep_last: CountOrZero = 0
+    """Checkpoints to keep, the newest first; older ones are removed. 0: all of them."""
+    keep_every_steps: CountOrZero = 0
+    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
+    keep_best: CountOrZero = 0
+    """Also keep so many with the lowest validation loss, of those saved at the step of an evaluation."""
+
+
+class ElasticShape(_Section):
+    """A shape for one world size."""
+
+    world_size: Count
+    """Ranks."""
+    tp: Count = 1
+    """Tensor-parallel degree."""
+    pp: Count = 1
+    """Pipeline-parallel degree."""
+
+
+class ElasticConfig(_Section):
+    """Going on with fewer or more ranks than a run was begun with, under torchrun --nnodes MIN:MAX."""
+
+    enabled: bool = False
+    """Fit the run to whatever world there is: dp follows, global_batch_size stays, spare ranks wait."""
+    shapes: Annotated[tuple[ElasticShape, ...], Field(strict=False)] = ()
+    """Shapes for certain world sizes, { world_size, tp, pp }; others keep parallel.tp and parallel.pp."""
 
 
 class LoggingConfig(_Section):
@@ -303,6 +359,12 @@ class LoggingConfig(_Section):
     """Step whose pipeline is measured: a picture and a trace of it go to the run directory. 0 measures none."""
     tensorboard: bool = True
     """Also write TensorBoard events to run_dir."""
+    loss_spike_sigmas: PositiveOrZero = 6.0
+    """Report a loss that exceeds the recent mean by so many standard deviations; 0: none."""
+    straggler_every_steps: CountOrZero = 50
+    """Steps between two looks at what each rank's own work took; 0: never."""
+    straggler_ratio: Annotated[float, Field(gt=1)] = 1.3
+    """A rank whose work takes so many times the median is named."""
 
 
 class LaunchConfig(_Section):
@@ -326,6 +388,7 @@ class RunConfig(_Section):
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    elastic: ElasticConfig = ElasticConfig()
     logging: LoggingConfig = LoggingConfig()
     launch: LaunchConfig = LaunchConfig()
 

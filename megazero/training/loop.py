@@ -9,16 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.checkpoint.index import (
-    CheckpointError,
-    find_newest,
-    is_complete,
-    read_trainer_state,
-    step_directory,
-    step_of,
-)
-from megazero.comm.collectives import agree, gather_objects
-from megazero.config import ResolvedRun, RunConfig, save_config
+from megazero.comm.collectives import agree
+from megazero.config import ResolvedRun, save_config
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, initialize
 from megazero.parallel_state import ParallelState
@@ -29,6 +21,7 @@ from megazero.schedules.generators import family_of
 from megazero.schedules.simulate import ScheduleError, Timeline, measured_costs, program, simulate
 from megazero.schedules.table import read_schedule, write_text
 from megazero.training.batches import DataError, open_corpus_of, read_batches
+from megazero.training.checkpoints import Checkpoints
 from megazero.training.lr_schedule import learning_rate_factor
 from megazero.training.metrics import (
     METRICS_FILE,
@@ -40,7 +33,7 @@ from megazero.training.metrics import (
     peak_memory_bytes,
 )
 
-CHECKPOINTS, SAVED_CONFIG = "checkpoints", "config.toml"
+SAVED_CONFIG = "config.toml"
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,7 @@ class RunSummary:
         step: optimizer steps done.
         loss: of the last step, mean nats per token; None when there was nothing left to do.
         val_loss: of the last evaluation, or None.
-        checkpoint: the step directory of the last step.
+        checkpoint: the newest complete step directory, if there is one.
         seconds: duration of the training loop.
         sent_bytes: bytes this rank sent per axis.
         skipped_steps: steps that an overflow left without an update, since the start of the run.
@@ -60,7 +53,7 @@ class RunSummary:
     step: int
     loss: float | None
     val_loss: float | None
-    checkpoint: Path | None
+    checkpoint: str | None
     seconds: float
     sent_bytes: dict[str, int]
     skipped_steps: int = 0
@@ -82,19 +75,16 @@ def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -
     config, run_dir = run.config, Path(run.config.training.run_dir)
     say = show if state.rank == 0 else lambda _: None
     corpus = agree(lambda: open_corpus_of(config), state.world, DataError)
-    origin = _resume_from(config, run_dir, state)
-    engine = initialize(
-        config, state, draw=origin is None, schedule=agree(_own_schedule(run), state.world, ScheduleError)
-    )
-    position = Position()
-    if origin is not None:
-        position = engine.load(origin, corpus.fingerprint)
-        say(f"resumed {origin} at step {position.step}")
+    checkpoints = Checkpoints(config, state, corpus.fingerprint, say)
+    resumes = checkpoints.find()
+    schedule = agree(_own_schedule(run), state.world, ScheduleError)
+    engine = initialize(config, state, draw=not resumes, schedule=schedule)
+    position = checkpoints.resume(engine)
     open_sinks = (lambda: _open_sinks(run, run_dir, position.step, say)) if state.rank == 0 else list
     sinks = agree(open_sinks, state.world, OSError)
     say(_describe(run, engine))
     try:
-        return _Loop(run, engine, corpus, sinks, say).finish(position, origin)
+        return _Loop(run, engine, corpus, checkpoints, sinks, say).finish(position)
     finally:
         for sink in sinks:
             sink.close()
@@ -105,26 +95,33 @@ class _Loop:
     """Steps until the run is done, with evaluation and checkpoints on the way."""
 
     def __init__(
-        self, run: ResolvedRun, engine: Engine, corpus: Corpus, sinks: Sequence[Sink], say: Callable[[str], None]
+        self,
+        run: ResolvedRun,
+        engine: Engine,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+        sinks: Sequence[Sink],
+        say: Callable[[str], None],
     ) -> None:
         self.run, self.engine, self.corpus, self.sinks, self.say = run, engine, corpus, sinks, say
-        self.checkpoints = Path(run.config.training.run_dir) / CHECKPOINTS
+        self.checkpoints = checkpoints
         self.loss: float | None = None
         self.val_loss: float | None = None
+        self.evaluated: dict[int, float] = {}  # the validation loss of the last step, where it was evaluated
 
-    def finish(self, position: Position, origin: Path | None) -> RunSummary:
+    def finish(self, position: Position) -> RunSummary:
         """Do the steps that are left; the last one is saved."""
         training, every = self.run.config.training, self.run.config.checkpoint.save_every_steps
-        saved = origin
         started = time.perf_counter()
         while position.step < training.steps:
             position = self._step(position)
             if position.step == training.steps or (every and position.step % every == 0):
-                saved = self._save(position)
+                self.checkpoints.save(self.engine, position, self.evaluated.get(position.step))
+        self.checkpoints.finish()
         seconds = time.perf_counter() - started
         traffic = self.engine.state.traffic.by_axis()
         skipped = self.engine.sharded_model.skipped_steps
-        return RunSummary(position.step, self.loss, self.val_loss, saved, seconds, traffic, skipped)
+        return RunSummary(position.step, self.loss, self.val_loss, self.checkpoints.newest, seconds, traffic, skipped)
 
     def _step(self, position: Position) -> Position:
         run, model, traffic = self.run, self.engine.sharded_model, self.engine.state.traffic
@@ -147,6 +144,7 @@ class _Loop:
         evaluated = bool(every) and (done.step % every == 0 or done.step == run.config.training.steps)
         if evaluated:
             self.val_loss = self._evaluate()
+            self.evaluated = {done.step: self.val_loss}
         metrics = StepMetrics(
             step=done.step,
             loss=statistics.loss,
@@ -171,7 +169,7 @@ class _Loop:
         if self.engine.state.rank != 0:
             return
         predicted = simulate(timeline.schedule, measured_costs(timeline))
-        name = self.checkpoints.parent / f"pipeline-step-{step:08d}"
+        name = Path(self.run.config.training.run_dir) / f"pipeline-step-{step:08d}"
         write_text(name.with_suffix(".svg"), draw_svg(timeline))
         write_text(name.with_suffix(".json"), json.dumps(chrome_trace(timeline, unit_us=1e6)))
         self.say(
@@ -192,11 +190,6 @@ class _Loop:
         batches = read_batches(validation, 0, count, self.run.micro_batch_size, self.engine.share, available=samples)
         return self.engine.evaluate(batches).loss
 
-    def _save(self, position: Position) -> Path:
-        directory = step_directory(self.checkpoints, position.step)
-        self.engine.save(directory, position, self.corpus.fingerprint)
-        return directory
-
 
 def _own_schedule(run: ResolvedRun) -> Callable[[], Schedule | None]:
     """Reads and proves the schedule that the configuration names as a file."""
@@ -214,35 +207,6 @@ def _own_schedule(run: ResolvedRun) -> Callable[[], Schedule | None]:
         return schedule
 
     return read
-
-
-def _resume_from(config: RunConfig, run_dir: Path, state: ParallelState) -> Path | None:
-    """The step directory to go on from; rank 0 looks, so that all ranks see the same."""
-    look = (lambda: _find_origin(config.checkpoint.resume, run_dir)) if state.rank == 0 else lambda: None
-    return gather_objects(agree(look, state.world, CheckpointError), state.world)[0]
-
-
-def _find_origin(wish: str, run_dir: Path) -> Path | None:
-    newest = find_newest(run_dir / CHECKPOINTS)
-    if wish == "auto":
-        return newest
-    if wish == "never":
-        if newest is not None:
-            raise CheckpointError(
-                f"checkpoint.resume=never, but {run_dir} holds the run that wrote {newest.name}; "
-                "set training.run_dir to a new directory, or checkpoint.resume=auto to go on with it"
-            )
-        return None
-    origin = Path(wish)
-    if not is_complete(origin):
-        raise CheckpointError(f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json)")
-    step = read_trainer_state(origin).step
-    if newest is not None and step_of(newest) > step:
-        raise CheckpointError(
-            f"checkpoint.resume={wish} is step {step}, but {run_dir} already holds {newest.name}; "
-            "set training.run_dir to a new directory to branch off, or remove the later steps"
-        )
-    return origin
 
 
 def _open_sinks(run: ResolvedRun, run_dir: Path, after_step: int, show: Callable[[str], None]) -> list[Sink]:

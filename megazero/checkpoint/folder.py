@@ -1,0 +1,373 @@
+"""Where files lie: a directory of a local or shared file system, or a prefix of an object store.
+
+    folder_at("runs/a/checkpoints")      LocalFolder     written beside, flushed to disk, renamed into place; read by mapping
+    folder_at("s3://bucket/run")         RemoteFolder    any fsspec URL; an object appears whole when it has been uploaded
+
+Either way a name is there with all its bytes or not there; nothing relies on renaming a directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+import torch
+import xxhash
+from torch import Tensor
+
+_READ_BYTES = 1 << 22
+_PARTIAL = ".partial"
+
+
+class Output:
+    """A file under way, hashed as it is written.  It appears under its name when it is finished, and not before.
+
+    Attributes:
+        bytes: written so far.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash, self.bytes = file, xxhash.xxh3_128(), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append.  Raises: OSError."""
+        self._file.write(data)
+        self._hash.update(data)
+        self.bytes += len(data)
+
+    @property
+    def xxh3(self) -> str:
+        """xxh3-128 of what was written."""
+        return self._hash.hexdigest()
+
+    def finish(self) -> None:
+        """Make it durable under its name.  Raises: OSError."""
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Leave nothing behind; never raises."""
+
+
+class Input(ABC):
+    """A file that is read in parts."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Tensor:
+        """Bytes [start, stop) as uint8 [stop - start]; not to be written to.  Raises: OSError."""
+
+
+class Folder(ABC):
+    """Files by name, and folders within.  Everything raises OSError where the storage refuses."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Last part of the path."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The path or URL."""
+
+    @abstractmethod
+    def child(self, name: str) -> Folder:
+        """The folder of that name within this one, whether it is there or not."""
+
+    @abstractmethod
+    def make(self) -> None:
+        """Make it and what it lies in, where that is needed."""
+
+    @abstractmethod
+    def files(self) -> list[str]:
+        """Names of the files directly within, sorted; none where the folder is not there."""
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """Names of the folders directly within, sorted; none where the folder is not there."""
+
+    @abstractmethod
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where it is not there."""
+
+    @abstractmethod
+    def create(self, name: str) -> Output:
+        """Begin a file; one that is there is replaced when the new one is finished."""
+
+    @abstractmethod
+    def open(self, name: str) -> Input:
+        """A file to read from.  Raises: FileNotFoundError."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """All of a file.  Raises: FileNotFoundError."""
+
+    @abstractmethod
+    def blocks(self, name: str) -> Iterator[bytes]:
+        """All of a file, block by block.  Raises: FileNotFoundError."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is not there is no error."""
+
+    @abstractmethod
+    def remove_all(self) -> None:
+        """Remove the folder with all it holds; one that is not there is no error."""
+
+    def write(self, name: str, data: bytes) -> Output:
+        """A small file at once; its size and hash are in what is returned."""
+        with self.creating(name) as output:
+            output.write(data)
+        return output
+
+    @contextmanager
+    def creating(self, name: str) -> Iterator[Output]:
+        """A file that is finished at the end of the block, or abandoned where that raises."""
+        output = self.create(name)
+        try:
+            yield output
+            output.finish()
+        except BaseException:
+            output.abandon()
+            raise
+
+    def has(self, name: str) -> bool:
+        """Whether a file is there."""
+        return self.size(name) is not None
+
+    def hash(self, name: str) -> str:
+        """xxh3-128 of a file.  Raises: FileNotFoundError."""
+        digest = xxhash.xxh3_128()
+        for block in self.blocks(name):
+            digest.update(block)
+        return digest.hexdigest()
+
+    def free_bytes(self) -> int | None:
+        """Room that is left; None where the storage does not tell."""
+        return None
+
+
+Place: TypeAlias = "str | Path | Folder"
+
+
+def folder_at(place: Place) -> Folder:
+    """The folder of a path or of an fsspec URL such as s3://bucket/run.
+
+    Raises:
+        ValueError: no such protocol, or its package is not installed; the message says which.
+    """
+    if isinstance(place, Folder):
+        return place
+    if "://" not in str(place):
+        return LocalFolder(Path(place))
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(str(place))
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{place} cannot be used: {error}") from error
+    if type(system).__name__ == "LocalFileSystem":  # file://
+        return LocalFolder(Path(path))
+    return RemoteFolder(system, path)
+
+
+class LocalFolder(Folder):
+    """A directory of a file system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def child(self, name: str) -> LocalFolder:
+        return LocalFolder(self.path / name)
+
+    def make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def files(self) -> list[str]:
+        return sorted(entry.name for entry in self._entries() if not entry.is_dir())
+
+    def folders(self) -> list[str]:
+        return sorted(entry.name for entry in self._entries() if entry.is_dir())
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self.path) as entries:
+                return list(entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, name: str) -> int | None:
+        path = self.path / name
+        return path.stat().st_size if path.is_file() else None
+
+    def create(self, name: str) -> Output:
+        return _LocalOutput(self.path / name)
+
+    def open(self, name: str) -> Input:
+        return _MappedFile(self.path / name)
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def blocks(self, name: str) -> Iterator[bytes]:
+        with (self.path / name).open("rb", buffering=0) as file:
+            while block := file.read(_READ_BYTES):
+                yield block
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def remove_all(self) -> None:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.path)
+
+    def free_bytes(self) -> int | None:
+        with suppress(OSError):
+            return shutil.disk_usage(self.path).free
+        return None
+
+
+class _LocalOutput(Output):
+    def __init__(self, path: Path) -> None:
+        self._path, self._partial = path, path.with_name(path.name + _PARTIAL)
+        super().__init__(self._partial.open("wb"))
+
+    def finish(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._partial.replace(self._path)
+        _flush_directory(self._path.parent)
+
+    def abandon(self) -> None:
+        with suppress(OSError):
+            self._file.close()  # may try once more to write what the disk refused
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+
+def _flush_directory(path: Path) -> None:
+    """Make a rename durable, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _MappedFile(Input):
+    def __init__(self, path: Path) -> None:
+        size = path.stat().st_size
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        if size:
+            self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._bytes[start:stop]
+
+
+class RemoteFolder(Folder):
+    """A prefix of an fsspec file system.
+
+    Args:
+        system: an `fsspec.AbstractFileSystem`.
+        path: without the protocol.
+    """
+
+    def __init__(self, system: Any, path: str) -> None:
+        self._system, self._path = system, path.rstrip("/")
+
+    @property
+    def name(self) -> str:
+        return self._path.rsplit("/", 1)[-1]
+
+    def __str__(self) -> str:
+        return str(self._system.unstrip_protocol(self._path))
+
+    def child(self, name: str) -> RemoteFolder:
+        return RemoteFolder(self._system, f"{self._path}/{name}")
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+    def make(self) -> None:
+        with suppress(FileExistsError):
+            self._system.makedirs(self._path, exist_ok=True)
+
+    def files(self) -> list[str]:
+        return sorted(path.rsplit("/", 1)[-1] for path, kind in self._listed() if kind != "directory")
+
+    def folders(self) -> list[str]:
+        return sorted(path.rsplit("/", 1)[-1] for path, kind in self._listed() if kind == "directory")
+
+    def _listed(self) -> list[tuple[str, str]]:
+        self._system.invalidate_cache(self._path)
+        try:
+            entries = self._system.ls(self._path, detail=True)
+        except FileNotFoundError:
+            return []
+        named = [(entry["name"].rstrip("/"), entry["type"]) for entry in entries]
+        return [(path, kind) for path, kind in named if path.lstrip("/") != self._path.lstrip("/")]
+
+    def size(self, name: str) -> int | None:
+        self._system.invalidate_cache(self._path)
+        try:
+            found = self._system.info(self._at(name))
+        except FileNotFoundError:
+            return None
+        return None if found["type"] == "directory" else int(found["size"])
+
+    def create(self, name: str) -> Output:
+        return _RemoteOutput(self._system, self._at(name))
+
+    def open(self, name: str) -> Input:
+        if not self.has(name):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._at(name))
+        return _RemoteFile(self._system, self._at(name))
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._system.cat_file(self._at(name)))
+
+    def blocks(self, name: str) -> Iterator[bytes]:
+        with self._system.open(self._at(name), "rb", block_size=_READ_BYTES) as file:
+            while block := file.read(_READ_BYTES):
+                yield block
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._system.rm_file(self._at(name))
+
+    def remove_all(self) -> None:
+        with suppress(FileNotFoundError):
+            self._system.rm(self._path, recursive=True)
+
+
+class _RemoteOutput(Output):
+    def __init__(self, system: Any, path: str) -> None:
+        super().__init__(system.open(path, "wb"))
+
+    def abandon(self) -> None:
+        with suppress(Exception):  # whatever the store says of an upload that was given up
+            self._file.discard()  # type: ignore[attr-defined]  # of fsspec's files
+
+
+class _RemoteFile(Input):
+    def __init__(self, system: Any, path: str) -> None:
+        self._system, self._path = system, path
+
+    def read(self, start: int, stop: int) -> Tensor:
+        if start == stop:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self._system.cat_file(self._path, start, stop)), dtype=torch.uint8)
