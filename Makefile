@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test lint types clean
+.PHONY: quickstart test chaos lint types clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/megazero train examples/quickstart.toml
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+chaos: $(VENV)/.test
+	$(BIN)/python tests/chaos.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,27 +2,37 @@
 # Start a run on several nodes with torchrun: run this same line on every node.
 #
 #   NNODES=8 HEAD=node-0 examples/launch_torchrun.sh examples/llama_7b_64gpu.toml training.steps=1000
+#   NNODES=5:8 MAX_RESTARTS=100 HEAD=node-0 examples/launch_torchrun.sh CONFIG elastic.enabled=true    # docs/elastic.md
 #
 # HEAD is one of the nodes, by a name that the others can resolve; the ranks meet there.
 # On one node none of this is needed: `megazero train CONFIG` starts launch.nproc_per_node ranks itself.
 set -euo pipefail
 
-NNODES=${NNODES:-1}
+NNODES=${NNODES:-1}                 # or MIN:MAX
 NPROC_PER_NODE=${NPROC_PER_NODE:-8} # one rank for each GPU
 HEAD=${HEAD:-localhost}
 PORT=${PORT:-29500}
-RUN_ID=${RUN_ID:-megazero} # the same on all nodes; another one for each run that is up at the same time
+RUN_ID=${RUN_ID:-megazero}        # the same on all nodes; another one for each run that is up at the same time
+MAX_RESTARTS=${MAX_RESTARTS:-0}   # how often lost ranks are made up for without starting this line again
 
 if [[ $# -lt 1 ]]; then
     echo "usage: [NNODES=n] [HEAD=host] $0 CONFIG [section.key=value ...]" >&2
     exit 2
 fi
 
+# Ranks that are started again meet at a store of their own; torchrun would give them the address of the last one.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Seconds that a torchrun which is told to end leaves its ranks to save; torch 2.11 knows only its own 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+# SIGUSR1 is for the ranks, which finish their step and save; torchrun goes on waiting for them.
+trap '' USR1
+
 # The ranks of a node get consecutive numbers and tp is the innermost axis, so a tp group of up to NPROC_PER_NODE ranks
 # never leaves its node.
 exec torchrun \
     --nnodes "$NNODES" \
     --nproc_per_node "$NPROC_PER_NODE" \
+    --max_restarts "$MAX_RESTARTS" \
     --rdzv_id "$RUN_ID" \
     --rdzv_backend c10d \
     --rdzv_endpoint "$HEAD:$PORT" \

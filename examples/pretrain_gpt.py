@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from megazero.checkpoint.index import find_newest, step_directory
+from megazero.checkpoint.index import find_newest, step_folder
 from megazero.config import load_config
 from megazero.engine import Position, initialize
 from megazero.training.batches import open_corpus_of, read_batches
@@ -46,7 +46,7 @@ def main(overrides: list[str]) -> None:
         if state.rank == 0:
             print(f"step {position.step} loss {statistics.loss:.6f} grad norm {statistics.grad_norm:.4f}", flush=True)
 
-    directory = step_directory(checkpoints, position.step)
+    directory = step_folder(checkpoints, position.step)
     if directory != newest:
         engine.save(directory, position, corpus.fingerprint)
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -133,8 +135,23 @@ def _check_axes(axes: Sequence[str]) -> None:
         raise ValueError(f"axes {', '.join(axes)} name one more than once")
 
 
+class Call(NamedTuple):
+    """The collective that this rank entered or left last, and when (`time.perf_counter`).
+
+    To enter is to wait for it on the host; what runs beside the computation has not been entered.
+    """
+
+    operation: str
+    axis: str
+    ranks: tuple[int, ...]
+    is_inside: bool
+    since: float
+
+
 class Traffic:
-    """Bytes that this rank sent, by (axis, operation), as ring volume.
+    """Bytes that this rank sent, by (axis, operation), as ring volume; what it waits for, and how long it has waited.
+
+    One thread at a time makes the calls that are counted here; any thread may look.
 
     Source: ring collectives send (n-1)/n of the full buffer per pass (Rajbhandari et al. 2020, section 7).
     """
@@ -142,11 +159,24 @@ class Traffic:
     def __init__(self) -> None:
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.waited_seconds = 0.0
+        self.last: Call | None = None
 
     def add(self, axis: str, operation: str, sent_bytes: int) -> None:
         """Count one call."""
         self.sent_bytes[axis, operation] += sent_bytes
         self.calls[axis, operation] += 1
+
+    def enter(self, axis: Axis, operation: str) -> Call:
+        """Note that the host waits for an operation from now on."""
+        self.last = Call(operation, axis.name, axis.ranks, True, time.perf_counter())
+        return self.last
+
+    def leave(self, entered: Call) -> None:
+        """Note that it waits no longer."""
+        now = time.perf_counter()
+        self.waited_seconds += now - entered.since
+        self.last = Call(entered.operation, entered.axis, entered.ranks, False, now)
 
     def by_axis(self) -> dict[str, int]:
         """Bytes sent over each axis, all operations together."""
@@ -183,6 +213,14 @@ class Axis:
     def size(self) -> int:
         """Number of ranks on the axis."""
         return len(self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class SavingAxes:
+    """The ranks of a stage and all ranks, over communicators that only checkpoints use."""
+
+    model: Axis
+    world: Axis
 
 
 class ParallelState:
@@ -265,6 +303,22 @@ class ParallelState:
         self._axes.append(Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic))
         return self._axes[-1]
 
+    def saving_axes(self, timeout_seconds: float) -> SavingAxes:
+        """Communicators of their own for saving behind the training, over host memory.  Every rank makes them.
+
+        Args:
+            timeout_seconds: how long a rank may wait for a peer that is writing.
+        """
+        self._timeout, usual = timedelta(seconds=timeout_seconds), self._timeout
+        traffic = Traffic()
+        axes = [
+            replace(axis, name=f"saving {axis.name}", group=self._group(axis.ranks, "save"), traffic=traffic)
+            for axis in (self.model, self.world)
+        ]
+        self._timeout = usual
+        self._axes += axes
+        return SavingAxes(*axes)
+
     def leave(self) -> None:
         """Let go of every process group; one that is referred to when the interpreter exits would abort the process."""
         for axis in self._axes:
@@ -280,9 +334,12 @@ class ParallelState:
             # Only members wait for one another, so making a group does not grow with the world.  torch names a group by its
             # ranks and by how many groups a rank has made: a rank outside makes one of its own, to have made as many.
             members = ranks if self.rank in ranks else (self.rank,)
-            group = dist.new_group(list(members), timeout=self._timeout, use_local_synchronization=True)
+            backend, device = ("gloo", torch.device("cpu")) if purpose == "save" else (None, self.device)
+            group = dist.new_group(
+                list(members), timeout=self._timeout, backend=backend, use_local_synchronization=True
+            )
             # NCCL connects at the first call; here all members are certain to make it.
-            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
             self._groups[ranks, purpose] = group
         return self._groups[ranks, purpose]
 

@@ -1,6 +1,7 @@
-"""Worlds of gloo ranks as forked processes.
+"""Worlds of gloo ranks as forked processes, and commands without an interpreter's start-up.
 
     results = run_world(4, law, argument)      law(rank, argument) runs on four ranks; results in rank order
+    done = run_command("train", "a.toml")      `megazero train a.toml`, forked from a process that has imported torch
 
 A rank that fails, dies or hangs ends the world at once with an error that names it.
 """
@@ -8,10 +9,13 @@ A rank that fails, dies or hangs ends the world at once with an error that names
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing as mp
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -26,10 +30,33 @@ import torch._dynamo  # imported by every optimizer; once here instead of once p
 import torch.distributed as dist
 
 WORLD_TIMEOUT_SECONDS = 120
+# A server of its own: the process of the tests has used OpenMP, whose threads do not survive a fork.
+_COMMANDS = mp.get_context("forkserver")
+_COMMANDS.set_forkserver_preload(["megazero.training.launch", "torch._dynamo", "torch.distributed.launcher.api"])
 
 
 class RankFailedError(AssertionError):
     """A rank raised, died or did not finish."""
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors go as their bytes: not as shared memory, which would not outlive the rank, nor as torch.save's archives, which
+    take a quarter of a millisecond each to read."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.requires_grad or not value.numel():
+            return NotImplemented
+        return _from_bytes, (bytearray(value.contiguous().view(-1).view(torch.uint8).numpy()), value.dtype, value.shape)
+
+
+def _from_bytes(content: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.frombuffer(content, dtype=dtype).view(shape)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _main(
@@ -46,11 +73,11 @@ def _main(
                 world_size=world,
                 timeout=timedelta(seconds=timeout),
             )
+            dist.barrier()  # one that ended before another had connected to it would fail that one
         answer = ("ok", body(rank, *args))
     except BaseException:
         answer = ("error", traceback.format_exc())
-    # plain pickle, not torch's shared-memory reductions: a result must outlive its rank
-    out.send_bytes(pickle.dumps(answer))
+    out.send_bytes(_pickled(answer))
     out.close()
     os._exit(0)  # no interpreter shutdown: gloo's threads may still be waiting for lost peers
 
@@ -113,3 +140,37 @@ def _collect(pipes: list[Connection], timeout: float, may_die: tuple[int, ...]) 
                 raise RankFailedError(f"rank {rank} failed:\n{value}")
             results[rank] = value
     return results
+
+
+def run_command(
+    *words: str | Path, timeout: float = WORLD_TIMEOUT_SECONDS, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `megazero` with some words to its end.  As `subprocess.run`, but torch need not be imported again.
+
+    Args:
+        words: of the command line.
+        timeout: seconds.
+        env: on top of this process's.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        given = (list(map(str, words)), out, err, {**os.environ, **(env or {})})
+        process = _COMMANDS.Process(target=_command, args=given)
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(given[0], timeout, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(given[0], process.exitcode, out.read_text(), err.read_text())
+
+
+def _command(words: list[str], out: Path, err: Path, environment: dict[str, str]) -> None:
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["megazero", *words]
+    from megazero.cli import main
+
+    main()

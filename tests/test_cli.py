@@ -1,4 +1,4 @@
-"""The command line as a user meets it: whole processes, real text, exit codes."""
+"""The command line as a user meets it: processes, real text, exit codes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from harness import run_command as megazero
 
+from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import find_newest
 from megazero.checkpoint.verify import find_damage
 
@@ -30,14 +32,9 @@ TINY = [
 ]
 
 
-def megazero(
-    *words: str | Path, timeout: float = 120, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the command and wait for it."""
-    given = {**os.environ, **(env or {})}
-    return subprocess.run(
-        [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=timeout, env=given, check=False
-    )
+def whole_process(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command from the interpreter's start-up on, and wait for it."""
+    return subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=120, check=False)
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -60,7 +57,8 @@ def test_the_quickstart_gives_the_same_20_losses_on_1_2_4_and_8_ranks(tmp_path: 
         "pp 2 dp 2, stage 2": shape(1, 2, 4, 2),
     }.items():
         run_dir = tmp_path / name.replace(" ", "_")
-        done = megazero("train", QUICKSTART, "training.steps=20", f"training.run_dir={run_dir}", *words)
+        run = megazero if words else whole_process
+        done = run("train", QUICKSTART, "training.steps=20", f"training.run_dir={run_dir}", *words)
         assert done.returncode == 0, done.stderr
         found[name] = losses(run_dir)
         assert len(found[name]) == 20
@@ -98,7 +96,7 @@ def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -
         "train", QUICKSTART, *words, "training.steps=3", "training.eval_every_steps=2", "logging.tensorboard=true"
     )
     assert done.returncode == 0, done.stderr
-    assert find_newest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-00000003"
+    assert find_newest(tmp_path / "checkpoints") == folder_at(tmp_path / "checkpoints" / "step-00000003")
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step-00000003"
     assert list((tmp_path / "tensorboard").glob("events.*"))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -171,7 +169,8 @@ def test_five_mistakes_give_five_messages_and_exit_code_2(tmp_path: Path) -> Non
         '[model]\nhiden_size = 64\nnum_heads = "8"\n[optimizer]\nlr = -1.0\n[zero]\nstage = 4\n'
         "[training]\nglobal_batch_size = 30\nmicro_batch_size = 4\n"
     )
-    done = megazero("train", config, "parallel.tp=1", "launch.nproc_per_node=2", f"training.run_dir={tmp_path / 'run'}")
+    words = ("parallel.tp=1", "launch.nproc_per_node=2", f"training.run_dir={tmp_path / 'run'}")
+    done = whole_process("train", config, *words)
     assert done.returncode == 2
     places = ("model.hiden_size", "model.num_heads", "optimizer.lr", "zero.stage", "training.global_batch_size")
     for place in places:
@@ -182,7 +181,7 @@ def test_five_mistakes_give_five_messages_and_exit_code_2(tmp_path: Path) -> Non
 
 
 def test_a_missing_config_and_a_directory_that_is_no_checkpoint_are_told(tmp_path: Path) -> None:
-    missing = megazero("train", tmp_path / "none.toml")
+    missing = whole_process("train", tmp_path / "none.toml")
     assert missing.returncode == 2
     assert "none.toml" in missing.stderr
     empty = megazero("checkpoint", "inspect", tmp_path)
@@ -229,7 +228,9 @@ def test_tokenized_text_trains_under_torchrun(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     lines = [json.dumps({"text": f"The law of line {index} is that it holds. " * 5}) for index in range(200)]
     text.write_text("\n".join(lines))
-    done = megazero("data", "tokenize", text, "--out", tmp_path / "corpus", "--tokenizer", "byte", "--workers", "2")
+    done = whole_process(
+        "data", "tokenize", text, "--out", tmp_path / "corpus", "--tokenizer", "byte", "--workers", "2"
+    )
     assert done.returncode == 0, done.stderr
     assert "200 documents" in done.stdout
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -556,6 +556,7 @@ configs = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)  # it waits for a disk
 @given(tables=configs, world_size=st.integers(1, 9))
 def test_what_is_written_reads_back_equal(tmp_path_factory, tables, world_size):
     config = RunConfig.model_validate(tables)

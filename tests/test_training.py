@@ -80,7 +80,7 @@ def test_the_ranks_share_a_global_batch_without_gap_or_overlap() -> None:
 
 def test_samples_that_do_not_exist_are_masked() -> None:
     share = BatchShare(Axis("dp"), torch.device("cpu"), tokens=True, labels=True)
-    (batch,) = read_batches(_Counting(), 0, 4, 4, share, available=3)
+    (batch,) = read_batches(_Counting(), 0, 3, 4, share)
     assert (batch.labels[:, 3] == IGNORED_LABEL).all()
     assert (batch.labels[:, :3] != IGNORED_LABEL).all()
 
@@ -112,7 +112,7 @@ def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -
 
     sink = TensorBoard(tmp_path, 0)
     sink.write(replace(_metrics(1, val_loss=2.0), sent_bytes={"dp": 48, "tp": 96}))
-    sink.write(replace(_metrics(2), sent_bytes={"dp": 24}, loss_scale=8.0, skipped_steps=1, skipped=True))
+    sink.write(replace(_metrics(2), sent_bytes={"dp": 24}, loss_scale=8.0, skipped_steps=1, skipped="overflow"))
     sink.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -124,7 +124,7 @@ def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -
 
 def test_a_skipped_step_is_told_and_leaves_no_number_that_json_does_not_know() -> None:
     shown: list[str] = []
-    overflow = replace(_metrics(3), grad_norm=inf, loss=nan, loss_scale=32768.0, skipped_steps=1, skipped=True)
+    overflow = replace(_metrics(3), grad_norm=inf, loss=nan, loss_scale=32768.0, skipped_steps=1, skipped="overflow")
     ProgressLine(20, 10, shown.append).write(overflow)
     assert shown[0].endswith("| skipped (overflow, loss scale 32768)")
     values = json.loads(overflow.as_json(), parse_constant=pytest.fail)

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megazero.api.data import RepeatingLoader
 from megazero.api.optimizer import EngineOptimizer
+from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import LATEST, CheckpointError, TrainerState, is_complete, read_trainer_state
 from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
+from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import agree, all_reduce, gather_objects
 from megazero.config.deepspeed import DeepSpeedConfig
 from megazero.engine.gpt import NonFiniteError, versions
@@ -32,6 +34,7 @@ from megazero.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")
 CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers.safetensors"
+_SAVING_SECONDS = 3600  # how long a rank may wait for a peer that is writing
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -73,6 +76,7 @@ class TrainingEngine(nn.Module):
         self._reported = time.perf_counter()
         self._repeating: RepeatingLoader | None = None
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._saver: Saver | None = None
         self._events: Any = None
         if config.tensorboard is not None and model.state.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
@@ -330,14 +334,16 @@ class TrainingEngine(nn.Module):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
+        asynchronous: bool = False,
     ) -> bool:
         """Write everything to `save_dir/tag`.  Called on every rank with the same arguments.
 
         Args:
-            save_dir: on a file system that all ranks share.
+            save_dir: a directory that all ranks share, or a URL such as s3://bucket/run.
             tag: name of the checkpoint; `global_step<n>` when None.
             client_state: what the script wants back: numbers, strings, tensors and containers of them.  Rank 0's is kept.
             save_latest: let `latest` name it.
+            asynchronous: go on once the state is copied to host memory; see `finish_saving`.
 
         Raises:
             CheckpointError: on every rank; older checkpoints are untouched.  Also where the call comes within a step.
@@ -368,11 +374,33 @@ class TrainingEngine(nn.Module):
         )
         buffers = self._gather_buffers()
         files = agree(lambda: self._files(buffers, client_state), self.parallel_state.world, CheckpointError)
-        save_checkpoint(
-            Path(save_dir) / tag, self.sharded_model.sharded_state, self.parallel_state, trainer, files,
-            moves_latest=save_latest,
-        )  # fmt: skip
+        folder, state = folder_at(save_dir).child(tag), self.sharded_model.sharded_state
+        if asynchronous:
+            self._saver = self._saver or Saver(
+                state,
+                self.parallel_state,
+                host_memory_bytes=None,
+                timeout_seconds=_SAVING_SECONDS,
+                report=self._tell_saved,
+            )
+            self._saver.save(folder, trainer, files, moves_latest=save_latest)
+        else:
+            self.finish_saving()
+            save_checkpoint(folder, state, self.parallel_state, trainer, files, moves_latest=save_latest)
         return True
+
+    def finish_saving(self) -> None:
+        """Wait until the last asynchronous checkpoint is durable; to be called before the script ends.
+
+        Raises:
+            CheckpointError: on every rank, it could not be written.
+        """
+        if self._saver is not None:
+            self._saver.finish()
+
+    def _tell_saved(self, report: SaveReport) -> None:
+        if report.error is not None:
+            self._show(report.error)
 
     def load_checkpoint(
         self,
@@ -396,13 +424,16 @@ class TrainingEngine(nn.Module):
         Raises:
             CheckpointError: on every rank, and nothing has changed: it is damaged, or of another model.
         """
+        self.finish_saving()
         name = agree(
-            lambda: _newest_tag(Path(load_dir)) if tag is None else str(tag), self.parallel_state.world, CheckpointError
+            lambda: _newest_tag(folder_at(load_dir)) if tag is None else str(tag),
+            self.parallel_state.world,
+            CheckpointError,
         )
         if name is None:
             self._show(f"{load_dir} holds no checkpoint: it has no file {LATEST!r}; starting anew")
             return None, {}
-        directory = Path(load_dir) / name
+        directory = folder_at(load_dir).child(name)
         takes_optimizer = load_optimizer_states and not load_module_only
         read = agree(lambda: self._read_script(directory), self.parallel_state.world, CheckpointError)
         trainer, client_state, schedule, buffers = read
@@ -474,18 +505,16 @@ class TrainingEngine(nn.Module):
                 )
 
     def _read_script(
-        self, directory: Path
+        self, directory: Folder
     ) -> tuple[TrainerState, dict[str, Any], dict[str, Any] | None, dict[str, Tensor]]:
         if not is_complete(directory):
             raise CheckpointError(f"{directory} is not a complete checkpoint")
         trainer = read_trainer_state(directory)
         if not trainer.script:
             raise CheckpointError(f"{directory} was written by `megazero train`, not by an engine of a script")
-        path = directory / BUFFERS
-        client: dict[str, Any] = torch.load(directory / CLIENT_STATE, weights_only=True)
-        buffers = load_file(path) if path.is_file() else {}
-        at = directory / SCHEDULE
-        schedule = torch.load(at, weights_only=True) if at.is_file() else None
+        client: dict[str, Any] = _from_bytes(directory.read(CLIENT_STATE))
+        buffers = load(directory.read(BUFFERS)) if directory.has(BUFFERS) else {}
+        schedule = _from_bytes(directory.read(SCHEDULE)) if directory.has(SCHEDULE) else None
         return trainer, client, schedule, buffers
 
     def _take_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -517,9 +546,8 @@ class TrainingEngine(nn.Module):
             buffer.copy_(saved[self._canonical(name)])
 
 
-def _newest_tag(directory: Path) -> str | None:
-    path = directory / LATEST
-    return path.read_text().strip() if path.is_file() else None
+def _newest_tag(directory: Folder) -> str | None:
+    return directory.read(LATEST).decode().strip() if directory.has(LATEST) else None
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -541,12 +569,16 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _from_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
 def _to_bytes(values: dict[str, Any], what: str) -> bytes:
     file = io.BytesIO()
     try:
         torch.save(values, file)
         data = file.getvalue()
-        torch.load(io.BytesIO(data), weights_only=True)
+        _from_bytes(data)
     except Exception as error:
         raise CheckpointError(
             f"{what} holds something that cannot be read back safely ({str(error).splitlines()[0]}); "

@@ -3,7 +3,8 @@
     folder_at("runs/a/checkpoints")      LocalFolder     written beside, flushed to disk, renamed into place; read by mapping
     folder_at("s3://bucket/run")         RemoteFolder    any fsspec URL; an object appears whole when it has been uploaded
 
-Either way a name is there with all its bytes or not there; nothing relies on renaming a directory.
+Either way a name is there with all its bytes or not there; nothing relies on renaming a directory.  (fsspec's memory://
+shows files as they grow; there, too, the manifest comes last.)
 """
 
 from __future__ import annotations
@@ -74,9 +75,20 @@ class Folder(ABC):
     def __str__(self) -> str:
         """The path or URL."""
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Folder) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
     @abstractmethod
     def child(self, name: str) -> Folder:
         """The folder of that name within this one, whether it is there or not."""
+
+    @property
+    @abstractmethod
+    def parent(self) -> Folder:
+        """The folder that this one lies in."""
 
     @abstractmethod
     def make(self) -> None:
@@ -191,6 +203,10 @@ class LocalFolder(Folder):
     def child(self, name: str) -> LocalFolder:
         return LocalFolder(self.path / name)
 
+    @property
+    def parent(self) -> LocalFolder:
+        return LocalFolder(self.path.parent)
+
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
 
@@ -299,6 +315,10 @@ class RemoteFolder(Folder):
     def child(self, name: str) -> RemoteFolder:
         return RemoteFolder(self._system, f"{self._path}/{name}")
 
+    @property
+    def parent(self) -> RemoteFolder:
+        return RemoteFolder(self._system, self._path.rpartition("/")[0])
+
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"
 
@@ -356,11 +376,18 @@ class RemoteFolder(Folder):
 
 class _RemoteOutput(Output):
     def __init__(self, system: Any, path: str) -> None:
-        super().__init__(system.open(path, "wb"))
+        self._upload: Any = system.open(path, "wb", autocommit=False)
+        super().__init__(self._upload)
+
+    def finish(self) -> None:
+        self._upload.close()
+        self._upload.commit()
 
     def abandon(self) -> None:
         with suppress(Exception):  # whatever the store says of an upload that was given up
-            self._file.discard()  # type: ignore[attr-defined]  # of fsspec's files
+            self._upload.discard()
+        with suppress(Exception):
+            self._upload.closed = True  # else its destructor would try to finish it
 
 
 class _RemoteFile(Input):
@@ -370,4 +397,5 @@ class _RemoteFile(Input):
     def read(self, start: int, stop: int) -> Tensor:
         if start == stop:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(bytearray(self._system.cat_file(self._path, start, stop)), dtype=torch.uint8)
+        data = self._system.cat_file(self._path, start=start, end=stop)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)

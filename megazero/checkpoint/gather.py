@@ -13,17 +13,37 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange
-from megazero.layers.spec import ParamSpec, numel
-from megazero.parallel_state import Coordinate, ParallelState
+from megazero.layers.spec import Block, ParamSpec, numel
+from megazero.parallel_state import Axis, Coordinate, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot, intersect
-from megazero.zero.state import ShardedState
 
 _SENDS_IN_FLIGHT = 16  # parameters whose parts may wait for their writer
+_SLACK = 1.1  # a writer may have so many times its fair share of elements, where that saves sending them
+
+
+class Source(Protocol):
+    """What can be written: the state of a rank, or a copy of it."""
+
+    buckets: Sequence[Bucket]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What must be saved."""
+
+    def dtype(self, kind: str) -> torch.dtype:
+        """Dtype in which a kind is kept."""
+
+    def holds(self, kind: str, bucket: Bucket) -> bool:
+        """Whether a bucket has this kind."""
+
+    def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
+        """Elements of a bucket that this rank counts, 1-D."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +55,33 @@ class Assignment:
     writer: int
 
 
-def assign_writers(buckets: Sequence[Bucket], ranks: Sequence[int]) -> tuple[Assignment, ...]:
-    """Spread a stage's parameters over its ranks, largest first onto the least loaded.
+def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assignment, ...]:
+    """Spread the parameters of this rank's stage over its ranks: largest first, to whoever holds most of it.
+
+    A rank that has its fair share already leaves the parameter to the least loaded one.
 
     Args:
         buckets: of the stage, with equal layouts on all its ranks; second copies of tied parameters are not written.
-        ranks: global ranks of the stage.
+        at: this rank's place.
 
     Returns: assignments in bucket order.
     """
-    load = dict.fromkeys(ranks, 0)
+    load = dict.fromkeys(at.model.ranks, 0)
     found = []
     first_copies = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_second_copy]
-    slots = [(index, slot) for index, bucket in first_copies for slot in bucket.layout.slots]
-    for index, slot in sorted(slots, key=lambda entry: -numel(entry[1].info.shape)):
-        writer = min(load, key=lambda rank: (load[rank], rank))
-        load[writer] += numel(slot.info.shape)
+    slots = [(index, slot, bucket) for index, bucket in first_copies for slot in bucket.layout.slots]
+    most = _SLACK * sum(numel(slot.info.shape) for _, slot, _ in slots) / len(load)
+    for index, slot, bucket in sorted(slots, key=lambda entry: -numel(entry[1].info.shape)):
+        size = numel(slot.info.shape)
+        held = dict.fromkeys(load, 0)
+        for rank, _, run in _parts(slot, bucket.layout, at):
+            held[rank] += run.stop - run.start
+        writer = max(load, key=lambda rank: (held[rank], -load[rank], -rank))
+        if load[writer] + size > most:
+            writer = min(load, key=lambda rank: (load[rank], rank))
+        load[writer] += size
         found.append(Assignment(index, slot, writer))
     return tuple(sorted(found, key=lambda entry: (entry.bucket, entry.slot.start)))
-
-
-def stage_assignments(state: ShardedState, at: ParallelState) -> tuple[Assignment, ...]:
-    """The assignments of this rank's stage."""
-    return assign_writers(state.buckets, at.model.ranks)
 
 
 def _parts(slot: Slot, layout: BucketLayout, at: ParallelState) -> Iterator[tuple[int, int, Run]]:
@@ -71,43 +95,47 @@ def _parts(slot: Slot, layout: BucketLayout, at: ParallelState) -> Iterator[tupl
 
 
 def gather_locals(
-    state: ShardedState, kind: str, assignments: Sequence[Assignment], at: ParallelState
+    source: Source, kind: str, assignments: Sequence[Assignment], at: ParallelState, axis: Axis
 ) -> Iterator[tuple[Assignment, list[Tensor]]]:
     """On each writer, every parameter assigned to it as the local tensors of all TP ranks, on the CPU.
 
     Args:
-        state: this rank's shards.
+        source: this rank's part; what a rank holds whole is given out as it is, not copied.
         kind: what to gather.
         assignments: of this stage; equal on all its ranks, all of which must iterate to the end.
         at: this rank's place.
+        axis: the stage's ranks.
     """
     sending: deque[tuple[list[Pending], list[Tensor]]] = deque()
     for assignment in assignments:
-        bucket, slot = state.buckets[assignment.bucket], assignment.slot
-        flats = []
-        if assignment.writer == at.rank:
-            count = 1 if slot.info.spec.split is None else at.tp.size
-            flats = [torch.empty(numel(slot.info.shape), dtype=state.dtype(kind)) for _ in range(count)]
+        bucket, slot = source.buckets[assignment.bucket], assignment.slot
+        parts = [one for one in _parts(slot, bucket.layout, at) if at.rank in (one[0], assignment.writer)]
+        writes = assignment.writer == at.rank
+        count = 1 if slot.info.spec.split is None else at.tp.size
+        flats = [torch.empty(0) for _ in range(count)] if writes else []
         sends, receives = [], []
-        for rank, tp, run in _parts(slot, bucket.layout, at):
-            if at.rank not in (rank, assignment.writer):
+        for rank, tp, run in parts:
+            own = source.read(kind, bucket, run).detach() if rank == at.rank else None
+            if own is not None and not writes:
+                sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
                 continue
-            place = flats[tp][run.start - slot.start : run.stop - slot.start] if flats else None
-            if rank != at.rank and place is not None:
+            if own is not None and run == slot.run:
+                flats[tp] = own.cpu()
+                continue
+            if not flats[tp].numel():
+                flats[tp] = torch.empty(numel(slot.info.shape), dtype=source.dtype(kind))
+            place = flats[tp][run.start - slot.start : run.stop - slot.start]
+            if own is None:
                 receives.append((place, rank))
-                continue
-            own = state.read(kind, bucket, run)
-            if place is not None:
-                place.copy_(own)
             else:
-                sends.append((own.detach().to("cpu", copy=True), assignment.writer))
-        pendings = exchange(sends, receives, at.model)
+                place.copy_(own)
+        pendings = exchange(sends, receives, axis)
         sending.append((pendings[: len(sends)], [tensor for tensor, _ in sends]))
         for pending in pendings[len(sends) :]:
             pending.wait()
         while len(sending) > _SENDS_IN_FLIGHT:
             _finish(sending.popleft()[0])
-        if flats:
+        if writes:
             yield assignment, [flat.view(slot.info.shape) for flat in flats]
     for pendings, _ in sending:
         _finish(pendings)
@@ -119,28 +147,37 @@ def _finish(pendings: Sequence[Pending]) -> None:
 
 
 def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Whole logical tensors, as a checkpoint stores them.
+    """Whole logical tensors, as a checkpoint stores them; views of `local` where they lie there in one piece.
 
     Args:
         spec: of the parameter.
         local: the local tensors of all TP ranks; one where every rank holds the same.
     """
-    whole = {name: local[0].new_empty(shape) for name, shape in spec.logical_shapes().items()}
     width = spec.width(len(local))
+    shapes = spec.logical_shapes()
+    whole: dict[str, Tensor] = {}
     for tp, tensor in enumerate(local):
         for block in spec.blocks(tp, len(local)) if tensor.numel() else ():
             rows, source = slice(*block.rows), tensor.view(-1, width)[slice(*block.local_rows)]
-            target = whole[block.name]
+            if _is_all(block, source):
+                whole[block.name] = source.reshape(shapes[block.name])
+                continue
+            target = whole.setdefault(block.name, local[0].new_empty(shapes[block.name]))
             if block.columns is None or block.whole is not None:
                 target.view(-1, width)[rows] = source
             elif block.transposed:
                 target[slice(*block.columns), rows] = source.t()
             else:
                 target[rows, slice(*block.columns)] = source
-    return whole
+    return {name: whole.get(name, local[0].new_empty(shape)) for name, shape in shapes.items()}
 
 
-def gather_logical(state: ShardedState, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
+def _is_all(block: Block, source: Tensor) -> bool:
+    """Whether a block is its logical tensor, element by element in the order in which it is stored."""
+    return not block.transposed and source.numel() == numel(block.shape)
+
+
+def gather_logical(source: Source, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
     """Every logical tensor of this rank's stage, on its writer only.  All ranks must iterate to the end."""
-    for assignment, local in gather_locals(state, kind, stage_assignments(state, at), at):
+    for assignment, local in gather_locals(source, kind, assign_writers(source.buckets, at), at, at.model):
         yield from assemble(assignment.slot.info.spec, local).items()

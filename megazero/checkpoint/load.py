@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.folder import Folder, Place, folder_at
 from megazero.checkpoint.index import (
     CheckpointError,
-    StoredTensors,
+    DamagedError,
     TrainerState,
     index_name,
     kinds_of,
     read_manifest,
     read_trainer_state,
 )
+from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.checkpoint.verify import find_damage
-from megazero.comm.collectives import agree, gather_objects
-from megazero.layers.spec import Block, ParamSpec, numel, stored_shape
-from megazero.parallel_state import ParallelState
-from megazero.zero.bucket import Bucket, intersect
+from megazero.comm.collectives import agree, all_gather, gather_objects
+from megazero.layers.spec import Block, ParamSpec, numel
+from megazero.parallel_state import Axis, ParallelState
+from megazero.zero.bucket import Bucket, Run, Slot, intersect
 from megazero.zero.state import MASTER, MODEL, ShardedState
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -34,36 +34,57 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def load_checkpoint(
-    directory: Path, state: ShardedState, at: ParallelState, *, with_optimizer: bool = True
+    place: Place,
+    state: ShardedState,
+    at: ParallelState,
+    *,
+    check: Callable[[TrainerState], None] = lambda _: None,
+    with_optimizer: bool = True,
+    by_hash: bool = True,
 ) -> TrainerState:
     """Fill this rank's masters and moments from a checkpoint of any shape.  Called on every rank.
 
-    The caller publishes the masters to the weights afterwards.
+    Ranks that keep the same elements read a part each and give it to the others, so every byte is read once.  The caller
+    publishes the masters to the weights afterwards.
 
     Args:
-        directory: a complete step directory.
+        place: a complete step directory.
         state: this rank's shards; overwritten.
         at: this rank's place.
+        check: raises CheckpointError where the run that wrote it does not fit this one.
         with_optimizer: read the optimizer's state too; otherwise it starts anew.
+        by_hash: check the hash of every file, not only its size.
 
     Raises:
-        CheckpointError: on every rank, before anything is overwritten: a file is missing, has another size or another
-            hash, or the tensors are not those of this model.
+        DamagedError: on every rank, before anything is overwritten: a file is missing, or has another size or hash.
+        CheckpointError: on every rank, before anything is overwritten: the tensors are not those of this model.
     """
-    trainer = agree(lambda: _intact(directory, at), at.world, CheckpointError)
-    moments = state.optimizer.known_states if trainer.optimizer_steps and with_optimizer else ()
-    stored = _Stored(directory)
-    if with_optimizer and trainer.optimizer_steps:
-        agree(lambda: stored.check_optimizer(moments), at.world, CheckpointError)
+    folder = folder_at(place)
+    trainer = agree(lambda: _check_intact(folder, at, by_hash), at.world, DamagedError)
+    has_moments = with_optimizer and trainer.optimizer_steps > 0
+    moments = state.optimizer.known_states if has_moments else ()
+
+    def open_and_check() -> _Stored:
+        check(trainer)
+        stored = _Stored(folder, trainer.step)
+        if has_moments:
+            stored.check_optimizer(moments)
+        return stored
+
+    stored = agree(open_and_check, at.world, CheckpointError)
     wanted = {kind: _logical_shapes(state, kind) for kind in (MODEL, *moments)}
     everyone = gather_objects(wanted, at.pp)
     all_wanted = {kind: {name: shape for stage in everyone for name, shape in stage[kind].items()} for kind in wanted}
     agree(lambda: _compare(stored, wanted, all_wanted), at.world, CheckpointError)
+    reader = _Reader(stored, state, at)
     for kind in (MASTER, *moments):
-        read = agree(partial(_fill, stored, kind, state, at), at.world, CheckpointError)
+        reader.read(kind)
+    agree(reader.check, at.world, CheckpointError)
+    everywhere = gather_objects(reader.elements, at.world)
+    for kind in (MASTER, *moments):
         everything = all_wanted[MODEL if kind == MASTER else kind]
-        _prove_coverage(directory, kind, sum(gather_objects(read, at.world)), everything)
-    if moments or (with_optimizer and trainer.optimizer_steps):
+        _prove_coverage(folder, kind, sum(elements[kind] for elements in everywhere), everything)
+    if has_moments:
         state.optimizer.resume(trainer.optimizer_steps, trainer.optimizer_scalars)
     else:
         state.optimizer.reset()
@@ -73,8 +94,8 @@ def load_checkpoint(
 class _Stored:
     """The tensors of a checkpoint by kind, each kind opened once."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.kinds = directory, kinds_of(read_manifest(directory))
+    def __init__(self, folder: Folder, step: int) -> None:
+        self.folder, self.kinds, self._step = folder, kinds_of(read_manifest(folder)), step
         self._open: dict[str, StoredTensors] = {}
 
     def check_optimizer(self, states: Sequence[str]) -> None:
@@ -82,16 +103,16 @@ class _Stored:
         found = [kind for kind in self.kinds if kind not in (MODEL, MASTER)]
         if set(found) != set(states):
             raise CheckpointError(
-                f"{self.directory} was written with another optimizer: it holds {_listed(found)}, this one keeps "
+                f"{self.folder} was written with another optimizer: it holds {_listed(found)}, this one keeps "
                 f"{_listed(states)}. Go on with the optimizer that wrote it"
             )
 
     def of(self, kind: str) -> StoredTensors:
         """The tensors of one kind.  Raises: CheckpointError, also where the checkpoint has no such kind."""
         if kind not in self.kinds:
-            raise CheckpointError(f"{self.directory} has no {kind}; it holds {_listed(self.kinds)}")
+            raise CheckpointError(f"{self.folder} has no {kind}; it holds {_listed(self.kinds)}")
         if kind not in self._open:
-            self._open[kind] = StoredTensors(self.directory, kind)
+            self._open[kind] = StoredTensors(self.folder, kind, self._step)
         return self._open[kind]
 
     def source(self, kind: str, bucket: Bucket) -> StoredTensors:
@@ -101,14 +122,20 @@ class _Stored:
         return self.of(kind)
 
 
-def _intact(directory: Path, at: ParallelState) -> TrainerState:
-    """Prove this rank's share of the files; the ranks share the reading: each hashes every world_size-th file."""
-    damage = find_damage(directory, sorted(read_manifest(directory))[at.rank :: at.world.size])
+def _check_intact(folder: Folder, at: ParallelState, by_hash: bool) -> TrainerState:
+    """Prove this rank's share of the files, of about as many bytes as any other's; where the run stood."""
+    load, mine = [0] * at.world.size, []
+    for name, record in sorted(read_manifest(folder).items(), key=lambda file: -file[1].bytes):
+        rank = load.index(min(load))
+        load[rank] += record.bytes
+        if rank == at.world.index:
+            mine.append(name)
+    damage = find_damage(folder, mine, by_hash=by_hash)
     if damage:
-        raise CheckpointError(
-            "\n".join(damage) + f"\n{directory} is damaged and was not loaded; resume from another step directory"
+        raise DamagedError(
+            "\n".join(damage) + f"\n{folder} is damaged and was not loaded; resume from another step directory"
         )
-    return read_trainer_state(directory)
+    return read_trainer_state(folder)
 
 
 def _compare(stored: _Stored, wanted: dict[str, Shapes], all_wanted: dict[str, Shapes]) -> None:
@@ -116,8 +143,7 @@ def _compare(stored: _Stored, wanted: dict[str, Shapes], all_wanted: dict[str, S
     for kind, shapes in wanted.items():
         problems = list(_differences(stored.of(kind), shapes, all_wanted[kind]))
         if problems:
-            path = stored.directory / index_name(kind)
-            raise CheckpointError(f"{path} is of another model: " + "; ".join(problems[:5]))
+            raise CheckpointError(f"{stored.folder}/{index_name(kind)} is of another model: " + "; ".join(problems[:5]))
 
 
 def _logical_shapes(state: ShardedState, kind: str) -> Shapes:
@@ -134,41 +160,100 @@ def _differences(stored: StoredTensors, wanted: Shapes, all_wanted: Shapes) -> I
     for name in sorted(set(stored.files) - set(all_wanted)):
         yield f"{name} belongs to no parameter of this model"
     for name in sorted(set(wanted) & set(stored.files)):
-        found = tuple(stored.slice(name).get_shape())
+        found = stored.shape(name)
         if found != wanted[name]:
             yield f"{name} has shape {list(found)}, this model needs {list(wanted[name])}"
 
 
-def _fill(stored: _Stored, kind: str, state: ShardedState, at: ParallelState) -> int:
-    """Read one kind; the number of elements of which this rank holds the first copy.
+class _Reader:
+    """Reads one kind after the other into a rank's shards.
 
     Frozen parameters have no master weights, but are read with them: the weights are all they have.
+
+    Args:
+        stored: the checkpoint.
+        state: overwritten.
+        at: this rank's place.
+
+    Attributes:
+        elements: by kind, read by this rank of the tensors of which the whole world reads one copy.
     """
-    first_copies = 0
-    for bucket in state.buckets:
-        if kind != MASTER and not state.holds(kind, bucket):
-            continue
-        source = stored.source(kind, bucket)
+
+    def __init__(self, stored: _Stored, state: ShardedState, at: ParallelState) -> None:
+        self._stored, self._state, self._at = stored, state, at
+        self.elements: dict[str, int] = {}
+        self._error: CheckpointError | None = None
+        self._scratch = torch.empty(0)
+
+    def check(self) -> None:
+        """Raises: CheckpointError, what stopped this rank from reading."""
+        if self._error is not None:
+            raise self._error
+
+    def read(self, kind: str) -> None:
+        """Read, share and write every bucket.  A rank that cannot read goes on, so that no other waits for it."""
+        self.elements[kind] = 0
+        for bucket in self._state.buckets:
+            if kind == MASTER or self._state.holds(kind, bucket):
+                copies = self._at.dp if bucket.keeping.zero_stage == 0 else bucket.keeping.replica
+                owned = Run(bucket.owned.start, min(bucket.owned.stop, bucket.layout.slots[-1].stop))
+                if copies.size == 1:
+                    self._read_alone(kind, bucket, owned)
+                else:
+                    self._read_together(kind, bucket, owned, copies)
+
+    def _read_alone(self, kind: str, bucket: Bucket, owned: Run) -> None:
+        """Elements that no other rank keeps: into their place, if that is in memory."""
         for slot in bucket.layout.slots:
-            spec = slot.info.spec
-            second_copy = bucket.is_second_copy or (spec.split is None and at.tp.index > 0)
-            for shard in range(bucket.layout.shards):
-                run = intersect(slot.run, bucket.layout.shard(shard))
-                if run is None or intersect(run, bucket.owned) is None:
-                    continue
-                values = torch.zeros(run.stop - run.start)
-                elements = read_range(source, spec, values, run.start - slot.start, at.tp.index, at.tp.size)
-                state.write(kind, bucket, run, values)
-                if intersect(run, bucket.counted) is not None and not second_copy:
-                    first_copies += elements
-    return first_copies
+            run = intersect(slot.run, owned)
+            if run is None:
+                continue
+            place = self._state.memory(kind, bucket, run)
+            if place is not None:
+                self._read_part(kind, bucket, slot, run, place)
+                continue
+            values = self._room(run.stop - run.start)
+            self._read_part(kind, bucket, slot, run, values)
+            self._state.write(kind, bucket, run, values)
+
+    def _read_together(self, kind: str, bucket: Bucket, owned: Run, copies: Axis) -> None:
+        each = -(-max(owned.stop - owned.start, 0) // copies.size)
+        start = owned.start + each * copies.index
+        values = self._room(each * copies.size)
+        part = values[each * copies.index : each * (copies.index + 1)]
+        for slot in bucket.layout.slots:
+            run = intersect(slot.run, Run(start, min(start + each, owned.stop)))
+            if run is not None:
+                self._read_part(kind, bucket, slot, run, part[run.start - start : run.stop - start])
+        if each:
+            all_gather(values, part, copies).wait()
+        for slot in bucket.layout.slots:
+            run = intersect(slot.run, owned)
+            if run is not None:
+                self._state.write(kind, bucket, run, values[run.start - owned.start : run.stop - owned.start])
+
+    def _room(self, elements: int) -> Tensor:
+        if self._scratch.numel() < elements:
+            self._scratch = torch.empty(elements)
+        return self._scratch[:elements]
+
+    def _read_part(self, kind: str, bucket: Bucket, slot: Slot, run: Run, out: Tensor) -> None:
+        spec, tp = slot.info.spec, self._at.tp
+        try:
+            source = self._stored.source(kind, bucket)
+            read = read_range(source, spec, out, run.start - slot.start, tp.index, tp.size)
+        except CheckpointError as error:
+            self._error = self._error or error
+            return
+        if not bucket.is_second_copy and (spec.split is not None or tp.index == 0):
+            self.elements[kind] += read
 
 
-def _prove_coverage(directory: Path, kind: str, read: int, all_wanted: Shapes) -> None:
+def _prove_coverage(folder: Folder, kind: str, read: int, all_wanted: Shapes) -> None:
     """All ranks together have read each element of the model once: their number is that of the logical shapes."""
     wanted = sum(numel(shape) for shape in all_wanted.values())
     if read != wanted:
-        raise CheckpointError(f"{directory}: {read} elements of {kind} were read, the model has {wanted}")
+        raise CheckpointError(f"{folder}: {read} elements of {kind} were read, the model has {wanted}")
 
 
 def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, tp_rank: int, tp_size: int) -> int:
@@ -177,7 +262,7 @@ def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, 
     Args:
         stored: tensors of one kind.
         spec: of the parameter.
-        out: 1-D; elements [start, start + len(out)) of the flattened local tensor; padding is left as it is.
+        out: 1-D; elements [start, start + len(out)) of the flattened local tensor; padding becomes zero.
         start: first element.
         tp_rank, tp_size: place on the tensor-parallel axis.
 
@@ -190,26 +275,37 @@ def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, 
         low, high = max(block.local_rows[0] * width, start), min(block.local_rows[1] * width, stop)
         if low >= high:
             continue
-        first_row, last_row = low // width, -(-high // width)
-        piece = _read_rows(stored, block, first_row, last_row).reshape(-1)
-        piece = piece[low - first_row * width : high - first_row * width]
-        out[low - start : high - start].copy_(piece)
-        read += piece.numel()
+        first, last = low // width, -(-high // width)
+        piece = _rows(stored, block, first, last)
+        whole = low == first * width and high == last * width
+        target = out[low - start : high - start]
+        if whole:  # the one copy there is, from the file's pages to where the values belong
+            target.view(last - first, width).copy_(piece.reshape(last - first, width) if piece.dim() != 2 else piece)
+        else:
+            target.copy_(piece.reshape(-1)[low - first * width : high - first * width])
+        read += high - low
+    if read != out.numel():
+        _clear_padding(spec, out, start, tp_rank, tp_size)
     return read
 
 
-def _read_rows(stored: StoredTensors, block: Block, first: int, last: int) -> Tensor:
-    """Local rows [first, last) of a block, from the file."""
+def _clear_padding(spec: ParamSpec, out: Tensor, start: int, tp_rank: int, tp_size: int) -> None:
+    width, at = spec.width(tp_size), start
+    for block in spec.blocks(tp_rank, tp_size):
+        low, high = block.local_rows[0] * width, block.local_rows[1] * width
+        out[at - start : max(low, at) - start] = 0
+        at = max(at, high)
+    out[at - start :] = 0
+
+
+def _rows(stored: StoredTensors, block: Block, first: int, last: int) -> Tensor:
+    """Local rows [first, last) of a block, as a view of the file where that is mapped."""
     shift = block.rows[0] - block.local_rows[0]
-    rows = slice(first + shift, last + shift)
-    tensor = stored.slice(block.name)
+    rows = (first + shift, last + shift)
     if block.whole is not None:
-        return torch.as_tensor(tensor[rows] if block.whole else tensor[...])
+        return stored.rows(block.name, *rows) if block.whole else stored.whole(block.name)
     if block.columns is None:
-        return torch.as_tensor(tensor[rows])
-    columns = slice(*block.columns)
+        return stored.rows(block.name, *rows)
     if block.transposed:
-        return torch.as_tensor(tensor[columns, rows]).t()
-    if stored_shape(block)[1] == columns.stop - columns.start:
-        return torch.as_tensor(tensor[rows])
-    return torch.as_tensor(tensor[rows, columns])
+        return stored.rows(block.name, *block.columns)[:, slice(*rows)].t()
+    return stored.rows(block.name, *rows)[:, slice(*block.columns)]

@@ -3,93 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
-import torch
-
-from megazero.checkpoint.gather import Assignment, assemble, gather_locals, stage_assignments
+from megazero.checkpoint.folder import Folder, Place, folder_at
+from megazero.checkpoint.gather import Assignment, Source, assemble, assign_writers, gather_locals
 from megazero.checkpoint.index import (
     LATEST,
+    MANIFEST,
     TRAINER_STATE,
     CheckpointError,
     FileRecord,
-    SafetensorsWriter,
     TrainerState,
     index_name,
     is_complete,
     to_json,
-    write_atomically,
     write_manifest,
 )
+from megazero.checkpoint.tensor_file import SafetensorsWriter
 from megazero.comm.collectives import agree, gather_objects
-from megazero.parallel_state import ParallelState
-from megazero.zero.state import ShardedState
+from megazero.layers.spec import numel
+from megazero.parallel_state import ParallelState, SavingAxes
 
 T = TypeVar("T")
 _OURS = (".safetensors", ".json", ".partial")
 
 
 def save_checkpoint(
-    directory: Path,
-    state: ShardedState,
+    place: Place,
+    source: Source,
     at: ParallelState,
     trainer: TrainerState,
     files: Mapping[str, bytes],
     *,
     moves_latest: bool = True,
-) -> None:
-    """Write the whole state of a run into a new step directory.  Called on every rank.
+    axes: SavingAxes | None = None,
+) -> int:
+    """Write the whole state of a run into a new step directory, and wait until it is durable.  Called on every rank.
 
     Args:
-        directory: the step directory, on a file system that all ranks share.
-        state: this rank's shards.
+        place: the step directory, which all ranks share.
+        source: this rank's part of the state.
         at: this rank's place.
         trainer: where the run stands.
         files: whatever else belongs to it, by name; rank 0's are written.
         moves_latest: let `latest` name it.
+        axes: communicators to use; those of the training when None.
+
+    Returns: bytes of the checkpoint, on rank 0.
 
     Raises:
-        CheckpointError: on every rank; older checkpoints are untouched and the directory stays incomplete.
+        CheckpointError: on every rank; older checkpoints are untouched, and what was written of this one is gone.
     """
-    assignments = stage_assignments(state, at)
+    folder, axes = folder_at(place), axes or SavingAxes(at.model, at.world)
+    assignments = assign_writers(source.buckets, at)
     mine = [assignment for assignment in assignments if assignment.writer == at.rank]
-    agree(lambda: _prepare(directory, files) if at.rank == 0 else None, at.world, CheckpointError)
-    writers = [rank for rank, writes in enumerate(gather_objects(bool(mine), at.world)) if writes]
+    agree(lambda: _prepare(folder, files) if at.rank == 0 else None, axes.world, CheckpointError)
+    writers = [rank for rank, writes in enumerate(gather_objects(bool(mine), axes.world)) if writes]
     suffix = f"{writers.index(at.rank) + 1:05d}-of-{len(writers):05d}" if mine else ""
     written = _Written()
-    for kind in state.kinds:
-        kept = [one for one in assignments if state.holds(kind, state.buckets[one.bucket])]
-        own = [one for one in kept if one.writer == at.rank]
-        _write_kind(directory / f"{kind}-{suffix}.safetensors", kind, state, kept, own, at, written)
-    _commit(directory, state.kinds, written, at, trainer, files, moves_latest)
+    for kind in source.kinds:
+        kept = [one for one in assignments if source.holds(kind, source.buckets[one.bucket])]
+        _write_kind(folder, f"{kind}-{suffix}.safetensors", kind, trainer.step, source, kept, at, axes, written)
+    return _commit(folder, source.kinds, written, at, axes, trainer, files, moves_latest)
 
 
-def _prepare(directory: Path, files: Mapping[str, bytes]) -> None:
+def _prepare(folder: Folder, files: Mapping[str, bytes]) -> None:
     """Make the directory, empty of what a run that was stopped while saving may have left."""
-    if is_complete(directory):
-        raise CheckpointError(f"{directory} already holds a complete checkpoint")
+    if is_complete(folder):
+        raise CheckpointError(f"{folder} already holds a complete checkpoint")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        left = list(directory.iterdir())
-        foreign = [p.name for p in left if p.name not in files and (p.suffix not in _OURS or not p.is_file())]
+        left = folder.files()
+        foreign = [name for name in left if name not in files and not name.endswith(_OURS)] + folder.folders()
         if foreign:
             raise CheckpointError(
-                f"{directory} holds {', '.join(sorted(foreign)[:3])}, which no checkpoint of ours has; nothing was deleted. "
+                f"{folder} holds {', '.join(sorted(foreign)[:3])}, which no checkpoint of ours has; nothing was deleted. "
                 "Choose another name"
             )
-        for path in left:
-            path.unlink()
+        for name in left:
+            folder.remove(name)
+        folder.make()
     except OSError as error:
-        raise _not_written(directory, str(error)) from error
+        raise _not_written(folder, str(error)) from error
 
 
-def _not_written(directory: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {directory.name} could not be written ({reason}); older checkpoints are untouched"
-    )
+def _not_written(folder: Folder, reason: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {folder.name} could not be written ({reason}); older checkpoints are untouched")
 
 
 class _Written:
@@ -97,39 +98,44 @@ class _Written:
 
     def __init__(self) -> None:
         self.error: str | None = None
+        self.needed_bytes = 0
         self.records: dict[str, FileRecord] = {}
         self.tensors: dict[str, dict[str, tuple[str, int]]] = {}  # kind -> name -> (file, bytes)
 
-    def attempt(self, path: Path, action: Callable[[], T]) -> T | None:
+    def attempt(self, path: str, action: Callable[[], T]) -> T | None:
         """Run an action unless something has failed; keep the error for the commit, where all ranks learn of it."""
         if self.error is None:
             try:
                 return action()
-            except OSError as error:
-                self.error = f"{path}: {error.strerror or error}"
+            except Exception as error:  # an object store has errors of its own
+                self.error = f"{path}: {getattr(error, 'strerror', None) or error}"
         return None
 
 
 def _write_kind(
-    path: Path,
+    folder: Folder,
+    file: str,
     kind: str,
-    state: ShardedState,
+    step: int,
+    source: Source,
     assignments: Sequence[Assignment],
-    mine: Sequence[Assignment],
     at: ParallelState,
+    axes: SavingAxes,
     written: _Written,
 ) -> None:
     """Take part in gathering one kind and write this rank's tensors.
 
     A writer whose disk fails goes on receiving and drops what it gets, so that no other rank waits for it.
     """
-    shapes = {
-        name: (state.dtype(kind), shape)
-        for assignment in mine
-        for name, shape in assignment.slot.info.spec.logical_shapes().items()
-    }
-    writer = written.attempt(path, lambda: SafetensorsWriter(path, shapes)) if mine else None
-    for assignment, local in gather_locals(state, kind, assignments, at):
+    dtype = source.dtype(kind)
+    mine = [one for one in assignments if one.writer == at.rank]
+    shapes = {name: shape for one in mine for name, shape in one.slot.info.spec.logical_shapes().items()}
+    sizes = {name: dtype.itemsize * numel(shape) for name, shape in shapes.items()}
+    written.needed_bytes += sum(sizes.values())
+    path, described = f"{folder}/{file}", {name: (dtype, shape) for name, shape in shapes.items()}
+    metadata = {"kind": kind, "step": str(step)}
+    writer = written.attempt(path, lambda: SafetensorsWriter(folder, file, described, metadata)) if mine else None
+    for assignment, local in gather_locals(source, kind, assignments, at, axes.model):
         for name, tensor in assemble(assignment.slot.info.spec, local).items():
             if writer is not None:
                 written.attempt(path, partial(writer.write, name, tensor))
@@ -139,53 +145,66 @@ def _write_kind(
     if record is None:
         writer.abandon()
         return
-    written.records[path.name] = record
-    written.tensors[kind] = {
-        name: (path.name, dtype.itemsize * torch.Size(shape).numel()) for name, (dtype, shape) in shapes.items()
-    }
+    written.records[file] = record
+    written.tensors[kind] = {name: (file, size) for name, size in sizes.items()}
 
 
 def _commit(
-    directory: Path,
+    folder: Folder,
     kinds: Sequence[str],
     written: _Written,
     at: ParallelState,
+    axes: SavingAxes,
     trainer: TrainerState,
     files: Mapping[str, bytes],
     moves_latest: bool,
-) -> None:
-    everyone = gather_objects(written, at.world)
-    failure = next((f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error), None)
-    if failure is not None:
-        raise _not_written(directory, failure)
+) -> int:
+    everyone = gather_objects(written, axes.world)
+    needed = sum(one.needed_bytes for one in everyone)
 
     def commit() -> None:
+        error = next((f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error), None)
         try:
-            _write_index(directory, kinds, everyone, trainer, files)
-        except OSError as error:
-            raise _not_written(directory, str(error)) from error
+            if error is None:
+                _write_index(folder, kinds, everyone, trainer, files)
+        except Exception as failure:
+            error = str(failure)
+        if error is not None:
+            reason = f"{error}; it takes {needed:,} bytes{_free(folder)}"
+            with suppress(Exception):
+                if not folder.has(MANIFEST):
+                    folder.remove_all()  # room for the next
+            raise _not_written(folder, reason)
         if moves_latest:  # after the manifest, which is what counts
-            write_atomically(directory.parent / LATEST, (directory.name + "\n").encode())
+            folder.parent.write(LATEST, (folder.name + "\n").encode())
 
-    agree(commit if at.rank == 0 else lambda: None, at.world, CheckpointError)
+    agree(commit if at.rank == 0 else lambda: None, axes.world, CheckpointError)
+    return needed
+
+
+def _free(folder: Folder) -> str:
+    free = folder.parent.free_bytes()
+    return "" if free is None else f", {free:,} are free in {folder.parent} beside what was written of it"
 
 
 def _write_index(
-    directory: Path,
+    folder: Folder,
     kinds: Sequence[str],
     everyone: Sequence[_Written],
     trainer: TrainerState,
     extra: Mapping[str, bytes],
 ) -> None:
     files = {name: record for one in everyone for name, record in one.records.items()}
+    small = dict(extra)
     for kind in kinds:
         tensors = {name: place for one in everyone for name, place in one.tensors.get(kind, {}).items()}
         index = {
             "metadata": {"total_size": sum(size for _, size in tensors.values())},
             "weight_map": {name: file for name, (file, _) in sorted(tensors.items())},
         }
-        files[index_name(kind)] = write_atomically(directory / index_name(kind), to_json(index))
-    for name, data in extra.items():
-        files[name] = write_atomically(directory / name, data)
-    files[TRAINER_STATE] = write_atomically(directory / TRAINER_STATE, to_json(asdict(trainer)))
-    write_manifest(directory, files)
+        small[index_name(kind)] = to_json(index)
+    small[TRAINER_STATE] = to_json(asdict(trainer))
+    for name, data in small.items():
+        output = folder.write(name, data)
+        files[name] = FileRecord(output.bytes, output.xxh3)
+    write_manifest(folder, files)

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from megazero.checkpoint.index import hash_file, read_manifest
+from megazero.checkpoint.folder import Place, folder_at
+from megazero.checkpoint.index import read_manifest
 
 
-def find_damage(directory: Path, names: Sequence[str] | None = None) -> list[str]:
+def find_damage(place: Place, names: Sequence[str] | None = None, *, by_hash: bool = True) -> list[str]:
     """One line for every file that is missing, or has another size or hash than when it was written.
 
     Args:
-        directory: a step directory.
+        place: a step directory.
         names: files to look at; None for all of the manifest.
+        by_hash: read the files and compare their hashes; otherwise their sizes alone.
 
     Raises:
         CheckpointError: the manifest itself is missing or damaged.
     """
-    files = read_manifest(directory)
+    folder = folder_at(place)
+    files = read_manifest(folder)
     damage = []
     for name in sorted(files) if names is None else names:
-        path, record = directory / name, files[name]
-        if not path.is_file():
-            damage.append(f"{path} is missing")
-        elif path.stat().st_size != record.bytes:
-            damage.append(f"{path} has {path.stat().st_size} bytes, {record.bytes} were written")
-        elif hash_file(path) != record.xxh3:
-            damage.append(f"{path} has changed since it was written (its hash differs)")
+        record = files[name]
+        try:
+            size = folder.size(name)
+            if size is None:
+                damage.append(f"{folder}/{name} is missing")
+            elif size != record.bytes:
+                damage.append(f"{folder}/{name} has {size} bytes, {record.bytes} were written")
+            elif by_hash and folder.hash(name) != record.xxh3:
+                damage.append(f"{folder}/{name} has changed since it was written (its hash differs)")
+        except OSError as error:
+            damage.append(f"{folder}/{name} cannot be read ({error})")
     return damage

@@ -4,12 +4,14 @@ A call starts the operation and returns a `Pending`; its result may be used afte
 is no call and the `Pending` is already done, so that callers write one path.
 
 On gloo a reduce-scatter moves as many bytes as an all-reduce, so it is done there as an all-to-all of the parts and a
-local sum in rank order: half the bytes, and the same result on every shape. NCCL keeps its own.
+local sum in rank order: half the bytes, and the same result on every shape. And an all-gather takes everything through
+memory that it allocates anew, so it is done there as messages that arrive where they belong. NCCL keeps its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,11 +26,39 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_GATHER_TAG = 1  # messages of an all-gather never meet those of `exchange`
+
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+# Also RuntimeErrors, but no peer is to blame.  (AcceleratorError: a kernel failed.)
+_OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
 
 
 class LostPeerError(RuntimeError):
-    """A collective could not finish: a peer died, or did not come within the time limit."""
+    """A collective could not finish: a peer died, or did not come within the time limit.
+
+    Args:
+        operation: the collective.
+        axis: what it ran over.
+        reason: what torch says.
+    """
+
+    def __init__(self, operation: str, axis: Axis, reason: str) -> None:
+        # not the axis itself: an error may outlive its process group
+        self.operation, self.axis, self.ranks, self.rank = operation, axis.name, axis.ranks, axis.ranks[axis.index]
+        self.reason = reason
+        super().__init__(self._text("", "a rank was lost or is stuck. The first rank to fail holds the cause."))
+
+    def _text(self, where: str, found: str) -> str:
+        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return (
+            f"{self.operation} over {self.axis}, as rank {self.rank} of ({shown}),{where} did not finish: {found} "
+            f"({self.reason})"
+        )
+
+    def explain(self, step: int, found: str) -> None:
+        """Say in which step it happened, and what became of the peers."""
+        self.args = (self._text(f" in step {step}", found),)
 
 
 class Pending:
@@ -36,52 +66,56 @@ class Pending:
 
     Args:
         work: what torch returned, or None when there was nothing to do.
-        describe: says what operation it is, for the error.
+        guard: makes the call that waits; see `_Guard`.
         finish: runs once after the operation, for example a local sum.
     """
 
     def __init__(
         self,
         work: dist.Work | None = None,
-        describe: Callable[[], str] = lambda: "",
+        guard: _Guard | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
         self._work = work
-        self._describe = describe
+        self._guard = guard
         self._finish = finish
 
     def wait(self) -> None:
         """Wait until the result may be used; more than once is harmless.  Raises: LostPeerError."""
         work, self._work = self._work, None
-        if work is not None:
-            _guarded(work.wait, self._describe)
+        if work is not None and self._guard is not None:
+            self._guard(work.wait)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
 
-def _guarded(call: Callable[[], T], describe: Callable[[], str]) -> T:
-    try:
-        return call()
-    except RuntimeError as error:  # gloo and NCCL report a lost peer and a time-out as RuntimeError
-        raise LostPeerError(
-            f"{describe()} did not finish: a rank was lost or is stuck. The first rank to fail holds the cause. "
-            f"({str(error).strip().splitlines()[0]})"
-        ) from error
+class _Guard:
+    """Makes the calls of one operation that may wait for a peer: timed, and with an error that names what was lost."""
+
+    __slots__ = ("_axis", "_operation")
+
+    def __init__(self, operation: str, axis: Axis) -> None:
+        self._operation, self._axis = operation, axis
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        traffic = self._axis.traffic
+        entered = traffic.enter(self._axis, self._operation)
+        try:
+            return call()
+        except _OF_THE_DEVICE:
+            raise
+        except RuntimeError as error:  # gloo and NCCL report a lost peer and a time-out as RuntimeError
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise LostPeerError(self._operation, self._axis, reason) from error
+        finally:
+            traffic.leave(entered)
 
 
-def _describe(operation: str, axis: Axis) -> Callable[[], str]:
-    def text() -> str:
-        shown = ", ".join(map(str, axis.ranks[:8])) + (", ..." if axis.size > 8 else "")
-        return f"{operation} over {axis.name}, as rank {axis.ranks[axis.index]} of ({shown}),"
-
-    return text
-
-
-def _start(operation: str, axis: Axis, sent_bytes: int, call: Callable[[], Any]) -> tuple[Any, Callable[[], str]]:
+def _start(operation: str, axis: Axis, sent_bytes: int, call: Callable[[], Any]) -> tuple[Any, _Guard]:
     axis.traffic.add(axis.name, operation, sent_bytes)
-    describe = _describe(operation, axis)
-    return _guarded(call, describe), describe
+    guard = _Guard(operation, axis)
+    return guard(call), guard
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
@@ -95,13 +129,21 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return Pending()
     sent = 2 * tensor.nbytes * (axis.size - 1) // axis.size
-    work, describe = _start(
+    work, guard = _start(
         "all_reduce",
         axis,
         sent,
         lambda: dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.group, async_op=True),
     )
-    return Pending(work, describe)
+    return Pending(work, guard)
+
+
+def numbers_of(reduced: Tensor, axis: Axis) -> list[float]:
+    """The numbers of an `all_reduce` that was waited for, on the host.
+
+    On CUDA it is here, and not in `Pending.wait`, that the host waits for the device and so for its peers.
+    """
+    return list(_Guard("all_reduce", axis)(reduced.tolist) if axis.size > 1 else reduced.tolist())
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
@@ -115,13 +157,13 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     if axis.size == 1:
         return Pending()
     sent = tensor.nbytes if axis.index == source else 0
-    work, describe = _start(
+    work, guard = _start(
         "broadcast",
         axis,
         sent,
         lambda: dist.broadcast(tensor, src=axis.ranks[source], group=axis.group, async_op=True),
     )
-    return Pending(work, describe)
+    return Pending(work, guard)
 
 
 def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
@@ -147,13 +189,28 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return Pending()
-    work, describe = _start(
-        "all_gather",
-        axis,
-        shard.nbytes * (axis.size - 1),
-        lambda: _all_gather(out, shard, group=axis.group, async_op=True),
-    )
-    return Pending(work, describe)
+    sent = shard.nbytes * (axis.size - 1)
+    if shard.device.type != "cpu":
+        work, guard = _start("all_gather", axis, sent, lambda: _all_gather(out, shard, group=axis.group, async_op=True))
+        return Pending(work, guard)
+    places = out.view(axis.size, *shard.shape).unbind(0)
+    mine = places[axis.index]
+    if mine.data_ptr() != shard.data_ptr():
+        mine.copy_(shard)
+    operations = []
+    for hop in range(1, axis.size if shard.numel() else 1):
+        after, before = (axis.index + hop) % axis.size, (axis.index - hop) % axis.size
+        operations.append(dist.P2POp(dist.isend, mine, axis.ranks[after], axis.group, _GATHER_TAG))
+        operations.append(dist.P2POp(dist.irecv, places[before], axis.ranks[before], axis.group, _GATHER_TAG))
+    if not operations:
+        return Pending()
+    works, guard = _start("all_gather", axis, sent, lambda: dist.batch_isend_irecv(operations))
+    return Pending(finish=partial(_wait_for_all, [Pending(work, guard) for work in works]))
+
+
+def _wait_for_all(pendings: Sequence[Pending]) -> None:
+    for pending in pendings:
+        pending.wait()
 
 
 def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None = None) -> Pending:
@@ -176,18 +233,18 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
         return Pending()
     sent = full.nbytes * (axis.size - 1) // axis.size
     if full.device.type != "cpu":
-        work, describe = _start(
+        work, guard = _start(
             "reduce_scatter",
             axis,
             sent,
             lambda: _reduce_scatter(out, full, group=axis.group, async_op=True),
         )
-        return Pending(work, describe)
+        return Pending(work, guard)
     parts = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
-    work, describe = _start(
+    work, guard = _start(
         "reduce_scatter", axis, sent, lambda: dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
     )
-    return Pending(work, describe, finish=lambda: _sum_parts(out, parts, axis.size))
+    return Pending(work, guard, finish=lambda: _sum_parts(out, parts, axis.size))
 
 
 def _sum_parts(out: Tensor, parts: Tensor, count: int) -> None:
@@ -241,9 +298,9 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     operations += [dist.P2POp(dist.irecv, buffer, peer, group=axis.group) for buffer, peer in receives]
     if not operations:
         return []
-    works, describe = _start(
+    works, guard = _start(
         "send_recv", axis, sum(t.nbytes for t, _ in sends), lambda: dist.batch_isend_irecv(operations)
     )
     if len(works) < len(operations):  # NCCL returns one handle for the whole batch
         works = list(works) * len(operations)
-    return [Pending(work, describe) for work in works]
+    return [Pending(work, guard) for work in works]

@@ -2,6 +2,7 @@
 
     world size = tp * pp * dp                                  dp is what tp and pp leave
     global batch = micro-batch * dp * accumulation             in samples; two give the third
+                 < ...                                         an elastic run fills up with empty samples
 
 These are pure functions of numbers. A combination that no value can complete raises a ConfigError with one problem.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.config.problem import ConfigError, Problem, divisors, nearest_multiples, nearest_text
-from megazero.config.schema import Auto, DataConfig, ModelConfig, ParallelConfig
+from megazero.config.schema import Auto, DataConfig, ModelConfig, ParallelConfig, RunConfig
 
 # With 8/3 of the hidden size, SwiGLU's three matrices hold as much as the two of a 4x MLP (Shazeer 2020, section 3).
 _FFN_MULTIPLE = 256
@@ -90,7 +91,10 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """A complete triple: global_batch_size = micro_batch_size * dp * accumulation, in samples."""
+    """A complete triple: global_batch_size = micro_batch_size * dp * accumulation, in samples.
+
+    In an elastic run the product may exceed the global batch; what is beyond it is empty.
+    """
 
     global_batch_size: int
     micro_batch_size: int
@@ -138,6 +142,54 @@ def complete_batch(
     return BatchSizes(global_batch_size, per_replica // count, count)
 
 
+def padded_batch(
+    global_batch_size: int, micro_batch_size: int | Auto, *, dp: int, pp: int, multiple: int
+) -> BatchSizes:
+    """Fill in the batch sizes of an elastic run: as few micro-batches as hold the global batch, the last ones in part.
+
+    Where nothing needs to be filled up, the sizes are those of `complete_batch`.
+
+    Args:
+        global_batch_size: samples in an optimizer step, whatever dp is.
+        micro_batch_size: samples in one forward pass.
+        dp: data-parallel degree.
+        pp: pipeline-parallel degree.
+        multiple: micro-batches come in multiples of it.
+    """
+    per_replica = -(-global_batch_size // dp)
+    micro = micro_batch_size
+    if micro == "auto":
+        count = next((d for d in divisors(per_replica) if d >= pp), per_replica)
+        micro = -(-per_replica // _round_up(count, multiple))
+    return BatchSizes(global_batch_size, micro, _round_up(-(-per_replica // micro), multiple))
+
+
+def micro_batch_multiple(parallel: ParallelConfig) -> int:
+    """Give the number that the schedule takes micro-batches in multiples of.
+
+    Args:
+        parallel: the section, with the pp of this world.
+    """
+    return parallel.pp if parallel.schedule == "interleaved" else 1
+
+
+def batch_sizes(config: RunConfig, dp: int) -> BatchSizes:
+    """Give the batch sizes of a run.
+
+    Args:
+        config: the run, fitted to its world.
+        dp: data-parallel degree.
+
+    Raises:
+        ConfigError: as `complete_batch`; an elastic run fills up instead.
+    """
+    batch, parallel = config.training, config.parallel
+    if config.elastic.enabled and batch.global_batch_size != "auto":
+        multiple = micro_batch_multiple(parallel)
+        return padded_batch(batch.global_batch_size, batch.micro_batch_size, dp=dp, pp=parallel.pp, multiple=multiple)
+    return complete_batch(batch.global_batch_size, batch.micro_batch_size, batch.accumulation, dp=dp, pp=parallel.pp)
+
+
 def cache_directory(data: DataConfig, environment: Mapping[str, str] = os.environ) -> Path:
     """Give the directory where prepared data is kept.
 
@@ -148,6 +200,10 @@ def cache_directory(data: DataConfig, environment: Mapping[str, str] = os.enviro
     if data.cache_dir is not None:
         return Path(data.cache_dir).expanduser()
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megazero"
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _divide(global_batch_size: int, divisor: int, name: str) -> int:

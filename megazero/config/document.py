@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
-from megazero.config.schema import LARGEST_COUNT, keys, sections
+from megazero.config.schema import LARGEST_COUNT, DataSource, keys, sections
 from megazero.config.values import toml_value
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
@@ -68,7 +68,8 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_text(arguments[0], _constraints(arguments[1:]))
+        text = type_text(arguments[0], _constraints(arguments[1:]))
+        return f"string or {text}" if arguments[0] is DataSource else text
     if origin is Literal:
         return " or ".join(map(toml_value, arguments))
     if origin in (Union, UnionType):
@@ -77,7 +78,7 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
         items = [type_text(part) for part in arguments if part is not Ellipsis]
         return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "string or { " + ", ".join(annotation.model_fields) + " }"
+        return "{ " + ", ".join(annotation.model_fields) + " }"
     return f"{_NAMES[annotation]} {' and '.join(_signs(metadata))}".rstrip()
 
 

@@ -4,20 +4,24 @@
     rule reads                             {model.hidden_size, model.num_heads}   -> left out: it could only mislead
     rule reads                             {training.steps, ...}                  -> checked
 
-So every rule that can be judged is judged, and all problems are told at once.
+So every rule that can be judged is judged, and all problems are told at once. Rules see an elastic run as it is fitted
+to the world.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
 from megazero.config.derive import (
+    batch_sizes,
     chunks_per_rank,
-    complete_batch,
     data_parallel_size,
     ffn_hidden_size,
     layer_counts,
+    micro_batch_multiple,
 )
+from megazero.config.elastic import fit, with_shape
 from megazero.config.problem import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text
 from megazero.config.schema import RunConfig
 from megazero.config.values import toml_value
@@ -30,7 +34,7 @@ class Rule:
     reads: tuple[str, ...]
     """The keys it looks at, as `section.key`, and `world_size`."""
     check: Callable[[RunConfig, int], Iterator[Problem]]
-    """(config, world size) -> what is wrong."""
+    """(config, world size) -> what is wrong; both fitted to one another."""
 
 
 def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str] = ()) -> list[Problem]:
@@ -41,8 +45,16 @@ def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str]
         world_size: number of ranks.
         wrong_keys: what rules may read whose value means nothing here.
     """
-    judged = [rule for rule in RULES if not set(rule.reads) & set(wrong_keys)]
-    return [problem for rule in judged for problem in rule.check(config, world_size)]
+    wrong, problems = set(wrong_keys), list[Problem]()
+    if not wrong & set(_WORLD):
+        try:
+            fitted = fit(config, world_size)
+            config, world_size = fitted.config, fitted.world_size
+        except ConfigError as error:
+            problems += error.problems
+            wrong.add("world_size")
+    judged = [rule for rule in RULES if not set(rule.reads) & wrong]
+    return problems + [problem for rule in judged for problem in rule.check(config, world_size)]
 
 
 def _heads_split_hidden(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -129,16 +141,13 @@ def _schedule_has_its_chunks(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _interleaved_has_full_groups(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    pp, batch = config.parallel.pp, config.training
-    if config.parallel.schedule != "interleaved":
-        return
+    pp = config.parallel.pp
     try:
         dp = data_parallel_size(config.parallel, world_size)
-        sizes = batch.global_batch_size, batch.micro_batch_size, batch.accumulation
-        count = complete_batch(*sizes, dp=dp, pp=pp).accumulation
+        count = batch_sizes(config, dp).accumulation
     except ConfigError:
         return  # told by the rules of the batch
-    if count % pp:
+    if count % micro_batch_multiple(config.parallel):
         hint = nearest_text(nearest_multiples(count, pp))
         rule = f"interleaved needs micro-batches in multiples of parallel.pp={pp}"
         yield Problem("training.accumulation", count, rule, hint)
@@ -156,10 +165,8 @@ def _batch_sizes_agree(config: RunConfig, world_size: int) -> Iterator[Problem]:
         dp = data_parallel_size(config.parallel, world_size)
     except ConfigError:
         return  # told by _world_is_filled
-    batch = config.training
-    sizes = batch.global_batch_size, batch.micro_batch_size, batch.accumulation
     try:
-        complete_batch(*sizes, dp=dp, pp=config.parallel.pp)
+        batch_sizes(config, dp)
     except ConfigError as error:
         yield from error.problems
 
@@ -182,6 +189,26 @@ def _shard_groups_fill_dp(config: RunConfig, world_size: int) -> Iterator[Proble
         yield Problem("zero.shard_group_size", size, f"must divide dp={dp}", nearest)
 
 
+def _elastic_runs_go_on(config: RunConfig, _: int) -> Iterator[Problem]:
+    if config.elastic.enabled and config.checkpoint.resume == "never":
+        rule = (
+            "must not be never where elastic.enabled = true: such a run is started again whenever machines come or go"
+        )
+        yield Problem("checkpoint.resume", "never", rule, "write auto, or elastic.enabled = false")
+
+
+def _retention_says_what_goes(config: RunConfig, _: int) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    for key in ("keep_every_steps", "keep_best"):
+        value = getattr(checkpoint, key)
+        if value and not checkpoint.keep_last:
+            rule = "must be 0 where checkpoint.keep_last = 0: every checkpoint is kept"
+            yield Problem(f"checkpoint.{key}", value, rule, "write 0, or checkpoint.keep_last = 2")
+    if checkpoint.keep_best and not config.training.eval_every_steps:
+        rule = "must be 0 where training.eval_every_steps = 0: no checkpoint has a validation loss"
+        yield Problem("checkpoint.keep_best", checkpoint.keep_best, rule, "write 0, or set training.eval_every_steps")
+
+
 def _nvme_has_a_path(config: RunConfig, _: int) -> Iterator[Problem]:
     offload = config.zero.offload
     users = [key for key in ("optimizer", "parameters") if getattr(offload, key) == "nvme"]
@@ -197,6 +224,47 @@ def _loss_scale_starts_above_its_least(config: RunConfig, _: int) -> Iterator[Pr
         yield Problem("precision.min_loss_scale", least, rule, f"write {start} or less")
 
 
+def _elastic_batch_is_a_number(config: RunConfig, _: int) -> Iterator[Problem]:
+    if config.elastic.enabled and config.training.global_batch_size == "auto":
+        rule = "must be a number where elastic.enabled = true: it stays while dp changes"
+        yield Problem("training.global_batch_size", "auto", rule, "write the samples of an optimizer step")
+
+
+def _elastic_follows_no_schedule_file(config: RunConfig, _: int) -> Iterator[Problem]:
+    path = config.parallel.schedule_file
+    if config.elastic.enabled and path is not None:
+        rule = "must be unset where elastic.enabled = true: a schedule of your own fixes pp and accumulation"
+        yield Problem("parallel.schedule_file", path, rule, "name a parallel.schedule")
+
+
+def _shapes_are_asked_for(config: RunConfig, _: int) -> Iterator[Problem]:
+    if config.elastic.shapes and not config.elastic.enabled:
+        shapes = [shape.model_dump() for shape in config.elastic.shapes]
+        rule = "must be empty where elastic.enabled = false: the shape is that of [parallel]"
+        yield Problem("elastic.shapes", shapes, rule, "write elastic.enabled = true")
+
+
+def _shapes_fill_their_worlds(config: RunConfig, _: int) -> Iterator[Problem]:
+    for index, shape in enumerate(config.elastic.shapes):
+        if shape.tp * shape.pp > shape.world_size:
+            rule = f"must be at least tp*pp={shape.tp}*{shape.pp}={shape.tp * shape.pp}"
+            yield Problem(f"elastic.shapes[{index}].world_size", shape.world_size, rule)
+    for world_size, count in Counter(shape.world_size for shape in config.elastic.shapes).items():
+        if count > 1:
+            yield Problem("elastic.shapes", None, f"has {count} shapes for world_size = {world_size}", "keep one")
+
+
+def _shapes_fit_the_model(config: RunConfig, _: int) -> Iterator[Problem]:
+    """Judge every shape before the day on which it is needed."""
+    for index, shape in enumerate(config.elastic.shapes):
+        if (shape.tp, shape.pp) == (config.parallel.tp, config.parallel.pp):
+            continue  # told of the keys themselves
+        for rule in _SHAPE_RULES:
+            for problem in rule.check(with_shape(config, shape), shape.world_size):
+                told = problem.place if problem.value is None else f"{problem.place} = {toml_value(problem.value)}"
+                yield Problem(f"elastic.shapes[{index}]", shape.model_dump(), f"{told} {problem.rule}", problem.hint)
+
+
 def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...], why: str) -> Rule:
     """Make the rule that a key stays at its unused value unless another key has one of the allowed values."""
 
@@ -210,25 +278,38 @@ def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...]
     return Rule((key, other), check)
 
 
-_WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp")
+_ELASTIC = ("elastic.enabled", "elastic.shapes")
+_WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
+_RETENTION = tuple(f"checkpoint.{key}" for key in ("keep_last", "keep_every_steps", "keep_best"))
 _CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
 _HALF = ("precision.dtype", ("bf16", "fp16"))
 _BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
-RULES = (
-    Rule(("model.family", "model.hidden_size", "model.num_heads"), _heads_split_hidden),
+_SHAPE_RULES = (
     Rule(("model.num_heads", "parallel.tp"), _tp_splits_heads),
     Rule(("model.family", "model.num_heads", "model.num_kv_heads", "parallel.tp"), _kv_heads_fit),
     Rule(("model.family", "model.hidden_size", "model.ffn_hidden_size", "parallel.tp"), _tp_splits_ffn),
     Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp"), _tp_splits_sequence),
-    Rule(("model.family", "model.tie_embeddings"), _gpt2_ties_embeddings),
     Rule(("model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
-    Rule(_CHUNKS, _schedule_has_its_chunks),
     Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _layout_is_of_this_model),
+)
+RULES = (
+    Rule(("model.family", "model.hidden_size", "model.num_heads"), _heads_split_hidden),
+    *_SHAPE_RULES,
+    Rule(("model.family", "model.tie_embeddings"), _gpt2_ties_embeddings),
+    Rule(_CHUNKS, _schedule_has_its_chunks),
     Rule(_WORLD, _world_is_filled),
     Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
     Rule((*_WORLD, *_BATCH, *_CHUNKS), _interleaved_has_full_groups),
+    Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),
+    Rule(("elastic.enabled", "parallel.schedule_file"), _elastic_follows_no_schedule_file),
+    Rule(_ELASTIC, _shapes_are_asked_for),
+    Rule(_ELASTIC, _shapes_fill_their_worlds),
+    Rule((*_ELASTIC, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model),
+    _only_with("training.accumulation", "auto", "elastic.enabled", (False,), "it follows dp, which changes"),
     Rule(("training.eval_every_steps", "data.validation_fraction"), _evaluation_has_samples),
     Rule((*_WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
+    Rule((*_RETENTION, "training.eval_every_steps"), _retention_says_what_goes),
+    Rule(("elastic.enabled", "checkpoint.resume"), _elastic_runs_go_on),
     _only_with("zero.shard_group_size", 0, "zero.stage", (1, 2, 3), "it has no effect where nothing is sharded"),
     _only_with("zero.resident_elements", 0, "zero.stage", (3,), "only stage 3 gathers parameters"),
     _only_with("zero.offload.parameters", "none", "zero.stage", (3,), "only stage 3 shards parameters"),

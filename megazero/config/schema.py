@@ -311,7 +311,7 @@ class CheckpointConfig(_Section):
     save_every_steps: CountOrZero = 0
     """Steps between checkpoints; 0: only at the end."""
     resume: Text = "auto"
-    """Directory or URL of one step, "never", or "auto": the newest complete checkpoint, if there is one."""
+    """Where a run begins: "auto": at its newest checkpoint, if it has one; "never": anew; or directory or URL of a step."""
     asynchronous: bool = True
     """Go on training while a checkpoint is written from a copy in host memory."""
     host_memory_bytes: CountOrZero | Auto = "auto"
@@ -321,7 +321,7 @@ class CheckpointConfig(_Section):
     verify: Literal["hash", "size"] = "hash"
     """What is checked of every file before it is loaded: size and hash, or the size alone."""
     on_damage: Literal["stop", "fallback"] = "stop"
-    """With resume = "auto": what to do where the newest checkpoint is damaged: stop, or take the newest that is not."""
+    """What to do where the newest checkpoint of the run is damaged: stop, or take the newest that is not."""
     keep_last: CountOrZero = 0
     """Checkpoints to keep, the newest first; older ones are removed. 0: all of them."""
     keep_every_steps: CountOrZero = 0

@@ -10,8 +10,16 @@ A guess is only told, never taken.
 
 from difflib import get_close_matches
 
+from pydantic import BaseModel
+
 from megazero.config.problem import Problem
-from megazero.config.schema import DataSource, keys, sections
+from megazero.config.schema import DataSource, ElasticShape, keys, sections
+
+# What the tables in a list of tables are.
+_ITEMS: dict[str, tuple[str, type[BaseModel]]] = {
+    "data.sources": ("source", DataSource),
+    "elastic.shapes": ("shape", ElasticShape),
+}
 
 
 def unknown_key(place: str, key: str, home: str, value: object) -> tuple[Problem, list[str]]:
@@ -59,17 +67,18 @@ def unknown_section(name: str, value: object) -> list[tuple[Problem, list[str]]]
     return told
 
 
-def unknown_source_key(place: str, key: str, value: object) -> Problem:
-    """Describe a key that a table in `data.sources` does not have.
+def unknown_item_key(place: str, key: str, value: object) -> Problem:
+    """Describe a key that a table in a list, such as `data.sources`, does not have.
 
     Args:
         place: the key as written, with its section.
         key: the last part of it.
         value: what it was given.
     """
-    known = DataSource.model_fields
+    name, item = _ITEMS[place.partition("[")[0]]
+    known = item.model_fields
     close = get_close_matches(key, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"the keys of a source are {', '.join(known)}"
+    hint = f"did you mean {close[0]}?" if close else f"the keys of a {name} are {', '.join(known)}"
     return Problem(place, value, "unknown key", hint)
 
 

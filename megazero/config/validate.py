@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from megazero.config.problem import Problem
 from megazero.config.schema import RunConfig, keys, sections
-from megazero.config.typos import unknown_key, unknown_section, unknown_source_key
+from megazero.config.typos import unknown_item_key, unknown_key, unknown_section
 from megazero.config.values import toml_value
 
 Path = tuple[str | int, ...]
@@ -112,7 +112,7 @@ def _describe(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) ->
     if errors[0]["type"] == "extra_forbidden":
         home, key = _place(path[:-1]), str(path[-1])
         if home and home not in sections():
-            return [(unknown_source_key(place, key, value), [])]
+            return [(unknown_item_key(place, key, value), [])]
         if not home or isinstance(value, dict):
             return unknown_section(place, value)
         return [unknown_key(place, key, home, value)]

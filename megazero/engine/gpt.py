@@ -12,16 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, read_trainer_state, to_json
+from megazero.checkpoint.folder import Place, folder_at
+from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json
 from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
-from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
+from megazero.checkpoint.saver import Saver
+from megazero.comm.collectives import Pending, all_reduce, gather_objects, numbers_of
 from megazero.config import RunConfig
 from megazero.config.schema import OptimizerConfig
 from megazero.engine.stage_runner import ChunkRunner, StageRunner
@@ -54,6 +55,8 @@ class StepStatistics:
         tokens: counted (unmasked) tokens.
         loss_scale: what the loss was multiplied by, under fp16.
         skipped: an overflow left the weights as they were.
+        finite: loss and norm are numbers; also after an overflow under fp16, which the loss scale takes care of.
+        stop: a rank wants the run to end after this step; the same on all ranks.
     """
 
     loss: float
@@ -61,6 +64,8 @@ class StepStatistics:
     tokens: int
     loss_scale: float = 1.0
     skipped: bool = False
+    finite: bool = True
+    stop: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,7 @@ class Engine:
         )
         self._stages, self._later, self._family = list(chunks), later, family
         self.watch: Callable[[Action], None] | None = None  # called before and after every computed action
+        self.wants_stop: Callable[[], bool] = lambda: False  # asked at the end of every step; see `StepStatistics.stop`
         self._executors: dict[tuple[bool, int, int], Executor] = {}
         self._grad_norm = 0.0
 
@@ -184,8 +190,14 @@ class Engine:
             LossScaleError: an overflow at the smallest loss scale.
             LostPeerError: a rank is gone.
         """
-        statistics = self.compute_gradients(batches)
-        return replace(statistics, skipped=not self.update(lr))
+        statistics = self.try_step(batches, lr)
+        _check_finite(statistics)
+        return statistics
+
+    def try_step(self, batches: Sequence[MicroBatch], lr: float) -> StepStatistics:
+        """A `train_step` that leaves the update out where loss or norm is not finite, and says so in its statistics."""
+        statistics = self._compute_gradients(batches)
+        return replace(statistics, skipped=not (statistics.finite and self.update(lr)))
 
     def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """Forward and backward of all micro-batches; afterwards every bucket holds the global batch's mean gradient.
@@ -195,6 +207,11 @@ class Engine:
 
         Raises: as `train_step`.
         """
+        statistics = self._compute_gradients(batches)
+        _check_finite(statistics)
+        return statistics
+
+    def _compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         self.chunks.train()
         self.sharded_model.begin_step(len(batches))
         for waits in self._later:
@@ -206,7 +223,7 @@ class Engine:
         return statistics
 
     def traced_step(self, batches: Sequence[MicroBatch], lr: float) -> tuple[StepStatistics, Timeline]:
-        """A `train_step` that measures when each action ran, on the pipeline of this rank.
+        """A `try_step` that measures when each action ran, on the pipeline of this rank.
 
         Returns: the statistics, and the timeline in seconds from the moment at which all its ranks were ready.
         """
@@ -221,7 +238,7 @@ class Engine:
         try:
             gather_objects(None, self.state.pp)  # clocks of different machines are compared from here on
             start = time.perf_counter()
-            statistics = self.train_step(batches, lr)
+            statistics = self.try_step(batches, lr)
         finally:
             self.watch = None
         mine = [
@@ -249,28 +266,41 @@ class Engine:
         self.chunks.eval()
         with torch.no_grad():
             loss_sum, tokens = self._run(batches, trains=False)
-        return self._agree(loss_sum, tokens, torch.zeros((), dtype=torch.float64, device=self.state.device))
+        statistics = self._agree(loss_sum, tokens, torch.zeros((), dtype=torch.float64, device=self.state.device))
+        _check_finite(statistics)
+        return statistics
 
     def _check_weights(self) -> None:
         """Make sure that every weight is a number.  Raises: NonFiniteError."""
         wrong = torch.zeros((), device=self.state.device)
         for bucket in self.sharded_model.parameters.buckets:
             values = bucket.read(bucket.master, bucket.owned)
-            wrong += torch.isfinite(values).logical_not().sum().to(wrong.device)
+            if values.numel():  # one pass; isfinite() makes a tensor as long as the weights and takes 60 times as long
+                wrong += torch.isfinite(torch.stack(torch.aminmax(values))).all().logical_not().to(wrong.device)
         all_reduce(wrong, self.state.world).wait()
         if wrong.item():
             raise NonFiniteError(
-                f"{int(wrong.item())} weights are not finite after the last update; they were not saved. "
+                f"weights in {int(wrong.item())} buckets are not finite after the last update; they were not saved. "
                 "Resume from the last checkpoint with a lower learning rate or other data"
             )
 
-    def save(self, directory: Path, position: Position, data_fingerprint: str) -> None:
+    def save(
+        self,
+        place: Place,
+        position: Position,
+        data_fingerprint: str,
+        *,
+        val_loss: float | None = None,
+        saver: Saver | None = None,
+    ) -> None:
         """Write the whole state into a new step directory.
 
         Args:
-            directory: the step directory, on a file system that all ranks share.
+            place: the step directory, which all ranks share: a path or a URL.
             position: how far the run has come.
             data_fingerprint: of the data that the samples came from.
+            val_loss: of this very step, where it was evaluated.
+            saver: writes behind the training; None to wait until everything is durable.
 
         Raises:
             NonFiniteError: a weight is not a number; nothing was written.
@@ -290,23 +320,32 @@ class Engine:
             versions=versions(),
             optimizer_scalars=self.sharded_model.optimizer_scalars(),
             loss_scaler=None if self.sharded_model.scaler is None else self.sharded_model.scaler.state_dict(),
+            val_loss=val_loss,
         )
-        about = to_json(hugging_face_config(config.model, config.precision.dtype))
-        save_checkpoint(directory, self.sharded_model.sharded_state, self.state, trainer, {HF_CONFIG: about})
+        files = {HF_CONFIG: to_json(hugging_face_config(config.model, config.precision.dtype))}
+        if saver is None:
+            save_checkpoint(place, self.sharded_model.sharded_state, self.state, trainer, files)
+        else:
+            saver.save(folder_at(place), trainer, files)
 
-    def load(self, directory: Path, data_fingerprint: str) -> Position:
+    def load(self, place: Place, data_fingerprint: str) -> Position:
         """Take over the state that a run of any shape saved, and say how far it had come.
 
         Args:
-            directory: a complete step directory.
+            place: a complete step directory.
             data_fingerprint: of the data that the samples will come from.
 
         Raises:
-            CheckpointError: on every rank, and nothing has changed: it is of another model or other data, or damaged.
+            DamagedError: on every rank, and nothing has changed: a file is not what was written.
+            CheckpointError: on every rank, and nothing has changed: it is of another model or other data.
         """
-        check = partial(_check_origin, directory, self.config, data_fingerprint)
-        trainer = agree(check, self.state.world, CheckpointError)
-        load_checkpoint(directory, self.sharded_model.sharded_state, self.state)
+        trainer = load_checkpoint(
+            place,
+            self.sharded_model.sharded_state,
+            self.state,
+            check=partial(_check_origin, place, self.config, data_fingerprint),
+            by_hash=self.config.checkpoint.verify == "hash",
+        )
         self.sharded_model.loaded(trainer.loss_scaler)
         return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens)
 
@@ -315,22 +354,24 @@ class Engine:
         return self.sharded_model.memory_bytes()
 
     def _agree(self, loss_sum: Tensor, tokens: Tensor, square_sum: Tensor) -> StepStatistics:
-        """The one collective at the end of a step: every rank learns norm, loss and tokens."""
+        """The one collective at the end of a step: every rank learns norm, loss, tokens and whether one wants to stop."""
         counts = self.share.labels and self.state.at.tp == 0
-        share = torch.stack([square_sum, loss_sum, tokens])
+        share = torch.stack([square_sum, loss_sum, tokens, torch.full_like(tokens, self.wants_stop())])
         if not counts:
-            share[1:] = 0
+            share[1:3] = 0
         all_reduce(share, self.state.world).wait()
-        squared, loss_sum_, tokens_ = share.tolist()
+        squared, loss_sum_, tokens_, stops = numbers_of(share, self.state.world)
         if tokens_ == 0:
             raise ValueError("every token of the global batch is masked: there is no loss to compute")
         norm = self.sharded_model.norm_of(squared)
-        if not (isfinite(loss_sum_) and isfinite(norm)) and self.sharded_model.scaler is None:
-            raise NonFiniteError(
-                f"loss={loss_sum_ / tokens_} and grad_norm={norm} must be finite; the weights were not changed. "
-                "Resume from the last checkpoint with a lower learning rate or other data"
-            )
-        return StepStatistics(loss_sum_ / tokens_, norm, int(tokens_), loss_scale=self.sharded_model.scale)
+        return StepStatistics(
+            loss_sum_ / tokens_,
+            norm,
+            int(tokens_),
+            loss_scale=self.sharded_model.scale,
+            finite=self.sharded_model.scaler is not None or (isfinite(loss_sum_) and isfinite(norm)),
+            stop=stops > 0,
+        )
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
         """Run the schedule; this rank's sums of losses and of counted tokens."""
@@ -381,6 +422,14 @@ class Engine:
         return torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device)
 
 
+def _check_finite(statistics: StepStatistics) -> None:
+    if not statistics.finite:
+        raise NonFiniteError(
+            f"loss={statistics.loss} and grad_norm={statistics.grad_norm} must be finite; the weights were not changed. "
+            "Resume from the last checkpoint with a lower learning rate or other data"
+        )
+
+
 def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x: Message | None) -> Message:
     return (stage(None if x is None else x[0], batches[microbatch]),)
 
@@ -410,9 +459,8 @@ def _names(module: nn.Module) -> list[str]:
 _FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may set anew
 
 
-def _check_origin(origin: Path, config: RunConfig, data_fingerprint: str) -> TrainerState:
+def _check_origin(origin: Place, config: RunConfig, data_fingerprint: str, trainer: TrainerState) -> None:
     """Make sure that a checkpoint is of this model and this data, before anything is loaded."""
-    trainer = read_trainer_state(origin)
     wanted = config.model.model_dump()
     changed = [
         f"model.{key} is {wanted[key]!r}, the checkpoint has {trainer.model.get(key)!r}"
@@ -421,13 +469,12 @@ def _check_origin(origin: Path, config: RunConfig, data_fingerprint: str) -> Tra
     ]
     if changed:
         raise CheckpointError(f"{origin} is of another model: " + "; ".join(changed))
-    if trainer.data_fingerprint != data_fingerprint:
+    if trainer.data_fingerprint not in ("", data_fingerprint):  # "" where no data has been read yet: it was imported
         raise CheckpointError(
             f"{origin} was trained on other data (fingerprint {trainer.data_fingerprint}, now {data_fingerprint}): "
             "the sources, their weights, data.tokenizer, data.validation_fraction, model.seq_len and training.seed "
             "must be those of the run"
         )
-    return trainer
 
 
 def initialize(

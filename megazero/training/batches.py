@@ -1,6 +1,7 @@
 """From global sample indices to the micro-batches of one rank.
 
 global batch of step k   [ dp 0 | dp 1 | dp 2 | dp 3 ]      each dp rank's slice is cut into micro-batches
+one that does not divide [ dp 0 | dp 1 | dp 2 | dp]         what is missing at the end is read, but counts for nothing
 """
 
 from __future__ import annotations
@@ -45,25 +46,34 @@ class Samples(Protocol):
 
 
 def read_batches(
-    stream: Samples, first: int, count: int, micro_batch_size: int, share: BatchShare, available: int | None = None
+    stream: Samples,
+    first: int,
+    count: int,
+    micro_batch_size: int,
+    share: BatchShare,
+    *,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the samples [first, first + count).
+
+    Every dp rank gets as many micro-batches as hold its share; beyond the last sample they are empty: every label is masked.
 
     Args:
         stream: where samples come from.
         first: global index of the first sample.
-        count: samples of the global batch; divides by dp * micro_batch_size.
+        count: samples of the global batch.
         micro_batch_size: samples per micro-batch.
         share: what this rank needs of the batch.
-        available: samples from this index on do not exist; they are masked out.
+        multiple: micro-batches come in multiples of it, as the schedule asks.
     """
-    samples_each = count // share.dp.size
+    end = first + count
+    samples_each = share_of_each(count, share.dp.size, micro_batch_size, multiple)
     own = first + share.dp.index * samples_each
     indices = np.arange(own, own + samples_each, dtype=np.int64)
     sample_ids = torch.from_numpy(indices).to(share.device)
     tokens = labels = None
     if share.tokens or share.labels:
-        real = indices if available is None else np.minimum(indices, available - 1)
+        real = np.minimum(indices, end - 1)
         samples = torch.from_numpy(stream.batch(real))
         tokens, labels = samples[:, :-1], samples[:, 1:].clone()
         labels[torch.from_numpy(real != indices)] = IGNORED_LABEL
@@ -81,3 +91,9 @@ def read_batches(
         )
         for start in range(0, samples_each, micro_batch_size)
     ]
+
+
+def share_of_each(count: int, dp: int, micro_batch_size: int, multiple: int = 1) -> int:
+    """Samples that each dp rank has room for: its part of `count`, rounded up to whole micro-batches; arguments as above."""
+    step = dp * micro_batch_size * multiple
+    return -(-count // step) * micro_batch_size * multiple

@@ -6,7 +6,6 @@ outside.  On the CPU they are forked: torch is imported once instead of once per
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -20,17 +19,28 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import LostPeerError
-from megazero.config import ResolvedRun, RunConfig
+from megazero.config import ResolvedRun
 from megazero.engine import NonFiniteError
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import ParallelState
 from megazero.schedules.simulate import ScheduleError
 from megazero.training.batches import DataError
 from megazero.training.loop import RunSummary, train
+from megazero.training.signals import EXIT_FAILED, EXIT_STOPPED, StopRequest, die_of_signals
+from megazero.training.world import (
+    LAUNCH_FOLDER,
+    DeviceError,
+    SpareRankError,
+    device_type,
+    join_world,
+    leave_world,
+    meet,
+    started_ranks,
+    tell_spare_ranks,
+    this_rank,
+    wait_as_spare,
+)
 from megazero.zero.loss_scaler import LossScaleError
 from megazero.zero.storage import StorageError
 
@@ -38,14 +48,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 T = TypeVar("T")
-
-EXIT_FAILED = 1
-_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # where ranks that this module starts meet, and leave their errors
-
-
-class DeviceError(RuntimeError):
-    """The devices that a configuration asks for are not there."""
-
 
 # Errors whose text says all there is to say; any other comes with its traceback.
 _TOLD_IN_WORDS = (
@@ -57,10 +59,13 @@ _TOLD_IN_WORDS = (
     NonFiniteError,
     OSError,
     ScheduleError,
+    SpareRankError,
     StorageError,
 )
 # A rank that lost a peer waits so long before it ends, so that the launcher meets the cause before its consequences.
 _CAUSE_FIRST_SECONDS = 1.0
+# What the launcher itself dies of, with its ranks, while a `StopRequest` takes the signals that ask for a stop.
+_DEADLY = "SIGHUP,SIGQUIT"
 
 
 def launched_by_torchrun() -> bool:
@@ -68,41 +73,44 @@ def launched_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def device_type(config: RunConfig, local_ranks: int) -> str:
-    """Where ranks compute: "cpu" or "cuda".
+def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> RunSummary:
+    """The work of one rank of a training run; arguments as `train`, and what says whether to stop."""
 
-    Args:
-        config: `launch.device`; "auto" takes CUDA where there is a device for each rank of this machine.
-        local_ranks: ranks on this machine.
+    def show(line: str) -> None:
+        print(line, flush=True)
 
-    Raises:
-        DeviceError: CUDA is asked for and there are too few devices.
-    """
-    wish, devices = config.launch.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wish == "cuda" and devices < local_ranks:
-        raise DeviceError(
-            f"launch.device=cuda needs a CUDA device for each of {local_ranks} ranks on this machine, torch finds "
-            f"{devices}; start fewer ranks, or set launch.device=cpu"
-        )
-    return "cuda" if wish != "cpu" and devices >= local_ranks else "cpu"
+    if state.rank == 0:
+        for notice in (*run.notices, *_torchrun_notices(run)):
+            show(notice)
+    return train(run, state, show, stop.wanted)
 
 
-def train_rank(run: ResolvedRun, state: ParallelState) -> RunSummary:
-    """The work of one rank of a training run; arguments as `train`."""
-    return train(run, state, show=lambda line: print(line, flush=True))
+def _torchrun_notices(run: ResolvedRun) -> list[str]:
+    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") != "1"
+    if not (run.config.elastic.enabled and shares):
+        return []
+    return [
+        "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: it keeps the address of its first "
+        "node otherwise, and ranks that are started again may not find one another"
+    ]
 
 
-def run_ranks(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T | None:
+def run_ranks(
+    run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T], stop: StopRequest | None = None
+) -> T | None:
     """Do the work on every rank: on those that torchrun started, else on `launch.nproc_per_node` that are started here.
 
     Args:
         run: the resolved run; its shape is that of the world.
         work: what each rank does; picklable, as is its answer.
+        stop: the request to stop that `work` looks at, listening; None where signals end the work.
 
     Returns: the answer of this rank, or of rank 0 where the ranks were started here; None when one failed (it has said
         why).
+
+    A spare rank of an elastic run does not return: it ends as rank 0 does.
     """
-    return run_rank(run, work) if launched_by_torchrun() else launch(run, work)
+    return run_rank(run, work) if launched_by_torchrun() else launch(run, work, stop)
 
 
 def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T | None:
@@ -111,7 +119,10 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
     Returns: the answer, or None when the work failed and this rank has reported why.
     """
     try:
-        answer = work(run, join_world(run))
+        store = meet(timedelta(seconds=run.config.parallel.timeout_seconds))
+        if store is not None and this_rank() >= run.world_size:
+            raise SystemExit(wait_as_spare(store))
+        answer = work(run, join_world(run, store))
     except LostPeerError as error:
         _report(str(error), is_cause=False)
         time.sleep(_CAUSE_FIRST_SECONDS)
@@ -123,12 +134,19 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
         _report(traceback.format_exc(), is_cause=True)
         return None
     leave_world()
+    if store is not None and this_rank() == 0:
+        tell_spare_ranks(store, range(run.world_size, started_ranks()), exit_status(answer))
     return answer
+
+
+def exit_status(answer: object) -> int:
+    """How a process ends whose rank gave this answer: 0, or 75 for a run that was stopped before its last step."""
+    return EXIT_STOPPED if isinstance(answer, RunSummary) and answer.stopped else 0
 
 
 def _report(text: str, *, is_cause: bool) -> None:
     """Say why this rank failed: to the launcher, which prints each cause once, or where there is none to the terminal."""
-    rank, folder = int(os.environ.get("RANK", "0")), os.environ.get(_FOLDER)
+    rank, folder = this_rank(), os.environ.get(LAUNCH_FOLDER)
     if folder is None:
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
     else:
@@ -136,9 +154,15 @@ def _report(text: str, *, is_cause: bool) -> None:
         (Path(folder) / f"error-{0 if is_cause else 1}-{rank:06d}").write_text(text)
 
 
-def _run_started_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T:
+def _run_started_rank(
+    run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T], stop: StopRequest | None, launcher: int
+) -> T:
+    if stop is not None:
+        stop.listen()
     answer = run_rank(run, work)
-    if answer is None:
+    if stop is not None:
+        die_of_signals()  # one comes when the launcher dies, and nobody then takes the answer
+    if answer is None or os.getppid() != launcher:
         leave_at_once()
     return answer
 
@@ -150,46 +174,9 @@ def leave_at_once() -> NoReturn:
     os._exit(EXIT_FAILED)
 
 
-def join_world(run: ResolvedRun) -> ParallelState:
-    """This process's place among the ranks that the environment describes; one rank where it describes none.
-
-    Args:
-        run: the resolved run.
-
-    Raises:
-        DeviceError: there are too few devices.
-    """
-    config, world, rank = run.config, run.world_size, int(os.environ.get("RANK", "0"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    device = torch.device("cpu")
-    backend = "gloo"
-    if device_type(config, local_world) == "cuda":
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
-    parallel = config.parallel
-    if world > 1:
-        timeout = timedelta(seconds=parallel.timeout_seconds)
-        folder = os.environ.get(_FOLDER)
-        if folder:
-            meeting = f"file://{folder}/ranks"
-            dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout)
-    grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
-    return ParallelState(grid, rank, device, parallel.timeout_seconds, run.config.zero.shard_group_size, local_world)
-
-
-def leave_world() -> None:
-    """Leave the world that `join_world` joined; nothing else may hold on to its parallel state."""
-    gc.collect()  # a process group that something still refers to would outlive its destruction and abort the exit
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def launch(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T | None:
+def launch(
+    run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T], stop: StopRequest | None = None
+) -> T | None:
     """Start `launch.nproc_per_node` ranks on this machine and wait for them; arguments as `run_ranks`.
 
     Returns: rank 0's answer, or None when a rank failed (it has said why).
@@ -197,7 +184,7 @@ def launch(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) ->
     count = run.world_size
     if count == 1:
         return run_rank(run, work)
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -212,7 +199,7 @@ def launch(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) ->
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told below
     with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
-        os.environ[_FOLDER] = folder
+        os.environ[LAUNCH_FOLDER] = folder
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -227,13 +214,19 @@ def launch(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) ->
             start_method="fork" if on_cpu else "spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        if stop is not None:
+            stop.spread(Path(folder))
+            config.signals_to_handle = _DEADLY
         try:
-            answers = elastic_launch(config, _run_started_rank)(run, work)
+            answers = elastic_launch(config, _run_started_rank)(run, work, stop, os.getpid())
         except ChildFailedError as error:
             _report_failures(Path(folder), error)
             return None
+        except SignalException as error:
+            print(f"{error.sigval.name}: the ranks were stopped", file=sys.stderr)
+            return None
         finally:
-            del os.environ[_FOLDER]
+            del os.environ[LAUNCH_FOLDER]
     return answers[0]
 
 

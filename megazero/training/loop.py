@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megazero.comm.collectives import agree
 from megazero.config import ResolvedRun, save_config
+from megazero.config.derive import micro_batch_multiple
 from megazero.data import Corpus
-from megazero.engine import Engine, Position, initialize
-from megazero.parallel_state import ParallelState
+from megazero.engine import Engine, Position, StepStatistics, initialize
+from megazero.parallel_state import ParallelState, Traffic
 from megazero.schedules.action import Schedule
 from megazero.schedules.draw import chrome_trace, draw_refused
 from megazero.schedules.draw_svg import draw_svg
@@ -22,6 +24,15 @@ from megazero.schedules.simulate import ScheduleError, Timeline, measured_costs,
 from megazero.schedules.table import read_schedule, write_text
 from megazero.training.batches import DataError, open_corpus_of, read_batches
 from megazero.training.checkpoints import Checkpoints
+from megazero.training.health import (
+    LossSpikes,
+    NonFinitePolicy,
+    Samples,
+    Stragglers,
+    Turn,
+    position_after_going_back,
+    steps_passed_over,
+)
 from megazero.training.lr_schedule import learning_rate_factor
 from megazero.training.metrics import (
     METRICS_FILE,
@@ -30,8 +41,11 @@ from megazero.training.metrics import (
     Sink,
     StepMetrics,
     TensorBoard,
+    passed_over,
     peak_memory_bytes,
 )
+from megazero.training.signs import SAVING, TRAINING
+from megazero.training.watchdog import Watchdog
 
 SAVED_CONFIG = "config.toml"
 
@@ -48,6 +62,7 @@ class RunSummary:
         seconds: duration of the training loop.
         sent_bytes: bytes this rank sent per axis.
         skipped_steps: steps that an overflow left without an update, since the start of the run.
+        stopped: the run was asked to stop before its last step; it was saved.
     """
 
     step: int
@@ -57,15 +72,22 @@ class RunSummary:
     seconds: float
     sent_bytes: dict[str, int]
     skipped_steps: int = 0
+    stopped: bool = False
 
 
-def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -> RunSummary:
+def train(
+    run: ResolvedRun,
+    state: ParallelState,
+    show: Callable[[str], None],
+    wants_stop: Callable[[], bool] = lambda: False,
+) -> RunSummary:
     """Run, or go on with, the training that a configuration describes.  Called on every rank.
 
     Args:
         run: the resolved run.
         state: this rank's place and groups.
         show: takes lines for the terminal; given lines on rank 0 only.
+        wants_stop: asked at the end of every step; where it is true on any rank, all ranks save and leave after that step.
 
     Raises:
         DataError: the corpus cannot be opened.
@@ -74,21 +96,46 @@ def train(run: ResolvedRun, state: ParallelState, show: Callable[[str], None]) -
     """
     config, run_dir = run.config, Path(run.config.training.run_dir)
     say = show if state.rank == 0 else lambda _: None
-    corpus = agree(lambda: open_corpus_of(config), state.world, DataError)
-    checkpoints = Checkpoints(config, state, corpus.fingerprint, say)
-    resumes = checkpoints.find()
-    schedule = agree(_own_schedule(run), state.world, ScheduleError)
-    engine = initialize(config, state, draw=not resumes, schedule=schedule)
-    position = checkpoints.resume(engine)
-    open_sinks = (lambda: _open_sinks(run, run_dir, position.step, say)) if state.rank == 0 else list
-    sinks = agree(open_sinks, state.world, OSError)
-    say(_describe(run, engine))
-    try:
-        return _Loop(run, engine, corpus, checkpoints, sinks, say).finish(position)
-    finally:
+    with ExitStack() as closing:
+        watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
+        corpus = agree(lambda: open_corpus_of(config), state.world, DataError)
+        checkpoints = Checkpoints(config, state, corpus.fingerprint, say)
+        resumes = checkpoints.find()
+        schedule = agree(_own_schedule(run), state.world, ScheduleError)
+        engine = initialize(config, state, draw=not resumes, schedule=schedule)
+        closing.callback(engine.sharded_model.close)
+        closing.enter_context(checkpoints)
+        engine.wants_stop = wants_stop
+        position = checkpoints.resume(engine)
+        open_sinks = (lambda: _open_sinks(run, run_dir, position.step, say)) if state.rank == 0 else list
+        sinks = agree(open_sinks, state.world, OSError)
         for sink in sinks:
-            sink.close()
-        engine.sharded_model.close()
+            closing.callback(sink.close)
+        say(_describe(run, engine))
+        return _Loop(run, engine, corpus, checkpoints, watchdog, sinks, say).finish(position)
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a step took on this rank: seconds, those without the waiting for others, and the bytes sent by axis."""
+
+    seconds: float
+    own_seconds: float
+    sent_bytes: dict[str, int]
+
+
+class _Meter:
+    """Measures from when it is made until it is read."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic, self._sent, self._waited = traffic, traffic.by_axis(), traffic.waited_seconds
+        self._started = time.perf_counter()
+
+    def read(self) -> _Cost:
+        seconds = time.perf_counter() - self._started
+        sent = {axis: bytes_ - self._sent.get(axis, 0) for axis, bytes_ in sorted(self._traffic.by_axis().items())}
+        own = seconds - (self._traffic.waited_seconds - self._waited)
+        return _Cost(seconds, own, {axis: bytes_ for axis, bytes_ in sent.items() if bytes_})
 
 
 class _Loop:
@@ -100,69 +147,145 @@ class _Loop:
         engine: Engine,
         corpus: Corpus,
         checkpoints: Checkpoints,
+        watchdog: Watchdog,
         sinks: Sequence[Sink],
         say: Callable[[str], None],
     ) -> None:
         self.run, self.engine, self.corpus, self.sinks, self.say = run, engine, corpus, sinks, say
-        self.checkpoints = checkpoints
+        self.checkpoints, self.watchdog = checkpoints, watchdog
+        self.non_finite = NonFinitePolicy(run.config.training)
+        self.spikes = LossSpikes(run.config.logging.loss_spike_sigmas)
+        self.stragglers = Stragglers(run.config.logging, engine.state)
+        self.told_until = 0  # the last step of `training.skip_steps` that was told of
         self.loss: float | None = None
         self.val_loss: float | None = None
         self.evaluated: dict[int, float] = {}  # the validation loss of the last step, where it was evaluated
+        self.stops = False  # a rank asked for the end of the run
 
     def finish(self, position: Position) -> RunSummary:
-        """Do the steps that are left; the last one is saved."""
+        """Do the steps that are left, or those until a rank wants to stop; the last one is saved."""
         training, every = self.run.config.training, self.run.config.checkpoint.save_every_steps
         started = time.perf_counter()
-        while position.step < training.steps:
+        while position.step < training.steps and not self.stops:
             position = self._step(position)
-            if position.step == training.steps or (every and position.step % every == 0):
+            is_last = position.step == training.steps or self.stops
+            if is_last or (every and position.step % every == 0):
+                self.watchdog.at(position.step, SAVING)
                 self.checkpoints.save(self.engine, position, self.evaluated.get(position.step))
+        self.watchdog.at(position.step, SAVING)
         self.checkpoints.finish()
         seconds = time.perf_counter() - started
         traffic = self.engine.state.traffic.by_axis()
         skipped = self.engine.sharded_model.skipped_steps
-        return RunSummary(position.step, self.loss, self.val_loss, self.checkpoints.newest, seconds, traffic, skipped)
+        stopped = self.stops and position.step < training.steps
+        return RunSummary(
+            position.step, self.loss, self.val_loss, self.checkpoints.newest, seconds, traffic, skipped, stopped
+        )
 
     def _step(self, position: Position) -> Position:
-        run, model, traffic = self.run, self.engine.sharded_model, self.engine.state.traffic
-        started, sent_before = time.perf_counter(), traffic.by_axis()
-        count = run.global_batch_size
-        batches = read_batches(self.corpus.train, position.samples, count, run.micro_batch_size, self.engine.share)
-        # After an overflow the learning rate stands still with the weights, while samples are consumed.
-        updates = model.optimizer.steps_taken
-        lr = run.config.optimizer.lr * learning_rate_factor(run.config.lr_schedule, updates, run.config.training.steps)
-        if position.step + 1 == run.config.logging.pipeline_trace_step:
-            statistics, timeline = self.engine.traced_step(batches, lr)
-            self._report_pipeline(timeline, position.step + 1)
-        else:
-            statistics = self.engine.train_step(batches, lr)
-        seconds = time.perf_counter() - started
-        sent = {axis: after - sent_before.get(axis, 0) for axis, after in traffic.by_axis().items()}
-        done = Position(position.step + 1, position.samples + count, position.tokens + statistics.tokens)
-        self.loss = statistics.loss
-        every = run.config.training.eval_every_steps
-        evaluated = bool(every) and (done.step % every == 0 or done.step == run.config.training.steps)
-        if evaluated:
-            self.val_loss = self._evaluate()
-            self.evaluated = {done.step: self.val_loss}
+        """Do the next step; where the run stands afterwards, which may be further back."""
+        step = position.step + 1
+        samples = Samples(position.samples, position.samples + self.run.global_batch_size - 1)
+        if steps_passed_over(step, self.run.config.training.skip_steps):
+            return self._pass_over(position)
+        self.watchdog.at(step, TRAINING)
+        meter = _Meter(self.engine.state.traffic)
+        statistics, lr = self._train(position)
+        cost = meter.read()
+        done = Position(step, samples.last + 1, position.tokens + statistics.tokens)
+        self.loss, self.stops = statistics.loss, statistics.stop
+        turn = self.non_finite.judge(statistics, step, samples)
+        if turn is Turn.BACK:
+            return self._go_back(done, samples)
+        if turn is Turn.SKIP:
+            self.say(f"step {step} is not finite: {samples} are left out, no weight has changed")
+        self._report(done, samples, statistics, lr, cost)
+        return done
+
+    def _report(self, done: Position, samples: Samples, statistics: StepStatistics, lr: float, cost: _Cost) -> None:
+        model = self.engine.sharded_model
+        own_seconds, lines = self.stragglers.look(done.step, cost.own_seconds)
+        spike = self.spikes.look(statistics.loss)
+        if spike is not None:
+            lines.append(spike.line(done.step, statistics.loss, samples))
+        for line in lines:
+            self.say(line)
         metrics = StepMetrics(
             step=done.step,
             loss=statistics.loss,
             grad_norm=statistics.grad_norm,
             lr=lr,
             tokens=done.tokens,
-            tokens_per_second=statistics.tokens / seconds,
-            step_seconds=seconds,
+            tokens_per_second=statistics.tokens / cost.seconds,
+            step_seconds=cost.seconds,
             memory_bytes=peak_memory_bytes(self.engine.state.device),
-            val_loss=self.val_loss if evaluated else None,
-            sent_bytes={axis: bytes_ for axis, bytes_ in sorted(sent.items()) if bytes_},
+            val_loss=self._evaluate_if_due(done.step),
+            sent_bytes=cost.sent_bytes,
             loss_scale=None if model.scaler is None else statistics.loss_scale,
             skipped_steps=None if model.scaler is None else model.skipped_steps,
-            skipped=statistics.skipped,
+            skipped=("overflow" if statistics.finite else "not finite") if statistics.skipped else None,
+            loss_spike=None if spike is None else spike.sigmas,
+            own_seconds=own_seconds,
         )
         for sink in self.sinks:
             sink.write(metrics)
+
+    def _train(self, position: Position) -> tuple[StepStatistics, float]:
+        """The next step on the next samples; what it measured, and its learning rate."""
+        run, step, share = self.run, position.step + 1, self.engine.share
+        batches = read_batches(
+            self.corpus.train,
+            position.samples,
+            run.global_batch_size,
+            run.micro_batch_size,
+            share,
+            multiple=micro_batch_multiple(run.config.parallel),
+        )
+        # Where an update is left out the learning rate stands still with the weights, while samples are consumed.
+        updates = self.engine.sharded_model.optimizer.steps_taken
+        lr = run.config.optimizer.lr * learning_rate_factor(run.config.lr_schedule, updates, run.config.training.steps)
+        if step != run.config.logging.pipeline_trace_step:
+            return self.engine.try_step(batches, lr), lr
+        statistics, timeline = self.engine.traced_step(batches, lr)
+        self._report_pipeline(timeline, step)
+        return statistics, lr
+
+    def _pass_over(self, position: Position) -> Position:
+        """Count the next step and its samples as done, without doing it."""
+        training, count = self.run.config.training, self.run.global_batch_size
+        done = Position(position.step + 1, position.samples + count, position.tokens)
+        if done.step > self.told_until:
+            steps = min(steps_passed_over(done.step, training.skip_steps), training.steps - position.step)
+            self.told_until = position.step + steps
+            samples = Samples(position.samples, position.samples + steps * count - 1)
+            which = f"step {done.step} is" if steps == 1 else f"steps {done.step} to {self.told_until} are"
+            self.say(f"{which} passed over (training.skip_steps): {samples}")
+        metrics = passed_over(done.step, done.tokens, self._evaluate_if_due(done.step))
+        for sink in self.sinks:
+            sink.write(metrics)
         return done
+
+    def _go_back(self, bad: Position, samples: Samples) -> Position:
+        """Load the newest checkpoint, to go on from its step behind the samples of a step that was not finite."""
+        self.watchdog.at(bad.step, SAVING)
+        position = position_after_going_back(self.checkpoints.roll_back(self.engine), bad, samples)
+        for sink in self.sinks:
+            sink.drop_after(position.step)
+        self.evaluated = {}
+        self.say(
+            f"step {bad.step} is not finite: {samples} are left out; back to step {position.step}, "
+            f"on from sample {position.samples}"
+        )
+        return position
+
+    def _evaluate_if_due(self, step: int) -> float | None:
+        training = self.run.config.training
+        every = training.eval_every_steps
+        if not every or (step % every and step != training.steps):
+            return None
+        self.val_loss = self._evaluate()
+        self.evaluated = {step: self.val_loss}
+        return self.val_loss
 
     def _report_pipeline(self, timeline: Timeline, step: int) -> None:
         """Draw a measured pipeline beside the bubble that the schedule predicts for the same costs."""
@@ -182,12 +305,8 @@ class _Loop:
         if validation is None:
             raise ValueError("training.eval_every_steps needs data.validation_fraction above 0")
         samples = min(self.run.config.training.eval_samples, len(validation))
-        parallel = self.run.config.parallel
-        # what the schedule can run: interleaved takes micro-batches in multiples of pp
-        micro_batches = parallel.pp if parallel.schedule == "interleaved" else 1
-        whole = self.run.dp * self.run.micro_batch_size * micro_batches
-        count = -(-samples // whole) * whole
-        batches = read_batches(validation, 0, count, self.run.micro_batch_size, self.engine.share, available=samples)
+        multiple = micro_batch_multiple(self.run.config.parallel)
+        batches = read_batches(validation, 0, samples, self.run.micro_batch_size, self.engine.share, multiple=multiple)
         return self.engine.evaluate(batches).loss
 
 

@@ -195,6 +195,18 @@ class ShardedOptimizer:
         pieces = [self._state_of(part, name, piece) for part, piece in self._covering(bucket, run)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def memory(self, name: str, bucket: Bucket, run: Run) -> Tensor | None:
+        """Elements `run` of one state, to be overwritten; None where they are not there, or not in one piece of memory."""
+        found = self._covering(bucket, run)
+        if (
+            len(found) > 1
+            or bucket.master.place == "file"
+            or name not in self.torch_optimizer.state[found[0][0].parameter]
+        ):
+            return None
+        part, piece = found[0]
+        return self._state_of(part, name, piece)
+
     def write(self, name: str, bucket: Bucket, run: Run, values: Tensor) -> None:
         """Overwrite elements `run` of one state; state that does not exist yet begins to."""
         for part, piece in self._covering(bucket, run):

@@ -52,6 +52,14 @@ class ShardedState:
             return bucket.read(bucket.weight_shard if kind == MODEL else bucket.master, run)
         return self.optimizer.read(kind, bucket, run)
 
+    def memory(self, kind: str, bucket: Bucket, run: Run) -> Tensor | None:
+        """The elements themselves, to be overwritten; None where they lie in a file or do not exist yet."""
+        if kind in (MODEL, MASTER):
+            array = bucket.weight_shard if kind == MODEL else bucket.master
+            array.flush()
+            return None if array.tensor is None else bucket.owned_part(array.tensor, run)
+        return self.optimizer.memory(kind, bucket, run)
+
     def write(self, kind: str, bucket: Bucket, run: Run, values: Tensor) -> None:
         """Overwrite the elements; arguments as `read`."""
         if kind in (MODEL, MASTER):

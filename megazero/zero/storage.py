@@ -223,13 +223,15 @@ class InMemory:
         return Transfer(event.synchronize)  # the host may read the target, or change the source, after the wait
 
 
-def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool) -> InMemory:
+_LESS_OFFLOADING: Final = "lower zero.offload.ratio or set zero.offload.optimizer and zero.offload.parameters to nvme"
+
+
+def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str = _LESS_OFFLOADING) -> InMemory:
     """Zeros in host memory, page-locked if `pin` and there is a CUDA device.
 
     Raises:
-        StorageError: the memory cannot be had, or not be locked.
+        StorageError: the memory cannot be had, or not be locked; it ends with the remedy.
     """
-    remedy = "lower zero.offload.ratio or set zero.offload.optimizer and zero.offload.parameters to nvme"
     try:
         tensor = torch.zeros(numel, dtype=dtype)
     except RuntimeError as error:  # torch's allocator has no type of its own for it

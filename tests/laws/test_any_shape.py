@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import lru_cache
 from typing import Any
 
@@ -74,23 +73,31 @@ def test_any_shape_gives_the_plain_models_gradients_and_weights(shape: str, zero
 
 def test_one_rank_is_the_plain_model() -> None:
     for model, tied in ((UNTIED, False), (TIED, True), (GPT2, True)):
-        for zero_stage in range(4):
-            run = run_of(1, model=model, zero={"stage": zero_stage})
-            _assert_agrees(run_world(1, train, run)[0], _plain(model["family"], tied, CLIP))
+        runs = [run_of(1, model=model, zero={"stage": zero_stage}) for zero_stage in range(4)]
+        for zero_stage, got in enumerate(run_world(1, on_one_state, runs, train_on)[0]):
+            _assert_agrees(got, _plain(model["family"], tied, CLIP), f"stage {zero_stage}")
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.1])
-def test_clipping_is_by_the_norm_over_all_ranks(clip: float) -> None:
-    run = run_of(8, model=TIED, parallel={"tp": 2, "pp": 2}, zero={"stage": 2}, optimizer={"grad_clip": clip})
-    _assert_agrees(run_world(8, train, run)[0], _plain("llama", True, clip))
+def test_clipping_is_by_the_norm_over_all_ranks() -> None:
+    clips = (0.0, 0.1)
+    runs = [
+        run_of(8, model=TIED, parallel={"tp": 2, "pp": 2}, zero={"stage": 2}, optimizer={"grad_clip": clip})
+        for clip in clips
+    ]
+    for clip, got in zip(clips, run_world(8, on_one_state, runs, train_on)[0], strict=True):
+        _assert_agrees(got, _plain("llama", True, clip), f"clip {clip}")
 
 
 @pytest.mark.parametrize(("world", "parallel"), [(4, {}), (4, {"pp": 3, "dp": 1}), (8, {"tp": 2}), (4, {"pp": 2})])
 def test_more_shapes_give_the_plain_models_run(world: int, parallel: dict[str, Any]) -> None:
     world = 3 if parallel.get("pp") == 3 else world
-    for order, zero_stage in itertools.product(("tp-cp-dp-pp", "pp-dp-cp-tp"), (1, 3)):
-        run = run_of(world, model=TIED, parallel=parallel | {"order": order}, zero={"stage": zero_stage})
-        _assert_agrees(run_world(world, train, run)[0], _plain("llama", True, CLIP))
+    for order in ("tp-cp-dp-pp", "pp-dp-cp-tp"):
+        runs = [
+            run_of(world, model=TIED, parallel=parallel | {"order": order}, zero={"stage": zero_stage})
+            for zero_stage in (1, 3)
+        ]
+        for run, got in zip(runs, run_world(world, on_one_state, runs, train_on)[0], strict=True):
+            _assert_agrees(got, _plain("llama", True, CLIP), f"{order}, stage {run.config.zero.stage}")
 
 
 def test_padded_vocabulary_leaves_no_trace() -> None:
@@ -104,10 +111,8 @@ def test_padded_vocabulary_leaves_no_trace() -> None:
 
 def test_bf16_follows_fp32_within_its_rounding_on_every_stage() -> None:
     """bf16 weights, fp32 masters and sums: every ZeRO stage gives the same run, near the fp32 one."""
-    losses = []
-    for zero_stage in range(4):
-        run = run_of(2, model=TIED, zero={"stage": zero_stage}, precision={"dtype": "bf16"})
-        losses.append(run_world(2, train, run)[0]["loss"])
+    runs = [run_of(2, model=TIED, zero={"stage": stage}, precision={"dtype": "bf16"}) for stage in range(4)]
+    losses = [got["loss"] for got in run_world(2, on_one_state, runs, train_on)[0]]
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-3)
     assert losses[0] == pytest.approx(_plain("llama", True, CLIP)["loss"], rel=2e-2)

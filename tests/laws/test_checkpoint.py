@@ -12,7 +12,18 @@ import torch
 from harness import run_world
 from plain_model import logits
 from safetensors.torch import load_file
-from worlds import GPT2, LLAMA, LR, engine_on, global_batch, initial_weights, micro_batches, plain_config, run_of
+from worlds import (
+    GPT2,
+    LLAMA,
+    LR,
+    engine_on,
+    global_batch,
+    initial_weights,
+    micro_batches,
+    plain_config,
+    run_of,
+    state_on,
+)
 
 from megazero.checkpoint.index import HF_CONFIG, TrainerState, to_json
 from megazero.checkpoint.load import load_checkpoint
@@ -20,6 +31,7 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.models.hf_names import hugging_face_config
+from megazero.parallel_state import ParallelState
 
 TIED, UNTIED = LLAMA | {"tie_embeddings": True}, LLAMA | {"tie_embeddings": False}
 MODELS = {"untied": UNTIED, "tied": TIED, "gpt2": GPT2}
@@ -42,7 +54,13 @@ def _save(engine: Engine, directory: Path, step: int) -> None:
 
 def _run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None) -> list[float]:
     """Load or draw, do some steps, save; the losses."""
-    engine = engine_on(rank, run, draw=origin is None)
+    return _run_on(state_on(rank, run), run, origin, steps, save_to)
+
+
+def _run_on(
+    at: ParallelState, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None
+) -> list[float]:
+    engine = engine_on(at.rank, run, draw=origin is None, state=at)
     if origin is not None:
         state = load_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
         assert state.step == steps.start
@@ -51,6 +69,22 @@ def _run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to
     if save_to is not None:
         _save(engine, save_to, steps.stop)
     return losses
+
+
+def _run_models(
+    name: str, steps: range, origin: Path | None = None, save_to: Path | None = None
+) -> dict[str, list[float]]:
+    """Every model's losses on one shape, in one world; each has a folder of its own in `origin` and in `save_to`."""
+
+    def body(rank: int) -> dict[str, list[float]]:
+        runs = {model: _of(name, given)[1] for model, given in MODELS.items()}
+        at = state_on(rank, runs["tied"])
+        return {
+            model: _run_on(at, run, origin and origin / model, steps, save_to and save_to / model)
+            for model, run in runs.items()
+        }
+
+    return run_world(SHAPES[name][0], body)[0]
 
 
 def _stored(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -68,47 +102,41 @@ def _of(name: str, model: dict[str, Any], **sections: Any) -> tuple[int, Resolve
     return world, run_of(world, model=model, parallel=parallel, zero={"stage": stage}, **sections)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_step_0_is_bit_equal_from_every_shape(model: str, tmp_path: Path) -> None:
-    wanted: dict[str, torch.Tensor] = {}
+def test_step_0_is_bit_equal_from_every_shape(tmp_path: Path) -> None:
+    wanted = {model: initial_weights(_of("one rank", given)[1]) for model, given in MODELS.items()}
     for name in SHAPES:
-        world, run = _of(name, MODELS[model])
-        run_world(world, _run, run, None, range(0), tmp_path / name)
-        stored = _stored(tmp_path / name)
-        assert set(stored) == {"model", "exp_avg", "exp_avg_sq"}
-        wanted = wanted or initial_weights(run)
-        assert set(stored["model"]) == set(wanted)
-        for tensor in wanted:
-            assert torch.equal(stored["model"][tensor], wanted[tensor]), f"{tensor} from {name}"
-            assert stored["exp_avg"][tensor].shape == wanted[tensor].shape
-            assert not stored["exp_avg"][tensor].any()
+        _run_models(name, range(0), save_to=tmp_path / name)
+        for model, tensors in wanted.items():
+            stored = _stored(tmp_path / name / model)
+            assert set(stored) == {"model", "exp_avg", "exp_avg_sq"}
+            assert set(stored["model"]) == set(tensors)
+            for key, tensor in tensors.items():
+                assert torch.equal(stored["model"][key], tensor), f"{key} from {name}"
+                assert stored["exp_avg"][key].shape == tensor.shape
+                assert not stored["exp_avg"][key].any()
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_equal_states_of_any_shape_are_equal_tensors(model: str, tmp_path: Path) -> None:
+def test_equal_states_of_any_shape_are_equal_tensors(tmp_path: Path) -> None:
     """Loading on another shape and saving again changes no bit of weights and moments."""
-    world, run = _of("tp 2 pp 2 dp 2, stage 1", MODELS[model])
-    run_world(world, _run, run, None, range(2), tmp_path / "origin")
-    origin = _stored(tmp_path / "origin")
+    _run_models("tp 2 pp 2 dp 2, stage 1", range(2), save_to=tmp_path / "origin")
     for name in SHAPES:
-        world, run = _of(name, MODELS[model])
-        run_world(world, _run, run, tmp_path / "origin", range(2, 2), tmp_path / name)
-        again = _stored(tmp_path / name)
-        for kind, tensors in origin.items():
-            assert set(again[kind]) == set(tensors)
-            for tensor in tensors:
-                assert torch.equal(again[kind][tensor], tensors[tensor]), f"{kind} of {tensor} through {name}"
+        _run_models(name, range(2, 2), tmp_path / "origin", tmp_path / name)
+        for model in MODELS:
+            origin, again = _stored(tmp_path / "origin" / model), _stored(tmp_path / name / model)
+            for kind, tensors in origin.items():
+                assert set(again[kind]) == set(tensors)
+                for key, tensor in tensors.items():
+                    assert torch.equal(again[kind][key], tensor), f"{kind} of {key}, {model} through {name}"
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_run_resumed_on_any_shape_goes_on_as_if_uninterrupted(model: str, tmp_path: Path) -> None:
-    wanted = run_world(1, _run, _of("one rank", MODELS[model])[1], None, range(6), None)[0]
-    world, run = _of("tp 2 pp 2 dp 2, stage 1", MODELS[model])
-    assert run_world(world, _run, run, None, range(3), tmp_path / "step")[0] == pytest.approx(wanted[:3], rel=1e-5)
-    for name in SHAPES:
-        world, run = _of(name, MODELS[model])
-        losses = run_world(world, _run, run, tmp_path / "step", range(3, 6), None)[0]
-        assert losses == pytest.approx(wanted[3:], rel=1e-5), name
+def test_a_run_resumed_on_any_shape_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
+    wanted = _run_models("one rank", range(6))
+    first = _run_models("tp 2 pp 2 dp 2, stage 1", range(3), save_to=tmp_path)
+    resumed = {name: _run_models(name, range(3, 6), tmp_path) for name in SHAPES}
+    for model, losses in wanted.items():
+        assert first[model] == pytest.approx(losses[:3], rel=1e-5), model
+        for name, of_models in resumed.items():
+            assert of_models[model] == pytest.approx(losses[3:], rel=1e-5), (model, name)
 
 
 def test_masters_carry_a_run_between_precisions(tmp_path: Path) -> None:

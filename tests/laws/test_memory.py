@@ -22,66 +22,12 @@ from megazero.models.gpt import MicroBatch
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}  # divides by tp, so that no row is padding
 
 
-def _measure(rank: int, run: ResolvedRun) -> tuple[dict[str, int], int, int, int]:
-    """Bytes after a step; parameters on this rank; padding elements; elements of the largest bucket."""
-    engine = engine_on(rank, run)
-    engine.train_step(micro_batches(run, engine.state, 0), LR)
-    layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]
-    padding = sum(layout.padded_numel - layout.numel for layout in layouts)
-    assert all(layout.padded_numel - layout.numel < 16 * max(1, run.dp) for layout in layouts)
-    largest = max(layout.padded_numel for layout in layouts)
-    return engine.memory_bytes(), sum(layout.numel for layout in layouts), padding, largest
-
-
-@pytest.mark.parametrize("parallel", [{}, {"pp": 2}], ids=["alone", "pp 2"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("dp", [2, 4])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_model_state_bytes_equal_the_zero_formula(
-    zero_stage: int, dp: int, dtype: str, parallel: dict[str, int]
-) -> None:
-    world = dp * parallel.get("pp", 1)
-    run = run_of(world, model=UNTIED, parallel=parallel, zero={"stage": zero_stage}, precision={"dtype": dtype})
-    weight, master = (4, 0) if dtype == "fp32" else (2, 4)
-    for measured, parameters, padding, largest in run_world(world, _measure, run):
-        stored = parameters + padding
-        per_parameter = weight / (dp if zero_stage == 3 else 1) + master / (dp if zero_stage >= 1 else 1)
-        assert measured["parameters"] == stored * per_parameter
-        assert measured["gradients"] == stored * 4 / (dp if zero_stage >= 2 else 1)
-        # moments cover parameters, not padding: the last shard has fewer
-        moments = 8 * parameters / (dp if zero_stage >= 1 else 1)
-        assert abs(measured["optimizer"] - moments) <= 8 * padding
-        if zero_stage < 3:
-            assert measured["gather_buffers"] == 0
-        # two reductions under way hold what arrives, and from stage 2 on what they send, beside two buckets that fill
-        buffers = {0: 0, 1: 2, 2: 6, 3: 6}[zero_stage]
-        assert measured["gradient_buffers"] <= buffers * largest * 4
-
-
-def test_working_buffers_of_stage_3_do_not_grow_with_depth() -> None:
-    sizes = []
-    for layers in (2, 6):
-        run = run_of(2, model=UNTIED | {"num_layers": layers}, zero={"stage": 3})
-        measured, *_ = run_world(2, _measure, run)[0]
-        sizes.append((measured["gather_buffers"], measured["gradient_buffers"]))
-    assert sizes[0] == sizes[1]
-
-
-def test_a_stage_3_rank_never_makes_the_whole_model() -> None:
-    """Parameters are made on the meta device and drawn shard by shard."""
-    run = run_of(4, model=UNTIED | {"num_layers": 8}, zero={"stage": 3})
-    measured, parameters, *_ = run_world(4, _measure, run)[0]
-    assert measured["parameters"] + measured["gather_buffers"] < 4 * parameters * 0.6
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Half precision, offloading, groups that share the state
-
-
-def _measure_on(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
+def _measure(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
+    """After a step: bytes; elements that are stored, that are padding, of the largest bucket, that this rank owns."""
     engine.train_step(micro_batches(run, engine.state, 0), LR)
     layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]
     owned = sum(bucket.owned.stop - bucket.owned.start for bucket in engine.sharded_model.parameters.buckets)
+    assert all(layout.padded_numel - layout.numel < 16 * max(1, run.dp) for layout in layouts)
     return {
         "bytes": engine.memory_bytes(),
         "stored": sum(layout.padded_numel for layout in layouts),
@@ -89,6 +35,53 @@ def _measure_on(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
         "largest": max(layout.padded_numel for layout in layouts),
         "owned": owned,
     }
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2}], ids=["alone", "pp 2"])
+@pytest.mark.parametrize("dp", [2, 4])
+def test_model_state_bytes_equal_the_zero_formula(dp: int, parallel: dict[str, int]) -> None:
+    world = dp * parallel.get("pp", 1)
+    cases = [(dtype, zero_stage) for dtype in ("fp32", "bf16") for zero_stage in range(4)]
+    runs = [
+        run_of(world, model=UNTIED, parallel=parallel, zero={"stage": zero_stage}, precision={"dtype": dtype})
+        for dtype, zero_stage in cases
+    ]
+    for results in run_world(world, on_one_state, runs, _measure):
+        for case, result in zip(cases, results, strict=True):
+            dtype, zero_stage = case
+            weight, master = (4, 0) if dtype == "fp32" else (2, 4)
+            measured, stored, padding = result["bytes"], result["stored"], result["padding"]
+            per_parameter = weight / (dp if zero_stage == 3 else 1) + master / (dp if zero_stage >= 1 else 1)
+            assert measured["parameters"] == stored * per_parameter, case
+            assert measured["gradients"] == stored * 4 / (dp if zero_stage >= 2 else 1), case
+            # moments cover parameters, not padding: the last shard has fewer
+            moments = 8 * (stored - padding) / (dp if zero_stage >= 1 else 1)
+            assert abs(measured["optimizer"] - moments) <= 8 * padding, case
+            if zero_stage < 3:
+                assert measured["gather_buffers"] == 0, case
+            # two reductions under way hold what arrives, and from stage 2 on what they send, beside two buckets that fill
+            buffers = {0: 0, 1: 2, 2: 6, 3: 6}[zero_stage]
+            assert measured["gradient_buffers"] <= buffers * result["largest"] * 4, case
+
+
+def test_working_buffers_of_stage_3_do_not_grow_with_depth() -> None:
+    runs = [run_of(2, model=UNTIED | {"num_layers": layers}, zero={"stage": 3}) for layers in (2, 6)]
+    for results in run_world(2, on_one_state, runs, _measure):
+        shallow, deep = (measured["bytes"] for measured in results)
+        assert shallow["gather_buffers"] == deep["gather_buffers"]
+        assert shallow["gradient_buffers"] == deep["gradient_buffers"]
+
+
+def test_a_stage_3_rank_never_makes_the_whole_model() -> None:
+    """Parameters are made on the meta device and drawn shard by shard."""
+    run = run_of(4, model=UNTIED | {"num_layers": 8}, zero={"stage": 3})
+    (measured,) = run_world(4, on_one_state, [run], _measure)[0]
+    parameters = measured["stored"] - measured["padding"]
+    assert measured["bytes"]["parameters"] + measured["bytes"]["gather_buffers"] < 4 * parameters * 0.6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Half precision, offloading, groups that share the state
 
 
 def _on_device(memory: dict[str, int]) -> int:
@@ -106,7 +99,7 @@ def test_a_parameter_takes_2_4_and_12_bytes_and_each_stage_shards_more_of_them(d
         run_of(4, model=UNTIED, zero={"stage": stage, "shard_group_size": group}, precision={"dtype": dtype})
         for stage in stages
     ]
-    for results in run_world(4, on_one_state, runs, _measure_on):
+    for results in run_world(4, on_one_state, runs, _measure):
         for stage, measured in zip(stages, results, strict=True):
             # padding has no moments, and only the last shard has padding
             slack = 8 * measured["padding"]
@@ -122,7 +115,7 @@ def test_what_is_offloaded_leaves_the_device_and_is_told_where_it_is(dtype: str,
     for stage, place in cases:
         offload = {"optimizer": place, "nvme_path": str(tmp_path)} | ({"parameters": place} if stage == 3 else {})
         runs.append(run_of(4, model=UNTIED, zero={"stage": stage, "offload": offload}, precision={"dtype": dtype}))
-    for results in run_world(4, on_one_state, runs, _measure_on):
+    for results in run_world(4, on_one_state, runs, _measure):
         by_case = dict(zip(cases, results, strict=True))
         for stage, place in cases:
             if place == "none":
@@ -156,7 +149,7 @@ def test_half_the_ratio_offloads_half_the_optimizer_to_within_a_bucket() -> None
         )
         for ratio in ratios
     ]
-    for results in run_world(2, on_one_state, runs, _measure_on):
+    for results in run_world(2, on_one_state, runs, _measure):
         every = results[0]["bytes"]["optimizer"]
         for ratio, measured in zip(ratios, results, strict=True):
             moved = measured["bytes"].get("optimizer on host", 0)

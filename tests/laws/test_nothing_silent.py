@@ -14,6 +14,7 @@ import torch
 from harness import run_world
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 
+from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import MANIFEST, CheckpointError, TrainerState, find_newest
 from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
@@ -138,11 +139,11 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(saved: Path, tmp_pat
     shutil.copytree(saved, newer)
     (newer / MANIFEST).unlink()
     (newer / "model-00009-of-00009.safetensors.partial").write_bytes(b"half")
-    assert find_newest(tmp_path) == older
+    assert find_newest(tmp_path) == folder_at(older)
     ((error, _),) = run_world(1, _load, run_of(1, model=TIED), newer)
     assert "not a complete checkpoint" in error
     assert run_world(1, _save, run_of(1, model=TIED), newer, 2) == [""]
-    assert find_newest(tmp_path) == newer
+    assert find_newest(tmp_path) == folder_at(newer)
     assert find_damage(newer) == []
 
 

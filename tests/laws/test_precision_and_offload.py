@@ -60,7 +60,7 @@ def _precision(dtype: str) -> dict[str, Any]:
 
 
 def _train_each(world: int, runs: list[ResolvedRun]) -> list[dict[str, Any]]:
-    return run_world(world, on_one_state, runs, train_on)[0]
+    return run_world(world, on_one_state, runs, train_on, False, True)[0]
 
 
 def _assert_same_bits(a: dict[str, Any], b: dict[str, Any], what: object) -> None:

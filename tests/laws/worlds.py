@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from plain_model import PlainConfig, PlainTrainer, parameter_shapes
 from torch import Tensor
 
 from megazero.checkpoint.gather import gather_logical
-from megazero.comm.collectives import gather_objects
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import Engine, initialize
 from megazero.layers.counter_rng import derive_key, normal
@@ -43,6 +43,7 @@ def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> 
         "precision": {"dtype": "fp32"} | sections.get("precision", {}),
         "optimizer": {"lr": LR, "eps": EPS, "grad_clip": 0.5} | sections.get("optimizer", {}),
         "training": {"global_batch_size": SAMPLES, "seed": 7} | sections.get("training", {}),
+        "checkpoint": sections.get("checkpoint", {}),
     }
     return resolve(RunConfig.model_validate(config), world)
 
@@ -123,18 +124,25 @@ def on_one_state(rank: int, runs: Sequence[ResolvedRun], body: Callable[..., Any
 
 def whole(engine: Engine, kind: str) -> dict[str, Tensor] | None:
     """Every logical tensor of a kind, on rank 0; None elsewhere."""
-    mine = {
-        name: tensor.clone() for name, tensor in gather_logical(engine.sharded_model.sharded_state, kind, engine.state)
-    }
-    everyone = gather_objects(mine, engine.state.world)
-    return _merged(everyone) if engine.state.rank == 0 else None
+    mine = dict(gather_logical(engine.sharded_model.sharded_state, kind, engine.state))
+    shapes = {name: tensor.shape for name, tensor in mine.items()}
+    flat = (
+        torch.cat([tensor.flatten() for tensor in mine.values()]) if mine else torch.empty(0)
+    )  # one message, not many
+    first = engine.state.rank == 0
+    if engine.state.world.size == 1:
+        return _merged([(shapes, flat)])
+    everyone: list[Any] | None = [None] * engine.state.world.size if first else None
+    dist.gather_object((shapes, flat), everyone)
+    return _merged(everyone) if everyone is not None else None
 
 
-def _merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _merged(parts: list[tuple[dict[str, torch.Size], Tensor]]) -> dict[str, Tensor]:
     merged: dict[str, Tensor] = {}
-    for part in parts:
-        assert not set(part) & set(merged), "a logical tensor has two writers"
-        merged |= part
+    for shapes, flat in parts:
+        assert not set(shapes) & set(merged), "a logical tensor has two writers"
+        pieces = flat.split([shape.numel() for shape in shapes.values()])
+        merged |= {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
     return merged
 
 
@@ -156,8 +164,8 @@ def train(rank: int, run: ResolvedRun, evaluates: bool = False) -> dict[str, Any
     return train_on(engine_on(rank, run), run, evaluates)
 
 
-def train_on(engine: Engine, run: ResolvedRun, evaluates: bool = False) -> dict[str, Any] | None:
-    """As `train`, on an engine that is there."""
+def train_on(engine: Engine, run: ResolvedRun, evaluates: bool = False, masters: bool = False) -> dict[str, Any] | None:
+    """As `train`, on an engine that is there; if asked with the masters at the end."""
     out: dict[str, Any] = {"initial": whole(engine, "model"), "loss": [], "norm": []}
     for step in range(STEPS):
         statistics = engine.compute_gradients(micro_batches(run, engine.state, step))
@@ -168,7 +176,9 @@ def train_on(engine: Engine, run: ResolvedRun, evaluates: bool = False) -> dict[
         engine.update(LR)
         if evaluates and step == 0:
             engine.evaluate(micro_batches(run, engine.state, 50))
-    out["weights"], out["masters"] = whole(engine, "model"), whole(engine, "master")
+    out["weights"] = whole(engine, "model")
+    if masters:
+        out["masters"] = whole(engine, "master")
     return out if engine.state.rank == 0 else None
 
 

@@ -1,0 +1,123 @@
+"""A checkpoint becomes a plain transformers model directory: weights alone, in the dtype and file size of choice.
+
+    step-00000010/                          out/
+      model-..., master-...      ->           model.safetensors, or shards and their index
+      data.tokenizer of the run  ->           tokenizer.json, tokenizer_config.json
+                                              generation_config.json
+      trainer_state.json         ->           config.json (last: without it nothing loads the directory)
+
+A tensor is read, converted and written before the next one is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from megazero.checkpoint.folder import Folder, Place
+from megazero.checkpoint.hf_config import logical_shapes
+from megazero.checkpoint.hf_tokenizer import GENERATION, token_ids, travelling_files
+from megazero.checkpoint.index import (
+    HF_CONFIG,
+    TRAINER_STATE,
+    CheckpointError,
+    TrainerState,
+    index_name,
+    kinds_of,
+    read_manifest,
+    read_trainer_state,
+    to_json,
+)
+from megazero.checkpoint.retention import reading
+from megazero.checkpoint.shards import DTYPE_NAMES, DTYPES, Layout, new_folder, write_shards
+from megazero.checkpoint.tensor_file import StoredTensors
+from megazero.checkpoint.verify import find_damage
+from megazero.config.schema import ModelConfig
+from megazero.models.hf_names import hugging_face_config
+from megazero.zero.state import MASTER, MODEL
+
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has made.
+
+    Args:
+        dtype: of the weights: "fp32", "bf16" or "fp16".
+        files: of weights.
+        bytes: of all tensors.
+        about_tokenizer: where the tokenizer came from, or why there is none.
+    """
+
+    dtype: str
+    files: int
+    bytes: int
+    about_tokenizer: str
+
+
+def export_model(place: Place, out: Place, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9) -> Exported:
+    """Write the model of a checkpoint for transformers.
+
+    Args:
+        place: a step directory, or the URL of one.
+        out: a new or empty directory, or a URL.
+        dtype: "fp32", "bf16" or "fp16"; that of the run's weights when None.  Another one than the run's is made from the
+            fp32 masters where there are any.
+        max_shard_bytes: of tensors in one file.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or is not of our models, a value does not fit the dtype, or the files
+            cannot be read or written; nothing is left in `out`.
+    """
+    with reading(place) as folder:
+        return _export(folder, out, dtype, max_shard_bytes)
+
+
+def _export(folder: Folder, out: Place, dtype: str | None, max_shard_bytes: int) -> Exported:
+    manifest = read_manifest(folder)
+    damage = find_damage(folder)
+    if damage:
+        raise CheckpointError("\n".join(damage) + f"\n{folder} is damaged and was not exported")
+    trainer = read_trainer_state(folder)
+    model = _model_of(folder, trainer)
+    weights = StoredTensors(folder, MODEL)
+    kept = reduce(torch.promote_types, [weights.dtype(name) for name in weights.files])
+    wanted = DTYPES[dtype] if dtype else kept
+    masters = StoredTensors(folder, MASTER) if wanted != kept and MASTER in kinds_of(manifest) else None
+    tensors: Layout = {name: (wanted, shape) for name, shape in logical_shapes(model).items()}
+    if {name: shape for name, (_, shape) in tensors.items()} != {name: weights.shape(name) for name in weights.files}:
+        raise CheckpointError(f"{folder} does not hold the tensors of the model that its {TRAINER_STATE} describes")
+
+    def read(name: str) -> Tensor:
+        exact = masters is not None and name in masters.files
+        return masters.whole(name) if masters is not None and exact else weights.whole(name)
+
+    with new_folder(out) as target:
+        written = write_shards(target, tensors, read, max_shard_bytes, single=_SINGLE)
+        files, about = travelling_files(folder, trainer)
+        ids = token_ids(folder, trainer, files, model.vocab_size)
+        files = ({GENERATION: to_json(ids)} if ids else {}) | files
+        if set(written.records) != {_SINGLE}:
+            files[index_name(MODEL)] = to_json(written.index())
+        files[HF_CONFIG] = to_json(hugging_face_config(model, DTYPE_NAMES[wanted]) | ids)
+        for name, data in files.items():
+            target.write(name, data)
+    return Exported(DTYPE_NAMES[wanted], len(written.records), written.tensor_bytes, about)
+
+
+def _model_of(folder: Folder, trainer: TrainerState) -> ModelConfig:
+    """The [model] section that a checkpoint was written with.  Raises: CheckpointError for a script's own module."""
+    if "module" in trainer.model:
+        raise CheckpointError(
+            f"{folder} holds a script's own module, {trainer.model['module']}, which is neither a llama nor a gpt2 of "
+            "transformers: its tensors are named as the module names them. Load them with the script"
+        )
+    try:
+        return ModelConfig.model_validate(trainer.model)
+    except ValidationError as error:
+        raise CheckpointError(f"{folder} has a [model] section that this release does not know ({error})") from error

@@ -1,0 +1,201 @@
+"""A transformers model directory becomes a checkpoint from which a run goes on.
+
+    config.json            ->  [model] section, or a refusal that says why
+    model*.safetensors     ->  step 0 of kind `model`, under the names that transformers writes today
+    pytorch_model*.bin
+    tokenizer.json, ...    ->  the same files
+                           +   trainer_state.json, model.toml, manifest.json (last)
+
+A tensor is read, converted and written before the next one is read.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.folder import Folder, LocalFolder, Output, Place
+from megazero.checkpoint.hf_config import logical_shapes, model_section
+from megazero.checkpoint.hf_tokenizer import TOKENIZER, tokenizer_files
+from megazero.checkpoint.hf_weights import HubWeights
+from megazero.checkpoint.index import (
+    HF_CONFIG,
+    TRAINER_STATE,
+    CheckpointError,
+    FileRecord,
+    TrainerState,
+    index_name,
+    to_json,
+    write_manifest,
+)
+from megazero.checkpoint.shards import CHUNK_ELEMENTS, DTYPE_NAMES, DTYPES, Layout, new_folder, write_shards
+from megazero.config.schema import ModelConfig
+from megazero.config.values import toml_value
+from megazero.models.hf_names import GPT2Names, LlamaNames, hugging_face_config
+
+MODEL_TOML = "model.toml"
+_PREFIX = {"llama": "model.", "gpt2": "transformer."}
+# Constants that older releases stored with the weights.
+_BUFFERS = {
+    "llama": re.compile(r".*\.rotary_emb\.inv_freq"),
+    "gpt2": re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
+}
+_HEAD = LlamaNames().head  # of both families
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import has made.
+
+    Args:
+        model: the resolved [model] section.
+        toml: the text of `model.toml`.
+        dtype: of the stored weights: "fp32", "bf16" or "fp16".
+        tensors: how many.
+        bytes: of all of them.
+    """
+
+    model: ModelConfig
+    toml: str
+    dtype: str
+    tensors: int
+    bytes: int
+
+
+def import_model(
+    source: str | Path,
+    out: Place,
+    *,
+    dtype: str | None = None,
+    seq_len: int | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> Imported:
+    """Make a checkpoint of a transformers model.
+
+    Args:
+        source: a directory with config.json and the weights.
+        out: a new or empty directory, or a URL.
+        dtype: "fp32", "bf16" or "fp16", to store the weights in; as they are when None, the widest where they differ.
+        seq_len: tokens in a sample, for a llama; as many as the model's configuration names when None.
+        max_shard_bytes: of tensors in one file.
+
+    Raises:
+        CheckpointError: our models do not compute what this one does, a tensor is missing, unknown or of another shape,
+            or the files cannot be read or written; nothing is left in `out`.
+    """
+    folder = LocalFolder(Path(source))
+    config = _read_config(folder)
+    try:
+        model = model_section(config, seq_len)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}/{HF_CONFIG} is not a model that can be imported: {error}") from error
+    weights = HubWeights(folder)
+    names = _match(weights, model)
+    kept = DTYPES[dtype] if dtype else reduce(torch.promote_types, [weights.dtype(name) for name in names.values()])
+    tensors: Layout = {ours: (kept, weights.shape(theirs)) for ours, theirs in names.items()}
+    with new_folder(out) as target:
+        written = write_shards(
+            target,
+            tensors,
+            lambda name: weights.read(names[name]),
+            max_shard_bytes,
+            metadata={"kind": "model", "step": "0"},
+        )
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+        tokenizer = tokenizer_files(folder)
+        toml = _toml(model, folder, target, config, has_tokenizer=TOKENIZER in tokenizer)
+        files = tokenizer | {
+            index_name("model"): to_json(written.index()),
+            HF_CONFIG: to_json(hugging_face_config(model, DTYPE_NAMES[kept]) | ids),
+            TRAINER_STATE: to_json(asdict(_beginning(model))),
+            MODEL_TOML: toml.encode(),
+        }
+        records = {name: _record(target.write(name, data)) for name, data in files.items()}
+        write_manifest(target, written.records | records)
+    return Imported(model, toml, DTYPE_NAMES[kept], len(tensors), written.tensor_bytes)
+
+
+def _record(output: Output) -> FileRecord:
+    return FileRecord(output.bytes, output.xxh3)
+
+
+def _read_config(folder: Folder) -> dict[str, Any]:
+    try:
+        found = json.loads(folder.read(HF_CONFIG))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is not a transformers model directory: it has no {HF_CONFIG}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}/{HF_CONFIG} cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder}/{HF_CONFIG} must hold an object, it holds a {type(found).__name__}")
+    return found
+
+
+def _beginning(model: ModelConfig) -> TrainerState:
+    """A run that has not begun, on data that is not chosen yet."""
+    versions = {"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)}
+    return TrainerState(0, 0, 0, 0, "", model.model_dump(), {}, {}, versions)
+
+
+def _toml(model: ModelConfig, source: Folder, out: Folder, config: Mapping[str, Any], *, has_tokenizer: bool) -> str:
+    """The run file's sections that go on from an imported model."""
+    lines = [f"# The model of {source}, imported into {out}."]
+    if config.get("attn_pdrop", 0.1) and model.family == "gpt2":
+        lines.append(f"# Its attn_pdrop={config.get('attn_pdrop', 0.1)} has no counterpart; dropout may be set anew.")
+    lines += ["[model]", *(f"{key} = {toml_value(value)}" for key, value in model.model_dump().items())]
+    if has_tokenizer:
+        lines += ["", "[data]", f"tokenizer = {toml_value(f'{out}/{TOKENIZER}')}"]
+    else:
+        lines += ["", f"# There is no {TOKENIZER} in {source}: data.tokenizer must name the model's own."]
+    return "\n".join([*lines, "", "[checkpoint]", f"resume = {toml_value(str(out))}"]) + "\n"
+
+
+def _match(weights: HubWeights, model: ModelConfig) -> dict[str, str]:
+    """The stored name of each logical tensor.  Raises: CheckpointError naming what is missing, unknown or misshapen."""
+    wanted = logical_shapes(model)
+    names: dict[str, str] = {}
+    problems = []
+    for name in weights.names:
+        ours = name if name in wanted else _PREFIX[model.family] + name
+        if ours in names:
+            problems.append(f"{names[ours]} and {name} are the same tensor")
+        elif ours in wanted:
+            names[ours] = name
+        elif not (_BUFFERS[model.family].fullmatch(name) or (name == _HEAD and model.tie_embeddings)):
+            problems.append(f"{name} belongs to no parameter of a {model.family} of this configuration")
+    problems += [f"{name} is missing" for name in wanted if name not in names]
+    problems += _misfits(weights, names, wanted)
+    if not problems and model.tie_embeddings and _HEAD in weights.names:
+        embedding = (GPT2Names() if model.family == "gpt2" else LlamaNames()).embedding
+        if not _are_equal(weights.read(_HEAD), weights.read(names[embedding])):
+            problems.append(
+                f"{_HEAD} differs from {names[embedding]}, though tie_word_embeddings is true: tied weights are one tensor"
+            )
+    if problems:
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise CheckpointError(f"the weights in {weights.folder} are not those of its {HF_CONFIG}: {shown}")
+    return {name: names[name] for name in wanted}
+
+
+def _misfits(weights: HubWeights, names: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    for ours, theirs in names.items():
+        if weights.shape(theirs) != wanted[ours]:
+            yield f"{theirs} has shape {list(weights.shape(theirs))}, the configuration makes it {list(wanted[ours])}"
+        elif weights.dtype(theirs) not in DTYPE_NAMES:
+            yield f"{theirs} is of {weights.dtype(theirs)}; float32, bfloat16 and float16 are supported"
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    parts = (tensor.reshape(-1).split(CHUNK_ELEMENTS) for tensor in (one, other))
+    return all(torch.equal(a, b.to(a.dtype)) for a, b in zip(*parts, strict=True))

@@ -1,0 +1,96 @@
+"""The tokenizer that travels with a model, as files that `transformers.AutoTokenizer` loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.folder import Folder, LocalFolder
+from megazero.checkpoint.index import HF_CONFIG, TrainerState, to_json
+from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS, ByteTokenizer
+
+TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+_TRAVELLING = (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    GENERATION,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def tokenizer_files(folder: Folder) -> dict[str, bytes]:
+    """What a model's directory holds of its tokenizer, and of how to generate with it."""
+    return {name: folder.read(name) for name in _TRAVELLING if folder.has(name)}
+
+
+def travelling_files(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes], str]:
+    """The tokenizer's files of a checkpoint, and a line about them.
+
+    They lie in the checkpoint's directory where it was imported; else `data.tokenizer` of the run names them.
+
+    Args:
+        folder: a step directory.
+        trainer: its trainer state.
+    """
+    own = tokenizer_files(folder)
+    if TOKENIZER in own:
+        return _completed(own), f"the tokenizer of {folder}"
+    named = str(trainer.config.get("data", {}).get("tokenizer", ""))
+    if named in ("", "byte"):
+        return own, "no tokenizer: the run read bytes" if named else "no tokenizer: the checkpoint names none"
+    path = Path(named) / TOKENIZER if Path(named).is_dir() else Path(named)
+    if not path.is_file():
+        return own, f"no tokenizer: data.tokenizer={named} of the run is not there; copy it beside the weights yourself"
+    beside = tokenizer_files(LocalFolder(path.parent)) if path.name == TOKENIZER else {}
+    return _completed(beside | {TOKENIZER: path.read_bytes()}), f"the tokenizer {path}"
+
+
+def _completed(files: dict[str, bytes]) -> dict[str, bytes]:
+    """With the configuration that transformers needs beside a tokenizer.json."""
+    if TOKENIZER_CONFIG in files:
+        return files
+    name = _end_of_document(files[TOKENIZER])[1]
+    ends = {"eos_token": name} if name is not None else {}
+    return files | {TOKENIZER_CONFIG: to_json({"tokenizer_class": "PreTrainedTokenizerFast", **ends})}
+
+
+def _end_of_document(tokenizer: bytes) -> tuple[int | None, str | None]:
+    """Id and text of the token that ends a document, where the tokenizer has one of the usual ones."""
+    from tokenizers import Tokenizer
+
+    try:
+        inner = Tokenizer.from_buffer(tokenizer)
+    except Exception:  # the library raises nothing narrower; a file that it cannot read travels all the same
+        return None, None
+    known = ((inner.token_to_id(token), token) for token in END_OF_DOCUMENT_TOKENS)
+    return next(((id_, token) for id_, token in known if id_ is not None), (None, None))
+
+
+def token_ids(folder: Folder, trainer: TrainerState, files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
+    """Ids of the tokens that begin and end a text, where they are known.
+
+    Args:
+        folder: a step directory; an imported one's config.json tells them.
+        trainer: its trainer state.
+        files: those of the tokenizer.
+        vocab_size: ids from here on are left out.
+    """
+    for text in (folder.read(HF_CONFIG) if folder.has(HF_CONFIG) else b"{}", files.get(GENERATION, b"{}")):
+        told = json.loads(text)
+        found = {key: told[key] for key in _TOKEN_IDS if told.get(key) is not None}
+        if found:
+            return found
+    ends: int | None = None
+    if TOKENIZER in files:
+        ends = _end_of_document(files[TOKENIZER])[0]
+    elif trainer.config.get("data", {}).get("tokenizer") == "byte":
+        ends = ByteTokenizer.eod_id
+    return {"eos_token_id": ends} if ends is not None and ends < vocab_size else {}

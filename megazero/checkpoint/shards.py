@@ -1,0 +1,157 @@
+"""Whole tensors from anywhere into safetensors files of a bounded size, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.folder import Folder, Place, folder_at
+from megazero.checkpoint.index import CheckpointError, FileRecord
+from megazero.checkpoint.tensor_file import SafetensorsWriter
+
+Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+CHUNK_ELEMENTS = 1 << 22  # looked at at a time
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files that hold a model.
+
+    Args:
+        records: size and hash of each file.
+        weight_map: the file of each tensor.
+        tensor_bytes: of all tensors together.
+    """
+
+    records: dict[str, FileRecord]
+    weight_map: dict[str, str]
+    tensor_bytes: int
+
+    def index(self) -> dict[str, object]:
+        """The index that stock tools read."""
+        return {"metadata": {"total_size": self.tensor_bytes}, "weight_map": self.weight_map}
+
+
+def parse_size(text: str) -> int:
+    """5_000_000_000 for "5GB", 2**30 for "1GiB", 100 for "100".  Raises: ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    size = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ") if match else 0
+    if size < 1:
+        raise ValueError(f"{text!r} is not a size above 0; write it as 5GB, 500MB or 1GiB")
+    return int(size)
+
+
+def cut(tensors: Layout, limit: int) -> list[Layout]:
+    """Spread tensors over files, in their order: each holds up to `limit` bytes, or one tensor that is larger."""
+    files: list[Layout] = [{}]
+    filled = 0
+    for name, (dtype, shape) in tensors.items():
+        size = dtype.itemsize * prod(shape)
+        if files[-1] and filled + size > limit:
+            files.append({})
+            filled = 0
+        files[-1][name] = dtype, shape
+        filled += size
+    return files
+
+
+def write_shards(
+    folder: Folder,
+    tensors: Layout,
+    read: Callable[[str], Tensor],
+    limit: int,
+    *,
+    single: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Write a model's tensors as `model-00001-of-0000n.safetensors`.
+
+    Args:
+        folder: where the files go.
+        tensors: dtype and shape in which each is written, by name.
+        read: gives a tensor; it is converted, and let go before the next one is asked for.
+        limit: bytes of tensors in a file.
+        single: name of the file where one is enough; None numbers it all the same.
+        metadata: strings that each file's header holds.
+
+    Raises:
+        OSError: the storage refuses.
+        CheckpointError: a tensor holds what the dtype cannot.
+    """
+    files = cut(tensors, limit)
+    records: dict[str, FileRecord] = {}
+    weight_map: dict[str, str] = {}
+    for number, held in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = single if single is not None and len(files) == 1 else file
+        writer = SafetensorsWriter(folder, file, held, metadata)
+        try:
+            for name, (dtype, _) in held.items():
+                writer.write(name, _converted(name, read(name), dtype))
+            records[file] = writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        weight_map |= dict.fromkeys(held, file)
+    return Written(records, weight_map, sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values()))
+
+
+def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    found = tensor.contiguous().to(dtype)
+    if not _is_finite(found):
+        if _is_finite(tensor):
+            largest = max(float(part.abs().max()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
+            wrong = f"has a value of {largest:g}, which {DTYPE_NAMES[dtype]} cannot hold; choose another dtype"
+        else:
+            wrong = "holds values that are not numbers, or infinite ones"
+        raise CheckpointError(f"{name} {wrong}")
+    return found
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Part by part, since the test makes copies."""
+    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
+
+
+@contextmanager
+def new_folder(place: Place) -> Iterator[Folder]:
+    """A folder that is filled in the block, and left as empty as it was found where that raises.
+
+    Raises:
+        CheckpointError: there is something in it already, or the storage refuses.
+    """
+    folder = folder_at(place)
+    try:
+        there = folder.files() + folder.folders()
+        if there:
+            raise CheckpointError(f"{folder} is not empty: it holds {there[0]}; choose another name, or remove it")
+        folder.make()
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written ({error})") from error
+    try:
+        yield folder
+    except BaseException as error:
+        _clear(folder)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{folder} could not be written ({error}); nothing was left there") from error
+        raise
+
+
+def _clear(folder: Folder) -> None:
+    try:
+        for name in folder.files():
+            folder.remove(name)
+    except OSError:
+        pass  # the error that led here says more

@@ -1,0 +1,205 @@
+"""`megazero checkpoint`: look at checkpoints, bring weights in and take them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from megazero.cli._common import fail, print_table
+
+if TYPE_CHECKING:
+    from megazero.checkpoint.compare import Comparison
+    from megazero.checkpoint.folder import Folder
+
+ROWS = 20  # differing tensors that are shown
+DIFFERENT, NOT_COMPARED = 1, 2
+
+app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, bring weights in and take them out.")
+
+Step = Annotated[str, typer.Argument(help="A step directory, or its URL.")]
+DtypeOption = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as they are by default.")]
+ShardOption = Annotated[str, typer.Option(help="Largest file of weights, such as 5GB or 500MB.")]
+
+
+@contextmanager
+def _told(status: int = 1) -> Iterator[None]:
+    """Errors that a user can act on, as one message and this exit code."""
+    from megazero.checkpoint.index import CheckpointError
+
+    try:
+        yield
+    except (CheckpointError, ValueError, OSError) as error:
+        fail(str(error), status)
+
+
+def _checked_dtype(dtype: str | None) -> str | None:
+    from megazero.checkpoint.shards import DTYPES
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype} must be {', '.join(DTYPES)}")
+    return dtype
+
+
+@app.command()
+def inspect(directory: Step) -> None:
+    """List a checkpoint's tensors, their shapes and dtypes, its step, and the shape of the cluster that wrote it."""
+    from megazero.checkpoint.index import kinds_of, read_manifest, read_trainer_state
+    from megazero.checkpoint.tensor_file import StoredTensors
+
+    with _told():
+        files, trainer = read_manifest(directory), read_trainer_state(directory)
+        kinds = {kind: StoredTensors(directory, kind) for kind in kinds_of(files)}
+        table = Table("tensor", "shape", "dtype", *kinds, box=None)
+        weights = kinds["model"]
+        for name in sorted(weights.files):
+            marks = ["yes" if name in stored.files else "-" for stored in kinds.values()]
+            dtype = str(weights.dtype(name)).removeprefix("torch.").replace("float", "f").upper()
+            table.add_row(name, " x ".join(map(str, weights.shape(name))), dtype, *marks)
+    shape = ", ".join(f"{key} {value}" for key, value in trainer.shape.items())
+    size = sum(record.bytes for record in files.values())
+    print(f"{directory}: step {trainer.step}, {trainer.consumed_samples:,} samples, {trainer.consumed_tokens:,} tokens")
+    origin = f"written by {shape} (any shape reads it)" if shape else "imported (any shape reads it)"
+    print(f"{origin}; {len(files)} files, {size / 2**20:,.1f} MiB")
+    print_table(table)
+
+
+@app.command()
+def verify(directory: Annotated[str, typer.Argument(help="A step directory, or one of them, or a URL.")]) -> None:
+    """Compare every file's size and hash with what was written: a line for each step, exit code 1 for damage.
+
+    A directory that was never finished is told, and is no damage."""
+    from megazero.checkpoint.folder import folder_at
+    from megazero.checkpoint.index import is_complete
+
+    with _told():
+        folder = folder_at(directory)
+        steps = [folder] if is_complete(folder) or _was_begun(folder) else _steps_within(folder)
+        if not steps:
+            fail(f"{directory} is no checkpoint and holds none", 1)
+        results = [_verify(step) for step in steps]
+    if False in results or True not in results:
+        raise typer.Exit(1)
+
+
+def _steps_within(folder: Folder) -> list[Folder]:
+    from megazero.checkpoint.index import is_complete
+
+    within = [folder.child(name) for name in folder.folders()]
+    return [one for one in within if is_complete(one) or _was_begun(one)]
+
+
+def _was_begun(folder: Folder) -> bool:
+    """Whether a checkpoint was begun there; one that was not finished has no manifest."""
+    return any(name.removesuffix(".partial").endswith(".safetensors") for name in folder.files())
+
+
+def _verify(folder: Folder) -> bool | None:
+    """Print a step's line; True for intact, False for damage, None where it was never finished."""
+    from megazero.checkpoint.index import MANIFEST, CheckpointError, is_complete, read_manifest
+    from megazero.checkpoint.retention import reading
+    from megazero.checkpoint.verify import find_damage
+
+    if not is_complete(folder):
+        print(f"{folder}: incomplete (no {MANIFEST}): not finished, or set aside as damaged")
+        return None
+    try:
+        with reading(folder):
+            files, damage = read_manifest(folder), find_damage(folder)
+    except CheckpointError as error:
+        print(f"{folder}: DAMAGED\n  {error}")
+        return False
+    size = sum(record.bytes for record in files.values())
+    print(f"{folder}: {'DAMAGED' if damage else 'intact'}, {len(files)} files, {size / 2**20:,.1f} MiB")
+    for line in damage:
+        print(f"  {line}")
+    return not damage
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(help="A step directory, or its URL.")],
+    b: Annotated[str, typer.Argument(help="Another.")],
+    rtol: Annotated[float, typer.Option(help="Elements are close where |a - b| <= atol + rtol * |b|.")] = 0.0,
+    atol: Annotated[float, typer.Option(help="See --rtol.")] = 0.0,
+    all_: Annotated[bool, typer.Option("--all", help=f"Every tensor that differs, not the first {ROWS}.")] = False,
+) -> None:
+    """Compare two checkpoints, whatever clusters wrote them.  Exit code 0: equal, 1: different, 2: not compared."""
+    from megazero.checkpoint.compare import compare
+
+    with _told(NOT_COMPARED):
+        if not (rtol >= 0 and atol >= 0):
+            raise ValueError(f"--rtol {rtol} and --atol {atol} must not be below 0")
+        found = compare(a, b, rtol=rtol, atol=atol)
+    print(f"A {a}\nB {b}")
+    _print_differences(found, None if all_ else ROWS)
+    if not found.is_equal:
+        raise typer.Exit(DIFFERENT)
+
+
+def _print_differences(found: Comparison, rows: int | None) -> None:
+    for line in found.only:
+        print(line)
+    for key, a, b in found.fields:
+        print(f"{key}: {a!r}, {b!r}")
+    if found.tensors:
+        table = Table("tensor", "kind", "shape and dtype", "elements that differ", box=None)
+        for heading in ("max |a-b|", "of max |b|"):
+            table.add_column(heading, justify="right")
+        table.add_column("")
+        for one in found.tensors[:rows]:
+            count = f"{one.differing:,} of {one.elements:,}" if one.elements else "not compared"
+            cells = one.name, one.kind, one.kept, count, f"{one.max_abs:.3g}", f"{one.relative:.3g}"
+            table.add_row(*cells, "close" if one.is_close else "")
+        print_table(table)
+        hidden = len(found.tensors[rows:]) if rows is not None else 0
+        print(f"... and {hidden} more; --all shows them" if hidden else "", end="\n" if hidden else "")
+    for line in found.notes:
+        print(f"not part of the state: {line}")
+    apart = sum(not one.is_close for one in found.tensors)
+    equal = found.compared - len(found.tensors)
+    close = f", {len(found.tensors) - apart} close" if len(found.tensors) > apart else ""
+    print(f"{found.compared} tensors compared: {equal} equal{close}, {apart} different")
+    print("the states are equal" if found.is_equal else "the states differ")
+
+
+@app.command(name="import")
+def import_(
+    source: Annotated[str, typer.Argument(help="Directory of a transformers model: a llama or a gpt2.")],
+    out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
+    dtype: DtypeOption = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a sample, for a llama; as many as its configuration names by default.")
+    ] = None,
+    max_shard_size: ShardOption = "5GB",
+) -> None:
+    """Make a checkpoint of a transformers model, to go on training from it."""
+    from megazero.checkpoint.hf_import import MODEL_TOML, import_model
+    from megazero.checkpoint.shards import parse_size
+
+    with _told():
+        wish = _checked_dtype(dtype)
+        made = import_model(source, out, dtype=wish, seq_len=seq_len, max_shard_bytes=parse_size(max_shard_size))
+    print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
+    print(f"(the same text is in {out}/{MODEL_TOML}):\n\n{made.toml}", end="")
+
+
+@app.command()
+def export(
+    directory: Step,
+    out: Annotated[str, typer.Argument(help="New directory of the model, or a URL.")],
+    dtype: DtypeOption = None,
+    max_shard_size: ShardOption = "5GB",
+) -> None:
+    """Write a checkpoint's model for transformers: weights, configuration and tokenizer."""
+    from megazero.checkpoint.hf_export import export_model
+    from megazero.checkpoint.shards import parse_size
+
+    with _told():
+        wish = _checked_dtype(dtype)
+        made = export_model(directory, out, dtype=wish, max_shard_bytes=parse_size(max_shard_size))
+    files = "1 file" if made.files == 1 else f"{made.files} files"
+    print(f"{out}: weights in {made.dtype}, {files}, {made.bytes / 2**20:,.1f} MiB; {made.about_tokenizer}")

@@ -1,0 +1,59 @@
+"""`megazero memory-report`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megazero.cli._common import EXIT_CONFIG
+
+
+def memory_report(
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the model says.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A run file, for its model and shape; a small Llama else.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks to start; launch.nproc_per_node (4) by default.")] = None,
+    stages: Annotated[str, typer.Option(help="ZeRO stages, by commas.")] = "0,1,2,3",
+    precision: Annotated[str, typer.Option(help="Of bf16, fp16 and fp32, by commas.")] = "bf16,fp16",
+    offload: Annotated[str, typer.Option(help="Of the optimizer, of none, cpu and nvme, by commas.")] = "none,cpu",
+    steps: Annotated[int, typer.Option(help="Steps up to and with the measured one.")] = 2,
+    iterations: Annotated[int, typer.Option(help="Steps to time after it.")] = 20,
+    out: Annotated[Path, typer.Option(help="Directory for memory.json and memory.svg.")] = Path("runs/memory-report"),
+) -> None:
+    """Measure what each ZeRO stage keeps, sends and takes, beside the formulas of the papers."""
+    from megazero.config import ConfigError
+    from megazero.training.memory_report import Wish, measure, plan
+
+    speaks, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
+    try:
+        varied = (_words(stages), _words(precision), _words(offload))
+        wish = Wish(*varied, steps, iterations, ranks, config, overrides or [], out)
+        planned = plan(wish, int(world) if world else None)
+        out.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, ValueError, OSError) as error:
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG) from None
+    report = measure(planned)
+    if report is None:
+        from megazero.training.launch import leave_at_once
+
+        leave_at_once()
+    if speaks:
+        from megazero.schedules.table import write_text
+        from megazero.training.memory_chart import draw_svg, draw_text
+
+        print(draw_text(report))
+        write_text(out / "memory.json", json.dumps(report.as_json(), indent=1) + "\n")
+        write_text(out / "memory.svg", draw_svg(report))
+        print(f"every rank's figures: {out / 'memory.json'}   picture: {out / 'memory.svg'}")
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -1,0 +1,148 @@
+"""`megazero schedule`: look at pipeline schedules."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from megazero.cli._common import EXIT_CONFIG, fail, print_table
+
+if TYPE_CHECKING:
+    from megazero.schedules.action import Schedule
+    from megazero.schedules.simulate import Costs
+
+app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules.")
+
+
+@app.command()
+def show(
+    schedule: Annotated[
+        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zb-h1 or zbv; 1f1b by default.")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of one step.")] = None,
+    virtual_stages: Annotated[int | None, typer.Option(help="Model chunks on each rank, for interleaved.")] = None,
+    costs: Annotated[
+        str, typer.Option(help="Times F,B,W,hop: forward, input's and weights' gradient, message.")
+    ] = "1,1,1,0",
+    file: Annotated[
+        Path | None, typer.Option(help="A schedule of your own: CSV, a line per rank, cells as F0.")
+    ] = None,
+    placement: Annotated[str | None, typer.Option(help="Of the file's stages: loop (the default) or v.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev; one unit is 1 ms.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Table of all schedules for these numbers.")] = False,
+) -> None:
+    """Prove a pipeline schedule, draw it, and tell its idle time and memory."""
+    from megazero.schedules.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_text
+    from megazero.schedules.draw_svg import draw_svg
+    from megazero.schedules.simulate import ScheduleError, program, simulate
+    from megazero.schedules.table import write_text
+
+    try:
+        times = _parse_costs(costs)
+        is_drawn = bool(schedule or file or svg or trace or not compare)
+        shown = _read_own(file, placement, schedule, virtual_stages) if file else None
+        pp, microbatches = _agreed_numbers(shown, pp, microbatches)
+        if placement is not None and file is None:
+            raise ValueError(f"placement={placement} is for the schedule of a --file; a named one has its own")
+        if is_drawn:
+            shown = shown or _named_schedule(schedule or "1f1b", pp, microbatches, virtual_stages, compare)
+            try:
+                program(shown)
+            except ScheduleError as error:
+                raise ValueError(f"{error}\n{draw_refused(shown, error)}".rstrip()) from None
+            timeline = simulate(shown, times)
+            colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+            width = max(shutil.get_terminal_size(fallback=(100, 24)).columns, MIN_WIDTH)
+            print(draw_text(timeline, width, colour))
+    except (ValueError, OSError) as error:
+        fail(str(error), EXIT_CONFIG)
+    if compare:
+        _print_comparison(pp, microbatches, virtual_stages, times, shown if file else None)
+    try:
+        if svg:
+            write_text(svg, draw_svg(timeline))
+        if trace:
+            write_text(trace, json.dumps(chrome_trace(timeline)))
+    except OSError as error:
+        fail(str(error), 1)
+
+
+def _parse_costs(text: str) -> Costs:
+    from megazero.schedules.simulate import Costs
+
+    try:
+        forward, backward, weight, hop = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"costs={text} must be four numbers F,B,W,hop, such as 1,1,1,0") from None
+    times = (forward, backward, weight, hop)
+    if not all(math.isfinite(time) and time >= 0 for time in times) or not forward:
+        raise ValueError(f"costs={text} must be finite, F above 0 and B, W and hop not below 0, such as 1,1,1,0")
+    return Costs(*times)
+
+
+def _read_own(file: Path, placement: str | None, schedule: str | None, virtual_stages: int | None) -> Schedule:
+    from megazero.schedules.table import read_schedule
+
+    if schedule is not None:
+        raise ValueError(f"--schedule {schedule} and --file {file} are two schedules; give one")
+    own = read_schedule(file, placement or "loop")
+    if virtual_stages not in (None, own.chunks):
+        raise ValueError(f"virtual_stages={virtual_stages}, but the schedule in {file} has {own.chunks}; leave it out")
+    return own
+
+
+def _agreed_numbers(own: Schedule | None, pp: int | None, microbatches: int | None) -> tuple[int, int]:
+    if own is None:
+        if pp is None or microbatches is None:
+            raise ValueError("a named schedule needs --pp and --microbatches, such as --pp 4 --microbatches 8")
+        return pp, microbatches
+    for name, given, found in (("pp", pp, own.pp), ("microbatches", microbatches, own.microbatches)):
+        if given not in (None, found):
+            raise ValueError(f"{name}={given}, but the schedule {own.name} has {found}; leave it out")
+    return own.pp, own.microbatches
+
+
+def _named_schedule(name: str, pp: int, microbatches: int, virtual_stages: int | None, compares: bool) -> Schedule:
+    from megazero.schedules.generators import FAMILIES
+
+    if name not in FAMILIES:
+        close = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the schedules are {', '.join(FAMILIES)}"
+        raise ValueError(f"unknown schedule {name}; {hint}")
+    chunks = FAMILIES[name].chunks
+    if chunks is None:
+        chunks = 1 if virtual_stages is None else virtual_stages
+    elif virtual_stages not in (None, chunks) and not compares:  # where it compares, the number is for another row
+        raise ValueError(f"{name} has virtual_stages={chunks}, got {virtual_stages}; interleaved takes any from 2 on")
+    return FAMILIES[name].generate(pp, microbatches, chunks)
+
+
+def _print_comparison(
+    pp: int, microbatches: int, virtual_stages: int | None, costs: Costs, own: Schedule | None
+) -> None:
+    from megazero.schedules.draw import compare_table, number
+
+    chunks = 2 if virtual_stages is None else virtual_stages
+    table = Table("schedule", *("chunks", "makespan", "idle", "bubble", "peak activations"), "", box=None)
+    for column in table.columns[1:6]:
+        column.justify = "right"
+    for row in compare_table(pp, microbatches, chunks, costs, [own] if own else []):
+        if row.figures is None:
+            table.add_row(row.name, str(row.chunks), *"----", row.impossible)
+        else:
+            it = row.figures
+            cells = (number(it.makespan), number(it.idle), f"{it.bubble_fraction:.1%}", number(it.peak_activations))
+            table.add_row(row.name, str(row.chunks), *cells)
+    print(f"\npp {pp}, {microbatches} micro-batches; idle and peak activations of the rank that has most")
+    print_table(table)

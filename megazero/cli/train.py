@@ -1,0 +1,96 @@
+"""`megazero train`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megazero.cli._common import EXIT_CONFIG
+
+if TYPE_CHECKING:
+    from megazero.config import ResolvedRun
+    from megazero.training.loop import RunSummary
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the file says.")] = None,
+) -> None:
+    """Train a GPT.  Joins torchrun where it started this process; otherwise starts launch.nproc_per_node ranks itself."""
+    from megazero.training.signals import EXIT_STOPPED, StopRequest
+
+    stop = StopRequest()
+    stop.listen()  # from here on: torch takes seconds to load
+    from megazero.config import ConfigError, load_config
+
+    world = os.environ.get("WORLD_SIZE")
+    try:
+        run = load_config(config, overrides or [], int(world) if world else None)
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG) from None
+    from megazero.training.launch import leave_at_once, run_ranks, train_rank
+
+    summary = run_ranks(run, partial(train_rank, stop=stop), stop)
+    speaks = os.environ.get("RANK", "0") == "0"
+    if summary is None:
+        if speaks:
+            _report_failure(run)
+        leave_at_once()
+    if speaks:
+        _report(run, summary, config, overrides or [])
+    if summary.stopped:
+        raise SystemExit(EXIT_STOPPED)
+
+
+def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> None:
+    from megazero.training.metrics import readable_seconds
+
+    run_dir = Path(run.config.training.run_dir)
+    losses = [] if summary.loss is None else [f"loss {summary.loss:.4f}"]
+    losses += [] if summary.val_loss is None else [f"validation loss {summary.val_loss:.4f}"]
+    traffic = ", ".join(f"{axis} {sent / 2**20:,.1f} MiB" for axis, sent in sorted(summary.sent_bytes.items()))
+    print(
+        f"\n{'stopped, and saved' if summary.stopped else 'done'}: step {summary.step} in "
+        + readable_seconds(summary.seconds)
+        + (f", {', '.join(losses)} nats per token" if losses else "; there was nothing left to do")
+        + (f"\n  checkpoint   {summary.checkpoint}" if summary.checkpoint else "")
+        + f"\n  metrics      {run_dir / 'metrics.jsonl'}"
+        + (f"\n  tensorboard  tensorboard --logdir {run_dir}" if run.config.logging.tensorboard else "")
+        + (f"\n  sent by rank 0: {traffic}" if traffic else "")
+        + (f"\n  skipped {summary.skipped_steps} steps for an overflow" if summary.skipped_steps else "")
+        + "\n  go on, on this or any other shape (for example parallel.tp=1 zero.stage=3):"
+        + f"\n    {_command_to_go_on(run, summary, config, overrides)}"
+    )
+
+
+def _command_to_go_on(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> str:
+    """After a stop the same command, after the last step as many steps again; either from the newest checkpoint."""
+    command = "megazero" if shutil.which("megazero") else "python -m megazero.cli"
+    replaced, more = ["checkpoint.resume="], []
+    if not summary.stopped:
+        replaced.append("training.steps=")
+        more = [f"training.steps={summary.step + run.config.training.steps}"]
+    kept = [override for override in overrides if not override.startswith(tuple(replaced))]
+    return f"{command} train {shlex.join([str(config), *kept, *more])}"
+
+
+def _report_failure(run: ResolvedRun) -> None:
+    from megazero.checkpoint.index import find_newest
+    from megazero.training.checkpoints import checkpoints_of
+
+    newest = find_newest(checkpoints_of(run.config))
+    state = "no checkpoint had been written yet"
+    if newest:
+        state = (
+            f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto the same command goes on from it"
+        )
+    print(f"the run ended early; {state}", file=sys.stderr)

@@ -1,0 +1,248 @@
+"""Who is missing when a collective does not finish.
+
+    rank 0   beat . . . . beat . . . . beat . . lost a peer: calls all, looks twice -> "rank 3 is gone"
+    rank 1   beat . . . . beat . . . . beat . . called: beat . beat . beat          -> "rank 1 is alive"
+    rank 3   beat . . . . beat . X
+
+A thread on each rank writes signs of life to the store through which the ranks have met: a counter, the step, and the
+collective that the rank entered or left last.  One that loses a peer calls everyone; from then on they all beat at every
+tick, and whoever's counter stands still is gone.  Nothing of this is on the path of a step.
+
+The thread also looks after its own rank.  Where that has come no further for longer than a collective may last, although it
+waits for others or the run is already over, nothing else would end the process, so the thread does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megazero.comm.collectives import LostPeerError, gather_objects
+from megazero.parallel_state import ParallelState
+from megazero.training.signs import STARTING, TRAINING, Beat, Board, is_gone, what_became_of
+
+T = TypeVar("T")
+
+FLIGHT_RECORDS = "flight-recorder"
+_TICKS_PER_BEAT = 10  # while all is well
+_WHOLE_WORLD = 1024  # up to so many ranks all are looked at, beyond that those of the axis
+
+
+class Watchdog:
+    """Signs of life of one rank, and the explanation when it loses another.  A context around a run; on every rank.
+
+    A `LostPeerError` that leaves the context says which ranks are missing.  One rank alone needs no watch.
+
+    Args:
+        state: this rank's place.
+        timeout_seconds: how long a collective may wait.
+        folder: of the run; flight records go below it.
+        tick_seconds: how often the thread looks up. None: 1 s, and more in a large world, to spare the store.
+        margin_seconds: how much longer than `timeout_seconds` a rank may stand still before it is ended.
+        end: ends the process.
+    """
+
+    def __init__(
+        self,
+        state: ParallelState,
+        timeout_seconds: float,
+        folder: Path,
+        *,
+        tick_seconds: float | None = None,
+        margin_seconds: float = 30.0,
+        end: Callable[[], Any] = lambda: os._exit(1),
+    ) -> None:
+        self._state, self._folder, self._end = state, folder, end
+        self._is_on_cuda = state.device.type == "cuda"
+        self._timeout, self._margin = timeout_seconds, margin_seconds
+        self._tick = tick_seconds or min(max(1.0, state.world.size / 1024), 8.0)
+        self._patience = max(4.0, 3 * self._tick + 1)  # until a rank that has given no sign of life is taken for gone
+        self._at = (0, STARTING, time.perf_counter())
+        self._first_step: int | None = None
+        self._count, self._is_over, self._has_warned = 0, False, False
+        self._ended, self._lost = "", False
+        self._board: Board | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def at(self, step: int, phase: str) -> None:
+        """Note what this rank does from now on."""
+        if phase == TRAINING and self._first_step is None:
+            self._first_step = step
+        self._at = (step, phase, time.perf_counter())
+
+    def __enter__(self) -> Self:
+        if self._state.world.size > 1:
+            run = gather_objects(uuid.uuid4().hex[:8], self._state.world)[0]
+            self._board = Board(dist.distributed_c10d._get_default_store(), run)
+            self._board.put(self._state.rank, self._beat())
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._board is None:
+            return
+        if isinstance(error, LostPeerError):
+            self._leave(f"{error.operation} over {error.axis} did not finish", lost=True)
+            found = self._explain(error.axis, error.ranks, is_over=True)
+            self._leave(found, lost=True)
+            error.explain(self._at[0], found + self._record())
+        elif error is not None:
+            self._leave(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+        else:
+            self._leave("it was done")
+        self._over.set()
+        self._thread.join(timeout=self._tick)
+
+    def _beat(self) -> Beat:
+        (step, phase, _), last = self._at, self._state.traffic.last
+        begun: Counter[str] = Counter()
+        for (axis, operation), calls in list(self._state.traffic.calls.items()):
+            if operation != "send_recv":
+                begun[axis] += calls
+        self._count += 1
+        return Beat(
+            self._count,
+            step,
+            phase,
+            operation="" if last is None else last.operation,
+            axis="" if last is None else last.axis,
+            is_inside=last is not None and last.is_inside,
+            seconds=round(self._quiet_seconds(), 3),
+            begun=dict(begun),
+            ended=self._ended,
+            lost=self._lost,
+            at=round(time.time(), 1),
+        )
+
+    def _quiet_seconds(self) -> float:
+        """Since this rank has last come further."""
+        last = self._state.traffic.last
+        return time.perf_counter() - max(self._at[2], 0.0 if last is None else last.since)
+
+    def _leave(self, why: str, *, lost: bool = False) -> None:
+        """Tell the others that this rank leaves the run."""
+        self._ended, self._lost = why, lost
+        _within(self._patience, self._give_sign)
+
+    def _give_sign(self) -> None:
+        if self._board is not None:
+            self._board.put(self._state.rank, self._beat())
+
+    def _explain(self, axis: str, ranks: Sequence[int], *, is_over: bool) -> str:
+        """What became of the peers; always an answer, and soon."""
+        others, mine = [rank for rank in ranks if rank != self._state.rank], self._beat()
+        return _within(2 * self._patience, lambda: self._look(axis, others, mine, is_over=is_over)) or (
+            "nothing is known of the other ranks, the store with their signs of life does not answer; "
+            "its host may be the one that is lost"
+        )
+
+    def _record(self) -> str:
+        record = _within(self._patience, lambda: write_flight_record(self._folder, self._state))
+        return f"; what torch recorded of the last collectives is in {record}" if record else ""
+
+    def _look(self, axis: str, others: Sequence[int], mine: Beat, *, is_over: bool) -> str:
+        board, world = self._board, self._state.world.ranks
+        assert board is not None
+        ranks = [r for r in world if r != self._state.rank] if len(world) <= _WHOLE_WORLD else others
+        before = board.read(ranks)
+        board.call(is_over=is_over)
+        until = time.monotonic() + self._patience
+        while True:
+            time.sleep(self._tick / 2)
+            self._give_sign()  # the thread that does so else may be the one that looks
+            after = board.read(ranks)
+            if time.monotonic() > until or not any(is_gone(rank, before, after) for rank in ranks):
+                return what_became_of(axis, others, mine, before, after)
+
+    def _watch(self) -> None:
+        board = self._board
+        assert board is not None
+        ticks = 0
+        while not self._over.wait(self._tick):
+            ticks += 1
+            # what the store's host took with it is no reason to stop watching this rank
+            with suppress(RuntimeError):
+                is_called, self._is_over = board.called()
+                if is_called or ticks % _TICKS_PER_BEAT == 0:
+                    self._give_sign()
+            self._look_after_own()
+
+    def _look_after_own(self) -> None:
+        """End a process that stands still for good; on CUDA say so while NCCL's own watchdog still lets it speak."""
+        quiet = self._quiet_seconds()
+        if quiet < self._timeout / 2:
+            self._has_warned = False
+        if not self._waits_in_vain():
+            return
+        if quiet > self._timeout + self._margin:
+            found = self._say(quiet, "; this rank ends itself", is_over=True)
+            self._leave(found, lost=True)
+            self._end()
+        elif self._is_on_cuda and quiet > 0.9 * self._timeout and not self._has_warned:
+            self._has_warned = True
+            self._say(quiet, "", is_over=False)
+
+    def _waits_in_vain(self) -> bool:
+        """Whether this rank, if it stays quiet for longer than a collective may last, can be told to wait for nothing.
+
+        Not where it computes, saves, or compiles in its first step: that may take any time.  But inside a collective; and
+        anywhere once another rank has lost a peer, as the run is over then.  A CUDA device may make its host wait anywhere.
+        """
+        step, phase, _ = self._at
+        if self._is_over:
+            return True
+        last = self._state.traffic.last
+        if phase != TRAINING or last is None:
+            return False
+        return last.is_inside or (self._is_on_cuda and step != self._first_step)
+
+    def _say(self, quiet: float, then: str, *, is_over: bool) -> str:
+        last = self._state.traffic.last
+        axis, ranks = ("world", self._state.world.ranks) if last is None else (last.axis, last.ranks)
+        doing = "" if last is None else f", {'in' if last.is_inside else 'after'} {last.operation} over {axis}"
+        text = f"rank {self._state.rank}: no progress for {quiet:.0f} s in step {self._at[0]}{doing}: "
+        found = self._explain(axis, ranks, is_over=is_over)
+        print(f"{text}{found}{self._record()}{then}", file=sys.stderr, flush=True)
+        return found
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """What a call answers; None where it fails or takes longer."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            answers.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
+
+
+def write_flight_record(folder: Path, state: ParallelState) -> Path | None:
+    """Write what torch remembers of this rank's last collectives; None where this build of torch does not."""
+    # two recorders: what NCCL did, and what gloo did
+    name = "_dump_nccl_trace_json" if state.device.type == "cuda" else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    if dump is None:
+        return None
+    path = folder / FLIGHT_RECORDS / f"rank-{state.rank}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(dump())
+    return path

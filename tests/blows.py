@@ -1,0 +1,202 @@
+"""Killing a rank at an event that is counted, not at a time.
+
+    writing   open  write  half of it  ...  rename     manifest   open  write  half of it  rename     latest   open ...
+    event      0     1         2              17         event     0      1        2         3         event    0
+
+A blow falls at the n-th event of the m-th step, save, ... of this process: collectives, computed actions, halves of a write,
+and whatever Python tells its auditors of files.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.checkpoint import retention, saver
+from megazero.checkpoint.folder import Folder, LocalFolder, Output
+from megazero.checkpoint.index import MANIFEST
+from megazero.engine import Engine
+from megazero.parallel_state import Traffic
+from megazero.training.metrics import JsonLines
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a rank may be killed in: one of its first `occurrences` in a round, at one of so many events; on any rank?"""
+
+    occurrences: int
+    events: int
+    anywhere: bool
+
+
+MOMENTS = {
+    "step": Moment(5, 60, True),
+    "writing": Moment(2, 120, True),
+    "manifest": Moment(2, 6, False),
+    "latest": Moment(2, 6, False),
+    "pruning": Moment(1, 24, False),
+    "loading": Moment(1, 60, True),
+    "metrics": Moment(3, 6, False),
+}
+
+
+@dataclass(frozen=True)
+class Blow:
+    """Who is killed, and when.
+
+    Args:
+        moment: a key of MOMENTS.
+        occurrence: the how many-th such moment of the round, from 1.
+        event: the how many-th event in it, from 0; where it has fewer, its end.
+        rank: who meets it.
+        takes_all: whether all ranks die with it.
+        mercy_seconds: how long the others may live on before they are killed too; None until they end by themselves.
+    """
+
+    moment: str
+    occurrence: int
+    event: int
+    rank: int
+    takes_all: bool
+    mercy_seconds: float | None
+
+
+@dataclass
+class _Counted:
+    moment: str
+    occurrence: int
+    events: int = 0
+
+
+class Executioner:
+    """Counts events in this process and ends it at the one that was chosen.
+
+    Args:
+        blow: when.
+        log: takes a line on what it fell on.
+    """
+
+    _AUDITED = ("open", "os.rename", "os.remove", "os.rmdir", "os.scandir")
+
+    def __init__(self, blow: Blow, log: Callable[[str], None]) -> None:
+        self._blow, self._log = blow, log
+        self._seen: Counter[str] = Counter()
+        self._of_thread = threading.local()
+        self._strikes = False
+
+    def arm(self) -> None:
+        """Watch this process from now on."""
+        self._within(Engine, "try_step", lambda *_: "step")
+        self._within(Engine, "load", lambda *_: "loading")
+        self._within(saver, "save_checkpoint", lambda *_: "writing")
+        self._within(Folder, "write", lambda _, name, __: "manifest" if name == MANIFEST else None)
+        self._within(retention, "_remove", lambda folder: None if retention._is_read(folder) else "pruning")
+        LocalFolder.remove_all = _remove_by_name  # type: ignore[method-assign]
+        self._within(LocalFolder, "remove_all", lambda *_: "pruning")
+        self._within(JsonLines, "__init__", lambda *_: "metrics")
+        self._within(JsonLines, "write", lambda *_: "metrics")
+        for owner, name in ((Engine, "_on_action"), (Engine, "update"), (Traffic, "enter")):
+            self._before(owner, name)
+        self._halve_writes()
+        sys.addaudithook(self._on_audit)
+
+    def _within(self, owner: Any, name: str, moment_of: Callable[..., str | None]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            moment = moment_of(*args)
+            if moment is None:
+                return original(*args, **kwargs)
+            with self._during(moment):
+                return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def _before(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self._event(f"{name} {args[-1]}")
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+    def _halve_writes(self) -> None:
+        original = Output.write
+
+        def wrapped(output: Output, data: bytes | memoryview) -> None:
+            self._event("write")
+            original(output, data[: len(data) // 2])
+            output._file.flush()
+            self._event("half of a write")
+            original(output, data[len(data) // 2 :])
+
+        Output.write = wrapped  # type: ignore[method-assign]
+
+    def _on_audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in self._AUDITED:
+            self._event(f"{event} {args[0]}")
+
+    @contextmanager
+    def _during(self, moment: str) -> Iterator[None]:
+        """Events of this thread are those of the innermost moment; one ends early where another begins within it.
+
+        After the manifest a save is no longer "writing" but at "latest".
+        """
+        stack = self._of_thread.__dict__.setdefault("stack", [])
+        if stack and stack[-1].moment == moment:
+            yield
+            return
+        self._end(f"the beginning of {moment}")
+        stack.append(self._begin(moment))
+        try:
+            yield
+            self._end("its end")
+        finally:
+            stack.pop()
+        if moment == "manifest" and stack and stack[-1].moment == "writing":
+            stack[-1] = self._begin("latest")
+
+    def _begin(self, moment: str) -> _Counted:
+        self._seen[moment] += 1
+        return _Counted(moment, self._seen[moment])
+
+    def _event(self, what: str) -> None:
+        stack = getattr(self._of_thread, "stack", None)
+        if stack and not self._strikes:
+            counted = stack[-1]
+            if self._is_chosen(counted) and counted.events == self._blow.event:
+                self._strike(what, counted.events)
+            counted.events += 1
+
+    def _end(self, what: str) -> None:
+        stack = self._of_thread.stack
+        if stack and self._is_chosen(stack[-1]) and not self._strikes:
+            self._strike(what, stack[-1].events)
+
+    def _is_chosen(self, counted: _Counted) -> bool:
+        return (counted.moment, counted.occurrence) == (self._blow.moment, self._blow.occurrence)
+
+    def _strike(self, what: str, event: int) -> None:
+        self._strikes = True
+        self._log(f"STRUCK {self._blow.moment}: rank {self._blow.rank} at event {event}, {what}")
+        if self._blow.takes_all:
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # not reached
+
+
+def _remove_by_name(folder: LocalFolder) -> None:
+    """Remove a folder's files in an order in which the manifest is not the first, as a file system may list them."""
+    for name in folder.files():
+        folder.remove(name)
+    with suppress(FileNotFoundError):
+        folder.path.rmdir()

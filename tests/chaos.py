@@ -1,0 +1,433 @@
+"""Law 5 under fire: ranks are killed at any moment, the run goes on in another shape, and it is still the same run.
+
+    round 1    tp 2, stage 1     . . save . X                                   in a step
+    round 2    pp 2, stage 3            | . sa X                                while a file is written
+    round 3    dp 4, stage 2            | . . save prun X                       while an older checkpoint is removed
+    at last    tp 2 pp 2, stage 0                   | . . . . save . . . save   as the run that nobody disturbed
+
+Every rank is a forked process in the real loop; where a blow falls is counted, see `blows`.  All choices come from one
+seed, so that a round that fails can be played again.
+
+    python tests/chaos.py --rounds 50 --seed 7          (or CHAOS_ROUNDS, CHAOS_SEED)
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing as mp
+import os
+import random
+import re
+import signal
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # imported by every optimizer; once here instead of once per rank
+import torch.distributed as dist
+from blows import MOMENTS, Blow, Executioner
+
+from megazero.checkpoint import retention
+from megazero.checkpoint.folder import LocalFolder
+from megazero.checkpoint.index import LATEST, MANIFEST, is_complete, read_manifest, step_folders, step_of
+from megazero.checkpoint.tensor_file import StoredTensors
+from megazero.checkpoint.verify import find_damage
+from megazero.comm.collectives import LostPeerError
+from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
+from megazero.data.indexed import IndexedWriter
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.training.loop import train
+from megazero.training.metrics import METRICS_FILE
+
+TOLERANCE = 1e-4
+VOCAB, SAMPLES, STEPS_PER_ROUND, MOST_STEPS = 257, 8, 2, 12
+MOST_SECONDS = 60.0  # that a round may take, and the survivors of a blow that end by themselves
+DONE, LOST, FAILED = 0, 3, 4  # how a rank ends that is not killed
+
+
+@dataclass(frozen=True)
+class Round:
+    """A part of the run: its shape and how it ends.  Without a blow it goes on until the run is done."""
+
+    number: int
+    run: ResolvedRun
+    blow: Blow | None = None
+
+    def __str__(self) -> str:
+        parallel, checkpoint, run = self.run.config.parallel, self.run.config.checkpoint, self.run
+        text = f"round {self.number}: tp {parallel.tp} pp {parallel.pp} dp {run.dp} stage {run.config.zero.stage} "
+        text += f"{parallel.schedule} {run.micro_batch_size} x {run.accumulation}"
+        text += f" | save every {checkpoint.save_every_steps}, keep {checkpoint.keep_last}"
+        text += ", behind" if checkpoint.asynchronous else ", waiting"
+        if self.blow is None:
+            return text
+        who = "all" if self.blow.takes_all else f"rank {self.blow.rank}"
+        return f"{text} | {who} in {self.blow.moment} {self.blow.occurrence}, event {self.blow.event}"
+
+
+def _resolved(folder: Path, name: str, steps: int, world: int, **sections: dict[str, Any]) -> ResolvedRun:
+    config = {
+        "model": {
+            "family": "llama",
+            "hidden_size": 32,
+            "num_layers": 4,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "ffn_hidden_size": 64,
+            "vocab_size": VOCAB,
+            "seq_len": 16,
+            "dropout": 0.1,
+        },
+        "precision": {"dtype": "fp32"},
+        "optimizer": {"lr": 1e-3, "eps": 1e-5},
+        "data": {"sources": [str(folder / "corpus")], "tokenizer": "byte"},
+        "logging": {"tensorboard": False, "loss_spike_sigmas": 0.0, "straggler_every_steps": 0},
+        "parallel": {"timeout_seconds": 60} | sections.get("parallel", {}),
+        "zero": sections.get("zero", {}),
+        "checkpoint": sections.get("checkpoint", {}),
+        "training": {"run_dir": str(folder / name), "steps": steps, "seed": 7, "global_batch_size": SAMPLES}
+        | sections.get("training", {}),
+    }
+    return resolve(RunConfig.model_validate(config), world)
+
+
+def _random_run(folder: Path, steps: int, random_: random.Random) -> ResolvedRun:
+    """Any shape of 1, 2 or 4 ranks, and any way to keep checkpoints."""
+    while True:
+        schedule = random_.choice(("gpipe", "1f1b", "interleaved", "zb-h1", "zbv"))
+        sections: dict[str, dict[str, Any]] = {
+            "parallel": {
+                "tp": random_.choice((1, 2)),
+                "pp": random_.choice((1, 2, 4)),
+                "sequence_parallel": random_.random() < 0.5,
+                "schedule": schedule,
+                "virtual_stages": 2 if schedule == "interleaved" else 1,
+            },
+            "zero": {"stage": random_.randrange(4), "bucket_bytes": random_.choice((8192, 65536))},
+            "training": {"micro_batch_size": random_.choice((1, 2, 4))},
+            "checkpoint": {
+                "asynchronous": random_.random() < 0.6,
+                "keep_last": random_.randint(1, 3),
+                "save_every_steps": random_.randint(1, 3),
+                "on_damage": "fallback",
+            },
+        }
+        try:
+            return _resolved(folder, "run", steps, random_.choice((1, 2, 4)), **sections)
+        except ConfigError:
+            continue  # a shape that the model or the batch does not allow
+
+
+def rounds_of(seed: int, folder: Path, steps: int) -> Iterator[Round]:
+    """Rounds without end; each is a function of the seed and its number.  Every moment has its turn."""
+    number = 0
+    while True:
+        turns = list(MOMENTS)
+        if number:
+            random.Random(f"{seed} turns {number}").shuffle(turns)
+        for moment in turns:
+            number += 1
+            random_ = random.Random(f"{seed} round {number}")
+            run, limits = _random_run(folder, steps, random_), MOMENTS[moment]
+            blow = Blow(
+                moment,
+                random_.randint(1, limits.occurrences),
+                random_.randrange(limits.events),
+                random_.randrange(run.world_size) if limits.anywhere else 0,
+                random_.random() < 0.4,
+                random_.choice((0.0, 0.0, 0.0, 0.5, 0.5, 0.5, None)),
+            )
+            yield Round(number, run, blow)
+
+
+def _live(rank: int, round_: Round, store: Path, log: Callable[[str], None]) -> int:
+    """The life of one rank; how it ends."""
+    run, world, limit = round_.run, round_.run.world_size, MOST_STEPS if round_.blow else None
+    asked = 0
+
+    def wants_stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == limit
+
+    try:
+        torch.set_num_threads(1)
+        if world > 1:
+            given = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=MOST_SECONDS)}
+            dist.init_process_group("gloo", init_method=f"file://{store}", **given)
+        if round_.blow is not None and rank == round_.blow.rank:
+            Executioner(round_.blow, log).arm()
+        parallel = run.config.parallel
+        grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
+        train(run, ParallelState(grid, rank, timeout_seconds=MOST_SECONDS), log, wants_stop)
+    except LostPeerError as error:
+        log(f"LOST rank {rank}: {error}")
+        return LOST
+    except BaseException:
+        log(f"FAILED rank {rank}: {traceback.format_exc()}")
+        return FAILED
+    return DONE
+
+
+def _main(rank: int, leader: int, round_: Round, store: Path, log: Path) -> None:
+    os.setpgid(0, leader)  # so that one blow can take all of them, and nobody else
+    gc.freeze()  # what was forked stays shared: collecting it would copy its pages
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    ended = _live(rank, round_, store, lambda line: os.write(file, (line + "\n").encode()) and None)
+    os._exit(ended)  # no interpreter shutdown: gloo's threads may still be waiting for lost peers
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a round has ended.
+
+    Args:
+        log: what rank 0 and the dying have said.
+        exits: how each rank ended; None for one that had to be killed after the blow.
+    """
+
+    log: str
+    exits: list[int | None]
+
+    @property
+    def struck(self) -> bool:
+        """Whether the blow fell."""
+        return "STRUCK" in self.log
+
+    def steps(self, pattern: str) -> list[int]:
+        """Numbers of the steps that lines of the log name."""
+        return [int(step) for step in re.findall(pattern, self.log, re.MULTILINE)]
+
+
+def play(round_: Round) -> Outcome:
+    """Run one round: all ranks until they end, or until the blow has fallen and the mercy is over."""
+    context = mp.get_context("fork")
+    processes: list[Any] = []
+    with tempfile.TemporaryDirectory() as place:
+        store, log = Path(place) / "store", Path(place) / "log"
+        try:
+            for rank in range(round_.run.world_size):
+                leader = processes[0].pid if processes else 0
+                process = context.Process(target=_main, args=(rank, leader, round_, store, log), daemon=True)
+                process.start()
+                with suppress(OSError):  # it has done so itself, and may already be gone
+                    os.setpgid(process.pid, leader)
+                processes.append(process)
+            _attend(processes, round_)
+            exits = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return Outcome(log.read_text() if log.exists() else "", exits)
+
+
+def _attend(processes: list[Any], round_: Round) -> None:
+    """Wait for the ranks; after a blow no longer than its mercy."""
+    end, dead = time.monotonic() + MOST_SECONDS, False
+    while living := [process for process in processes if process.exitcode is None]:
+        if not wait([process.sentinel for process in living], timeout=max(0.0, end - time.monotonic())):
+            return
+        for process in processes:
+            process.join(timeout=0)
+        if not dead and round_.blow is not None and any(process.exitcode == -signal.SIGKILL for process in processes):
+            dead = True
+            mercy = round_.blow.mercy_seconds
+            end = time.monotonic() + (MOST_SECONDS if mercy is None else mercy)
+
+
+@dataclass
+class Chaos:
+    """A disturbed run and what it must come to.
+
+    Args:
+        folder: an empty directory.
+        seed: of all choices.
+        rounds: how many blows.
+        say: takes a line for each round.
+
+    Attributes:
+        planned, struck: rounds by moment.
+        worlds: ranks of the rounds in which a blow fell.
+        worst_loss: largest relative difference of a reported loss from the undisturbed one.
+        worst_weight: largest relative difference of a tensor of the last checkpoint.
+        losses_told: reported by all rounds together.
+    """
+
+    folder: Path
+    seed: int
+    rounds: int
+    say: Callable[[str], None] = print
+    planned: Counter[str] = field(default_factory=Counter)
+    struck: Counter[str] = field(default_factory=Counter)
+    worlds: Counter[int] = field(default_factory=Counter)
+    worst_loss: float = 0.0
+    worst_weight: float = 0.0
+    losses_told: int = 0
+
+    def __post_init__(self) -> None:
+        self.steps = STEPS_PER_ROUND * self.rounds
+        self.root = LocalFolder(self.folder / "run" / "checkpoints")
+        self._promised = 0  # the newest step that a round has called saved
+
+    def run(self) -> None:
+        """All rounds, a last one that is left alone, and every comparison.  Raises: AssertionError."""
+        _write_data(self.folder)
+        undisturbed = _resolved(self.folder, "undisturbed", self.steps, 1)
+        self._check_ends(Round(0, undisturbed), play(Round(0, undisturbed)))
+        self.expected = _metrics(self.folder / "undisturbed")
+        assert list(self.expected) == list(range(1, self.steps + 1))
+        for round_ in islice(rounds_of(self.seed, self.folder, self.steps), self.rounds):
+            if self._newest() == self.steps:
+                self.say(f"the run was done before round {round_.number}")
+                break
+            self._play(round_)
+        last = _random_run(self.folder, self.steps, random.Random(f"{self.seed} last"))
+        self._play(Round(self.rounds + 1, last))
+        self._check_last(last.config.checkpoint.keep_last)
+
+    def _newest(self) -> int:
+        return max(map(step_of, filter(is_complete, step_folders(self.root))), default=0)
+
+    def _play(self, round_: Round) -> None:
+        before, started = self._newest(), time.monotonic()
+        outcome = play(round_)
+        try:
+            self._check_ends(round_, outcome)
+            self._check_progress(round_, outcome, before)
+            self._check_files()
+            self._check_metrics()
+        except Exception as error:
+            error.add_note(f"seed {self.seed}, {round_}\n{outcome.log}")
+            raise
+        if round_.blow is not None:
+            self.planned[round_.blow.moment] += 1
+            if outcome.struck:
+                self.struck[round_.blow.moment] += 1
+                self.worlds[round_.run.world_size] += 1
+        found = re.findall(r"^STRUCK .*?: (.*)", outcome.log, re.MULTILINE)
+        ended = ", ".join("killed" if code in (None, -9) else ("done", "lost")[code == LOST] for code in outcome.exits)
+        self.say(
+            f"{round_}\n    step {before} -> {self._newest()}, {time.monotonic() - started:.1f} s, ranks {ended}"
+            + "".join(f" | {line}" for line in found)
+        )
+
+    def _check_ends(self, round_: Round, outcome: Outcome) -> None:
+        assert FAILED not in outcome.exits, outcome.log
+        if not outcome.struck:
+            assert set(outcome.exits) == {DONE}, f"ranks ended with {outcome.exits}\n{outcome.log}"
+        elif round_.blow is not None and round_.blow.mercy_seconds is None:
+            assert None not in outcome.exits, f"survivors did not end by themselves: {outcome.exits}"
+
+    def _check_progress(self, round_: Round, outcome: Outcome, before: int) -> None:
+        """Nothing that was durable is lost, and what is not durable are the few steps since."""
+        resumed, begins = outcome.steps(r"^resumed .* at step (\d+)$"), "| global batch" in outcome.log
+        assert resumed in ([before], []), f"step {before} was complete, the run went on from {resumed}"
+        assert resumed or not before or not begins, f"step {before} was complete, the run began anew"
+        after = self._newest()
+        self._promised = max([self._promised, before, *outcome.steps(r"^saved step-(\d+):")])
+        assert after >= self._promised, f"step {self._promised} was complete, the newest is {after}"
+        done, keys = outcome.steps(r"^step +(\d+)/\d+ \|"), round_.run.config.checkpoint
+        limit = keys.save_every_steps * (2 if keys.asynchronous else 1)  # one save may be under way
+        assert not done or done[-1] - after <= limit, f"step {done[-1]} was done, the newest checkpoint is {after}"
+
+    def _check_files(self) -> None:
+        """A directory with a manifest holds what that lists and nothing else, and `latest` names such a one."""
+        for folder in filter(is_complete, step_folders(self.root)):
+            assert find_damage(folder) == []
+            assert set(folder.files()) == {*read_manifest(folder), MANIFEST}
+        if self.root.has(LATEST):
+            assert is_complete(self.root.child(self.root.read(LATEST).decode().strip()))
+
+    def _check_metrics(self) -> dict[int, dict[str, Any]]:
+        """Every step that is reported is the undisturbed one."""
+        told = _metrics(self.folder / "run")
+        assert list(told) == list(range(1, len(told) + 1))
+        assert len(told) >= self._newest()
+        for step, line in told.items():
+            expected = self.expected[step]
+            assert (line["lr"], line["tokens"]) == (expected["lr"], expected["tokens"])
+            difference = abs(line["loss"] / expected["loss"] - 1)
+            assert difference <= TOLERANCE, f"step {step}: loss {line['loss']}, undisturbed {expected['loss']}"
+            self.worst_loss = max(self.worst_loss, difference)
+        self.losses_told += len(told)
+        return told
+
+    def _check_last(self, keep_last: int) -> None:
+        """The run is done, its weights are those of the undisturbed one, and what should be gone is gone."""
+        assert len(self._check_metrics()) == self._newest() == self.steps
+        last, expected = (
+            StoredTensors(self.folder / name / "checkpoints" / f"step-{self.steps:08d}", "model")
+            for name in ("run", "undisturbed")
+        )
+        assert set(last.files) == set(expected.files)
+        for name in expected.files:
+            wanted = expected.whole(name).double()
+            difference = float((last.whole(name).double() - wanted).norm() / wanted.norm())
+            assert difference <= TOLERANCE, f"{name} differs by {difference}"
+            self.worst_weight = max(self.worst_weight, difference)
+        assert self.root.read(LATEST).decode().strip() == f"step-{self.steps:08d}"
+        folders = step_folders(self.root)
+        assert all(map(is_complete, folders))
+        read = {marker.split(".")[0] for marker in self.root.child(retention._READING).files()}  # by those killed
+        assert len([folder for folder in folders if folder.name not in read]) <= keep_last
+
+    def table(self) -> str:
+        """Rounds by moment, and the worst differences."""
+        lines = ["moment     rounds  killed"]
+        lines += [f"{moment:<10} {self.planned[moment]:>6} {self.struck[moment]:>7}" for moment in MOMENTS]
+        lines += [
+            f"worlds of those killed: {dict(sorted(self.worlds.items()))}",
+            f"{self.losses_told:,} losses told, the worst {self.worst_loss:.1e} off; "
+            f"last weights, the worst {self.worst_weight:.1e} off",
+        ]
+        return "\n".join(lines)
+
+
+def _write_data(folder: Path) -> None:
+    tokens = np.random.default_rng(5).integers(0, VOCAB, 4000)
+    tokens[1::2] = (tokens[::2] * 7 + 3) % VOCAB  # something to learn
+    with IndexedWriter(folder / "corpus", np.uint16) as writer:
+        writer.add_document(tokens)
+
+
+def _metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Lines of metrics.jsonl by step."""
+    path = run_dir / METRICS_FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"]: line for line in lines}
+
+
+def main() -> None:
+    """The long version: every moment must have struck at least twice."""
+    parser = argparse.ArgumentParser(description="Kill ranks of a training run at random moments.")
+    parser.add_argument("--rounds", type=int, default=int(os.environ.get("CHAOS_ROUNDS") or 50))
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("CHAOS_SEED") or time.time()))
+    given = parser.parse_args()
+    print(f"CHAOS_SEED={given.seed} CHAOS_ROUNDS={given.rounds}", flush=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        chaos = Chaos(Path(folder), given.seed, given.rounds, lambda line: print(line, flush=True))
+        chaos.run()
+    print(f"{chaos.table()}\n{time.monotonic() - started:.0f} s", flush=True)
+    few = [moment for moment in MOMENTS if chaos.struck[moment] < min(2, given.rounds // len(MOMENTS))]
+    if few:
+        raise SystemExit(f"too few were killed in {', '.join(few)}; take more rounds")
+
+
+if __name__ == "__main__":
+    main()

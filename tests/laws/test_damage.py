@@ -1,0 +1,203 @@
+"""Law 5 for what lies on a disk: whatever has happened to a checkpoint, it is refused by the file's name, or it is whole."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import run_world
+from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
+
+from megazero.checkpoint.folder import LocalFolder, folder_at
+from megazero.checkpoint.index import CheckpointError, FileRecord, find_newest, read_manifest, write_manifest
+from megazero.config import ResolvedRun
+from megazero.engine import Engine, Position
+from megazero.training.checkpoints import Checkpoints
+
+CASES = 200
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that two ranks have written after two steps, the second of them in step-00000002."""
+    root = tmp_path_factory.mktemp("run")
+
+    def write(rank: int) -> None:
+        run = run_of(2, model=LLAMA, zero={"stage": 1})
+        engine = engine_on(rank, run)
+        for step in range(2):
+            engine.train_step(micro_batches(run, engine.state, step), LR)
+            engine.save(root / f"step-{step + 1:08d}", Position(step + 1), "data")
+
+    run_world(2, write)
+    return root
+
+
+def _flip(path: Path, random_: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
+    path.write_bytes(bytes(data))
+
+
+def _cut(path: Path, random_: random.Random) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: random_.randrange(len(data))])
+
+
+def _lose(path: Path, random_: random.Random) -> None:
+    path.unlink()
+
+
+def _lengthen(path: Path, random_: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + bytes(random_.randrange(1, 9)))
+
+
+def _edit(index: dict[str, str], random_: random.Random) -> None:
+    """What a hand may do to the map of tensors to files."""
+    one, other = random_.sample(sorted(index), 2)
+    files = sorted(set(index.values()))
+    match random_.randrange(4):
+        case 0:
+            del index[one]
+        case 1:
+            index[one] = next(file for file in files if file != index[one])
+        case 2:
+            index[one + ".copy"] = index[one]
+        case _:
+            index[other + "_"] = index.pop(other)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """One rank that loads whatever it is given."""
+    return engine_on(0, run_of(1, model=LLAMA), draw=False)
+
+
+def _refused(engine: Engine, directory: Path, file: str) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        engine.load(directory, "data")
+    assert file in str(refusal.value)
+
+
+def test_every_damage_is_refused_by_the_name_of_the_file(engine: Engine, saved: Path, tmp_path: Path) -> None:
+    random_ = random.Random(1)
+    good = saved / "step-00000002"
+    engine.load(good, "data")
+    names = sorted(path.name for path in good.iterdir())
+    shards = [name for name in names if name.endswith(".safetensors")]
+    for case in range(CASES):
+        directory = tmp_path / f"step-{case:08d}"
+        shutil.copytree(good, directory)
+        kind = case % 5
+        if kind < 4:
+            name = random_.choice(names)
+            (_flip, _cut, _lose, _lengthen)[kind](directory / name, random_)
+        else:
+            name, other = random_.sample(shards, 2)
+            (directory / name).rename(directory / "aside")
+            (directory / other).rename(directory / name)
+            (directory / "aside").rename(directory / other)
+        _refused(engine, directory, name)
+        shutil.rmtree(directory)
+
+
+def _declare(directory: Path) -> None:
+    """Write the manifest anew, as of files that were always so."""
+    folder = LocalFolder(directory)
+    records = {name: FileRecord(folder.size(name) or 0, folder.hash(name)) for name in read_manifest(directory)}
+    write_manifest(directory, records)
+
+
+@pytest.mark.parametrize("declared", [False, True], ids=["by hand", "with a manifest to match"])
+def test_an_index_edited_by_hand_is_refused(engine: Engine, saved: Path, tmp_path: Path, declared: bool) -> None:
+    random_ = random.Random(2)
+    for case in range(12):
+        directory = tmp_path / f"step-{case:08d}"
+        shutil.copytree(saved / "step-00000002", directory)
+        path = directory / f"{('model', 'exp_avg', 'exp_avg_sq')[case % 3]}.safetensors.index.json"
+        index = json.loads(path.read_text())
+        _edit(index["weight_map"], random_)
+        path.write_text(json.dumps(index, indent=2) + "\n")
+        if declared:
+            _declare(directory)
+        with pytest.raises(CheckpointError, match=r"\.safetensors"):
+            engine.load(directory, "data")
+
+
+def test_files_in_each_others_place_are_refused_where_only_sizes_are_checked(saved: Path, tmp_path: Path) -> None:
+    engine = engine_on(0, run_of(1, model=LLAMA, checkpoint={"verify": "size"}), draw=False)
+    engine.load(saved / "step-00000001", "data")
+    moments = ("exp_avg-00001-of-00002.safetensors", "exp_avg_sq-00001-of-00002.safetensors")
+    for case, (step, name, other) in enumerate([("2", moments[0], moments[1]), ("1", moments[0], moments[0])]):
+        directory = tmp_path / f"step-{case:08d}"
+        shutil.copytree(saved / "step-00000002", directory)
+        data = (saved / f"step-0000000{step}" / other).read_bytes()
+        (directory / name).write_bytes(data)
+        manifest = read_manifest(directory)
+        write_manifest(directory, manifest | {name: replace(manifest[name], bytes=len(data))})
+        _refused(engine, directory, name)
+
+
+def _resume(rank: int, run: ResolvedRun) -> tuple[int, str | None, list[str]]:
+    lines: list[str] = []
+    state = state_on(rank, run)
+    checkpoints = Checkpoints(run.config, state, "data", lines.append)
+    assert checkpoints.find()
+    engine = engine_on(rank, run, draw=False, state=state)
+    position = checkpoints.resume(engine)
+    checkpoints.save(engine, replace(position, step=2), None)
+    checkpoints.finish()
+    return position.step, checkpoints.newest, lines
+
+
+def _damaged_run(saved: Path, root: Path, damage: Callable[[Path, random.Random], None]) -> Path:
+    shutil.copytree(saved, root)
+    damage(root / "step-00000002" / "exp_avg-00002-of-00002.safetensors", random.Random(3))
+    return root
+
+
+def test_a_run_falls_back_to_the_newest_good_one_where_it_may(saved: Path, tmp_path: Path) -> None:
+    root = _damaged_run(saved, tmp_path / "run", _flip)
+    wish = {"directory": str(root), "on_damage": "fallback"}
+    results = run_world(2, _resume, run_of(2, model=LLAMA, zero={"stage": 2}, checkpoint=wish))
+    step, newest, lines = results[0]
+    assert [result[0] for result in results] == [1, 1]
+    assert step == 1
+    assert "exp_avg-00002-of-00002.safetensors has changed since it was written" in lines[0]
+    assert "step-00000002 is set aside; going back to step-00000001" in lines[0]
+    assert newest == str(root / "step-00000002")  # its step could be saved again
+    assert find_newest(root) == folder_at(root / "step-00000002")
+
+
+def test_a_run_stops_at_damage_unless_told_otherwise(saved: Path, tmp_path: Path) -> None:
+    root = _damaged_run(saved, tmp_path / "run", _cut)
+    run = run_of(1, model=LLAMA, checkpoint={"directory": str(root)})
+    with pytest.raises(CheckpointError, match=r"exp_avg-00002-of-00002\.safetensors has .* bytes"):
+        _resume(0, run)
+    assert find_newest(root) == folder_at(root / "step-00000002")
+    _lose(root / "step-00000001" / "config.json", random.Random())
+    run = run_of(1, model=LLAMA, checkpoint={"directory": str(root), "on_damage": "fallback"})
+    with pytest.raises(CheckpointError, match="no older checkpoint is left"):  # a run never begins anew unasked
+        _resume(0, run)
+
+
+def _apart(rank: int, root: Path) -> str:
+    run = run_of(2, model=LLAMA, checkpoint={"directory": str(root / ("a" if rank == 0 else "b"))})
+    with pytest.raises(CheckpointError) as refusal:
+        Checkpoints(run.config, state_on(rank, run), "data", print)
+    return str(refusal.value)
+
+
+def test_ranks_that_share_no_disk_are_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megazero.training.checkpoints._PROBE_SECONDS", 0.2)
+    for text in run_world(2, _apart, tmp_path):
+        assert "rank 1 on " in text
+        assert "cannot see what rank 0 on " in text
+        assert "checkpoints need a place that all ranks share" in text

@@ -1,0 +1,171 @@
+"""A folder of files: the same on a disk, in memory and in an object store."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+import torch
+from harness import run_world
+from moto.server import ThreadedMotoServer
+from safetensors.torch import load_file, save_file
+from worlds import LLAMA, engine_on, micro_batches, run_of
+
+from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
+from megazero.checkpoint.index import CheckpointError, FileRecord, find_newest, is_complete, step_folders
+from megazero.checkpoint.tensor_file import SafetensorsWriter, TensorFile
+from megazero.checkpoint.verify import find_damage
+from megazero.engine import Position
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket of a server on this machine that speaks S3."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    before = dict(os.environ)
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    boto3.client("s3").create_bucket(Bucket="runs")
+    yield "s3://runs"
+    os.environ.clear()
+    os.environ |= before
+    server.stop()
+
+
+@pytest.fixture(params=["disk", "memory", "s3"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    """An empty folder."""
+    if request.param == "disk":
+        return folder_at(tmp_path / "a" / "b")
+    if request.param == "memory":
+        return folder_at(f"memory://{uuid.uuid4().hex}/b")
+    return folder_at(f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}/b")
+
+
+def test_a_file_is_there_when_it_is_finished_and_not_before(folder: Folder) -> None:
+    folder.make()
+    assert folder.size("x") is None
+    output = folder.create("x")
+    output.write(b"0123")
+    assert not folder.has("x") or "memory://" in str(folder)  # which shows files as they grow
+    output.write(memoryview(b"456789"))
+    output.finish()
+    assert (folder.size("x"), folder.read("x"), output.bytes) == (10, b"0123456789", 10)
+    assert folder.open("x").read(2, 5).numpy().tobytes() == b"234"
+    assert folder.hash("x") == output.xxh3
+    assert b"".join(folder.blocks("x")) == b"0123456789"
+
+
+def test_a_file_that_is_given_up_leaves_nothing(folder: Folder) -> None:
+    folder.make()
+    folder.write("x", b"old")
+    output = folder.create("x")
+    output.write(b"new")
+    output.abandon()
+    assert folder.read("x") == b"old" or "memory://" in str(folder)
+    assert folder.files() == ["x"]
+
+
+def test_files_and_folders_are_listed_and_removed(folder: Folder) -> None:
+    assert folder.files() == folder.folders() == []
+    folder.make()
+    folder.write("x", b"1")
+    folder.child("sub").make()
+    folder.child("sub").write("y", b"2")
+    assert (folder.files(), folder.folders()) == (["x"], ["sub"])
+    assert folder.child("sub").parent == folder
+    assert folder.child("sub").name == "sub"
+    assert folder_at(str(folder)) == folder
+    folder.remove("x")
+    folder.remove("x")
+    assert folder.files() == []
+    folder.child("sub").remove_all()
+    folder.child("sub").remove_all()
+    assert folder.folders() == []
+    with pytest.raises(FileNotFoundError):
+        folder.open("x")
+
+
+def test_a_url_that_cannot_be_used_says_why() -> None:
+    with pytest.raises(ValueError, match="nope://x/y cannot be used: Protocol not known: nope"):
+        folder_at("nope://x/y")
+
+
+def test_what_we_write_the_safetensors_library_reads_and_back(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "c": torch.zeros(0, 4),
+        "d": torch.randn(2, 3, 4).half(),
+        "e": torch.tensor(2.5),
+    }
+    folder = LocalFolder(tmp_path)
+    writer = SafetensorsWriter(folder, "x", {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}, {"kind": "k"})
+    for name, tensor in tensors.items():
+        writer.write(name, tensor)
+    assert writer.finish() == FileRecord((tmp_path / "x").stat().st_size, folder.hash("x"))
+    theirs = load_file(tmp_path / "x")
+    save_file(tensors, tmp_path / "y")
+    for file in ("x", "y"):
+        ours = TensorFile(folder, file)
+        for name, tensor in tensors.items():
+            assert torch.equal(ours.whole(name), tensor)
+            assert torch.equal(theirs[name], tensor)
+    assert torch.equal(TensorFile(folder, "y").rows("a", 1, 3), tensors["a"][1:3])
+
+
+def _write_checkpoints(rank: int, root: str) -> list[float]:
+    run = run_of(2, model=LLAMA, zero={"stage": 3})
+    engine = engine_on(rank, run)
+    losses = []
+    for step in range(2):
+        losses.append(engine.train_step(micro_batches(run, engine.state, step), 1e-3).loss)
+        engine.save(folder_at(root).child(f"step-{step + 1:08d}"), Position(step + 1), "data")
+    return losses
+
+
+def _go_on(rank: int, root: str) -> float:
+    run = run_of(1, model=LLAMA, zero={"stage": 1})
+    engine = engine_on(rank, run, draw=False)
+    engine.load(folder_at(root).child("step-00000001"), "data")
+    return engine.train_step(micro_batches(run, engine.state, 1), 1e-3).loss
+
+
+def test_a_run_goes_on_from_an_object_store_on_another_shape(bucket: str) -> None:
+    losses = run_world(2, _write_checkpoints, f"{bucket}/run")[0]
+    root = folder_at(f"{bucket}/run")
+    assert [folder.name for folder in step_folders(root)] == ["step-00000001", "step-00000002"]
+    newest = find_newest(root)
+    assert newest is not None
+    assert newest.name == "step-00000002"
+    assert find_damage(newest) == []
+    assert root.read("latest") == b"step-00000002\n"
+    assert run_world(1, _go_on, f"{bucket}/run")[0] == pytest.approx(losses[1], rel=1e-6)
+    data = bytearray(newest.read("model-00001-of-00002.safetensors"))
+    data[-1] ^= 1
+    newest.write("model-00001-of-00002.safetensors", bytes(data))
+    assert "model-00001-of-00002.safetensors has changed" in find_damage(newest)[0]
+    newest.remove("config.json")
+    assert any("config.json is missing" in line for line in find_damage(newest))
+
+
+def test_a_checkpoint_in_memory_is_one() -> None:
+    run = run_of(1, model=LLAMA)
+    engine = engine_on(0, run)
+    place = f"memory://{uuid.uuid4().hex}/step-00000000"
+    engine.save(place, Position(), "data")
+    assert is_complete(place)
+    assert find_damage(place) == []
+    with pytest.raises(CheckpointError, match="already holds a complete checkpoint"):
+        engine.save(place, Position(), "data")
+    engine.load(place, "data")

@@ -1,0 +1,349 @@
+"""Is the run well: policies as values, then whole runs that meet bad samples, stop on request, and pass steps over."""
+
+from __future__ import annotations
+
+import json
+import time
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from torch import Tensor
+from worlds import state_on
+
+from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.config.schema import LoggingConfig, TrainingConfig
+from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
+from megazero.training.health import (
+    LossSpikes,
+    NonFinitePolicy,
+    RankWork,
+    Samples,
+    Turn,
+    laggards,
+    position_after_going_back,
+    spread_of,
+    steps_passed_over,
+)
+from megazero.training.loop import train
+from megazero.training.metrics import JsonLines, ProgressLine, StepMetrics, passed_over
+
+SOUND, BAD = StepStatistics(2.0, 1.0, 64), StepStatistics(nan, nan, 64, finite=False)
+SAMPLES = Samples(128, 135)
+
+
+def _policy(**keys: Any) -> NonFinitePolicy:
+    return NonFinitePolicy(TrainingConfig(**keys))
+
+
+def test_by_default_a_step_that_is_not_finite_stops_the_run_and_names_its_samples() -> None:
+    policy = _policy()
+    assert policy.judge(SOUND, 16, SAMPLES) is Turn.ON
+    with pytest.raises(NonFiniteError, match=r"step 17, samples 128 to 135: loss=nan .* must be finite") as found:
+        policy.judge(BAD, 17, SAMPLES)
+    assert "training.skip_steps=[17]" in str(found.value)
+
+
+def test_updates_are_left_out_until_there_are_too_many_in_a_row() -> None:
+    policy = _policy(on_non_finite="skip", non_finite_limit=3)
+    turns = [policy.judge(statistics, 1, SAMPLES) for statistics in (BAD, BAD, SOUND, BAD, BAD)]
+    assert turns == [Turn.SKIP, Turn.SKIP, Turn.ON, Turn.SKIP, Turn.SKIP]
+    with pytest.raises(NonFiniteError, match="3 such steps in a row"):
+        policy.judge(BAD, 6, SAMPLES)
+
+
+def test_a_run_goes_back_only_so_often() -> None:
+    policy = _policy(on_non_finite="rollback", non_finite_limit=2)
+    turns = [policy.judge(statistics, 1, SAMPLES) for statistics in (BAD, SOUND, BAD, SOUND)]
+    assert turns == [Turn.BACK, Turn.ON, Turn.BACK, Turn.ON]
+    with pytest.raises(NonFiniteError, match="already gone back 2 times"):
+        policy.judge(BAD, 9, SAMPLES)
+
+
+def test_after_going_back_the_run_goes_on_behind_the_bad_samples() -> None:
+    assert position_after_going_back(Position(10, 80, 640), Position(17, 136, 1088), SAMPLES) == Position(10, 136, 1088)
+    with pytest.raises(NonFiniteError, match="no checkpoint to go back to"):
+        position_after_going_back(None, Position(17, 136, 1088), SAMPLES)
+
+
+def test_steps_to_pass_over_are_counted_from_a_step_on() -> None:
+    ranges = ((5, 5), (8, 10), (10, 12), (13, 13))
+    counts = [steps_passed_over(step, ranges) for step in range(1, 15)]
+    assert counts == [0, 0, 0, 0, 1, 0, 0, 6, 5, 4, 3, 2, 1, 0]
+    assert steps_passed_over(1, ()) == 0
+
+
+def _losses(count: int) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    return (3 + 0.1 * torch.randn(count, generator=generator, dtype=torch.float64)).tolist()
+
+
+def test_a_spike_is_told_by_how_many_deviations_and_hides_no_other() -> None:
+    spikes, losses = LossSpikes(6.0), _losses(200)
+    assert all(spikes.look(loss) is None for loss in losses)
+    for _ in range(2):
+        spike = spikes.look(9.0)
+        assert spike is not None
+        assert spike.mean == pytest.approx(3.0, abs=0.1)
+        assert 20 < spike.sigmas < 80
+    line = spike.line(201, 9.0, SAMPLES)
+    assert "step 201" in line
+    assert "loss 9.0000" in line
+    assert "samples 128 to 135" in line
+    assert "training.skip_steps=[201]" in line
+
+
+def test_nothing_is_told_before_the_warm_up_of_falling_losses_of_equal_losses_or_at_zero_sigmas() -> None:
+    early = LossSpikes(6.0, warm_up_steps=20)
+    assert [early.look(loss) for loss in [3.0] * 10 + [9.0] + [3.0] * 9] == [None] * 20
+    falling = LossSpikes(6.0)
+    assert all(falling.look(10 - 0.05 * step) is None for step in range(150))
+    equal = LossSpikes(6.0)
+    assert all(equal.look(3.0 + 1e-6 * (step % 2)) is None for step in range(100))
+    silent = LossSpikes(0.0)
+    assert all(silent.look(loss) is None for loss in [*_losses(50), 1e9])
+
+
+def test_a_loss_that_stays_high_becomes_normal_and_one_that_is_no_number_changes_nothing() -> None:
+    spikes = LossSpikes(6.0)
+    for loss in _losses(100):
+        spikes.look(loss)
+    assert spikes.look(nan) is None
+    found = [spikes.look(loss + 2) is not None for loss in _losses(200)]
+    assert found[0]
+    assert not any(found[100:])
+
+
+def _work(seconds: list[float], stages: int = 1) -> list[RankWork]:
+    size = len(seconds) // stages
+    return [RankWork(rank, f"node-{rank // 2}", rank // size, each) for rank, each in enumerate(seconds)]
+
+
+def test_the_rank_that_lags_is_named_with_the_median_of_its_stage() -> None:
+    ((slow, median),) = laggards(_work([1.2, 1.21, 1.22, 1.92]), 1.3)
+    assert (slow.rank, slow.host, median) == (3, "node-1", 1.21)
+    assert laggards(_work([1.2, 1.21, 1.22, 1.5]), 1.3) == []
+    # the last stage has more to do, which is nobody's fault
+    assert laggards(_work([1.0, 1.0, 2.0, 2.0], stages=2), 1.3) == []
+    assert [work.rank for work, _ in laggards(_work([1.0, 1.0, 1.0, 2.0, 2.0, 4.0], stages=2), 1.3)] == [5]
+    # ranks that are alone in their stages have only one another to be compared with
+    assert [work.rank for work, _ in laggards(_work([1.0, 1.0, 1.0, 2.0], stages=4), 1.3)] == [3]
+
+
+def test_a_difference_that_nobody_would_notice_is_not_told() -> None:
+    assert laggards(_work([0.001, 0.001, 0.009]), 1.3) == []
+    assert spread_of(_work([0.3, 0.1, 0.2])) == {"min": 0.1, "median": 0.2, "max": 0.3, "slowest_rank": 0}
+
+
+def test_metrics_of_a_step_that_was_passed_over_have_no_loss_and_print_nothing(tmp_path: Path) -> None:
+    shown: list[str] = []
+    ProgressLine(20, 1, shown.append).write(passed_over(3, 640, None))
+    assert shown == []
+    sink = JsonLines(tmp_path / "metrics.jsonl", 0)
+    sink.write(passed_over(3, 640, None))
+    for step in range(4, 8):
+        sink.write(StepMetrics(step, 1.5, 0.5, 1e-3, 10 * step, 100.0, 0.1, 1 << 20))
+    sink.drop_after(5)
+    sink.write(StepMetrics(6, 2.5, 0.5, 1e-3, 60, 100.0, 0.1, 1 << 20, own_seconds=spread_of(_work([0.3, 0.1]))))
+    sink.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 4, 5, 6]
+    assert lines[0] == {"step": 3, "tokens": 640, "sent_bytes": {}, "skipped": "passed over"}
+    assert lines[3]["loss"] == 2.5
+    assert lines[3]["own_seconds"] == {"min": 0.1, "median": 0.1, "max": 0.3, "slowest_rank": 0}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole runs
+
+BATCH = 8
+
+
+def _run(
+    world: int, run_dir: Path, *, steps: int = 8, save: int = 0, logging: Any = None, **training: Any
+) -> ResolvedRun:
+    config = {
+        "model": {
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "ffn_hidden_size": 64,
+            "vocab_size": 257,
+            "seq_len": 16,
+        },
+        "precision": {"dtype": "fp32"},
+        "lr_schedule": {"name": "constant"},
+        "training": {"run_dir": str(run_dir), "steps": steps, "global_batch_size": BATCH} | training,
+        "checkpoint": {"save_every_steps": save},
+        "logging": {"tensorboard": False, "straggler_every_steps": 0} | (logging or {}),
+    }
+    return resolve(RunConfig.model_validate(config), world)
+
+
+def _spoil(step: int) -> None:
+    """Make the loss of the samples that come as `step`'s in a run without detours no number, wherever they come."""
+    intact = Engine._run
+    bad = (step - 1) * BATCH + BATCH - 1  # on the last dp rank
+
+    def run(self: Engine, batches: Any, *, trains: bool) -> tuple[Tensor, Tensor]:
+        loss_sum, tokens = intact(self, batches, trains=trains)
+        has_bad = trains and any((batch.sample_ids == bad).any() for batch in batches)
+        return (loss_sum * nan if has_bad else loss_sum), tokens
+
+    Engine._run = run  # type: ignore[method-assign]
+
+
+def _train(rank: int, run: ResolvedRun, bad_steps: tuple[int, ...] = (), stop_at: int = 0) -> dict[str, Any]:
+    """A run; rank 1 asks for its end in step `stop_at`."""
+    for step in bad_steps:
+        _spoil(step)
+    shown: list[str] = []
+    asked = 0
+
+    def wants_stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == stop_at and rank == run.world_size - 1
+
+    out: dict[str, Any] = {"shown": shown, "error": ""}
+    try:
+        summary = train(run, state_on(rank, run), shown.append, wants_stop)
+        out |= {"step": summary.step, "stopped": summary.stopped, "checkpoint": summary.checkpoint}
+    except NonFiniteError as error:
+        out["error"] = str(error)
+    return out
+
+
+def _lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _losses_of(run_dir: Path) -> dict[int, float | None]:
+    return {line["step"]: line.get("loss") for line in _lines(run_dir)}
+
+
+@pytest.fixture(scope="module")
+def without_step_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("without")
+    run = _run(2, run_dir, steps=9, skip_steps=[5])
+    out, _ = run_world(2, _train, run)
+    assert "step 5 is passed over (training.skip_steps): samples 32 to 39" in out["shown"]
+    return run_dir
+
+
+def test_a_step_that_is_passed_over_consumes_its_samples_and_changes_nothing(without_step_5: Path) -> None:
+    lines = _lines(without_step_5)
+    assert [line["step"] for line in lines] == list(range(1, 10))
+    assert lines[4] == {"step": 5, "tokens": lines[3]["tokens"], "sent_bytes": {}, "skipped": "passed over"}
+    assert all("loss" in line for line in lines if line["step"] != 5)
+
+
+def test_a_range_of_steps_is_told_once(tmp_path: Path) -> None:
+    (out,) = run_world(1, _train, _run(1, tmp_path, steps=6, skip_steps=[[2, 4], 6], eval_every_steps=3))
+    told = [line for line in out["shown"] if "passed over" in line]
+    assert told == [
+        "steps 2 to 4 are passed over (training.skip_steps): samples 8 to 31",
+        "step 6 is passed over (training.skip_steps): samples 40 to 47",
+    ]
+    assert [step for step, loss in _losses_of(tmp_path).items() if loss is None] == [2, 3, 4, 6]
+    assert [line["step"] for line in _lines(tmp_path) if "val_loss" in line] == [3, 6]
+
+
+def test_a_step_that_is_left_out_is_as_if_it_had_been_passed_over(tmp_path: Path, without_step_5: Path) -> None:
+    out, other = run_world(2, _train, _run(2, tmp_path, steps=9, on_non_finite="skip"), (5,))
+    assert out["error"] == other["error"] == ""
+    assert "step 5 is not finite: samples 32 to 39 are left out, no weight has changed" in out["shown"]
+    assert _losses_of(tmp_path) == _losses_of(without_step_5)
+    assert _lines(tmp_path)[4]["skipped"] == "not finite"
+
+
+def test_too_many_bad_steps_in_a_row_stop_every_rank(tmp_path: Path) -> None:
+    run = _run(2, tmp_path, on_non_finite="skip", non_finite_limit=2)
+    for out in run_world(2, _train, run, (3, 4)):
+        assert "step 4, samples 24 to 31" in out["error"]
+        assert "2 such steps in a row" in out["error"]
+
+
+@pytest.mark.parametrize("back", [4, 3])
+def test_going_back_leaves_the_samples_out_and_every_step_once_in_the_metrics(tmp_path: Path, back: int) -> None:
+    """From step 4 or 3 on the run is one that passes over what lies between that step and the samples behind step 5."""
+    out, other = run_world(2, _train, _run(2, tmp_path / "back", save=back, on_non_finite="rollback"), (5,))
+    assert out["error"] == other["error"] == ""
+    assert f"samples 32 to 39 are left out; back to step {back}, on from sample 40" in "\n".join(out["shown"])
+    run_world(2, _train, _run(2, tmp_path / "over", steps=10, skip_steps=[[back + 1, 5]]))
+    wanted = _losses_of(tmp_path / "over")
+    shift = 5 - back
+    assert _losses_of(tmp_path / "back") == {
+        step: wanted[step if step <= back else step + shift] for step in range(1, 9)
+    }
+    assert [line["step"] for line in _lines(tmp_path / "back")] == list(range(1, 9))
+    assert out["step"] == 8
+
+
+def test_a_checkpoint_after_going_back_remembers_where_the_samples_are(tmp_path: Path, without_step_5: Path) -> None:
+    assert run_world(2, _train, _run(2, tmp_path, steps=6, save=2, on_non_finite="rollback"), (5,))[0]["step"] == 6
+    run_world(2, _train, _run(2, tmp_path, steps=8, save=2))
+    wanted = _losses_of(without_step_5)
+    assert _losses_of(tmp_path) == {step: wanted[step if step < 5 else step + 1] for step in range(1, 9)}
+
+
+def test_going_back_needs_a_checkpoint_and_has_a_limit(tmp_path: Path) -> None:
+    for out in run_world(2, _train, _run(2, tmp_path / "none", save=4, on_non_finite="rollback"), (3,)):
+        assert "step 3, samples 16 to 23, is not finite, and there is no checkpoint to go back to" in out["error"]
+    run = _run(2, tmp_path / "often", save=2, on_non_finite="rollback", non_finite_limit=1)
+    for out in run_world(2, _train, run, (3, 5)):
+        assert "already gone back 1 times" in out["error"]
+
+
+def test_one_rank_that_wants_to_stop_stops_all_after_the_step_and_the_run_can_go_on(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_world(2, _train, _run(2, whole, steps=6))
+    for out in run_world(2, _train, _run(2, parts, steps=6), (), 3):
+        assert (out["step"], out["stopped"], out["error"]) == (3, True, "")
+        assert out["checkpoint"].endswith("step-00000003")
+    for out in run_world(2, _train, _run(2, parts, steps=6)):
+        assert (out["step"], out["stopped"]) == (6, False)
+    assert _losses_of(parts) == _losses_of(whole)
+
+
+@pytest.mark.parametrize("save", [1, 2])
+def test_a_step_that_was_just_saved_is_not_saved_again_on_stopping(tmp_path: Path, save: int) -> None:
+    (out,) = run_world(1, _train, _run(1, tmp_path, save=save), (), 4)
+    assert (out["step"], out["stopped"]) == (4, True)
+    assert out["checkpoint"].endswith("step-00000004")
+
+
+def test_a_wish_to_stop_in_the_last_step_changes_nothing(tmp_path: Path) -> None:
+    (out,) = run_world(1, _train, _run(1, tmp_path, steps=3), (), 3)
+    assert (out["step"], out["stopped"]) == (3, False)
+
+
+def _train_slowly(rank: int, run: ResolvedRun) -> list[str]:
+    intact = Engine.try_step
+
+    def slow(self: Engine, *args: Any) -> StepStatistics:
+        if rank == 1:
+            time.sleep(0.3)
+        return intact(self, *args)
+
+    Engine.try_step = slow  # type: ignore[method-assign]
+    shown: list[str] = []
+    train(run, state_on(rank, run), shown.append)
+    return shown
+
+
+def test_a_rank_that_lags_is_named_with_its_host(tmp_path: Path) -> None:
+    run = _run(2, tmp_path, steps=4, logging={"straggler_every_steps": 2})
+    shown, _ = run_world(2, _train_slowly, run)
+    told = [line for line in shown if "lags" in line]
+    assert len(told) == 2
+    assert all(line.startswith("rank 1 on ") and "s of its own work a step, the median is" in line for line in told)
+    lines = _lines(tmp_path)
+    assert [line["step"] for line in lines if "own_seconds" in line] == [2, 4]
+    spread = lines[1]["own_seconds"]
+    assert spread["slowest_rank"] == 1
+    assert spread["max"] >= 0.3 > spread["min"]
+    assert LoggingConfig().straggler_every_steps == 50

@@ -1,0 +1,187 @@
+"""Which checkpoints stay, and that removing the others can be killed at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megazero.checkpoint.folder import Folder, LocalFolder
+from megazero.checkpoint.index import (
+    MANIFEST,
+    CheckpointError,
+    FileRecord,
+    TrainerState,
+    find_newest,
+    is_complete,
+    step_folder,
+    step_folders,
+    step_of,
+    to_json,
+    write_manifest,
+)
+from megazero.checkpoint.retention import Retention, kept_steps, prune, reading, set_aside
+from megazero.checkpoint.verify import find_damage
+
+
+def _write(root: Path, step: int, val_loss: float | None = None) -> Folder:
+    folder = step_folder(root, step)
+    folder.make()
+    state = TrainerState(step, 0, 0, 0, "", {}, {}, {}, {}, val_loss=val_loss)
+    records = {}
+    for name, data in {
+        "trainer_state.json": to_json(vars(state)),
+        "model-00001-of-00001.safetensors": b"x" * 64,
+    }.items():
+        output = folder.write(name, data)
+        records[name] = FileRecord(output.bytes, output.xxh3)
+    write_manifest(folder, records)
+    return folder
+
+
+def _steps(root: Path) -> list[int]:
+    return [step_of(folder) for folder in step_folders(root) if is_complete(folder)]
+
+
+@given(
+    st.dictionaries(st.integers(1, 60), st.one_of(st.none(), st.floats(0, 9)), max_size=20),
+    st.integers(0, 4), st.integers(0, 7), st.integers(0, 3),
+)  # fmt: skip
+def test_the_newest_the_regular_and_the_best_stay(
+    losses: dict[int, float | None], last: int, every: int, best: int
+) -> None:
+    kept = kept_steps(losses, Retention(last, every, best))
+    if not last:
+        assert kept == set(losses)
+        return
+    order = sorted(losses)
+    ranked = sorted((loss, step) for step, loss in losses.items() if loss is not None)
+    for step, loss in losses.items():
+        is_best = loss is not None and ranked.index((loss, step)) < best
+        wanted = step in order[-last:] or (every > 0 and step % every == 0) or is_best
+        assert (step in kept) == wanted
+
+
+def test_pruning_removes_the_others_and_what_was_left_half_written(tmp_path: Path) -> None:
+    losses = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.5, 60: None}
+    for step, loss in losses.items():
+        _write(tmp_path, step, loss)
+    half, being_written = step_folder(tmp_path, 25), step_folder(tmp_path, 70)
+    for folder in (half, being_written):
+        folder.make()
+        folder.write("model-00001-of-00001.safetensors.partial", b"x")
+    (tmp_path / "notes").mkdir()
+    removed = prune(tmp_path, Retention(keep_last=2, keep_every_steps=30, keep_best=1))
+    assert sorted(map(step_of, removed)) == [10, 25, 40]
+    assert _steps(tmp_path) == [20, 30, 50, 60]
+    assert being_written.files()
+    assert (tmp_path / "notes").is_dir()
+    assert prune(tmp_path, Retention()) == []
+
+
+def test_one_that_is_read_stays_until_it_is_not(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _write(tmp_path, step)
+    with reading(step_folder(tmp_path, 1)), reading(step_folder(tmp_path, 1)):
+        prune(tmp_path, Retention(keep_last=1))
+        assert _steps(tmp_path) == [1, 3]
+    prune(tmp_path, Retention(keep_last=1))
+    assert _steps(tmp_path) == [3]
+    with (
+        pytest.raises(CheckpointError, match="step-00000001 is not a complete checkpoint"),
+        reading(step_folder(tmp_path, 1)),
+    ):
+        pass
+
+
+def test_a_reader_that_was_killed_long_ago_holds_nothing_back(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _write(tmp_path, step)
+    LocalFolder(tmp_path / "reading").make()
+    LocalFolder(tmp_path / "reading").write("step-00000001.1000000000.abc", b"")
+    prune(tmp_path, Retention(keep_last=1))
+    assert _steps(tmp_path) == [2]
+
+
+def test_a_reader_that_comes_while_it_is_removed_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        _write(tmp_path, step)
+    remove = LocalFolder.remove
+    with ExitStack() as readers:
+
+        def remove_late(folder: LocalFolder, name: str) -> None:
+            if name == MANIFEST:
+                monkeypatch.undo()
+                readers.enter_context(reading(step_folder(tmp_path, 1)))
+            remove(folder, name)
+
+        monkeypatch.setattr(LocalFolder, "remove", remove_late)
+        assert prune(tmp_path, Retention(keep_last=1)) == []
+        assert _steps(tmp_path) == [1, 2]
+        assert find_damage(step_folder(tmp_path, 1)) == []
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"short")], ids=["gone", "cut"]
+)
+def test_the_only_good_one_stays(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    for step in (1, 2):
+        _write(tmp_path, step)
+    damage(tmp_path / "step-00000002" / "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="none is intact: step-00000001 not removed"):
+        prune(tmp_path, Retention(keep_last=1))
+    assert _steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("operation", range(1, 9))
+def test_a_crash_while_pruning_leaves_only_whole_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: int
+) -> None:
+    for step in (1, 2, 3):
+        _write(tmp_path, step)
+
+    class KilledError(BaseException):
+        pass
+
+    count = 0
+
+    def killing(method: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(folder: LocalFolder, *args: str) -> None:
+            nonlocal count
+            count += 1
+            if count == operation:
+                raise KilledError
+            method(folder, *args)
+
+        return wrapped
+
+    def remove_one_by_one(folder: LocalFolder) -> None:
+        for name in folder.files():
+            folder.remove(name)
+        folder.path.rmdir()
+
+    monkeypatch.setattr(LocalFolder, "remove", killing(LocalFolder.remove))
+    monkeypatch.setattr(LocalFolder, "remove_all", killing(remove_one_by_one))
+    try:
+        prune(tmp_path, Retention(keep_last=1))
+        assert operation > count
+    except KilledError:
+        pass
+    assert 3 in _steps(tmp_path)
+    for folder in step_folders(tmp_path):
+        assert not is_complete(folder) or find_damage(folder) == []
+    monkeypatch.undo()
+    prune(tmp_path, Retention(keep_last=1))
+    assert [folder.name for folder in step_folders(tmp_path)] == ["step-00000003"]
+
+
+def test_what_is_set_aside_no_longer_counts_but_is_still_there(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _write(tmp_path, step)
+    set_aside(step_folder(tmp_path, 2))
+    assert find_newest(tmp_path) == step_folder(tmp_path, 1)
+    assert step_folder(tmp_path, 2).has("model-00001-of-00001.safetensors")

@@ -1,0 +1,287 @@
+"""Asking a run to stop: it ends after the step under way with everything saved, or at once when asked again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megazero.checkpoint.index import find_newest
+from megazero.checkpoint.verify import find_damage
+from megazero.training.signals import EXIT_STOPPED, SAME_REQUEST_SECONDS, StopRequest
+
+ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "examples" / "quickstart.toml"
+TINY = [
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.ffn_hidden_size=64",
+    "model.seq_len=32",
+    "training.global_batch_size=8",
+    "training.eval_every_steps=0",
+    "lr_schedule.name=constant",
+    "logging.tensorboard=false",
+    "parallel.tp=1",
+    "parallel.pp=1",
+]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The request
+
+
+class _Recorded(StopRequest):
+    def __init__(self) -> None:
+        self.now, self.ended = 100.0, False
+        super().__init__(lambda: self.now)
+
+    def _end_at_once(self) -> None:
+        self.ended = True
+
+
+def test_a_signal_soon_after_the_first_is_the_same_request_and_a_later_one_ends_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stop = _Recorded()
+    assert not stop.wanted()
+    stop.take(signal.SIGINT)
+    assert stop.wanted()
+    stop.now += SAME_REQUEST_SECONDS
+    stop.take(signal.SIGTERM)
+    assert not stop.ended
+    stop.now += 0.1
+    stop.take(signal.SIGTERM)
+    assert stop.ended
+    assert capsys.readouterr().err.splitlines() == [
+        "SIGINT: finishing this step, then saving; a second signal ends at once",
+        "SIGTERM again: ended at once, nothing more is saved",
+    ]
+
+
+def test_a_request_reaches_ranks_that_start_before_and_after_it(tmp_path: Path) -> None:
+    launcher, rank, later = (_Recorded() for _ in range(3))
+    launcher.spread(tmp_path)
+    rank.mark = launcher.mark
+    launcher.take(signal.SIGUSR1)
+    assert rank.wanted()
+    (tmp_path / "again").mkdir()
+    launcher.spread(tmp_path / "again")
+    later.mark = launcher.mark
+    assert later.wanted()
+
+
+def test_only_the_first_rank_of_a_machine_speaks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    _Recorded().take(signal.SIGTERM)
+    assert capsys.readouterr().err == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+def _environment() -> dict[str, str]:
+    given = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return given | {"GLOO_SOCKET_IFNAME": loopback, "OMP_WAIT_POLICY": "passive"}
+
+
+def _start(run_dir: Path, ranks: int, *words: str) -> subprocess.Popen[str]:
+    """Start a run in a process group of its own, as a shell does."""
+    words = (*TINY, f"training.run_dir={run_dir}", f"launch.nproc_per_node={ranks}", *words)
+    return subprocess.Popen(
+        [sys.executable, "-m", "megazero.cli", "train", str(QUICKSTART), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=_environment(),
+        start_new_session=True,
+    )
+
+
+ENDLESS = ["training.steps=1000000", "logging.every_steps=1000000"]
+
+
+def _wait_until(run: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.02)
+
+
+def _lines(run_dir: Path) -> list[str]:
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _losses(run_dir: Path) -> list[float]:
+    lines = [json.loads(line) for line in _lines(run_dir)]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def _newest_step(run_dir: Path) -> int:
+    newest = find_newest(run_dir / "checkpoints")
+    assert newest is not None
+    assert find_damage(newest) == []
+    return int(newest.name.removeprefix("step-"))
+
+
+def _to_all(pid: int, number: int) -> None:
+    os.killpg(pid, number)
+
+
+def test_every_signal_saves_and_the_same_command_goes_on_to_the_uninterrupted_run(tmp_path: Path) -> None:
+    run_dir, steps = tmp_path / "run", 0
+    for ranks, number, send in (
+        (2, signal.SIGTERM, os.kill),
+        (1, signal.SIGUSR1, os.kill),
+        (2, signal.SIGINT, _to_all),  # Ctrl-C reaches the whole process group
+    ):
+        run = _start(run_dir, ranks, *ENDLESS)
+        _wait_until(run, lambda least=steps + 3: len(_lines(run_dir)) >= least)
+        send(run.pid, number)
+        output, _ = run.communicate(timeout=60)
+        assert run.returncode == EXIT_STOPPED, output
+        name = signal.Signals(number).name
+        assert output.count(f"{name}: finishing this step, then saving; a second signal ends at once") == 1
+        steps = _newest_step(run_dir)
+        assert len(_lines(run_dir)) == steps
+        assert f"stopped, and saved: step {steps}" in output
+        command = next(line for line in output.splitlines() if " train " in line and "training.run_dir" in line)
+        assert "training.steps=1000000" in shlex.split(command)
+        assert "Traceback" not in output
+    steps += 2
+    for folder in (run_dir, tmp_path / "whole"):
+        run = _start(folder, 1, f"training.steps={steps}")
+        output, _ = run.communicate(timeout=60)
+        assert run.returncode == 0, output
+    assert _losses(run_dir) == pytest.approx(_losses(tmp_path / "whole"), rel=1e-4)
+
+
+def test_a_second_signal_ends_a_run_that_hangs_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    run = _start(tmp_path, 2, *ENDLESS, "checkpoint.save_every_steps=2")
+    _wait_until(run, lambda: find_newest(tmp_path / "checkpoints") is not None)
+    children = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+    os.kill(children[1], signal.SIGSTOP)  # the other rank waits for it inside a collective
+    os.kill(run.pid, signal.SIGTERM)
+    time.sleep(SAME_REQUEST_SECONDS + 0.5)
+    assert run.poll() is None
+    os.kill(run.pid, signal.SIGTERM)
+    asked = time.monotonic()
+    output, _ = run.communicate(timeout=30)
+    assert time.monotonic() - asked < 5
+    assert run.returncode == 1
+    assert "SIGTERM again: ended at once" in output
+    assert not any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in children)
+    _newest_step(tmp_path)
+
+
+def _is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_ranks_of_a_launcher_that_dies_save_and_end(tmp_path: Path) -> None:
+    run = _start(tmp_path, 2, *ENDLESS)
+    _wait_until(run, lambda: len(_lines(tmp_path)) >= 3)
+    children = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+    run.kill()
+    run.communicate(timeout=60)  # ends when the last rank has let go of the pipe
+    assert not any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in children)
+    assert _newest_step(tmp_path) == len(_lines(tmp_path))
+
+
+def test_under_torchrun_a_warning_to_every_process_is_for_the_ranks_which_end_with_75(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = [*TINY, *ENDLESS, f"training.run_dir={tmp_path / 'run'}"]
+    given = {"NPROC_PER_NODE": "2", "HEAD": "127.0.0.1", "PORT": port, "PET_LOCAL_ADDR": "127.0.0.1"}
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run = subprocess.Popen(
+        [ROOT / "examples" / "launch_torchrun.sh", str(QUICKSTART), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=_environment() | given | path,
+    )
+    _wait_until(run, lambda: len(_lines(tmp_path / "run")) >= 3)
+    ranks = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+    for pid in (run.pid, *ranks):
+        os.kill(pid, signal.SIGUSR1)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 1, output
+    assert "exitcode  : 75" in output
+    assert output.count("SIGUSR1: finishing this step") == 1
+    assert _newest_step(tmp_path / "run") == len(_lines(tmp_path / "run"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Slurm
+
+_STUBS = {
+    # a step that ends as torchrun does after its ranks have saved, or by itself with a status
+    "srun": """
+trap 'sleep 0.3; echo saved >> "$LOG"; exit "$STATUS"' USR1
+echo $BASHPID > "$LOG.step"
+if [[ -n ${ENDS:-} ]]; then exit "$STATUS"; fi
+while :; do sleep 0.05; done
+""",
+    "scancel": 'echo "scancel $*" >> "$LOG"; kill -USR1 "$(cat "$LOG.step")"\n',
+    "scontrol": 'if [[ $1 == show ]]; then echo node-0; else echo "scontrol $*" >> "$LOG"; fi\n',
+}
+
+
+def _submit(folder: Path, status: int, **environment: str) -> subprocess.Popen[str]:
+    for name, text in _STUBS.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}")
+        (folder / name).chmod(0o755)
+    given = {"PATH": f"{folder}:{os.environ['PATH']}", "LOG": str(folder / "log"), "STATUS": str(status)}
+    given |= {"SLURM_NNODES": "2", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node-[0-1]"}
+    return subprocess.Popen(["bash", str(ROOT / "examples" / "pretrain.slurm"), "a.toml"], env=given | environment)
+
+
+def _warn(job: subprocess.Popen[str], folder: Path) -> None:
+    end = time.monotonic() + 10
+    while not (folder / "log.step").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.1)
+    job.send_signal(signal.SIGUSR1)
+
+
+def test_a_warned_slurm_job_saves_before_it_goes_back_into_the_queue(tmp_path: Path) -> None:
+    job = _submit(tmp_path, 1)
+    _warn(job, tmp_path)
+    assert job.wait(10) == 1
+    told = ["scancel --signal=USR1 77", "saved", "scontrol requeue 77"]
+    assert (tmp_path / "log").read_text().splitlines() == told
+
+
+def test_a_slurm_job_that_is_done_or_fails_stays_out_of_the_queue(tmp_path: Path) -> None:
+    job = _submit(tmp_path, 0)
+    _warn(job, tmp_path)
+    assert job.wait(10) == 0
+    assert "requeue" not in (tmp_path / "log").read_text()
+    for status in (0, 1):
+        (tmp_path / "log").write_text("")
+        assert _submit(tmp_path, status, ENDS="1").wait(10) == status
+        assert (tmp_path / "log").read_text() == ""
+
+
+def test_the_slurm_script_asks_for_the_warning_and_for_a_place_in_the_queue() -> None:
+    text = (ROOT / "examples" / "pretrain.slurm").read_text()
+    for option in ("--requeue", "--signal=B:USR1@300", "--open-mode=append"):
+        assert f"\n#SBATCH {option}\n" in text

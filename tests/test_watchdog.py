@@ -1,0 +1,316 @@
+"""Who is missing when a collective does not finish: first as values, then with ranks that die and ranks that hang."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from worlds import LLAMA, LR, engine_on, micro_batches, run_of
+
+from megazero.comm.collectives import LostPeerError, all_reduce, gather_objects
+from megazero.config import ResolvedRun
+from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.training.signs import SAVING, STARTING, TRAINING, Beat, Board, what_became_of
+from megazero.training.watchdog import FLIGHT_RECORDS, Watchdog, _within
+
+MINE = Beat(7, 17, TRAINING, "all_reduce", "dp", False, 0.0, {"dp": 40}, at=106.0)
+WAITING = Beat(9, 17, TRAINING, "all_reduce", "dp", True, 60.0, {"dp": 40})
+STUCK = Beat(5, 17, TRAINING, "all_gather", "tp", False, 62.0, {"dp": 39}, at=100.0)
+
+
+def _later(beat: Beat) -> Beat:
+    return replace(beat, count=beat.count + 1)
+
+
+def _told(first: dict[int, Beat], second: dict[int, Beat], *, axis: str = "dp", ranks: tuple[int, ...] = (1, 3)) -> str:
+    return what_became_of(axis, ranks, MINE, first, second)
+
+
+def test_a_rank_whose_counter_stands_still_is_gone() -> None:
+    told = _told({1: WAITING, 3: STUCK}, {1: _later(WAITING), 3: STUCK})
+    assert told == "rank 3 is gone (its last sign of life, 6 s before, was in step 17)"
+    assert _told({1: WAITING}, {1: _later(WAITING)}) == "rank 3 is gone (it gave no sign of life)"
+
+
+def test_a_living_rank_that_did_not_come_is_named_with_what_it_does() -> None:
+    told = _told({1: WAITING, 3: STUCK}, {1: _later(WAITING), 3: _later(STUCK)})
+    assert told == "rank 3 is alive, in step 17, outside any collective for 62 s, the last was all_gather over tp"
+    for phase, words in ((SAVING, "alive, saving step 17,"), (STARTING, "alive, starting,")):
+        other = replace(STUCK, phase=phase)
+        assert words in _told({1: WAITING, 3: other}, {1: _later(WAITING), 3: _later(other)})
+
+
+def test_the_cause_is_looked_for_behind_ranks_that_wait_themselves() -> None:
+    elsewhere = replace(WAITING, axis="pp", operation="send_recv", begun={"dp": 39})
+    beats = {1: WAITING, 3: elsewhere, 5: STUCK}
+    told = _told(beats, {rank: _later(beat) for rank, beat in beats.items()})
+    assert told.startswith("rank 5 is alive, in step 17, outside any collective")
+    del beats[5]
+    told = _told(beats, {rank: _later(beat) for rank, beat in beats.items()})
+    assert told == "rank 3 is alive, in step 17, in send_recv over pp for 60 s"
+
+
+def test_a_rank_that_ended_is_named_with_its_reason_and_one_that_lost_a_peer_is_no_cause() -> None:
+    ended = replace(STUCK, ended="OSError: No space left on device")
+    assert _told({1: WAITING, 3: ended}, {1: _later(WAITING), 3: ended}) == (
+        "rank 3 ended in step 17: OSError: No space left on device"
+    )
+    also = replace(STUCK, ended="all_reduce over tp did not finish", lost=True)
+    told = _told({1: also, 3: STUCK}, {1: also, 3: STUCK})
+    assert told == "rank 3 is gone (its last sign of life, 6 s before, was in step 17)"
+    assert _told({1: WAITING, 3: also}, {1: _later(WAITING), 3: also}) == (
+        "rank 3 has lost a peer itself: all_reduce over tp did not finish"
+    )
+
+
+def test_where_all_take_part_it_is_the_network() -> None:
+    assert "network" in _told({1: WAITING, 3: WAITING}, {1: _later(WAITING), 3: _later(WAITING)})
+
+
+def test_many_ranks_are_not_listed_one_by_one() -> None:
+    told = what_became_of("dp", range(1, 101), MINE, {}, {})
+    assert told.endswith("rank 8 is gone (it gave no sign of life); and 92 more")
+
+
+def test_a_sign_of_life_survives_the_store() -> None:
+    assert Beat.from_json(STUCK.as_json().encode()) == STUCK
+    assert len(STUCK.as_json()) < 300
+
+
+def test_an_explanation_that_hangs_or_fails_is_given_up() -> None:
+    assert _within(0.05, lambda: time.sleep(60)) is None
+    assert _within(5, lambda: 1 / 0) is None
+    assert _within(5, lambda: 3) == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that die
+
+
+def _lose_a_rank(rank: int, run: ResolvedRun, victim: int, folder: Path) -> str:
+    engine = engine_on(rank, run)
+    try:
+        with Watchdog(engine.state, 60, folder, tick_seconds=0.2) as watchdog:
+            for step in range(1, 100):
+                watchdog.at(step, TRAINING)
+                if rank == victim and step == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                engine.train_step(micro_batches(run, engine.state, step), LR)
+    except LostPeerError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.parametrize(("world", "parallel", "victim"), [(2, {}, 1), (4, {"pp": 2}, 3), (4, {"tp": 2}, 0)])
+def test_every_survivor_names_axis_operation_step_and_the_rank_that_is_gone(
+    tmp_path: Path, world: int, parallel: dict[str, Any], victim: int
+) -> None:
+    run = run_of(world, model=LLAMA, parallel=parallel)
+    errors = run_world(world, _lose_a_rank, run, victim, tmp_path, may_die=(victim,))
+    for rank, error in enumerate(errors):
+        if rank == victim:
+            continue
+        assert f"as rank {rank} of (" in error
+        assert any(f" over {axis}, " in error for axis in ("dp", "pp", "tp", "world"))
+        assert "in step 3 did not finish" in error
+        assert f"rank {victim} is gone" in error
+        record = tmp_path / FLIGHT_RECORDS / f"rank-{rank}.json"
+        if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+            assert str(record) in error
+            assert "entries" in json.loads(record.read_text())
+
+
+def _end_with_an_error(rank: int, folder: Path) -> str:
+    state = ParallelState(RankGrid(dp=2), rank)
+    try:
+        with Watchdog(state, 60, folder, tick_seconds=0.2) as watchdog:
+            watchdog.at(4, TRAINING)
+            if rank == 1:
+                raise OSError("No space left on device\nand more")
+            all_reduce(torch.ones(1), state.world).wait()
+    except (LostPeerError, OSError) as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_rank_that_ends_with_an_error_tells_the_others_which(tmp_path: Path) -> None:
+    survivor, _ = run_world(2, _end_with_an_error, tmp_path)
+    assert "all_reduce over dp, as rank 0 of (0, 1), in step 4 did not finish" in survivor or "over world" in survivor
+    assert "rank 1 ended in step 4: OSError: No space left on device" in survivor
+
+
+class _DeadStore:
+    def put(self, rank: int, beat: Beat) -> None:
+        raise RuntimeError("connection refused")
+
+    def read(self, ranks: object) -> dict[int, Beat]:
+        raise RuntimeError("connection refused")
+
+
+def _lose_the_store_too(rank: int, folder: Path) -> str:
+    state = ParallelState(RankGrid(dp=2), rank)
+    try:
+        with Watchdog(state, 60, folder, tick_seconds=60) as watchdog:
+            watchdog.at(4, TRAINING)
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            watchdog._board = _DeadStore()  # type: ignore[assignment]
+            all_reduce(torch.ones(1), state.world).wait()
+    except LostPeerError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_without_the_store_nothing_is_known_and_that_is_said(tmp_path: Path) -> None:
+    survivor, _ = run_world(2, _lose_the_store_too, tmp_path, may_die=(1,))
+    assert "in step 4 did not finish: nothing is known of the other ranks" in survivor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that hang
+
+
+def _one_hangs(rank: int, run: ResolvedRun, stuck: int, folder: Path) -> str:
+    grid = RankGrid(pp=run.config.parallel.pp, dp=run.dp)
+    engine = engine_on(rank, run, state=ParallelState(grid, rank, timeout_seconds=3))
+    sys.stderr = io.StringIO()
+    ended = threading.Event()
+    # so slow a tick that a sign of life is due only after the others' patience has ended: they have to call for one
+    watched = Watchdog(engine.state, 3, folder, tick_seconds=0.6, margin_seconds=1, end=ended.set)
+    try:
+        with watched as watchdog:
+            for step in range(1, 100):
+                watchdog.at(step, TRAINING)
+                if rank == stuck and step == 3:
+                    ended.wait()  # as in a read from a disk that does not answer
+                    return sys.stderr.getvalue()
+                engine.train_step(micro_batches(run, engine.state, step), LR)
+    except LostPeerError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_rank_that_hangs_is_named_as_alive_and_is_ended_once_the_others_gave_up(tmp_path: Path) -> None:
+    """Pairs of ranks have groups of their own, with a short limit; the whole world's is that of the test."""
+    run = run_of(4, model=LLAMA, parallel={"pp": 2})
+    errors = run_world(4, _one_hangs, run, 3, tmp_path)
+    assert any("rank 3 is alive, in step 3, outside any collective for " in error for error in errors[:3])
+    for rank, error in enumerate(errors[:3]):
+        assert f"as rank {rank} of (" in error
+        assert "in step 3 did not finish" in error
+    assert errors[3].startswith("rank 3: no progress for ")
+    assert "this rank ends itself" in errors[3]
+
+
+def _both_look(rank: int, folder: Path) -> str:
+    state = ParallelState(RankGrid(dp=2), rank)
+    with Watchdog(state, 60, folder, tick_seconds=0.2) as watchdog:
+        watchdog._over.set()  # as where the thread that gives signs is the one that looks
+        watchdog._thread.join()
+        gather_objects(None, state.world)
+        found = watchdog._explain("world", (0, 1), is_over=False)
+        gather_objects(None, state.world)
+        return found
+
+
+def test_two_ranks_that_look_at_the_same_time_see_each_other(tmp_path: Path) -> None:
+    for found in run_world(2, _both_look, tmp_path):
+        assert "all ranks of the axis are alive" in found
+
+
+def _waits_in_vain(rank: int, folder: Path) -> tuple[bool, bool, bool]:
+    state = ParallelState(RankGrid(dp=2), rank)
+    watchdog = Watchdog(state, 60, folder)
+    found = []
+    for step, phase in ((0, STARTING), (1, TRAINING), (1, SAVING)):
+        watchdog.at(step, phase)
+        call = state.traffic.enter(state.world, "all_reduce")
+        found.append(watchdog._waits_in_vain())
+        state.traffic.leave(call)
+        assert not watchdog._waits_in_vain()  # it computes
+    watchdog._is_over = True
+    assert watchdog._waits_in_vain()
+    return found[0], found[1], found[2]
+
+
+def test_a_rank_that_starts_computes_or_saves_may_take_its_time(tmp_path: Path) -> None:
+    assert run_world(2, _waits_in_vain, tmp_path) == [(False, True, False)] * 2
+
+
+def _healthy(rank: int, folder: Path) -> tuple[int, list[str]]:
+    state = ParallelState(RankGrid(dp=2), rank)
+    with Watchdog(state, 60, folder, tick_seconds=0.01) as watchdog:
+        for step in range(1, 6):
+            watchdog.at(step, TRAINING)
+            all_reduce(torch.ones(1), state.world).wait()
+            time.sleep(0.1)
+        board = watchdog._board
+        assert isinstance(board, Board)
+        gather_objects(None, state.world)
+        time.sleep(0.5)
+        beats = board.read((0, 1))
+        gather_objects(None, state.world)
+    return min(beat.step for beat in beats.values()), [thread.name for thread in threading.enumerate()]
+
+
+def test_a_healthy_run_leaves_signs_of_life_and_no_thread(tmp_path: Path) -> None:
+    for step, threads in run_world(2, _healthy, tmp_path):
+        assert step == 5
+        assert "watchdog" not in threads
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_rank_alone_has_no_watch(tmp_path: Path) -> None:
+    with Watchdog(ParallelState(RankGrid()), 60, tmp_path) as watchdog:
+        watchdog.at(1, TRAINING)
+        assert "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where waiting is counted
+
+
+def _waited(rank: int) -> tuple[float, float]:
+    state = ParallelState(RankGrid(dp=2), rank)
+    gather_objects(None, state.world)
+    before = state.traffic.waited_seconds
+    if rank == 1:
+        time.sleep(0.5)
+    all_reduce(torch.ones(1), state.world).wait()
+    last = state.traffic.last
+    assert last is not None
+    assert (last.operation, last.ranks, last.is_inside) == ("all_reduce", (0, 1), False)
+    return state.traffic.waited_seconds - before, last.since
+
+
+def test_the_time_spent_waiting_is_that_of_the_rank_that_came_first() -> None:
+    (first, _), (late, _) = run_world(2, _waited)
+    assert first > 0.3
+    assert late < first
+
+
+def test_errors_of_the_device_are_not_blamed_on_a_peer() -> None:
+    from megazero.comm.collectives import _Guard
+
+    def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def nothing_to_say() -> None:
+        raise RuntimeError("")
+
+    guard = _Guard("all_reduce", Axis("dp", (0, 1), 0))
+    with pytest.raises(torch.OutOfMemoryError):
+        guard(out_of_memory)
+    with pytest.raises(LostPeerError, match="all_reduce over dp, as rank 0 of"):
+        guard(nothing_to_say)
