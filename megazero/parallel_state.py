@@ -272,6 +272,7 @@ class ParallelState:
         self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._axes: list[Axis] = []
+        self._saving: SavingAxes | None = None
         self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)
         # Messages down and up the pipeline go over communicators of their own, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
@@ -304,20 +305,24 @@ class ParallelState:
         return self._axes[-1]
 
     def saving_axes(self, timeout_seconds: float) -> SavingAxes:
-        """Communicators of their own for saving behind the training, over host memory.  Every rank makes them.
+        """Communicators of their own for saving behind the training, over host memory.  Every rank makes them, once.
+
+        To be made before the first step: in the middle of a run the ranks would wait for one that has died meanwhile.
 
         Args:
             timeout_seconds: how long a rank may wait for a peer that is writing.
         """
-        self._timeout, usual = timedelta(seconds=timeout_seconds), self._timeout
-        traffic = Traffic()
-        axes = [
-            replace(axis, name=f"saving {axis.name}", group=self._group(axis.ranks, "save"), traffic=traffic)
-            for axis in (self.model, self.world)
-        ]
-        self._timeout = usual
-        self._axes += axes
-        return SavingAxes(*axes)
+        if self._saving is None:
+            self._timeout, usual = timedelta(seconds=timeout_seconds), self._timeout
+            traffic = Traffic()
+            axes = [
+                replace(axis, name=f"saving {axis.name}", group=self._group(axis.ranks, "save"), traffic=traffic)
+                for axis in (self.model, self.world)
+            ]
+            self._timeout = usual
+            self._axes += axes
+            self._saving = SavingAxes(*axes)
+        return self._saving
 
     def leave(self) -> None:
         """Let go of every process group; one that is referred to when the interpreter exits would abort the process."""

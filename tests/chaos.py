@@ -54,7 +54,8 @@ from megazero.training.metrics import METRICS_FILE
 
 TOLERANCE = 1e-4
 VOCAB, SAMPLES, STEPS_PER_ROUND, MOST_STEPS = 257, 8, 2, 12
-MOST_SECONDS = 60.0  # that a round may take, and the survivors of a blow that end by themselves
+MOST_SECONDS = 60.0  # that the survivors of a blow may take to end by themselves
+LONGEST_ROUND_SECONDS = 600.0
 DONE, LOST, FAILED = 0, 3, 4  # how a rank ends that is not killed
 
 
@@ -237,7 +238,7 @@ def play(round_: Round) -> Outcome:
 
 def _attend(processes: list[Any], round_: Round) -> None:
     """Wait for the ranks; after a blow no longer than its mercy."""
-    end, dead = time.monotonic() + MOST_SECONDS, False
+    end, dead = time.monotonic() + LONGEST_ROUND_SECONDS, False
     while living := [process for process in processes if process.exitcode is None]:
         if not wait([process.sentinel for process in living], timeout=max(0.0, end - time.monotonic())):
             return

@@ -113,7 +113,8 @@ def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -
         for line in done.stdout.splitlines()
         if " train examples/" in line or f" train {QUICKSTART}" in line
     )
-    more = megazero(*shlex.split(command)[1:], "training.steps=4", "parallel.pp=2", "zero.stage=3")
+    words = shlex.split(command)
+    more = megazero(*words[words.index("train") :], "training.steps=4", "parallel.pp=2", "zero.stage=3")
     assert more.returncode == 0, more.stderr
     assert "at step 3" in more.stdout
     assert len(losses(tmp_path)) == 4

@@ -199,6 +199,8 @@ class Saver:
         self._thread.start()
         if self.refusal is not None:
             self._join()
+            if isinstance(self._failure, LostPeerError):  # those that went on would wait for those that still save
+                raise self._failure
 
     def _join(self) -> None:
         if self._thread is not None:

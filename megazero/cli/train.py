@@ -74,13 +74,20 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
 
 def _command_to_go_on(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> str:
     """After a stop the same command, after the last step as many steps again; either from the newest checkpoint."""
-    command = "megazero" if shutil.which("megazero") else "python -m megazero.cli"
+    command = "megazero" if shutil.which("megazero") else _how_it_was_called()
     replaced, more = ["checkpoint.resume="], []
     if not summary.stopped:
         replaced.append("training.steps=")
         more = [f"training.steps={summary.step + run.config.training.steps}"]
     kept = [override for override in overrides if not override.startswith(tuple(replaced))]
     return f"{command} train {shlex.join([str(config), *kept, *more])}"
+
+
+def _how_it_was_called() -> str:
+    """`megazero` by its path, or by the interpreter that runs it as a module."""
+    if sys.argv[0].endswith(".py"):
+        return f"{os.path.relpath(sys.executable)} -m megazero.cli"
+    return os.path.relpath(sys.argv[0])
 
 
 def _report_failure(run: ResolvedRun) -> None:

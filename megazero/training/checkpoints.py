@@ -30,6 +30,7 @@ from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
 
 CHECKPOINTS = "checkpoints"
+_PROBE = "probe-"
 _PROBE_SECONDS = 5.0  # a shared file system may show a new file a moment late
 _MIB = 2**20
 
@@ -59,6 +60,7 @@ class Checkpoints:
         self._config, self._state, self._fingerprint, self._say = config, state, fingerprint, say
         self._root = agree(lambda: checkpoints_of(config), state.world, CheckpointError)
         _check_shared(self._root, state)
+        state.saving_axes(config.checkpoint.timeout_seconds)
         self.newest: str | None = None
         self._origin: Folder | None = None
         self._saver: Saver | None = None
@@ -235,10 +237,13 @@ def _check_shared(root: Folder, state: ParallelState) -> None:
     """Make sure that every rank sees the files of rank 0.  Raises: CheckpointError naming those that do not."""
     if state.world.size == 1:
         return
-    probe = gather_objects(f"probe-{uuid.uuid4().hex}", state.world)[0]
+    probe = gather_objects(f"{_PROBE}{uuid.uuid4().hex}", state.world)[0]
 
     def put() -> None:
         root.make()
+        for left in root.files():  # by a run that was killed right here
+            if left.startswith(_PROBE):
+                root.remove(left)
         root.write(probe, b"")
 
     agree(put if state.rank == 0 else lambda: None, state.world, CheckpointError)
