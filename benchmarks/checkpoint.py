@@ -2,10 +2,11 @@
 
     python -m benchmarks.checkpoint [--stage 1] [--megabytes 500] [--rounds 7] [--directory /tmp]
 
-    one round      train   step | step | step, save | step | step ...         the last ones while a thread writes
-                   copy    a plain copy of as many bytes in host memory
-                   save    ours | plain | dcp | dcp async                     training stands still; each until durable
-                   load    ours by hash | ours by size | dcp | dcp sharded    from the page cache
+    one round      train    step | step | step, save | step | step ...      the last ones while a thread writes
+                   copy     of as many bytes in host memory
+                   save     ours | plain | dcp | dcp async                  training stands still; each until durable
+                   load     ours by hash | ours by size                     after "save, ours"; from the page cache
+                            dcp | dcp sharded                               after "save, dcp"
 
     ours           Engine.save with a Saver, and Engine.load: whole tensors, hashes, an index per kind, a manifest
     plain          safetensors.torch.save_file and fsync of the same tensors, each rank those that it writes in ours
@@ -14,8 +15,9 @@
     dcp sharded    the weights sharded as well, and left so
 
 All of them live in the same two processes, one thread each, and take turns within a round, so that a disturbance hits all;
-every second round they go in reverse.  The disk rests before each write: that of a virtual machine writes in bursts, and
-whoever came last would pay for all.  What a round takes is that of its slower rank.  Files are removed after every round.
+every second round they go in reverse.  What a round takes is that of its slower rank.  Files are removed as soon as they
+have been read: a virtual machine gives free memory back to its host, and whoever needs more page cache than the one before
+would pay for getting it again.
 """
 
 from __future__ import annotations
@@ -67,7 +69,6 @@ class Setting:
     micro_batch_size: int
     seq_len: int
     rounds: int
-    rest_seconds: float
     directory: str
 
 
@@ -166,6 +167,7 @@ class Peer:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], rank: int, *, shards_weights: bool) -> None:
+        self.returned_seconds = 0.0
         mesh = init_device_mesh("cpu", (DP,))
         generator = torch.Generator().manual_seed(0)
         self.state: dict[str, Tensor] = {}
@@ -180,13 +182,12 @@ class Peer:
         """Until it is durable."""
         dcp.save(self.state, storage_writer=FileSystemWriter(directory))
 
-    def save_behind(self, directory: Path) -> float:
-        """Until it is durable; returns the seconds until training could have gone on."""
+    def save_behind(self, directory: Path) -> None:
+        """Until it is durable; `returned_seconds` is when training could have gone on."""
         begin = time.perf_counter()
         future: Any = dcp.async_save(self.state, storage_writer=FileSystemWriter(directory))
-        returned = time.perf_counter() - begin
+        self.returned_seconds = time.perf_counter() - begin
         future.result()
-        return returned
 
     def load(self, directory: Path) -> None:
         """Into the same tensors."""
@@ -251,58 +252,51 @@ class _Contest:
         self.peer = Peer(shapes, rank, shards_weights=False)
         self.sharded = Peer(shapes, rank, shards_weights=True)
         self._memory = torch.ones(2, self.bytes, dtype=torch.uint8)
-        self._rest_seconds = setting.rest_seconds
         self._kept = Path(setting.directory) / "sharded"  # only read, so one is enough
         self.sharded.save(self._kept)
 
     def round(self, root: Path, *, forward: bool, checks: bool) -> dict[str, float]:
         """Seconds of one round, by what is timed."""
-        time.sleep(self._rest_seconds)
         found = _train(self.ours, root / "behind")
+        self._remove(root / "behind")
         found["copy"] = _timed(lambda: self._memory[0].copy_(self._memory[1]))
-        waits = 0.0
-
-        def save_behind(directory: Path) -> None:
-            nonlocal waits
-            waits = self.peer.save_behind(directory)
-
         saves: dict[str, Callable[[Path], Any]] = {
             "save, ours": self.ours.save,
             "save, plain": lambda place: save_plainly(self.plain, place, self.rank),
             "save, dcp": self.peer.save,
-            "save, dcp async": save_behind,
+            "save, dcp async": self.peer.save_behind,
         }
-        for name, save in list(saves.items())[:: 1 if forward else -1]:
-            time.sleep(self._rest_seconds)
-            found[name] = _timed(save, root / name)
-        found["save, dcp async, call"] = waits
-        if checks:
-            self.peer.check(root / "save, dcp")
-            self.sharded.check(self._kept)
-        loads: dict[str, Callable[[], Any]] = {
-            "load, ours by hash": lambda: self.ours.load(root / "save, ours", "hash"),
-            "load, dcp": lambda: self.peer.load(root / "save, dcp"),
-            "load, ours by size": lambda: self.ours.load(root / "save, ours", "size"),
-            "load, dcp sharded": lambda: self.sharded.load(self._kept),
+        loads: dict[str, dict[str, Callable[[Path], Any]]] = {
+            "save, ours": {
+                "load, ours by hash": lambda place: self.ours.load(place, "hash"),
+                "load, ours by size": lambda place: self.ours.load(place, "size"),
+            },
+            "save, dcp": {"load, dcp": self.peer.load, "load, dcp sharded": lambda _: self.sharded.load(self._kept)},
         }
-        for name, load in list(loads.items())[:: 1 if forward else -1]:
-            found[name] = _timed(load)
+        for name in list(saves)[:: 1 if forward else -1]:
+            place = root / name
+            found[name] = _timed(saves[name], place)
+            if checks and name == "save, dcp":
+                self.peer.check(place)
+                self.sharded.check(self._kept)
+            for what, load in list(loads.get(name, {}).items())[:: 1 if forward else -1]:
+                found[what] = _timed(load, place)
+            self._remove(place)
+        found["save, dcp async, call"] = self.peer.returned_seconds
         return found
+
+    def _remove(self, place: Path) -> None:
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(place)
+        dist.barrier()
 
 
 def _measure(rank: int, setting: Setting) -> dict[str, Any]:
     """Seconds of every round on one rank; the first round is not among them, but for what its save cost."""
     contest = _Contest(rank, setting)
-    rounds = []
-    for number in range(setting.rounds + 1):
-        root = Path(setting.directory) / str(number)
-        if rank == 0:
-            root.mkdir()
-        dist.barrier()
-        rounds.append(contest.round(root, forward=number % 2 == 0, checks=number == 0))
-        dist.barrier()
-        if rank == 0:
-            shutil.rmtree(root)
+    root = Path(setting.directory)
+    rounds = [contest.round(root, forward=n % 2 == 0, checks=n == 0) for n in range(setting.rounds + 1)]
     return {"rounds": rounds[1:], "first": rounds[0], "bytes": contest.bytes}
 
 
@@ -397,15 +391,12 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=4, help="of each rank; its step should take about 1 s")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7, help="after one that warms up")
-    parser.add_argument("--rest", type=float, default=1.0, help="seconds before each write")
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="where the files go, and are removed again")
     given = parser.parse_args()
     rest = given.megabytes * 1e6 / STATE_BYTES - 2 * HIDDEN * VOCABULARY
     layers = max(1, round(rest / LAYER_PARAMETERS))
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-        setting = Setting(
-            given.stage, layers, given.micro_batch_size, given.seq_len, given.rounds, given.rest, directory
-        )
+        setting = Setting(given.stage, layers, given.micro_batch_size, given.seq_len, given.rounds, directory)
         ranks = run_ranks(_measure, setting, timeout=3600)
         kind = file_system(Path(directory))
     slower = [

@@ -113,8 +113,8 @@ def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -
         for line in done.stdout.splitlines()
         if " train examples/" in line or f" train {QUICKSTART}" in line
     )
-    words = shlex.split(command)
-    more = megazero(*words[words.index("train") :], "training.steps=4", "parallel.pp=2", "zero.stage=3")
+    told = shlex.split(command)
+    more = megazero(*told[told.index("train") :], "training.steps=4", "parallel.pp=2", "zero.stage=3")
     assert more.returncode == 0, more.stderr
     assert "at step 3" in more.stdout
     assert len(losses(tmp_path)) == 4

@@ -15,7 +15,7 @@ from megazero.checkpoint.index import CheckpointError
 from megazero.config import ResolvedRun
 from megazero.engine.gpt import Position
 
-TIED = LLAMA | {"tie_embeddings": True}
+TIED = LLAMA | {"tie_embeddings": True, "num_layers": 4}
 
 
 def _go_on(
@@ -61,11 +61,13 @@ DESTINATIONS: list[tuple[int, dict[str, Any], int, str, int]] = [
     (4, {}, 3, "nvme", 2),
     (4, {}, 1, "none", 2),
     (1, {}, 0, "none", 0),
+    (2, {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}, 2, "none", 0),
+    (4, {"pp": 2, "schedule": "zbv"}, 3, "cpu", 0),
 ]
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_a_run_goes_on_in_other_places_and_groups_as_if_uninterrupted(origin: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterrupted(origin: str, tmp_path: Path) -> None:
     """Any place and group: with fp32 to the sums' order.  In half precision shapes round in their own ways, with or without
     a checkpoint in between; a loss is a mean over a hundred tokens, so it agrees to u / 16.  What is loaded is every bit."""
     dtype, place = ORIGINS[origin]
@@ -82,7 +84,7 @@ def test_a_run_goes_on_in_other_places_and_groups_as_if_uninterrupted(origin: st
         other = run_of(world, model=TIED, parallel=parallel, zero=zero, precision=precision)
         losses = _losses(world, other, tmp_path / "step", range(3, 5))
         assert losses == pytest.approx(wanted[3:], rel=tolerance), (world, parallel, zero)
-        if index in (0, 2):
+        if index in (0, 2, 5):
             _losses(world, other, tmp_path / "step", range(3, 3), tmp_path / str(index))
             again = _stored(tmp_path / str(index))
             assert set(again) == set(stored)
