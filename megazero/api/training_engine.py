@@ -24,7 +24,7 @@ from megazero.api.data import RepeatingLoader
 from megazero.api.optimizer import EngineOptimizer
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import LATEST, CheckpointError, TrainerState, is_complete, read_trainer_state
-from megazero.checkpoint.load import load_checkpoint
+from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import agree, all_reduce, gather_objects
@@ -447,7 +447,8 @@ class TrainingEngine(nn.Module):
             self._show("note: the checkpoint's schedule is left out; this run has none")
         agree(lambda: self._check_fits(groups, schedule, buffers), self.parallel_state.world, CheckpointError)
         load_checkpoint(directory, model.sharded_state, self.parallel_state, with_optimizer=takes_optimizer)
-        model.loaded(None if load_module_only else trainer.loss_scaler)
+        gathers = not fills_weights(directory, self.parallel_state)
+        model.loaded(None if load_module_only else trainer.loss_scaler, gathers=gathers)
         self._take_buffers(buffers)
         if not load_module_only:
             for counter, value in trainer.script["counters"].items():

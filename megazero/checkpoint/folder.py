@@ -23,6 +23,7 @@ import xxhash
 from torch import Tensor
 
 _READ_BYTES = 1 << 22
+_WRITE_BYTES = 1 << 23  # so many at a time are handed to the disk
 _PARTIAL = ".partial"
 
 
@@ -257,7 +258,26 @@ class LocalFolder(Folder):
 class _LocalOutput(Output):
     def __init__(self, path: Path) -> None:
         self._path, self._partial = path, path.with_name(path.name + _PARTIAL)
+        self._started = 0
         super().__init__(self._partial.open("wb"))
+
+    def write(self, data: bytes | memoryview) -> None:
+        for start in range(0, len(data), _WRITE_BYTES):
+            super().write(data[start : start + _WRITE_BYTES])
+            if self.bytes - self._started >= _WRITE_BYTES:
+                self._start_flushing()
+
+    def _start_flushing(self) -> None:
+        """Let the disk write what there is while more is on its way: otherwise it begins when `finish` waits for it.
+
+        To the system we say that the pages are not needed any more.  It begins to write them and drops those that are
+        clean, which are few.
+        """
+        if hasattr(os, "posix_fadvise"):
+            self._file.flush()
+            with suppress(OSError):  # a file system may know no advice
+                os.posix_fadvise(self._file.fileno(), self._started, self.bytes - self._started, os.POSIX_FADV_DONTNEED)
+        self._started = self.bytes
 
     def finish(self) -> None:
         self._file.flush()

@@ -24,6 +24,7 @@ from megazero.parallel_state import Axis, Coordinate, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot, intersect
 
 _SENDS_IN_FLIGHT = 16  # parameters whose parts may wait for their writer
+_RECEIVED_AHEAD = 2  # parameters that may arrive while their writer works on the ones before
 _SLACK = 1.1  # a writer may have so many times its fair share of elements, where that saves sending them
 
 
@@ -94,8 +95,34 @@ def _parts(slot: Slot, layout: BucketLayout, at: ParallelState) -> Iterator[tupl
                 yield at.grid.rank(Coordinate(tp=tp, cp=at.at.cp, dp=dp, pp=at.at.pp)), tp, run
 
 
+class Room:
+    """Memory that is used again; new memory, which comes page by page, takes several times as long to fill."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        """At least so many bytes, of any content."""
+        self._free.sort(key=len)
+        for index, memory in enumerate(self._free):
+            if len(memory) >= size:
+                return self._free.pop(index)
+        if self._free:
+            self._free.pop()  # too small, all of them: one makes way, so that there are no more than were in use at once
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give(self, memories: Sequence[Tensor]) -> None:
+        """Take back what `take` gave."""
+        self._free += memories
+
+
 def gather_locals(
-    source: Source, kind: str, assignments: Sequence[Assignment], at: ParallelState, axis: Axis
+    source: Source,
+    kind: str,
+    assignments: Sequence[Assignment],
+    at: ParallelState,
+    axis: Axis,
+    room: Room | None = None,
 ) -> Iterator[tuple[Assignment, list[Tensor]]]:
     """On each writer, every parameter assigned to it as the local tensors of all TP ranks, on the CPU.
 
@@ -105,40 +132,65 @@ def gather_locals(
         assignments: of this stage; equal on all its ranks, all of which must iterate to the end.
         at: this rank's place.
         axis: the stage's ranks.
+        room: where to assemble; what is yielded holds until the next is asked for.  None for memory of their own.
     """
     sending: deque[tuple[list[Pending], list[Tensor]]] = deque()
+    arriving: deque[tuple[Assignment, list[Tensor], list[Pending], list[Tensor]]] = deque()
+
+    def arrived() -> Iterator[tuple[Assignment, list[Tensor]]]:
+        assignment, flats, receiving, taken = arriving.popleft()
+        _finish(receiving)
+        yield assignment, [flat.view(assignment.slot.info.shape) for flat in flats]
+        if room is not None:
+            room.give(taken)
+
     for assignment in assignments:
-        bucket, slot = source.buckets[assignment.bucket], assignment.slot
-        parts = [one for one in _parts(slot, bucket.layout, at) if at.rank in (one[0], assignment.writer)]
-        writes = assignment.writer == at.rank
-        count = 1 if slot.info.spec.split is None else at.tp.size
-        flats = [torch.empty(0) for _ in range(count)] if writes else []
-        sends, receives = [], []
-        for rank, tp, run in parts:
-            own = source.read(kind, bucket, run).detach() if rank == at.rank else None
-            if own is not None and not writes:
-                sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
-                continue
-            if own is not None and run == slot.run:
-                flats[tp] = own.cpu()
-                continue
-            if not flats[tp].numel():
-                flats[tp] = torch.empty(numel(slot.info.shape), dtype=source.dtype(kind))
-            place = flats[tp][run.start - slot.start : run.stop - slot.start]
-            if own is None:
-                receives.append((place, rank))
-            else:
-                place.copy_(own)
+        taken: list[Tensor] = []
+        flats, sends, receives = _parts_of(source, kind, assignment, at, room or Room(), taken)
         pendings = exchange(sends, receives, axis)
         sending.append((pendings[: len(sends)], [tensor for tensor, _ in sends]))
-        for pending in pendings[len(sends) :]:
-            pending.wait()
         while len(sending) > _SENDS_IN_FLIGHT:
             _finish(sending.popleft()[0])
-        if writes:
-            yield assignment, [flat.view(slot.info.shape) for flat in flats]
+        if assignment.writer == at.rank:
+            arriving.append((assignment, flats, pendings[len(sends) :], taken))
+        while len(arriving) > _RECEIVED_AHEAD:
+            yield from arrived()
+    while arriving:
+        yield from arrived()
     for pendings, _ in sending:
         _finish(pendings)
+
+
+def _parts_of(
+    source: Source, kind: str, assignment: Assignment, at: ParallelState, room: Room, taken: list[Tensor]
+) -> tuple[list[Tensor], list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
+    """The local tensors where this rank writes them, with its own parts in place; what to send; where to receive.
+
+    What it takes of the room is added to `taken`.
+    """
+    bucket, slot, dtype = source.buckets[assignment.bucket], assignment.slot, source.dtype(kind)
+    parts = [one for one in _parts(slot, bucket.layout, at) if at.rank in (one[0], assignment.writer)]
+    writes = assignment.writer == at.rank
+    count = 1 if slot.info.spec.split is None else at.tp.size
+    flats = [torch.empty(0) for _ in range(count)] if writes else []
+    sends, receives = [], []
+    for rank, tp, run in parts:
+        own = source.read(kind, bucket, run).detach() if rank == at.rank else None
+        if own is not None and not writes:
+            sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
+            continue
+        if own is not None and run == slot.run:
+            flats[tp] = own.cpu()
+            continue
+        if not flats[tp].numel():
+            taken.append(room.take(numel(slot.info.shape) * dtype.itemsize))
+            flats[tp] = taken[-1][: numel(slot.info.shape) * dtype.itemsize].view(dtype)
+        place = flats[tp][run.start - slot.start : run.stop - slot.start]
+        if own is None:
+            receives.append((place, rank))
+        else:
+            place.copy_(own)
+    return flats, sends, receives
 
 
 def _finish(pendings: Sequence[Pending]) -> None:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, Place, folder_at
+from megazero.checkpoint.folder import Folder, LocalFolder, Place, folder_at
 from megazero.checkpoint.index import (
     CheckpointError,
     DamagedError,
@@ -44,8 +44,9 @@ def load_checkpoint(
 ) -> TrainerState:
     """Fill this rank's masters and moments from a checkpoint of any shape.  Called on every rank.
 
-    Ranks that keep the same elements read a part each and give it to the others, so every byte is read once.  The caller
-    publishes the masters to the weights afterwards.
+    Ranks that keep the same elements read a part each and give it to the others, so every byte is read once; on one machine
+    each reads for itself (see `shares_memory`).  The caller publishes the masters to the weights afterwards, unless
+    `fills_weights` says that they have been read, too.
 
     Args:
         place: a complete step directory.
@@ -181,6 +182,7 @@ class _Reader:
 
     def __init__(self, stored: _Stored, state: ShardedState, at: ParallelState) -> None:
         self._stored, self._state, self._at = stored, state, at
+        self._alone, self._fills_weights = shares_memory(stored.folder, at), fills_weights(stored.folder, at)
         self.elements: dict[str, int] = {}
         self._error: CheckpointError | None = None
         self._scratch = torch.empty(0)
@@ -194,27 +196,42 @@ class _Reader:
         """Read, share and write every bucket.  A rank that cannot read goes on, so that no other waits for it."""
         self.elements[kind] = 0
         for bucket in self._state.buckets:
-            if kind == MASTER or self._state.holds(kind, bucket):
-                copies = self._at.dp if bucket.keeping.zero_stage == 0 else bucket.keeping.replica
-                owned = Run(bucket.owned.start, min(bucket.owned.stop, bucket.layout.slots[-1].stop))
-                if copies.size == 1:
-                    self._read_alone(kind, bucket, owned)
-                else:
-                    self._read_together(kind, bucket, owned, copies)
+            if kind != MASTER and not self._state.holds(kind, bucket):
+                continue
+            copies = self._at.dp if bucket.keeping.zero_stage == 0 else bucket.keeping.replica
+            end = bucket.layout.slots[-1].stop
+            owned = Run(bucket.owned.start, min(bucket.owned.stop, end))
+            if copies.size > 1 and not self._alone:
+                self._read_together(kind, bucket, owned, copies)
+                continue
+            counted = intersect(owned, bucket.counted) or Run(owned.start, owned.start)
+            self._read_alone(kind, bucket, counted, counts=True)
+            for run in _around(counted, owned):
+                self._read_alone(kind, bucket, run, counts=False)
+            if kind == MASTER and self._fills_weights and bucket.keeps_weights:
+                for run in _around(bucket.owned, Run(0, end)):
+                    self._read_weights(bucket, run)
 
-    def _read_alone(self, kind: str, bucket: Bucket, owned: Run) -> None:
-        """Elements that no other rank keeps: into their place, if that is in memory."""
+    def _read_alone(self, kind: str, bucket: Bucket, part: Run, *, counts: bool) -> None:
+        """Elements that this rank keeps: into their place, if that is in memory."""
         for slot in bucket.layout.slots:
-            run = intersect(slot.run, owned)
+            run = intersect(slot.run, part)
             if run is None:
                 continue
             place = self._state.memory(kind, bucket, run)
             if place is not None:
-                self._read_part(kind, bucket, slot, run, place)
+                self._read_part(kind, bucket, slot, run, place, counts=counts)
                 continue
             values = self._room(run.stop - run.start)
-            self._read_part(kind, bucket, slot, run, values)
+            self._read_part(kind, bucket, slot, run, values, counts=counts)
             self._state.write(kind, bucket, run, values)
+
+    def _read_weights(self, bucket: Bucket, part: Run) -> None:
+        """Weights whose masters another rank keeps."""
+        for slot in bucket.layout.slots:
+            run = intersect(slot.run, part)
+            if run is not None:
+                self._read_part(MASTER, bucket, slot, run, bucket.weights[run.start : run.stop], counts=False)
 
     def _read_together(self, kind: str, bucket: Bucket, owned: Run, copies: Axis) -> None:
         each = -(-max(owned.stop - owned.start, 0) // copies.size)
@@ -224,7 +241,7 @@ class _Reader:
         for slot in bucket.layout.slots:
             run = intersect(slot.run, Run(start, min(start + each, owned.stop)))
             if run is not None:
-                self._read_part(kind, bucket, slot, run, part[run.start - start : run.stop - start])
+                self._read_part(kind, bucket, slot, run, part[run.start - start : run.stop - start], counts=True)
         if each:
             all_gather(values, part, copies).wait()
         for slot in bucket.layout.slots:
@@ -237,7 +254,7 @@ class _Reader:
             self._scratch = torch.empty(elements)
         return self._scratch[:elements]
 
-    def _read_part(self, kind: str, bucket: Bucket, slot: Slot, run: Run, out: Tensor) -> None:
+    def _read_part(self, kind: str, bucket: Bucket, slot: Slot, run: Run, out: Tensor, *, counts: bool) -> None:
         spec, tp = slot.info.spec, self._at.tp
         try:
             source = self._stored.source(kind, bucket)
@@ -245,8 +262,25 @@ class _Reader:
         except CheckpointError as error:
             self._error = self._error or error
             return
-        if not bucket.is_second_copy and (spec.split is not None or tp.index == 0):
+        if counts and not bucket.is_second_copy and (spec.split is not None or tp.index == 0):
             self.elements[kind] += read
+
+
+def _around(part: Run, whole: Run) -> Iterator[Run]:
+    """What is left of `whole` before and behind `part`."""
+    for run in (Run(whole.start, min(part.start, whole.stop)), Run(max(part.stop, whole.start), whole.stop)):
+        if run.start < run.stop:
+            yield run
+
+
+def shares_memory(place: Place, at: ParallelState) -> bool:
+    """Whether all ranks read a file from the memory of one machine: quicker than giving one another what they have read."""
+    return isinstance(folder_at(place), LocalFolder) and at.neighbours >= at.world.size
+
+
+def fills_weights(place: Place, at: ParallelState) -> bool:
+    """Whether loading reads the whole weights, too, where a rank keeps the masters of a part alone; not over NCCL's head."""
+    return shares_memory(place, at) and at.device.type == "cpu"
 
 
 def _prove_coverage(folder: Folder, kind: str, read: int, all_wanted: Shapes) -> None:

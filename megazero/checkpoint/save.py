@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from megazero.checkpoint.folder import Folder, Place, folder_at
-from megazero.checkpoint.gather import Assignment, Source, assemble, assign_writers, gather_locals
+from megazero.checkpoint.gather import Assignment, Room, Source, assemble, assign_writers, gather_locals
 from megazero.checkpoint.index import (
     LATEST,
     MANIFEST,
@@ -64,9 +64,16 @@ def save_checkpoint(
     writers = [rank for rank, writes in enumerate(gather_objects(bool(mine), axes.world)) if writes]
     suffix = f"{writers.index(at.rank) + 1:05d}-of-{len(writers):05d}" if mine else ""
     written = _Written()
+    room, under_way = Room(), []
     for kind in source.kinds:
         kept = [one for one in assignments if source.holds(kind, source.buckets[one.bucket])]
-        _write_kind(folder, f"{kind}-{suffix}.safetensors", kind, trainer.step, source, kept, at, axes, written)
+        file = f"{kind}-{suffix}.safetensors"
+        under_way.append(
+            (kind, file, _write_kind(folder, file, kind, trainer.step, source, kept, at, axes, room, written))
+        )
+    for kind, file, writer in under_way:  # only now, so that the disk works while there is more to gather and to write
+        if writer is not None:
+            _finish(folder, file, kind, writer, written)
     return _commit(folder, source.kinds, written, at, axes, trainer, files, moves_latest)
 
 
@@ -121,9 +128,10 @@ def _write_kind(
     assignments: Sequence[Assignment],
     at: ParallelState,
     axes: SavingAxes,
+    room: Room,
     written: _Written,
-) -> None:
-    """Take part in gathering one kind and write this rank's tensors.
+) -> SafetensorsWriter | None:
+    """Take part in gathering one kind and write this rank's tensors, into a file that is still to be finished.
 
     A writer whose disk fails goes on receiving and drops what it gets, so that no other rank waits for it.
     """
@@ -135,18 +143,22 @@ def _write_kind(
     path, described = f"{folder}/{file}", {name: (dtype, shape) for name, shape in shapes.items()}
     metadata = {"kind": kind, "step": str(step)}
     writer = written.attempt(path, lambda: SafetensorsWriter(folder, file, described, metadata)) if mine else None
-    for assignment, local in gather_locals(source, kind, assignments, at, axes.model):
+    for assignment, local in gather_locals(source, kind, assignments, at, axes.model, room):
         for name, tensor in assemble(assignment.slot.info.spec, local).items():
             if writer is not None:
                 written.attempt(path, partial(writer.write, name, tensor))
-    if writer is None:
-        return
-    record = written.attempt(path, writer.finish)
+    if writer is not None:
+        written.tensors[kind] = {name: (file, size) for name, size in sizes.items()}
+    return writer
+
+
+def _finish(folder: Folder, file: str, kind: str, writer: SafetensorsWriter, written: _Written) -> None:
+    record = written.attempt(f"{folder}/{file}", writer.finish)
     if record is None:
         writer.abandon()
-        return
-    written.records[file] = record
-    written.tensors[kind] = {name: (file, size) for name, size in sizes.items()}
+        del written.tensors[kind]
+    else:
+        written.records[file] = record
 
 
 def _commit(

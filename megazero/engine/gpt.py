@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.folder import Place, folder_at
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json
-from megazero.checkpoint.load import load_checkpoint
+from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import Pending, all_reduce, gather_objects, numbers_of
@@ -346,7 +346,7 @@ class Engine:
             check=partial(_check_origin, place, self.config, data_fingerprint),
             by_hash=self.config.checkpoint.verify == "hash",
         )
-        self.sharded_model.loaded(trainer.loss_scaler)
+        self.sharded_model.loaded(trainer.loss_scaler, gathers=not fills_weights(place, self.state))
         return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens)
 
     def memory_bytes(self) -> dict[str, int]:

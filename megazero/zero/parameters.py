@@ -189,23 +189,27 @@ class ShardedParameters:
         if bucket.master is not bucket.weight_shard:
             bucket.write(bucket.weight_shard, bucket.owned, mine)
 
-    def refresh(self) -> None:
-        """Let modules see master weights that were drawn or loaded."""
+    def refresh(self, *, gathers: bool = True) -> None:
+        """Let modules see master weights that were drawn or loaded.
+
+        Args:
+            gathers: take the weights that other ranks own from them; False where they are there already.
+        """
         self._originals.clear()
         self._deferred.clear()
         for bucket in self.buckets:
             if bucket.master is not bucket.weight_shard:
                 bucket.write(bucket.weight_shard, bucket.owned, bucket.read(bucket.master, bucket.owned))
-        self.publish()
+        self.publish(gathers=gathers)
 
-    def publish(self) -> None:
-        """Let modules see the weights that this rank and others own, after they have changed."""
-        gathers = [
+    def publish(self, *, gathers: bool = True) -> None:
+        """Let modules see the weights that this rank and others own, after they have changed; argument as `refresh`."""
+        pendings = [
             all_gather(bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop], self.keeping.shard)
             for bucket in self.buckets
-            if bucket.keeps_weights and bucket.owned != bucket.layout.whole
+            if gathers and bucket.keeps_weights and bucket.owned != bucket.layout.whole
         ]
-        for pending in gathers:
+        for pending in pendings:
             pending.wait()
         if self.gatherer is not None:
             self.gatherer.forget()

@@ -156,11 +156,16 @@ class ShardedModel:
             self.scaler.update(overflowed)
         return not overflowed
 
-    def loaded(self, loss_scaler: dict[str, Any] | None) -> None:
-        """Go on from what was read from a checkpoint: let modules see the master weights, and take its loss scale."""
+    def loaded(self, loss_scaler: dict[str, Any] | None, *, gathers: bool = True) -> None:
+        """Go on from what was read from a checkpoint: let modules see the master weights, and take its loss scale.
+
+        Args:
+            loss_scaler: as the scaler's `state_dict` gave it, or None.
+            gathers: see `ShardedParameters.refresh`.
+        """
         if self.scaler is not None and loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
-        self.parameters.refresh()
+        self.parameters.refresh(gathers=gathers)
         self.begin_step(1)
 
     def optimizer_scalars(self) -> dict[str, dict[str, float]]:

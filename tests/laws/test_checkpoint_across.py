@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import run_world
 from test_checkpoint import _stored
-from worlds import LLAMA, LR, engine_on, micro_batches, run_of
+from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.checkpoint.index import CheckpointError
 from megazero.config import ResolvedRun
@@ -22,7 +22,7 @@ def _go_on(
     rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None
 ) -> tuple[list[float], str]:
     """Load or draw, do some steps, save; the losses, or why the checkpoint was refused."""
-    engine = engine_on(rank, run, draw=origin is None)
+    engine = engine_on(rank, run, draw=origin is None, state=state_on(rank, run, on_one_machine=True))
     if origin is not None:
         try:
             assert engine.load(origin, "data") == Position(steps.start, steps.start * 8, 0)
@@ -67,7 +67,9 @@ DESTINATIONS: list[tuple[int, dict[str, Any], int, str, int]] = [
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterrupted(origin: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterrupted(
+    origin: str, tmp_path: Path
+) -> None:
     """Any place and group: with fp32 to the sums' order.  In half precision shapes round in their own ways, with or without
     a checkpoint in between; a loss is a mean over a hundred tokens, so it agrees to u / 16.  What is loaded is every bit."""
     dtype, place = ORIGINS[origin]
