@@ -13,23 +13,13 @@ from pathlib import Path
 
 import pytest
 from harness import run_command as megazero
+from quickstart import QUICKSTART, TINY
 
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import find_newest
 from megazero.checkpoint.verify import find_damage
 
-ROOT = Path(__file__).parent.parent
-QUICKSTART = ROOT / "examples" / "quickstart.toml"
 COMMAND = [sys.executable, "-m", "megazero.cli"]
-TINY = [
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.ffn_hidden_size=64",
-    "model.seq_len=32",
-    "training.global_batch_size=8",
-    "training.eval_every_steps=0",
-    "logging.tensorboard=false",
-]
 
 
 def whole_process(*words: str | Path) -> subprocess.CompletedProcess[str]:

@@ -318,6 +318,30 @@ def test_the_order_names_every_axis_once(write, order):
             "parallel.virtual_stages = 2: the schedule 1f1b has one chunk per rank",
         ),
         (
+            "checkpoint.keep_best=2 checkpoint.keep_last=1",
+            1,
+            "checkpoint.keep_best = 2: must be 0 where training.eval_every_steps = 0: no checkpoint has a validation loss; "
+            "write 0, or set training.eval_every_steps",
+        ),
+        (
+            "checkpoint.keep_every_steps=100",
+            1,
+            "checkpoint.keep_every_steps = 100: must be 0 where checkpoint.keep_last = 0: every checkpoint is kept; "
+            "write 0, or checkpoint.keep_last = 2",
+        ),
+        (
+            "checkpoint.directory=s4://bucket/run",
+            1,
+            'checkpoint.directory = "s4://bucket/run": must be the URL of a file system that fsspec knows and whose package '
+            "is installed; Protocol not known: s4",
+        ),
+        (
+            "elastic.enabled=true training.global_batch_size=8 checkpoint.resume=never",
+            1,
+            'checkpoint.resume = "never": must not be never where elastic.enabled = true: such a run is started again '
+            "whenever machines come or go; write auto, or elastic.enabled = false",
+        ),
+        (
             "training.eval_every_steps=5 data.validation_fraction=0",
             1,
             "data.validation_fraction = 0.0: must be > 0 where training.eval_every_steps=5 asks for evaluations",

@@ -19,6 +19,8 @@ import pytest
 import torch
 from harness import run_world
 from numpy.typing import NDArray
+from quickstart import ONE_STAGE, QUICKSTART
+from quickstart import TINY as SMALL
 from worlds import state_on
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
@@ -31,20 +33,11 @@ from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches, share_of_each
 from megazero.training.loop import train
 
-ROOT = Path(__file__).parent.parent
-QUICKSTART = ROOT / "examples" / "quickstart.toml"
 STEPS = 24
 TINY = [
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.ffn_hidden_size=64",
-    "model.seq_len=32",
-    "training.global_batch_size=8",
+    *SMALL,
+    *ONE_STAGE,
     "training.micro_batch_size=1",
-    "training.eval_every_steps=0",
-    "logging.tensorboard=false",
-    "parallel.tp=1",
-    "parallel.pp=1",
     "parallel.timeout_seconds=60",
     f"training.steps={STEPS}",
     "checkpoint.save_every_steps=4",

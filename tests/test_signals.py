@@ -14,25 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from quickstart import ONE_STAGE, QUICKSTART, ROOT
+from quickstart import TINY as SMALL
 
 from megazero.checkpoint.index import find_newest
 from megazero.checkpoint.verify import find_damage
 from megazero.training.signals import EXIT_STOPPED, SAME_REQUEST_SECONDS, StopRequest
 
-ROOT = Path(__file__).parent.parent
-QUICKSTART = ROOT / "examples" / "quickstart.toml"
-TINY = [
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.ffn_hidden_size=64",
-    "model.seq_len=32",
-    "training.global_batch_size=8",
-    "training.eval_every_steps=0",
-    "lr_schedule.name=constant",
-    "logging.tensorboard=false",
-    "parallel.tp=1",
-    "parallel.pp=1",
-]
+TINY = [*SMALL, *ONE_STAGE, "lr_schedule.name=constant"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -94,8 +94,10 @@ def _report_failure(run: ResolvedRun) -> None:
     from megazero.checkpoint.index import find_newest
     from megazero.training.checkpoints import checkpoints_of
 
-    newest = find_newest(checkpoints_of(run.config))
-    state = "no checkpoint had been written yet"
+    try:
+        newest, state = find_newest(checkpoints_of(run.config)), "no checkpoint had been written yet"
+    except Exception as error:  # of a storage that may be why the run ended
+        newest, state = None, f"its checkpoints cannot be looked at ({error})"
     if newest:
         state = (
             f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto the same command goes on from it"

@@ -189,6 +189,20 @@ def _shard_groups_fill_dp(config: RunConfig, world_size: int) -> Iterator[Proble
         yield Problem("zero.shard_group_size", size, f"must divide dp={dp}", nearest)
 
 
+def _storage_is_known(config: RunConfig, _: int) -> Iterator[Problem]:
+    for key in ("directory", "resume"):
+        place = getattr(config.checkpoint, key)
+        if place is None or "://" not in place:
+            continue
+        import fsspec  # only where a URL asks for it: it takes a moment
+
+        try:
+            fsspec.get_filesystem_class(place.partition("://")[0])
+        except (ValueError, ImportError) as error:
+            rule = "must be the URL of a file system that fsspec knows and whose package is installed"
+            yield Problem(f"checkpoint.{key}", place, rule, str(error))
+
+
 def _elastic_runs_go_on(config: RunConfig, _: int) -> Iterator[Problem]:
     if config.elastic.enabled and config.checkpoint.resume == "never":
         rule = (
@@ -310,6 +324,7 @@ RULES = (
     Rule((*_WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
     Rule((*_RETENTION, "training.eval_every_steps"), _retention_says_what_goes),
     Rule(("elastic.enabled", "checkpoint.resume"), _elastic_runs_go_on),
+    Rule(("checkpoint.directory", "checkpoint.resume"), _storage_is_known),
     _only_with("zero.shard_group_size", 0, "zero.stage", (1, 2, 3), "it has no effect where nothing is sharded"),
     _only_with("zero.resident_elements", 0, "zero.stage", (3,), "only stage 3 gathers parameters"),
     _only_with("zero.offload.parameters", "none", "zero.stage", (3,), "only stage 3 shards parameters"),
