@@ -7,11 +7,13 @@ The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is 
 
 from __future__ import annotations
 
+import atexit
 import io
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -376,27 +378,34 @@ class TrainingEngine(nn.Module):
         files = agree(lambda: self._files(buffers, client_state), self.parallel_state.world, CheckpointError)
         folder, state = folder_at(save_dir).child(tag), self.sharded_model.sharded_state
         if asynchronous:
-            self._saver = self._saver or Saver(
-                state,
-                self.parallel_state,
-                host_memory_bytes=None,
-                timeout_seconds=_SAVING_SECONDS,
-                report=self._tell_saved,
-            )
+            if self._saver is None:
+                self._saver = Saver(
+                    state,
+                    self.parallel_state,
+                    host_memory_bytes=None,
+                    timeout_seconds=_SAVING_SECONDS,
+                    report=self._tell_saved,
+                )
+                atexit.register(_finish_at_exit, self._saver)
             self._saver.save(folder, trainer, files, moves_latest=save_latest)
         else:
-            self.finish_saving()
+            self._wait_for_saver()
             save_checkpoint(folder, state, self.parallel_state, trainer, files, moves_latest=save_latest)
         return True
 
     def finish_saving(self) -> None:
-        """Wait until the last asynchronous checkpoint is durable; to be called before the script ends.
+        """Wait until the last asynchronous checkpoint is durable, which the end of the script does too, and say so if not.
 
         Raises:
             CheckpointError: on every rank, it could not be written.
         """
         if self._saver is not None:
             self._saver.finish()
+
+    def _wait_for_saver(self) -> None:
+        """Let the last asynchronous checkpoint end; where it failed, that has been told."""
+        with suppress(CheckpointError):
+            self.finish_saving()
 
     def _tell_saved(self, report: SaveReport) -> None:
         if report.error is not None:
@@ -424,7 +433,7 @@ class TrainingEngine(nn.Module):
         Raises:
             CheckpointError: on every rank, and nothing has changed: it is damaged, or of another model.
         """
-        self.finish_saving()
+        self._wait_for_saver()
         name = agree(
             lambda: _newest_tag(folder_at(load_dir)) if tag is None else str(tag),
             self.parallel_state.world,
@@ -545,6 +554,12 @@ class TrainingEngine(nn.Module):
     def _take_buffers(self, saved: Mapping[str, Tensor]) -> None:
         for name, buffer in self._named_buffers():
             buffer.copy_(saved[self._canonical(name)])
+
+
+def _finish_at_exit(saver: Saver) -> None:
+    """Before the process groups go; after a failure nothing is waited for, since peers may be gone."""
+    if not hasattr(sys, "last_value"):
+        saver.finish()
 
 
 def _newest_tag(directory: Folder) -> str | None:

@@ -124,7 +124,7 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def residual_dropout(config: Mapping[str, Any]) -> float:
     """A gpt2's dropout where it is one number for the embedding and the residual branches, else 0."""
-    found = {config.get(key, 0.1) for key in ("embd_pdrop", "resid_pdrop")}
+    found = {config.get(key, 0.1) or 0.0 for key in ("embd_pdrop", "resid_pdrop")}
     return found.pop() if len(found) == 1 else 0.0
 
 

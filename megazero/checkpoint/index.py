@@ -113,7 +113,8 @@ def is_complete(place: Place) -> bool:
 
 
 def read_manifest(place: Place) -> dict[str, FileRecord]:
-    """Files of a complete checkpoint.  Raises: CheckpointError; DamagedError naming the manifest."""
+    """Files of a complete checkpoint.  Raises: CheckpointError where there is none or the storage does not answer;
+    DamagedError naming the manifest."""
     folder = folder_at(place)
     if not folder.has(MANIFEST):
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
@@ -125,7 +126,9 @@ def read_manifest(place: Place) -> dict[str, FileRecord]:
         intact = manifest["checksum"] == _checksum(listed) and to_json(manifest) == data
         if intact and manifest["format"] == FORMAT_VERSION:
             return {name: FileRecord(**record) for name, record in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{MANIFEST} cannot be read ({error}); try again") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{folder}/{MANIFEST} is damaged ({error}); resume from another step directory") from error
     raise DamagedError(
         f"{folder}/{MANIFEST} is damaged or of another format than {FORMAT_VERSION}; resume from another step directory"
@@ -133,16 +136,18 @@ def read_manifest(place: Place) -> dict[str, FileRecord]:
 
 
 def read_trainer_state(place: Place) -> TrainerState:
-    """Where the run stood.  Raises: DamagedError naming the file."""
+    """Where the run stood.  Raises: CheckpointError where it cannot be read; DamagedError naming the file."""
     folder = folder_at(place)
     try:
         stored = json.loads(folder.read(TRAINER_STATE))
         known = {one.name: one for one in fields(TrainerState)}
         needed = {name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING}
         return TrainerState(**{name: stored[name] for name in known if name in stored or name in needed})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{folder}/{TRAINER_STATE} cannot be read ({error})") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(
-            f"{folder}/{TRAINER_STATE} cannot be read ({error!r}); resume from another step directory"
+            f"{folder}/{TRAINER_STATE} is damaged ({error!r}); resume from another step directory"
         ) from error
 
 

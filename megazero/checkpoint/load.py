@@ -58,10 +58,17 @@ def load_checkpoint(
 
     Raises:
         DamagedError: on every rank, before anything is overwritten: a file is missing, or has another size or hash.
-        CheckpointError: on every rank, before anything is overwritten: the tensors are not those of this model.
+        CheckpointError: on every rank: the tensors are not those of this model, before anything is overwritten; or the
+            storage fails while they are read.
     """
     folder = folder_at(place)
-    trainer = agree(lambda: _check_intact(folder, at, by_hash), at.world, DamagedError)
+    found = agree(lambda: _damage(folder, at, by_hash), at.world, CheckpointError)
+    damage = list(dict.fromkeys(line for lines in gather_objects(found, at.world) for line in lines))
+    if damage:
+        raise DamagedError(
+            "\n".join(damage) + f"\n{folder} is damaged and was not loaded; resume from another step directory"
+        )
+    trainer = agree(lambda: read_trainer_state(folder), at.world, CheckpointError)
     has_moments = with_optimizer and trainer.optimizer_steps > 0
     moments = state.optimizer.known_states if has_moments else ()
 
@@ -116,27 +123,34 @@ class _Stored:
             self._open[kind] = StoredTensors(self.folder, kind, self._step)
         return self._open[kind]
 
-    def source(self, kind: str, bucket: Bucket) -> StoredTensors:
-        """What a bucket's kind is read from: master weights from the weights where no others were stored."""
-        if kind == MASTER and (MASTER not in self.kinds or not bucket.layout.trains):
+    def source(self, kind: str, slot: Slot) -> StoredTensors:
+        """What a parameter's kind is read from: master weights from the weights where no others were stored.
+
+        None are where the run that wrote it was in fp32, or had the parameter frozen.
+        """
+        names = slot.info.spec.logical_shapes().keys()
+        if kind == MASTER and (MASTER not in self.kinds or not names <= self.of(MASTER).files.keys()):
             return self.of(MODEL)
         return self.of(kind)
 
 
-def _check_intact(folder: Folder, at: ParallelState, by_hash: bool) -> TrainerState:
-    """Prove this rank's share of the files, of about as many bytes as any other's; where the run stood."""
+def _damage(folder: Folder, at: ParallelState, by_hash: bool) -> list[str]:
+    """What is damaged of this rank's share of the files, of about as many bytes as any other's.
+
+    Raises: CheckpointError, they cannot be looked at: an intact checkpoint must not be set aside for a storage that does
+        not answer.
+    """
+    try:
+        files = read_manifest(folder)
+    except DamagedError as error:
+        return [str(error)]
     load, mine = [0] * at.world.size, []
-    for name, record in sorted(read_manifest(folder).items(), key=lambda file: -file[1].bytes):
+    for name, record in sorted(files.items(), key=lambda file: -file[1].bytes):
         rank = load.index(min(load))
         load[rank] += record.bytes
         if rank == at.world.index:
             mine.append(name)
-    damage = find_damage(folder, mine, by_hash=by_hash)
-    if damage:
-        raise DamagedError(
-            "\n".join(damage) + f"\n{folder} is damaged and was not loaded; resume from another step directory"
-        )
-    return read_trainer_state(folder)
+    return find_damage(folder, mine, by_hash=by_hash)
 
 
 def _compare(stored: _Stored, wanted: dict[str, Shapes], all_wanted: dict[str, Shapes]) -> None:
@@ -184,11 +198,11 @@ class _Reader:
         self._stored, self._state, self._at = stored, state, at
         self._alone, self._fills_weights = shares_memory(stored.folder, at), fills_weights(stored.folder, at)
         self.elements: dict[str, int] = {}
-        self._error: CheckpointError | None = None
+        self._error: Exception | None = None
         self._scratch = torch.empty(0)
 
     def check(self) -> None:
-        """Raises: CheckpointError, what stopped this rank from reading."""
+        """Raises: whatever stopped this rank from reading."""
         if self._error is not None:
             raise self._error
 
@@ -257,9 +271,9 @@ class _Reader:
     def _read_part(self, kind: str, bucket: Bucket, slot: Slot, run: Run, out: Tensor, *, counts: bool) -> None:
         spec, tp = slot.info.spec, self._at.tp
         try:
-            source = self._stored.source(kind, bucket)
+            source = self._stored.source(kind, slot)
             read = read_range(source, spec, out, run.start - slot.start, tp.index, tp.size)
-        except CheckpointError as error:
+        except Exception as error:  # an object store has errors of its own
             self._error = self._error or error
             return
         if counts and not bucket.is_second_copy and (spec.split is not None or tp.index == 0):

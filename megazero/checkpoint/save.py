@@ -188,7 +188,12 @@ def _commit(
                     folder.remove_all()  # room for the next
             raise _not_written(folder, reason)
         if moves_latest:  # after the manifest, which is what counts
-            folder.parent.write(LATEST, (folder.name + "\n").encode())
+            try:
+                folder.parent.write(LATEST, (folder.name + "\n").encode())
+            except Exception as failure:
+                raise CheckpointError(
+                    f"checkpoint {folder.name} is complete, but {folder.parent}/{LATEST} could not be written ({failure})"
+                ) from failure
 
     agree(commit if at.rank == 0 else lambda: None, axes.world, CheckpointError)
     return needed

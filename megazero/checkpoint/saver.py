@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,13 @@ from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.parallel_state import ParallelState
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.state import MASTER, MODEL, ShardedState
-from megazero.zero.storage import free_memory_bytes, in_host_memory
+from megazero.zero.storage import StorageError, free_memory_bytes, in_host_memory
 
 _REMEDY = "set checkpoint.asynchronous = false"
+
+
+def _counted(bucket: Bucket) -> int:
+    return bucket.counted.stop - bucket.counted.start
 
 
 class Snapshot:
@@ -35,29 +39,40 @@ class Snapshot:
 
     Args:
         state: what is copied.
-        pins_memory: page-lock the memory, so that a CUDA device copies into it at full speed.
+        device: where the state is computed with; for CUDA the memory is page-locked, so that it copies at full speed.
 
     Attributes:
         kinds: what the last copy holds.
     """
 
-    def __init__(self, state: ShardedState, *, pins_memory: bool) -> None:
+    def __init__(self, state: ShardedState, device: torch.device) -> None:
         self.buckets: Sequence[Bucket] = state.buckets
-        self._state, self._pins = state, pins_memory
+        self._state, self._device = state, device
         self._copies: dict[tuple[str, Bucket], Tensor] = {}
         self.kinds: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of a copy, of all kinds that the state will ever have."""
-        state = self._state
-        masters = (MASTER,) if state.dtype(MODEL) != torch.float32 else ()
-        return sum(
-            (bucket.counted.stop - bucket.counted.start) * state.dtype(kind).itemsize
-            for kind in (MODEL, *masters, *state.optimizer.known_states)
-            for bucket in self.buckets
-            if self.holds(kind, bucket)
-        )
+        return sum(_counted(bucket) * self.dtype(kind).itemsize for kind, bucket in self._all())
+
+    def _all(self) -> Iterator[tuple[str, Bucket]]:
+        masters = (MASTER,) if self.dtype(MODEL) != torch.float32 else ()
+        for kind in (MODEL, *masters, *self._state.optimizer.known_states):
+            for bucket in self.buckets:
+                if self.holds(kind, bucket):
+                    yield kind, bucket
+
+    def reserve(self) -> None:
+        """Get the memory.  Raises: StorageError."""
+        pins = self._device.type == "cuda"
+        for kind, bucket in self._all():
+            memory = in_host_memory(_counted(bucket), self.dtype(kind), pin=pins, remedy=_REMEDY)
+            self._copies[kind, bucket] = memory.tensor
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._copies.clear()
 
     def take(self) -> None:
         """Copy what the state is now."""
@@ -66,14 +81,11 @@ class Snapshot:
             for bucket in self.buckets:
                 if self.holds(kind, bucket):
                     self._copy(kind, bucket)
-        if self._pins:
-            torch.cuda.current_stream().synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _copy(self, kind: str, bucket: Bucket) -> None:
-        first, last = bucket.counted.start, bucket.counted.stop
-        if (kind, bucket) not in self._copies:
-            memory = in_host_memory(last - first, self.dtype(kind), pin=self._pins, remedy=_REMEDY)
-            self._copies[kind, bucket] = memory.tensor
+        first = bucket.counted.start
         copy = self._copies[kind, bucket]
         for _, part in bucket.layout.runs(lambda info: info.group):  # within one, the optimizer's state is in one piece
             run = intersect(part, bucket.counted)
@@ -125,7 +137,7 @@ class Saver:
             machine; 0 for none: training waits while a checkpoint is written.
         timeout_seconds: how long a rank may wait for a peer that is writing.
         report: takes each report on rank 0, from the thread, as soon as there is one.
-        after: called on rank 0 after each checkpoint, before the report; may raise OSError.
+        after: called on rank 0 after each checkpoint, before the report; where it raises, that is the report.
     """
 
     def __init__(
@@ -140,18 +152,27 @@ class Saver:
     ) -> None:
         self._state, self._at, self._report, self._after = state, at, report, after
         self._axes = at.saving_axes(timeout_seconds)
-        self._snapshot = Snapshot(state, pins_memory=at.device.type == "cuda")
-        needed = self._snapshot.nbytes
+        self._snapshot = Snapshot(state, at.device)
         if host_memory_bytes is None:
             host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.neighbours
-        short = [
-            f"rank {rank} needs {wants:,} bytes of host memory for it and may take {has:,}"
-            for rank, (wants, has) in enumerate(gather_objects((needed, host_memory_bytes), at.world))
-            if wants > has
-        ]
-        self.refusal: str | None = short[0] if short else None  # why there is no room for a copy
+        mine = self._make_room(host_memory_bytes)
+        everyone = [f"rank {rank} {why}" for rank, why in enumerate(gather_objects(mine, at.world)) if why]
+        self.refusal: str | None = everyone[0] if everyone else None  # why there is no room for a copy
+        if self.refusal is not None:
+            self._snapshot.release()
         self._thread: threading.Thread | None = None
-        self._failure: CheckpointError | LostPeerError | None = None
+        self._failure: Exception | None = None
+
+    def _make_room(self, limit: int) -> str | None:
+        """Get the memory for the copy; why there is none."""
+        needed = self._snapshot.nbytes
+        if needed > limit:
+            return f"needs {needed:,} bytes of host memory for it and may take {limit:,}"
+        try:
+            self._snapshot.reserve()
+        except StorageError as error:
+            return str(error)
+        return None
 
     def save(
         self, folder: Folder, trainer: TrainerState, files: Mapping[str, bytes], *, moves_latest: bool = True
@@ -162,11 +183,11 @@ class Saver:
 
         Raises:
             LostPeerError: a rank is gone.
+            Exception: whatever stopped this rank alone; the others wait for it, so it must not go on.
         """
         started = time.perf_counter()
         self._join()
-        if isinstance(self._failure, LostPeerError):
-            raise self._failure
+        self._check_in_step()
         self._failure = None
         ready = time.perf_counter()
         source: Source = self._state
@@ -181,16 +202,13 @@ class Saver:
                 size = save_checkpoint(
                     folder, source, self._at, trainer, files, moves_latest=moves_latest, axes=self._axes
                 )
-                if self._at.rank == 0:
-                    self._after(folder)
             except (CheckpointError, LostPeerError) as failure:
                 self._failure, error = failure, str(failure)
-            except OSError as failure:  # of what comes after: the checkpoint is there
-                error = str(failure)
             except Exception as failure:
-                self._failure = CheckpointError(f"{folder} could not be written ({failure!r})")
+                self._failure = failure
                 raise  # the thread's own hook prints where
             if self._at.rank == 0:
+                error = error or self._do_after(folder)
                 end = time.perf_counter()
                 standing = (end if source is self._state else copied) - ready
                 self._report(SaveReport(folder, size, ready - started, standing, end - started, error))
@@ -199,8 +217,20 @@ class Saver:
         self._thread.start()
         if self.refusal is not None:
             self._join()
-            if isinstance(self._failure, LostPeerError):  # those that went on would wait for those that still save
-                raise self._failure
+            self._check_in_step()
+
+    def _do_after(self, folder: Folder) -> str | None:
+        """What comes after the checkpoint, which is there whatever becomes of this; why it failed, if so."""
+        try:
+            self._after(folder)
+        except Exception as failure:  # an object store has errors of its own
+            return f"{folder.name} was saved; what comes after it failed: {failure!r}"
+        return None
+
+    def _check_in_step(self) -> None:
+        """Raises: a failure that the ranks do not share; one that went on would wait for those that still save."""
+        if self._failure is not None and not isinstance(self._failure, CheckpointError):
+            raise self._failure
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -208,7 +238,7 @@ class Saver:
             self._thread = None
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is durable.  Raises: CheckpointError, LostPeerError, where it failed; once."""
+        """Wait until the last checkpoint is durable.  Raises: where it failed, as `save` or CheckpointError; once."""
         self._join()
         failure, self._failure = self._failure, None
         if failure is not None:

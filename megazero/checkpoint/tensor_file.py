@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, Input, Output, Place, folder_at
-from megazero.checkpoint.index import CheckpointError, FileRecord, index_name
+from megazero.checkpoint.index import CheckpointError, DamagedError, FileRecord, index_name
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -100,7 +100,8 @@ class TensorFile:
         name: of the file.
 
     Raises:
-        CheckpointError: it cannot be read, or is no safetensors file of tensors that we store.
+        CheckpointError: it cannot be read.
+        DamagedError: it is no safetensors file of tensors that we store.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
@@ -113,8 +114,10 @@ class TensorFile:
             header = json.loads(self._bytes(8, 8 + length))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self.entries = {tensor: _entry(described, 8 + length) for tensor, described in header.items()}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self._path} cannot be read ({error!r})") from error
+        except OSError as error:
+            raise CheckpointError(f"{self._path} cannot be read ({error})") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(f"{self._path} is damaged ({error!r})") from error
 
     def _bytes(self, start: int, stop: int) -> bytes:
         found = self._input.read(start, stop)
@@ -126,7 +129,8 @@ class TensorFile:
         """Rows [first, last) of a tensor, [last - first, ...]; not to be written to.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends before them.
+            CheckpointError: the file cannot be read.
+            DamagedError: it ends before them.
         """
         entry = self.entries[name]
         width = prod(entry.shape[1:]) * entry.dtype.itemsize
@@ -144,7 +148,7 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"{self._path} cannot be read ({error})") from error
         if found.numel() != stop - start:
-            raise CheckpointError(f"{self._path} ends before byte {stop}")
+            raise DamagedError(f"{self._path} ends before byte {stop}")
         if found.storage_offset() % entry.dtype.itemsize:
             found = found.clone()
         return found.view(entry.dtype)
@@ -170,8 +174,8 @@ class StoredTensors:
         files: the file that holds each tensor.
 
     Raises:
-        CheckpointError: the kind's index is missing or unreadable; also by the methods, where a file is not what it
-            should be.
+        CheckpointError: a file cannot be read; also by the methods.
+        DamagedError: the kind's index, or a file, is not what it should be; also by the methods.
     """
 
     def __init__(self, place: Place, kind: str, step: int | None = None) -> None:
@@ -179,9 +183,11 @@ class StoredTensors:
         self._expected = {"kind": kind} | ({} if step is None else {"step": str(step)})
         try:
             self.files: dict[str, str] = dict(json.loads(self.folder.read(index_name(kind)))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{self.folder}/{index_name(kind)} cannot be read ({error!r}); resume from another step directory"
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}/{index_name(kind)} cannot be read ({error})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(
+                f"{self.folder}/{index_name(kind)} is damaged ({error!r}); resume from another step directory"
             ) from error
         self._open: dict[str, TensorFile] = {}
 
@@ -191,7 +197,7 @@ class StoredTensors:
             self._open[file] = opened = TensorFile(self.folder, file)
             for key, value in self._expected.items():
                 if opened.metadata.get(key, value) != value:
-                    raise CheckpointError(
+                    raise DamagedError(
                         f"{self.folder}/{file} is of {key} {opened.metadata[key]}, here {key} {value} belongs: a file has "
                         "been put in another's place"
                     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 from megazero.checkpoint.folder import Place, folder_at
-from megazero.checkpoint.index import read_manifest
+from megazero.checkpoint.index import CheckpointError, read_manifest
 
 
 def find_damage(place: Place, names: Sequence[str] | None = None, *, by_hash: bool = True) -> list[str]:
@@ -17,7 +18,8 @@ def find_damage(place: Place, names: Sequence[str] | None = None, *, by_hash: bo
         by_hash: read the files and compare their hashes; otherwise their sizes alone.
 
     Raises:
-        CheckpointError: the manifest itself is missing or damaged.
+        CheckpointError: the manifest itself is missing or damaged, or the storage does not answer, which says nothing about
+            the files.
     """
     folder = folder_at(place)
     files = read_manifest(folder)
@@ -33,5 +35,7 @@ def find_damage(place: Place, names: Sequence[str] | None = None, *, by_hash: bo
             elif by_hash and folder.hash(name) != record.xxh3:
                 damage.append(f"{folder}/{name} has changed since it was written (its hash differs)")
         except OSError as error:
+            if error.errno != errno.EIO:  # that of a disk that has lost them
+                raise CheckpointError(f"{folder}/{name} cannot be read ({error}); try again") from error
             damage.append(f"{folder}/{name} cannot be read ({error})")
     return damage

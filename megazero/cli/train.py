@@ -40,6 +40,7 @@ def train(
     from megazero.training.launch import leave_at_once, run_ranks, train_rank
 
     summary = run_ranks(run, partial(train_rank, stop=stop), stop)
+    stop.close()
     speaks = os.environ.get("RANK", "0") == "0"
     if summary is None:
         if speaks:

@@ -270,17 +270,20 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
     Args:
         action: makes no collective call.
         axis: the ranks that run it.
-        raises: what all raise, with the texts of the failures.
+        raises: what all raise, with the texts of the failures; a subclass of it, where that was raised first.
     """
     answer: list[T] = []
-    failure, cause = None, None
+    failure: tuple[str, type[Exception]] | None = None
+    cause = None
     try:
         answer.append(action())
     except Exception as error:
-        failure, cause = str(error) or repr(error), error
-    found = list(dict.fromkeys(text for text in gather_objects(failure, axis) if text is not None))
+        # one with arguments of its own cannot be made from a text
+        is_plain = isinstance(error, raises) and type(error).__init__ is raises.__init__
+        failure, cause = (str(error) or repr(error), type(error) if is_plain else raises), error
+    found = [one for one in gather_objects(failure, axis) if one is not None]
     if found:
-        raise raises("\n".join(found)) from cause
+        raise found[0][1]("\n".join(dict.fromkeys(text for text, _ in found))) from cause
     return answer[0]
 
 

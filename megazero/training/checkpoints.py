@@ -7,7 +7,8 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -74,7 +75,7 @@ class Checkpoints:
     ) -> None:
         """However the run ends, what is being written becomes durable; not where a rank is lost: it never would."""
         if self._saver is not None and error is not None and not isinstance(error, LostPeerError):
-            with suppress(CheckpointError, LostPeerError):  # has been reported; the run ends for another reason
+            with suppress(Exception):  # has been reported; the run ends for another reason
                 self._saver.finish()
 
     def find(self) -> bool:
@@ -118,9 +119,9 @@ class Checkpoints:
                 return position
 
     def _read(self, engine: Engine, origin: Folder) -> Position:
-        if self._state.rank != 0:
-            return engine.load(origin, self._fingerprint)
-        with reading(origin):
+        with ExitStack() as until_read:
+            mark = partial(until_read.enter_context, reading(origin))
+            agree(mark if self._state.rank == 0 else lambda: origin, self._state.world, CheckpointError)
             return engine.load(origin, self._fingerprint)
 
     def _drop(self, damaged: Folder) -> Folder | None:
@@ -197,9 +198,11 @@ class Checkpoints:
         return None if newest is None else self._load(engine, newest)
 
     def finish(self) -> None:
-        """Wait until what is being written is durable.  Raises: CheckpointError, LostPeerError."""
+        """Wait until what is being written is durable, and rank 0 has pruned.  Raises: CheckpointError, LostPeerError."""
         if self._saver is not None:
             self._saver.finish()
+            # Together: a launcher that sees the first rank end with 75 ends the others.
+            gather_objects(None, self._state.saving_axes(self._config.checkpoint.timeout_seconds).world)
             self.newest = str(self._last)
 
 

@@ -82,7 +82,9 @@ def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> Run
     if state.rank == 0:
         for notice in (*run.notices, *_torchrun_notices(run)):
             show(notice)
-    return train(run, state, show, stop.wanted)
+    summary = train(run, state, show, stop.wanted)
+    stop.close()
+    return summary
 
 
 def _torchrun_notices(run: ResolvedRun) -> list[str]:

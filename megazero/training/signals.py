@@ -43,6 +43,7 @@ class StopRequest:
         self.mark: Path | None = None
         self._clock = clock
         self._first: float | None = None  # when the first signal came
+        self._listens = False
         self._owner = os.getpid()
 
     def listen(self) -> None:
@@ -53,6 +54,16 @@ class StopRequest:
         for number in STOP_SIGNALS:
             signal.signal(number, _leave_it_to_the_thread)
         threading.Thread(target=self._watch, args=(reader,), name="stop-signals", daemon=True).start()
+        self._listens = True
+
+    def close(self) -> None:
+        """The run is over and saved: a signal that still comes must not change how it ends.
+
+        torchrun sends SIGTERM to the ranks of a run that was stopped as soon as it sees the first of them end.
+        """
+        if self._listens:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter shuts down
 
     def wanted(self) -> bool:
         """Whether to stop after the step under way."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -139,7 +140,10 @@ def leave_world() -> None:
 
 
 def wait_as_spare(store: Store) -> int:
-    """Wait beside the ranks that train until they are done; any signal ends the wait at once.
+    """Wait beside the ranks that train until they are done.
+
+    SIGTERM and SIGINT end the wait at once. SIGUSR1 does not: it comes to every process of a job, and a rank that ended
+    of it would make torchrun kill the others while they save; they say when it is time.
 
     Args:
         store: what `meet` gave.
@@ -147,6 +151,7 @@ def wait_as_spare(store: Store) -> int:
     Returns: the exit status that rank 0 told; that of a failure where it is gone without a word.
     """
     die_of_signals()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         while not store.check([_ENDED]):
             time.sleep(_LOOK_SECONDS)

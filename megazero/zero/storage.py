@@ -223,25 +223,28 @@ class InMemory:
         return Transfer(event.synchronize)  # the host may read the target, or change the source, after the wait
 
 
+_NO_PINNING: Final = "set zero.offload.pin_memory=false"
 _LESS_OFFLOADING: Final = "lower zero.offload.ratio or set zero.offload.optimizer and zero.offload.parameters to nvme"
 
 
-def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str = _LESS_OFFLOADING) -> InMemory:
+def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | None = None) -> InMemory:
     """Zeros in host memory, page-locked if `pin` and there is a CUDA device.
 
     Raises:
-        StorageError: the memory cannot be had, or not be locked; it ends with the remedy.
+        StorageError: the memory cannot be had, or not be locked; it ends with the remedy, of offloading when None.
     """
     try:
         tensor = torch.zeros(numel, dtype=dtype)
     except RuntimeError as error:  # torch's allocator has no type of its own for it
-        raise StorageError(f"host memory: no {numel * dtype.itemsize} bytes ({error}); {remedy}") from error
+        raise StorageError(
+            f"host memory: no {numel * dtype.itemsize} bytes ({error}); {remedy or _LESS_OFFLOADING}"
+        ) from error
     if pin and numel and torch.cuda.is_available():
-        _pin(tensor)
+        _pin(tensor, remedy or _NO_PINNING)
     return InMemory(tensor, "host")
 
 
-def _pin(tensor: Tensor) -> None:
+def _pin(tensor: Tensor, remedy: str) -> None:
     """Page-lock the memory of a tensor for as long as it lives.
 
     torch's own allocator of pinned memory rounds a request up to a power of two, so that 5 GiB take 8; locking pages
@@ -251,8 +254,7 @@ def _pin(tensor: Tensor) -> None:
     code = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every device
     if code != 0:
         raise StorageError(
-            f"host memory: locking {nbytes} bytes failed with CUDA error {code};"
-            " raise `ulimit -l` or set zero.offload.pin_memory=false"
+            f"host memory: locking {nbytes} bytes failed with CUDA error {code}; raise `ulimit -l` or {remedy}"
         )
 
     def unpin() -> None:

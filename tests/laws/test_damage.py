@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import shutil
@@ -15,6 +16,7 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.checkpoint.folder import LocalFolder, folder_at
 from megazero.checkpoint.index import CheckpointError, FileRecord, find_newest, read_manifest, write_manifest
+from megazero.checkpoint.verify import find_damage
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
 from megazero.training.checkpoints import Checkpoints
@@ -201,3 +203,35 @@ def test_ranks_that_share_no_disk_are_told_before_the_first_step(
         assert "rank 1 on " in text
         assert "cannot see what rank 0 on " in text
         assert "checkpoints need a place that all ranks share" in text
+
+
+def test_a_storage_that_does_not_answer_is_no_damage(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A good checkpoint is not set aside for a moment's silence of a network."""
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+    run = run_of(1, model=LLAMA, checkpoint={"directory": str(root), "on_damage": "fallback"})
+
+    def silent(folder: LocalFolder, name: str) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(LocalFolder, "hash", silent)
+    with pytest.raises(CheckpointError, match=r"cannot be read .*Stale file handle.* try again"):
+        _resume(0, run)
+    monkeypatch.undo()
+    assert find_newest(root) == folder_at(root / "step-00000002")
+    assert find_damage(root / "step-00000002") == []
+
+
+def test_a_file_in_anothers_place_lets_the_run_fall_back_where_only_sizes_are_checked(
+    saved: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+    name = "exp_avg-00001-of-00002.safetensors"
+    shutil.copy(root / "step-00000001" / name, root / "step-00000002" / name)
+    wish = {"directory": str(root), "on_damage": "fallback", "verify": "size"}
+    step, _, lines = _resume(0, run_of(1, model=LLAMA, checkpoint=wish))
+    assert step == 1
+    assert f"{name} is of step 1, here step 2 belongs" in lines[0]

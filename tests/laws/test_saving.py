@@ -16,6 +16,7 @@ from worlds import GPT2, LLAMA, LR, engine_on, micro_batches, run_of
 
 import megazero
 import megazero.checkpoint.folder as folders
+from megazero.checkpoint import gather
 from megazero.checkpoint.folder import LocalFolder, Output
 from megazero.checkpoint.index import CheckpointError, read_manifest, read_trainer_state, step_folder
 from megazero.checkpoint.saver import Saver, SaveReport
@@ -252,3 +253,61 @@ def test_a_script_saves_behind_its_steps_too(tmp_path: Path) -> None:
     for after, again, refusal in run_world(2, _script, tmp_path):
         assert after == again
         assert "holds notes.txt, which no checkpoint of ours has" in refusal
+
+
+def _stumble(rank: int, root: Path) -> str:
+    run = run_of(2, model=LLAMA)
+    engine = engine_on(rank, run)
+    saver, _ = _saver(engine)
+    if rank == 1:
+
+        def no_memory(*_: Any) -> None:
+            raise RuntimeError("no memory")
+
+        gather.Room.take = no_memory  # type: ignore[method-assign]
+        threading.excepthook = lambda _: None
+    engine.save(root / "a", Position(), "data", saver=saver)
+    try:
+        engine.save(root / "b", Position(), "data", saver=saver)
+    except Exception as error:
+        return type(error).__name__
+    return "went on"
+
+
+def test_an_error_of_one_ranks_own_ends_the_run_instead_of_leaving_the_ranks_out_of_step(tmp_path: Path) -> None:
+    assert run_world(2, _stumble, tmp_path) == ["LostPeerError", "RuntimeError"]
+
+
+class _Net(torch.nn.Module):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+        self.a.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x))).float().square().mean()
+
+
+def _thaw(rank: int, root: Path) -> bool:
+    def engine_of(frozen: bool) -> Any:
+        torch.manual_seed(rank)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "Adam"},
+        }
+        return megazero.initialize(model=_Net(frozen), config=config)[0]
+
+    frozen = engine_of(True)
+    frozen.backward(frozen(torch.ones(2, 8, dtype=torch.bfloat16)))
+    frozen.step()
+    frozen.save_checkpoint(root, tag="a")
+    thawed = engine_of(False)
+    thawed.load_checkpoint(root, tag="a", load_module_only=True)
+    wanted = frozen.module_state_dict()
+    return all(torch.equal(value, wanted[name]) for name, value in thawed.module_state_dict().items())
+
+
+def test_a_parameter_that_was_frozen_is_trained_from_its_weights(tmp_path: Path) -> None:
+    assert run_world(2, _thaw, tmp_path) == [True, True]
