@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -29,6 +29,23 @@ from megazero.parallel_state import ParallelState, SavingAxes
 
 T = TypeVar("T")
 _OURS = (".safetensors", ".json", ".partial")
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """What is to be written; see `save_checkpoint`."""
+
+    folder: Folder
+    source: Source
+    at: ParallelState
+    axes: SavingAxes
+    trainer: TrainerState
+    files: Mapping[str, bytes]
+    moves_latest: bool
+
+    def on_first(self, action: Callable[[], None]) -> None:
+        """Do something on rank 0; where it fails all ranks raise a CheckpointError."""
+        agree(action if self.at.rank == 0 else lambda: None, self.axes.world, CheckpointError)
 
 
 def save_checkpoint(
@@ -57,24 +74,21 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank; older checkpoints are untouched, and what was written of this one is gone.
     """
-    folder, axes = folder_at(place), axes or SavingAxes(at.model, at.world)
+    task = _Task(folder_at(place), source, at, axes or SavingAxes(at.model, at.world), trainer, files, moves_latest)
     assignments = assign_writers(source.buckets, at)
     mine = [assignment for assignment in assignments if assignment.writer == at.rank]
-    agree(lambda: _prepare(folder, files) if at.rank == 0 else None, axes.world, CheckpointError)
-    writers = [rank for rank, writes in enumerate(gather_objects(bool(mine), axes.world)) if writes]
+    task.on_first(lambda: _prepare(task.folder, files))
+    writers = [rank for rank, writes in enumerate(gather_objects(bool(mine), task.axes.world)) if writes]
     suffix = f"{writers.index(at.rank) + 1:05d}-of-{len(writers):05d}" if mine else ""
-    written = _Written()
-    room, under_way = Room(), []
-    for kind in source.kinds:
-        kept = [one for one in assignments if source.holds(kind, source.buckets[one.bucket])]
-        file = f"{kind}-{suffix}.safetensors"
-        under_way.append(
-            (kind, file, _write_kind(folder, file, kind, trainer.step, source, kept, at, axes, room, written))
-        )
+    written, room = _Written(), Room()
+    under_way = [
+        (kind, f"{kind}-{suffix}.safetensors", _write_kind(task, kind, suffix, assignments, room, written))
+        for kind in source.kinds
+    ]
     for kind, file, writer in under_way:  # only now, so that the disk works while there is more to gather and to write
         if writer is not None:
-            _finish(folder, file, kind, writer, written)
-    return _commit(folder, source.kinds, written, at, axes, trainer, files, moves_latest)
+            written.finish(kind, file, writer)
+    return _commit(task, written)
 
 
 def _prepare(folder: Folder, files: Mapping[str, bytes]) -> None:
@@ -118,32 +132,33 @@ class _Written:
                 self.error = f"{path}: {getattr(error, 'strerror', None) or error}"
         return None
 
+    def finish(self, kind: str, file: str, writer: SafetensorsWriter) -> None:
+        """Finish a file, or give it up where something has failed."""
+        record = self.attempt(file, writer.finish)
+        if record is None:
+            writer.abandon()
+            del self.tensors[kind]
+        else:
+            self.records[file] = record
+
 
 def _write_kind(
-    folder: Folder,
-    file: str,
-    kind: str,
-    step: int,
-    source: Source,
-    assignments: Sequence[Assignment],
-    at: ParallelState,
-    axes: SavingAxes,
-    room: Room,
-    written: _Written,
+    task: _Task, kind: str, suffix: str, everything: Sequence[Assignment], room: Room, written: _Written
 ) -> SafetensorsWriter | None:
     """Take part in gathering one kind and write this rank's tensors, into a file that is still to be finished.
 
     A writer whose disk fails goes on receiving and drops what it gets, so that no other rank waits for it.
     """
-    dtype = source.dtype(kind)
-    mine = [one for one in assignments if one.writer == at.rank]
+    source, dtype, file = task.source, task.source.dtype(kind), f"{kind}-{suffix}.safetensors"
+    assignments = [one for one in everything if source.holds(kind, source.buckets[one.bucket])]
+    mine = [one for one in assignments if one.writer == task.at.rank]
     shapes = {name: shape for one in mine for name, shape in one.slot.info.spec.logical_shapes().items()}
     sizes = {name: dtype.itemsize * numel(shape) for name, shape in shapes.items()}
     written.needed_bytes += sum(sizes.values())
-    path, described = f"{folder}/{file}", {name: (dtype, shape) for name, shape in shapes.items()}
-    metadata = {"kind": kind, "step": str(step)}
-    writer = written.attempt(path, lambda: SafetensorsWriter(folder, file, described, metadata)) if mine else None
-    for assignment, local in gather_locals(source, kind, assignments, at, axes.model, room):
+    path, described = f"{task.folder}/{file}", {name: (dtype, shape) for name, shape in shapes.items()}
+    metadata = {"kind": kind, "step": str(task.trainer.step)}
+    writer = written.attempt(path, lambda: SafetensorsWriter(task.folder, file, described, metadata)) if mine else None
+    for assignment, local in gather_locals(source, kind, assignments, task.at, task.axes.model, room):
         for name, tensor in assemble(assignment.slot.info.spec, local).items():
             if writer is not None:
                 written.attempt(path, partial(writer.write, name, tensor))
@@ -152,33 +167,17 @@ def _write_kind(
     return writer
 
 
-def _finish(folder: Folder, file: str, kind: str, writer: SafetensorsWriter, written: _Written) -> None:
-    record = written.attempt(f"{folder}/{file}", writer.finish)
-    if record is None:
-        writer.abandon()
-        del written.tensors[kind]
-    else:
-        written.records[file] = record
-
-
-def _commit(
-    folder: Folder,
-    kinds: Sequence[str],
-    written: _Written,
-    at: ParallelState,
-    axes: SavingAxes,
-    trainer: TrainerState,
-    files: Mapping[str, bytes],
-    moves_latest: bool,
-) -> int:
-    everyone = gather_objects(written, axes.world)
+def _commit(task: _Task, written: _Written) -> int:
+    """Let all ranks learn whether all is written, and make the checkpoint one; bytes of its tensors."""
+    everyone = gather_objects(written, task.axes.world)
     needed = sum(one.needed_bytes for one in everyone)
+    folder = task.folder
 
     def commit() -> None:
         error = next((f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error), None)
         try:
             if error is None:
-                _write_index(folder, kinds, everyone, trainer, files)
+                _write_index(task, everyone)
         except Exception as failure:
             error = str(failure)
         if error is not None:
@@ -187,16 +186,20 @@ def _commit(
                 if not folder.has(MANIFEST):
                     folder.remove_all()  # room for the next
             raise _not_written(folder, reason)
-        if moves_latest:  # after the manifest, which is what counts
-            try:
-                folder.parent.write(LATEST, (folder.name + "\n").encode())
-            except Exception as failure:
-                raise CheckpointError(
-                    f"checkpoint {folder.name} is complete, but {folder.parent}/{LATEST} could not be written ({failure})"
-                ) from failure
+        if task.moves_latest:  # after the manifest, which is what counts
+            _move_latest(folder)
 
-    agree(commit if at.rank == 0 else lambda: None, axes.world, CheckpointError)
+    task.on_first(commit)
     return needed
+
+
+def _move_latest(folder: Folder) -> None:
+    try:
+        folder.parent.write(LATEST, (folder.name + "\n").encode())
+    except Exception as failure:
+        raise CheckpointError(
+            f"checkpoint {folder.name} is complete, but {folder.parent}/{LATEST} could not be written ({failure})"
+        ) from failure
 
 
 def _free(folder: Folder) -> str:
@@ -204,24 +207,18 @@ def _free(folder: Folder) -> str:
     return "" if free is None else f", {free:,} are free in {folder.parent} beside what was written of it"
 
 
-def _write_index(
-    folder: Folder,
-    kinds: Sequence[str],
-    everyone: Sequence[_Written],
-    trainer: TrainerState,
-    extra: Mapping[str, bytes],
-) -> None:
+def _write_index(task: _Task, everyone: Sequence[_Written]) -> None:
     files = {name: record for one in everyone for name, record in one.records.items()}
-    small = dict(extra)
-    for kind in kinds:
+    small = dict(task.files)
+    for kind in task.source.kinds:
         tensors = {name: place for one in everyone for name, place in one.tensors.get(kind, {}).items()}
         index = {
             "metadata": {"total_size": sum(size for _, size in tensors.values())},
             "weight_map": {name: file for name, (file, _) in sorted(tensors.items())},
         }
         small[index_name(kind)] = to_json(index)
-    small[TRAINER_STATE] = to_json(asdict(trainer))
+    small[TRAINER_STATE] = to_json(asdict(task.trainer))
     for name, data in small.items():
-        output = folder.write(name, data)
+        output = task.folder.write(name, data)
         files[name] = FileRecord(output.bytes, output.xxh3)
-    write_manifest(folder, files)
+    write_manifest(task.folder, files)

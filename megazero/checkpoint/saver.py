@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -191,33 +192,37 @@ class Saver:
         self._failure = None
         ready = time.perf_counter()
         source: Source = self._state
+        copied: float | None = None
         if self.refusal is None:
             self._snapshot.take()
-            source = self._snapshot
-        copied = time.perf_counter()
-
-        def write() -> None:
-            size, error = 0, None
-            try:
-                size = save_checkpoint(
-                    folder, source, self._at, trainer, files, moves_latest=moves_latest, axes=self._axes
-                )
-            except (CheckpointError, LostPeerError) as failure:
-                self._failure, error = failure, str(failure)
-            except Exception as failure:
-                self._failure = failure
-                raise  # the thread's own hook prints where
-            if self._at.rank == 0:
-                error = error or self._do_after(folder)
-                end = time.perf_counter()
-                standing = (end if source is self._state else copied) - ready
-                self._report(SaveReport(folder, size, ready - started, standing, end - started, error))
-
-        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+            source, copied = self._snapshot, time.perf_counter()
+        write = partial(
+            save_checkpoint, folder, source, self._at, trainer, files, moves_latest=moves_latest, axes=self._axes
+        )
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, write, started, ready, copied), name="checkpoint", daemon=True
+        )
         self._thread.start()
         if self.refusal is not None:
             self._join()
             self._check_in_step()
+
+    def _write(
+        self, folder: Folder, write: Callable[[], int], started: float, ready: float, copied: float | None
+    ) -> None:
+        """The thread's work.  Times: of the call, of the end of the save before, and of the copy's end, if there is one."""
+        size, error = 0, None
+        try:
+            size = write()
+        except (CheckpointError, LostPeerError) as failure:
+            self._failure, error = failure, str(failure)
+        except Exception as failure:
+            self._failure = failure
+            raise  # the thread's own hook prints where
+        if self._at.rank == 0:
+            error = error or self._do_after(folder)
+            end = time.perf_counter()
+            self._report(SaveReport(folder, size, ready - started, (copied or end) - ready, end - started, error))
 
     def _do_after(self, folder: Folder) -> str | None:
         """What comes after the checkpoint, which is there whatever becomes of this; why it failed, if so."""
