@@ -634,6 +634,6 @@ def test_reading_a_config_needs_no_torch():
 
 def test_a_resolved_run_repeats_its_batch_in_its_config():
     run = resolve(RunConfig.model_validate({"training": {"global_batch_size": 48}, "parallel": {"pp": 2}}), 6)
-    assert run == ResolvedRun(run.config, 6, 3, 48, 8, 2)
+    assert run == ResolvedRun(run.config, run.written, 6, 3, 48, 8, 2)
     training = run.config.training
     assert (training.global_batch_size, training.micro_batch_size, training.accumulation) == (48, 8, 2)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,6 +84,13 @@ def test_a_run_resolves_to_itself_and_the_file_it_writes_fits_other_worlds() -> 
     assert resolve(run.config, 6) == run
     assert 'dp = "auto"' in to_toml(run)
     assert resolve(run.config, 4) == elastic(4, **sections)
+
+
+def test_the_file_of_a_run_keeps_the_shape_it_was_written_with_for_other_worlds() -> None:
+    shapes, sections = [{"world_size": 4, "tp": 2}], {"zero": {"shard_group_size": 4}, "parallel": {"dp": 8}}
+    file = tomllib.loads(to_toml(elastic(4, shapes, **sections)))
+    for world in range(1, 9):
+        assert resolve(RunConfig.model_validate(file), world) == elastic(world, shapes, **sections)
 
 
 def test_without_elastic_nothing_is_fitted() -> None:

@@ -62,7 +62,7 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
     print(
         f"\n{'stopped, and saved' if summary.stopped else 'done'}: step {summary.step} in "
         + readable_seconds(summary.seconds)
-        + (f", {', '.join(losses)} nats per token" if losses else "; there was nothing left to do")
+        + (f", {', '.join(losses)} nats per token" if losses else "; no step was left to train")
         + (f"\n  checkpoint   {summary.checkpoint}" if summary.checkpoint else "")
         + f"\n  metrics      {run_dir / 'metrics.jsonl'}"
         + (f"\n  tensorboard  tensorboard --logdir {run_dir}" if run.config.logging.tensorboard else "")

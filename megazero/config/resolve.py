@@ -23,6 +23,8 @@ class ResolvedRun:
 
     config: RunConfig
     """The config, with model sizes and batch sizes filled in, and an elastic one with the degrees of this world."""
+    written: RunConfig = field(compare=False)
+    """What its file says: as `config`, but an elastic run has the shape that it was written with, for any world."""
     world_size: int
     """Number of ranks that train: tp * pp * dp."""
     dp: int
@@ -68,6 +70,7 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
     }
     return ResolvedRun(
         config=fitted.config.model_copy(update=filled),
+        written=config.model_copy(update=filled),
         world_size=fitted.world_size,
         dp=dp,
         global_batch_size=batch.global_batch_size,

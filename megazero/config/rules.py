@@ -5,7 +5,7 @@
     rule reads                             {training.steps, ...}                  -> checked
 
 So every rule that can be judged is judged, and all problems are told at once. Rules see an elastic run as it is fitted
-to the world.
+to the world; but its shapes, that of [parallel] among them, are judged as written, whichever of them this world needs.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str]
         world_size: number of ranks.
         wrong_keys: what rules may read whose value means nothing here.
     """
-    wrong, problems = set(wrong_keys), list[Problem]()
+    wrong, problems, written = set(wrong_keys), list[Problem](), config
     if not wrong & set(_WORLD):
         try:
             fitted = fit(config, world_size)
@@ -54,7 +54,9 @@ def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str]
             problems += error.problems
             wrong.add("world_size")
     judged = [rule for rule in RULES if not set(rule.reads) & wrong]
-    return problems + [problem for rule in judged for problem in rule.check(config, world_size)]
+    for rule in judged:
+        problems += rule.check(written if rule in _AS_WRITTEN else config, world_size)
+    return problems
 
 
 def _heads_split_hidden(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -306,6 +308,8 @@ _SHAPE_RULES = (
     Rule(("model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
     Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _layout_is_of_this_model),
 )
+_EVERY_SHAPE = Rule((*_ELASTIC, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model)
+_AS_WRITTEN = (*_SHAPE_RULES, _EVERY_SHAPE)
 RULES = (
     Rule(("model.family", "model.hidden_size", "model.num_heads"), _heads_split_hidden),
     *_SHAPE_RULES,
@@ -318,7 +322,7 @@ RULES = (
     Rule(("elastic.enabled", "parallel.schedule_file"), _elastic_follows_no_schedule_file),
     Rule(_ELASTIC, _shapes_are_asked_for),
     Rule(_ELASTIC, _shapes_fill_their_worlds),
-    Rule((*_ELASTIC, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model),
+    _EVERY_SHAPE,
     _only_with("training.accumulation", "auto", "elastic.enabled", (False,), "it follows dp, which changes"),
     Rule(("training.eval_every_steps", "data.validation_fraction"), _evaluation_has_samples),
     Rule((*_WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),

@@ -22,7 +22,7 @@ def to_toml(run: RunConfig | ResolvedRun) -> str:
     Args:
         run: a config, or a resolved run, of which the filled-in config is written.
     """
-    config = run.config if isinstance(run, ResolvedRun) else run
+    config = run.written if isinstance(run, ResolvedRun) else run
     tables = []
     for section, fields in keys().items():
         values = attrgetter(section)(config).model_dump()

@@ -21,6 +21,7 @@ from megazero.checkpoint.index import (
     is_complete,
     read_trainer_state,
     step_folder,
+    step_folders,
     step_of,
 )
 from megazero.checkpoint.retention import Retention, prune, reading, set_aside
@@ -63,7 +64,8 @@ class Checkpoints:
         _check_shared(self._root, state)
         state.saving_axes(config.checkpoint.timeout_seconds)
         self.newest: str | None = None
-        self._origin: Folder | None = None
+        self._origin: Folder | None = None  # what was found, then what was loaded last
+        self._loaded_step = 0
         self._saver: Saver | None = None
         self._last: Folder | None = None  # what was saved last, or is being saved
 
@@ -116,6 +118,7 @@ class Checkpoints:
                 origin = older
             else:
                 self._last, self.newest = origin, str(origin)
+                self._origin, self._loaded_step = origin, position.step
                 return position
 
     def _read(self, engine: Engine, origin: Folder) -> Position:
@@ -132,6 +135,11 @@ class Checkpoints:
             return find_newest(self._root)
 
         return self._look(drop)
+
+    def _newest_of_this_run(self) -> Folder | None:
+        """Steps before the one that was loaded may lie in the directory from another beginning."""
+        newest = find_newest(self._root)
+        return newest if newest is not None and step_of(newest) >= self._loaded_step else self._origin
 
     def save(self, engine: Engine, position: Position, val_loss: float | None) -> None:
         """Begin a checkpoint, unless this step has one; earlier ones that failed have been told and are forgotten.
@@ -194,7 +202,7 @@ class Checkpoints:
         if self._saver is not None:
             with suppress(CheckpointError):  # has been told
                 self._saver.finish()
-        newest = self._look(lambda: find_newest(self._root) or self._origin)
+        newest = self._look(self._newest_of_this_run)
         return None if newest is None else self._load(engine, newest)
 
     def finish(self) -> None:
@@ -222,7 +230,7 @@ def _find_origin(wish: str, root: Folder) -> Folder | None:
                 "set training.run_dir to a new directory, or checkpoint.resume=auto to go on with it"
             )
         return None
-    if newest is not None and read_trainer_state(newest).config.get("checkpoint", {}).get("resume") == wish:
+    if newest is not None and _beginning_of(root) == wish:
         return newest  # this very run began there and was interrupted
     origin = folder_at(wish)
     if not is_complete(origin):
@@ -234,6 +242,16 @@ def _find_origin(wish: str, root: Folder) -> Folder | None:
             "set training.run_dir to a new directory to branch off, or remove the later steps"
         )
     return origin
+
+
+def _beginning_of(root: Folder) -> str | None:
+    """`checkpoint.resume` of the run in a directory; of the newest step that can be read, as the newest may be damaged."""
+    for folder in reversed(step_folders(root)):
+        if is_complete(folder):
+            with suppress(DamagedError):
+                resume = read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
+                return None if resume is None else str(resume)
+    return None
 
 
 def _check_shared(root: Folder, state: ParallelState) -> None:

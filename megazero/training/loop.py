@@ -56,7 +56,7 @@ class RunSummary:
 
     Args:
         step: optimizer steps done.
-        loss: of the last step, mean nats per token; None when there was nothing left to do.
+        loss: of the last step, mean nats per token; None when no step was left to train.
         val_loss: of the last evaluation, or None.
         checkpoint: the newest complete step directory, if there is one.
         seconds: duration of the training loop.
@@ -193,10 +193,10 @@ class _Loop:
         statistics, lr = self._train(position)
         cost = meter.read()
         done = Position(step, samples.last + 1, position.tokens + statistics.tokens)
-        self.loss, self.stops = statistics.loss, statistics.stop
         turn = self.non_finite.judge(statistics, step, samples)
-        if turn is Turn.BACK:
+        if turn is Turn.BACK:  # also where a rank wants to stop: only a later step remembers the samples to leave out
             return self._go_back(done, samples)
+        self.loss, self.stops = statistics.loss, statistics.stop
         if turn is Turn.SKIP:
             self.say(f"step {step} is not finite: {samples} are left out, no weight has changed")
         self._report(done, samples, statistics, lr, cost)
@@ -307,7 +307,10 @@ class _Loop:
         samples = min(self.run.config.training.eval_samples, len(validation))
         multiple = micro_batch_multiple(self.run.config.parallel)
         batches = read_batches(validation, 0, samples, self.run.micro_batch_size, self.engine.share, multiple=multiple)
-        return self.engine.evaluate(batches).loss
+        statistics = self.engine.evaluate(batches)
+        # an evaluation may take long, and steps that are passed over ask nobody
+        self.stops = self.stops or statistics.stop
+        return statistics.loss
 
 
 def _own_schedule(run: ResolvedRun) -> Callable[[], Schedule | None]:
@@ -343,11 +346,13 @@ def _open_sinks(run: ResolvedRun, run_dir: Path, after_step: int, show: Callable
 
 def _describe(run: ResolvedRun, engine: Engine) -> str:
     grid, memory = engine.state.grid, engine.memory_bytes()
+    room = run.micro_batch_size * run.accumulation * run.dp
+    relation = "=" if room == run.global_batch_size else "in"
     shapes: dict[str, Any] = {
         "tp": grid.tp, "pp": grid.pp, "dp": grid.dp, "ZeRO": run.config.zero.stage, "schedule": run.config.parallel.schedule,
     }  # fmt: skip
     return (
         ", ".join(f"{name} {value}" for name, value in shapes.items())
-        + f" | global batch {run.global_batch_size} = {run.micro_batch_size} x {run.accumulation} x dp {run.dp}"
+        + f" | global batch {run.global_batch_size} {relation} {run.micro_batch_size} x {run.accumulation} x dp {run.dp}"
         + f" | model state {sum(memory.values()) / 2**20:,.1f} MiB on rank 0"
     )

@@ -19,6 +19,7 @@ from megazero.checkpoint.index import CheckpointError, FileRecord, find_newest, 
 from megazero.checkpoint.verify import find_damage
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
+from megazero.parallel_state import ParallelState
 from megazero.training.checkpoints import Checkpoints
 
 CASES = 200
@@ -235,3 +236,38 @@ def test_a_file_in_anothers_place_lets_the_run_fall_back_where_only_sizes_are_ch
     step, _, lines = _resume(0, run_of(1, model=LLAMA, checkpoint=wish))
     assert step == 1
     assert f"{name} is of step 1, here step 2 belongs" in lines[0]
+
+
+def _begun_elsewhere(saved: Path, root: Path) -> tuple[ResolvedRun, ParallelState]:
+    wish = {"directory": str(root), "resume": str(saved / "step-00000002"), "on_damage": "fallback"}
+    run = run_of(1, model=LLAMA, checkpoint=wish)
+    return run, state_on(0, run)
+
+
+def test_a_run_begun_from_a_path_falls_back_among_its_own_steps(saved: Path, tmp_path: Path) -> None:
+    run, state = _begun_elsewhere(saved, tmp_path)
+    engine = engine_on(0, run, draw=False, state=state)
+    with Checkpoints(run.config, state, "data", print) as checkpoints:
+        assert checkpoints.find()
+        position = checkpoints.resume(engine)
+        for step in (4, 6):
+            checkpoints.save(engine, replace(position, step=step), None)
+        checkpoints.finish()
+    (tmp_path / "step-00000006" / "trainer_state.json").write_text("{")
+    lines: list[str] = []
+    again = Checkpoints(run.config, state, "data", lines.append)
+    assert again.find()
+    assert again.resume(engine).step == 4
+    assert "step-00000006 is set aside; going back to step-00000004" in lines[0]
+
+
+def test_going_back_never_loads_what_another_run_left_in_the_directory(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "step-00000001", tmp_path / "step-00000001")
+    run, state = _begun_elsewhere(saved, tmp_path)
+    engine = engine_on(0, run, draw=False, state=state)
+    checkpoints = Checkpoints(run.config, state, "data", print)
+    assert checkpoints.find()
+    checkpoints.resume(engine)
+    back = checkpoints.roll_back(engine)
+    assert back is not None
+    assert back.step == 2

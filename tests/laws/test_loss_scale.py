@@ -28,7 +28,7 @@ from worlds import (
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.engine.gpt import Position
+from megazero.engine.gpt import NonFiniteError, Position
 from megazero.zero.loss_scaler import LossScaleError
 
 TIED = LLAMA | {"tie_embeddings": True}
@@ -305,3 +305,16 @@ def test_the_loss_scale_goes_on_where_a_checkpoint_left_it(after: int, tmp_path:
             assert got["losses"] == pytest.approx(wanted["losses"][after:], rel=UNIT_ROUNDOFF / 16)
             assert got["scaler"] == wanted["scaler"]
             assert got["optimizer_steps"] == wanted["optimizer_steps"]
+
+
+def test_an_evaluation_that_is_not_finite_is_an_error_under_fp16_too() -> None:
+    """The loss scale takes care of gradients; here there are none."""
+    run = run_of(1, model=TIED, precision=_fp16())
+    engine = engine_on(0, run)
+    batches = micro_batches(run, engine.state, 0)
+    engine.evaluate(batches)
+    with torch.no_grad():
+        for parameter in engine.chunks.parameters():
+            parameter.fill_(float("nan"))
+    with pytest.raises(NonFiniteError):
+        engine.evaluate(batches)
