@@ -235,7 +235,11 @@ class TrainingEngine(nn.Module):
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Give back files and writers.  The engine cannot be used afterwards."""
+        """Give back files and writers.  The engine cannot be used afterwards.
+
+        An asynchronous checkpoint becomes durable first; where it failed, that has been told.
+        """
+        self._wait_for_saver()
         self.sharded_model.close()
         if self._events is not None:
             self._events.close()
@@ -394,7 +398,7 @@ class TrainingEngine(nn.Module):
         return True
 
     def finish_saving(self) -> None:
-        """Wait until the last asynchronous checkpoint is durable, which the end of the script does too, and say so if not.
+        """Wait until the last asynchronous checkpoint is durable; the end of the script waits for it, too.
 
         Raises:
             CheckpointError: on every rank, it could not be written.
