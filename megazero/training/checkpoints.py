@@ -104,12 +104,11 @@ class Checkpoints:
         return position
 
     def _load(self, engine: Engine, origin: Folder) -> Position:
-        falls_back = self._config.checkpoint.on_damage == "fallback" and origin.parent == self._root
         while True:
             try:
                 position = self._read(engine, origin)
             except DamagedError as error:
-                if not falls_back:
+                if self._config.checkpoint.on_damage == "stop" or origin.parent != self._root:
                     raise
                 damaged, older = origin, self._drop(origin)
                 if older is None:
@@ -128,11 +127,14 @@ class Checkpoints:
             return engine.load(origin, self._fingerprint)
 
     def _drop(self, damaged: Folder) -> Folder | None:
-        """Set a damaged checkpoint aside; the newest one that is left."""
+        """Set a damaged checkpoint aside; what is left to go on from, which may be where this run began."""
 
         def drop() -> Folder | None:
             set_aside(damaged)
-            return find_newest(self._root)
+            newest, wish = find_newest(self._root), self._config.checkpoint.resume
+            if wish in ("auto", "never") or (newest is not None and _beginning_of(newest) == wish):
+                return newest
+            return folder_at(wish)
 
         return self._look(drop)
 
@@ -230,8 +232,8 @@ def _find_origin(wish: str, root: Folder) -> Folder | None:
                 "set training.run_dir to a new directory, or checkpoint.resume=auto to go on with it"
             )
         return None
-    if newest is not None and _beginning_of(root) == wish:
-        return newest  # this very run began there and was interrupted
+    if newest is not None and _was_interrupted(root, wish):
+        return newest
     origin = folder_at(wish)
     if not is_complete(origin):
         raise CheckpointError(f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json)")
@@ -244,14 +246,19 @@ def _find_origin(wish: str, root: Folder) -> Folder | None:
     return origin
 
 
-def _beginning_of(root: Folder) -> str | None:
-    """`checkpoint.resume` of the run in a directory; of the newest step that can be read, as the newest may be damaged."""
-    for folder in reversed(step_folders(root)):
-        if is_complete(folder):
-            with suppress(DamagedError):
-                resume = read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
-                return None if resume is None else str(resume)
+def _beginning_of(folder: Folder) -> str | None:
+    """`checkpoint.resume` of the run that wrote a checkpoint; None where that cannot be told."""
+    with suppress(DamagedError):
+        resume = read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
+        return None if resume is None else str(resume)
     return None
+
+
+def _was_interrupted(root: Folder, wish: str) -> bool:
+    """Whether the run in a directory began at `wish`.  The newest step that can be read tells; the newest may be damaged."""
+    complete = (folder for folder in reversed(step_folders(root)) if is_complete(folder))
+    beginnings = (_beginning_of(folder) for folder in complete)
+    return next((one for one in beginnings if one is not None), None) == wish
 
 
 def _check_shared(root: Folder, state: ParallelState) -> None:

@@ -259,6 +259,12 @@ def test_a_run_begun_from_a_path_falls_back_among_its_own_steps(saved: Path, tmp
     assert again.find()
     assert again.resume(engine).step == 4
     assert "step-00000006 is set aside; going back to step-00000004" in lines[0]
+    shutil.copytree(saved / "step-00000001", tmp_path / "step-00000001")  # of another run
+    (tmp_path / "step-00000004" / "config.json").unlink()
+    last = Checkpoints(run.config, state, "data", lines.append)
+    assert last.find()
+    assert last.resume(engine).step == 2
+    assert "step-00000004 is set aside; going back to step-00000002" in lines[-2]
 
 
 def test_going_back_never_loads_what_another_run_left_in_the_directory(saved: Path, tmp_path: Path) -> None:
