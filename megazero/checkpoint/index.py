@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
@@ -112,43 +113,42 @@ def is_complete(place: Place) -> bool:
     return folder_at(place).has(MANIFEST)
 
 
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Errors of reading a file, with its name: CheckpointError where the storage fails, DamagedError for what is in it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); try again") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{path} is damaged ({error!r}); resume from another step directory") from error
+
+
 def read_manifest(place: Place) -> dict[str, FileRecord]:
-    """Files of a complete checkpoint.  Raises: CheckpointError where there is none or the storage does not answer;
-    DamagedError naming the manifest."""
+    """Files of a complete checkpoint.  Raises: as `naming`; CheckpointError where there is no manifest."""
     folder = folder_at(place)
     if not folder.has(MANIFEST):
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
-    try:
+    with naming(f"{folder}/{MANIFEST}"):
         data = folder.read(MANIFEST)
         manifest = json.loads(data)
         listed = manifest["files"]
         # byte for byte what we write, so that no flipped bit goes unseen
-        intact = manifest["checksum"] == _checksum(listed) and to_json(manifest) == data
-        if intact and manifest["format"] == FORMAT_VERSION:
-            return {name: FileRecord(**record) for name, record in listed.items()}
-    except OSError as error:
-        raise CheckpointError(f"{folder}/{MANIFEST} cannot be read ({error}); try again") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{folder}/{MANIFEST} is damaged ({error}); resume from another step directory") from error
-    raise DamagedError(
-        f"{folder}/{MANIFEST} is damaged or of another format than {FORMAT_VERSION}; resume from another step directory"
-    )
+        if manifest["checksum"] != _checksum(listed) or to_json(manifest) != data:
+            raise ValueError("it is not what was written")
+        if manifest["format"] != FORMAT_VERSION:
+            raise ValueError(f"it is of format {manifest['format']}, not {FORMAT_VERSION}")
+        return {name: FileRecord(**record) for name, record in listed.items()}
 
 
 def read_trainer_state(place: Place) -> TrainerState:
-    """Where the run stood.  Raises: CheckpointError where it cannot be read; DamagedError naming the file."""
+    """Where the run stood.  Raises: as `naming`."""
     folder = folder_at(place)
-    try:
+    with naming(f"{folder}/{TRAINER_STATE}"):
         stored = json.loads(folder.read(TRAINER_STATE))
         known = {one.name: one for one in fields(TrainerState)}
         needed = {name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING}
         return TrainerState(**{name: stored[name] for name in known if name in stored or name in needed})
-    except OSError as error:
-        raise CheckpointError(f"{folder}/{TRAINER_STATE} cannot be read ({error})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(
-            f"{folder}/{TRAINER_STATE} is damaged ({error!r}); resume from another step directory"
-        ) from error
 
 
 def step_folder(root: Place, step: int) -> Folder:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, Input, Output, Place, folder_at
-from megazero.checkpoint.index import CheckpointError, DamagedError, FileRecord, index_name
+from megazero.checkpoint.index import DamagedError, FileRecord, index_name, naming
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -106,7 +106,7 @@ class TensorFile:
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._path = f"{folder}/{name}"
-        try:
+        with naming(self._path):
             self._input: Input = folder.open(name)
             length = int.from_bytes(self._bytes(0, 8), "little")
             if not 0 < length <= _LONGEST_HEADER:
@@ -114,10 +114,6 @@ class TensorFile:
             header = json.loads(self._bytes(8, 8 + length))
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self.entries = {tensor: _entry(described, 8 + length) for tensor, described in header.items()}
-        except OSError as error:
-            raise CheckpointError(f"{self._path} cannot be read ({error})") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"{self._path} is damaged ({error!r})") from error
 
     def _bytes(self, start: int, stop: int) -> bytes:
         found = self._input.read(start, stop)
@@ -143,10 +139,8 @@ class TensorFile:
         return self._read(entry, entry.start, entry.stop).view(entry.shape)
 
     def _read(self, entry: _Entry, start: int, stop: int) -> Tensor:
-        try:
+        with naming(self._path):
             found = self._input.read(start, stop)
-        except OSError as error:
-            raise CheckpointError(f"{self._path} cannot be read ({error})") from error
         if found.numel() != stop - start:
             raise DamagedError(f"{self._path} ends before byte {stop}")
         if found.storage_offset() % entry.dtype.itemsize:
@@ -181,14 +175,8 @@ class StoredTensors:
     def __init__(self, place: Place, kind: str, step: int | None = None) -> None:
         self.folder, self._kind = folder_at(place), kind
         self._expected = {"kind": kind} | ({} if step is None else {"step": str(step)})
-        try:
+        with naming(f"{self.folder}/{index_name(kind)}"):
             self.files: dict[str, str] = dict(json.loads(self.folder.read(index_name(kind)))["weight_map"])
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}/{index_name(kind)} cannot be read ({error})") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise DamagedError(
-                f"{self.folder}/{index_name(kind)} is damaged ({error!r}); resume from another step directory"
-            ) from error
         self._open: dict[str, TensorFile] = {}
 
     def _of(self, name: str) -> TensorFile:
@@ -202,7 +190,7 @@ class StoredTensors:
                         "been put in another's place"
                     )
         if name not in self._open[file].entries:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self.folder}/{file} does not hold {name}, which {index_name(self._kind)} says it does"
             )
         return self._open[file]
