@@ -10,6 +10,7 @@ memory that it allocates anew, so it is done there as messages that arrive where
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -61,6 +62,12 @@ class LostPeerError(RuntimeError):
         self.args = (self._text(f" in step {step}", found),)
 
 
+def _reason(error: RuntimeError) -> str:
+    """What torch says, in its first sentence and without the place in its source."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\[\]]*:\d+\] ", "", line).split(". ")[0]
+
+
 class Pending:
     """An operation under way.
 
@@ -106,8 +113,7 @@ class _Guard:
         except _OF_THE_DEVICE:
             raise
         except RuntimeError as error:  # gloo and NCCL report a lost peer and a time-out as RuntimeError
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise LostPeerError(self._operation, self._axis, reason) from error
+            raise LostPeerError(self._operation, self._axis, _reason(error)) from error
         finally:
             traffic.leave(entered)
 

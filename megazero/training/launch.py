@@ -199,7 +199,8 @@ def launch(
         import torch._dynamo  # noqa: F401  every optimizer imports it: once here instead of once per rank
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are told below
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are told below
     with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
         os.environ[LAUNCH_FOLDER] = folder
         config = LaunchConfig(
