@@ -45,6 +45,11 @@ def test_by_default_a_step_that_is_not_finite_stops_the_run_and_names_its_sample
     with pytest.raises(NonFiniteError, match=r"step 17, samples 128 to 135: loss=nan .* must be finite") as found:
         policy.judge(BAD, 17, SAMPLES)
     assert "training.skip_steps=[17]" in str(found.value)
+    with pytest.raises(NonFiniteError) as found:
+        _policy(skip_steps=[3, [5, 9]]).judge(BAD, 17, SAMPLES)
+    assert "training.skip_steps=[3,[5,9],17]" in str(found.value), (
+        "on the command line it takes the place of the file's"
+    )
 
 
 def test_updates_are_left_out_until_there_are_too_many_in_a_row() -> None:
@@ -94,6 +99,7 @@ def test_a_spike_is_told_by_how_many_deviations_and_hides_no_other() -> None:
     assert "loss 9.0000" in line
     assert "samples 128 to 135" in line
     assert "training.skip_steps=[201]" in line
+    assert "training.skip_steps=[[2,4],201]" in spike.line(201, 9.0, SAMPLES, [(2, 4)])
 
 
 def test_nothing_is_told_before_the_warm_up_of_falling_losses_of_equal_losses_or_at_zero_sigmas() -> None:

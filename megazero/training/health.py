@@ -54,6 +54,7 @@ class NonFinitePolicy:
 
     def __init__(self, training: TrainingConfig) -> None:
         self._policy, self._limit = training.on_non_finite, training.non_finite_limit
+        self._skip_steps = training.skip_steps
         self.in_a_row = self.goings_back = 0
 
     def judge(self, statistics: StepStatistics, step: int, samples: Samples) -> Turn:
@@ -77,7 +78,8 @@ class NonFinitePolicy:
         if self._policy == "stop":
             raise NonFiniteError(
                 found + "Resume from the last checkpoint with a lower learning rate, pass these samples over with "
-                f"training.skip_steps=[{step}], or let the run do so itself with training.on_non_finite=skip or rollback"
+                f"{skipping_also(step, self._skip_steps)}, or let the run do so itself with training.on_non_finite=skip "
+                "or rollback"
             )
         self.in_a_row += 1
         self.goings_back += 1
@@ -122,6 +124,12 @@ def steps_passed_over(step: int, ranges: Sequence[tuple[int, int]]) -> int:
     return last - step + 1
 
 
+def skipping_also(step: int, ranges: Sequence[tuple[int, int]]) -> str:
+    """The setting that passes over a step besides those of the (first, last) ranges."""
+    listed = [f"{first}" if first == last else f"[{first},{last}]" for first, last in ranges]
+    return f"training.skip_steps=[{','.join([*listed, str(step)])}]"
+
+
 @dataclass(frozen=True)
 class Spike:
     """A loss far above those before it.
@@ -134,11 +142,11 @@ class Spike:
     mean: float
     sigmas: float
 
-    def line(self, step: int, loss: float, samples: Samples) -> str:
-        """The report."""
+    def line(self, step: int, loss: float, samples: Samples, skip_steps: Sequence[tuple[int, int]] = ()) -> str:
+        """The report; `skip_steps` are those that the run passes over already."""
         return (
             f"step {step}: loss {loss:.4f} is {self.sigmas:.1f} deviations above its recent mean {self.mean:.4f}; "
-            f"to go on without {samples}, resume from before with training.skip_steps=[{step}]"
+            f"to go on without {samples}, resume from before with {skipping_also(step, skip_steps)}"
         )
 
 

@@ -207,7 +207,7 @@ class _Loop:
         own_seconds, lines = self.stragglers.look(done.step, cost.own_seconds)
         spike = self.spikes.look(statistics.loss)
         if spike is not None:
-            lines.append(spike.line(done.step, statistics.loss, samples))
+            lines.append(spike.line(done.step, statistics.loss, samples, self.run.config.training.skip_steps))
         for line in lines:
             self.say(line)
         metrics = StepMetrics(
