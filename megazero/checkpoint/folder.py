@@ -14,7 +14,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -133,20 +133,14 @@ class Folder(ABC):
 
     def write(self, name: str, data: bytes) -> Output:
         """A small file at once; its size and hash are in what is returned."""
-        with self.creating(name) as output:
-            output.write(data)
-        return output
-
-    @contextmanager
-    def creating(self, name: str) -> Iterator[Output]:
-        """A file that is finished at the end of the block, or abandoned where that raises."""
         output = self.create(name)
         try:
-            yield output
+            output.write(data)
             output.finish()
         except BaseException:
             output.abandon()
             raise
+        return output
 
     def has(self, name: str) -> bool:
         """Whether a file is there."""

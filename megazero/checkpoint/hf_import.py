@@ -11,7 +11,6 @@ A tensor is read, converted and written before the next one is read.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -35,6 +34,7 @@ from megazero.checkpoint.index import (
     TrainerState,
     index_name,
     to_json,
+    versions,
     write_manifest,
 )
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, DTYPE_NAMES, DTYPES, Layout, new_folder, write_shards
@@ -114,7 +114,7 @@ def import_model(
         tokenizer = tokenizer_files(folder)
         toml = _toml(model, folder, target, config, has_tokenizer=TOKENIZER in tokenizer)
         files = tokenizer | {
-            index_name("model"): to_json(written.index()),
+            index_name("model"): written.index(),
             HF_CONFIG: to_json(hugging_face_config(model, DTYPE_NAMES[kept]) | ids),
             TRAINER_STATE: to_json(asdict(_beginning(model))),
             MODEL_TOML: toml.encode(),
@@ -142,8 +142,7 @@ def _read_config(folder: Folder) -> dict[str, Any]:
 
 def _beginning(model: ModelConfig) -> TrainerState:
     """A run that has not begun, on data that is not chosen yet."""
-    versions = {"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)}
-    return TrainerState(0, 0, 0, 0, "", model.model_dump(), {}, {}, versions)
+    return TrainerState(0, 0, 0, 0, "", model.model_dump(), {}, {}, versions())
 
 
 def _toml(model: ModelConfig, source: Folder, out: Folder, config: Mapping[str, Any], *, has_tokenizer: bool) -> str:

@@ -13,6 +13,7 @@ A file is there with all its bytes or not at all; see `folder`.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
+import torch
 import xxhash
 
 from megazero.checkpoint.folder import Folder, Place, folder_at
@@ -90,6 +92,21 @@ def kinds_of(files: Iterable[str]) -> list[str]:
     suffix = index_name("")
     kinds = sorted(name.removesuffix(suffix) for name in files if name.endswith(suffix))
     return sorted(kinds, key=lambda kind: kind != "model")
+
+
+def versions() -> dict[str, str]:
+    """Of this package and of torch, for a checkpoint to tell."""
+    return {"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)}
+
+
+def to_index(files: Mapping[str, str], total_bytes: int) -> bytes:
+    """The index of one kind, in the form that stock tools read.
+
+    Args:
+        files: the file of each tensor.
+        total_bytes: of all tensors together.
+    """
+    return to_json({"metadata": {"total_size": total_bytes}, "weight_map": files})
 
 
 def to_json(value: Any) -> bytes:

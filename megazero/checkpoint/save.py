@@ -19,6 +19,7 @@ from megazero.checkpoint.index import (
     TrainerState,
     index_name,
     is_complete,
+    to_index,
     to_json,
     write_manifest,
 )
@@ -212,11 +213,8 @@ def _write_index(task: _Task, everyone: Sequence[_Written]) -> None:
     small = dict(task.files)
     for kind in task.source.kinds:
         tensors = {name: place for one in everyone for name, place in one.tensors.get(kind, {}).items()}
-        index = {
-            "metadata": {"total_size": sum(size for _, size in tensors.values())},
-            "weight_map": {name: file for name, (file, _) in sorted(tensors.items())},
-        }
-        small[index_name(kind)] = to_json(index)
+        files_of_tensors = {name: file for name, (file, _) in sorted(tensors.items())}
+        small[index_name(kind)] = to_index(files_of_tensors, sum(size for _, size in tensors.values()))
     small[TRAINER_STATE] = to_json(asdict(task.trainer))
     for name, data in small.items():
         output = task.folder.write(name, data)

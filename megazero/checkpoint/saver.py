@@ -25,7 +25,7 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.parallel_state import ParallelState
 from megazero.zero.bucket import Bucket, Run, intersect
-from megazero.zero.state import MASTER, MODEL, ShardedState
+from megazero.zero.state import ShardedState
 from megazero.zero.storage import StorageError, free_memory_bytes, in_host_memory
 
 _REMEDY = "set checkpoint.asynchronous = false"
@@ -58,8 +58,7 @@ class Snapshot:
         return sum(_counted(bucket) * self.dtype(kind).itemsize for kind, bucket in self._all())
 
     def _all(self) -> Iterator[tuple[str, Bucket]]:
-        masters = (MASTER,) if self.dtype(MODEL) != torch.float32 else ()
-        for kind in (MODEL, *masters, *self._state.optimizer.known_states):
+        for kind in self._state.known_kinds:
             for bucket in self.buckets:
                 if self.holds(kind, bucket):
                     yield kind, bucket

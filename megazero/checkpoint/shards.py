@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, Place, folder_at
-from megazero.checkpoint.index import CheckpointError, FileRecord
+from megazero.checkpoint.index import CheckpointError, FileRecord, to_index
 from megazero.checkpoint.tensor_file import SafetensorsWriter
 
 Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -39,9 +39,9 @@ class Written:
     weight_map: dict[str, str]
     tensor_bytes: int
 
-    def index(self) -> dict[str, object]:
+    def index(self) -> bytes:
         """The index that stock tools read."""
-        return {"metadata": {"total_size": self.tensor_bytes}, "weight_map": self.weight_map}
+        return to_index(self.weight_map, self.tensor_bytes)
 
 
 def parse_size(text: str) -> int:

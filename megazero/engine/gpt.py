@@ -6,7 +6,6 @@ micro-batches -> executor(schedule, stage) -> gradients reduced as they become r
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.checkpoint.folder import Place, folder_at
-from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json
+from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json, versions
 from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
@@ -445,11 +444,6 @@ def _optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
     }
     groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
     return recipe_by_name(config.name, {"lr": config.lr, **settings[config.name]}, groups)
-
-
-def versions() -> dict[str, str]:
-    """Of this package and of torch, for a checkpoint to tell."""
-    return {"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)}
 
 
 def _names(module: nn.Module) -> list[str]:

@@ -27,8 +27,16 @@ class ShardedState:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What must be saved: the weights, fp32 masters where they say more than the weights, and the optimizer's state."""
-        masters = (MASTER,) if self.dtype(MODEL) != torch.float32 else ()
-        return (MODEL, *masters, *self.optimizer.states)
+        return (*self._weights, *self.optimizer.states)
+
+    @property
+    def known_kinds(self) -> tuple[str, ...]:
+        """What there will be to save once the optimizer has stepped."""
+        return (*self._weights, *self.optimizer.known_states)
+
+    @property
+    def _weights(self) -> tuple[str, ...]:
+        return (MODEL,) if self.dtype(MODEL) == torch.float32 else (MODEL, MASTER)
 
     def dtype(self, kind: str) -> torch.dtype:
         """Dtype in which a kind is kept."""
