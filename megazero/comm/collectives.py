@@ -3,9 +3,12 @@
 A call starts the operation and returns a `Pending`; its result may be used after `wait()`. Over an axis of one rank there
 is no call and the `Pending` is already done, so that callers write one path.
 
-On gloo a reduce-scatter moves as many bytes as an all-reduce, so it is done there as an all-to-all of the parts and a
-local sum in rank order: half the bytes, and the same result on every shape. And an all-gather takes everything through
-memory that it allocates anew, so it is done there as messages that arrive where they belong. NCCL keeps its own.
+[Note: messages on the CPU]  gloo's collectives are made for many hosts and few cores in use: its reduce-scatter moves an
+all-reduce's bytes, its all-gather takes everything through memory that it allocates anew, and its all-reduce of a few bytes
+takes 10 ms where four ranks share two cores.  So on the CPU, as long as ranks are few, all three are messages of every rank
+to every other and sums in rank order: the fewest bytes, one wait, and the same bits on every rank.  An all-reduce is one
+exchange of everything while it is small, and otherwise a reduce-scatter and an all-gather, whose second half begins when the
+first is waited for.  Long messages go in pieces, so that one is summed while the next arrives.  NCCL keeps its own.
 """
 
 from __future__ import annotations
@@ -27,9 +30,13 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_GATHER_TAG = 1  # messages of an all-gather never meet those of `exchange`
+_GATHER_TAG, _REDUCE_TAG = 1, 2  # these messages never meet each other, or those of `exchange`
+_MOST_MESSAGING_RANKS = 8  # beyond, the number of messages would tell
+_ONE_EXCHANGE_BYTES = 1 << 20  # up to here one wait more costs more than the bytes that it would save
+_PIECE_BYTES = 1 << 21
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_COMBINATIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 # Also RuntimeErrors, but no peer is to blame.  (AcceleratorError: a kernel failed.)
 _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
@@ -135,6 +142,11 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return Pending()
     sent = 2 * tensor.nbytes * (axis.size - 1) // axis.size
+    if _by_messages(tensor, axis):
+        flat = tensor.view(-1)
+        if tensor.nbytes * (axis.size - 1) <= _ONE_EXCHANGE_BYTES:
+            return _exchange_all(flat, axis, sent, op)
+        return _reduce_then_gather(flat, axis, sent, op)
     work, guard = _start(
         "all_reduce",
         axis,
@@ -196,27 +208,20 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
             out.copy_(shard)
         return Pending()
     sent = shard.nbytes * (axis.size - 1)
-    if shard.device.type != "cpu":
+    if not _by_messages(shard, axis):
         work, guard = _start("all_gather", axis, sent, lambda: _all_gather(out, shard, group=axis.group, async_op=True))
         return Pending(work, guard)
     places = out.view(axis.size, *shard.shape).unbind(0)
     mine = places[axis.index]
     if mine.data_ptr() != shard.data_ptr():
         mine.copy_(shard)
-    operations = []
-    for hop in range(1, axis.size if shard.numel() else 1):
-        after, before = (axis.index + hop) % axis.size, (axis.index - hop) % axis.size
-        operations.append(dist.P2POp(dist.isend, mine, axis.ranks[after], axis.group, _GATHER_TAG))
-        operations.append(dist.P2POp(dist.irecv, places[before], axis.ranks[before], axis.group, _GATHER_TAG))
-    if not operations:
-        return Pending()
-    works, guard = _start("all_gather", axis, sent, lambda: dist.batch_isend_irecv(operations))
-    return Pending(finish=partial(_wait_for_all, [Pending(work, guard) for work in works]))
+    works, guard = _start("all_gather", axis, sent, lambda: _swap([mine] * axis.size, places, axis, _GATHER_TAG))
+    return Pending(finish=lambda: guard(lambda: _wait_for(works)))
 
 
-def _wait_for_all(pendings: Sequence[Pending]) -> None:
-    for pending in pendings:
-        pending.wait()
+def arriving_elements(full: int, axis: Axis, device: torch.device) -> int:
+    """Elements of the `scratch` that a `reduce_scatter` of `full` elements asks for."""
+    return full - full // axis.size if device.type == "cpu" else 0
 
 
 def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None = None) -> Pending:
@@ -226,8 +231,8 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
         out: this rank's 1/n of `full`'s leading dimension; contiguous; may be this rank's own part of `full`.
         full: contiguous; its leading dimension divides by the axis size. Not to be changed before `wait`.
         axis: the ranks that take part.
-        scratch: at least as many elements as `full`, for the parts that arrive on the CPU; made here when None. `out` may
-            be its beginning.
+        scratch: 1-D, at least `arriving_elements`, for the parts that arrive on the CPU; made here when None. `out` may be
+            its beginning.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -238,7 +243,7 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
             out.copy_(full)
         return Pending()
     sent = full.nbytes * (axis.size - 1) // axis.size
-    if full.device.type != "cpu":
+    if not _by_messages(full, axis):
         work, guard = _start(
             "reduce_scatter",
             axis,
@@ -246,19 +251,104 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
             lambda: _reduce_scatter(out, full, group=axis.group, async_op=True),
         )
         return Pending(work, guard)
-    parts = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
-    work, guard = _start(
-        "reduce_scatter", axis, sent, lambda: dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
-    )
-    return Pending(work, guard, finish=lambda: _sum_parts(out, parts, axis.size))
+    parts = list(full.view(axis.size, -1).unbind(0))
+    arriving = full.new_empty(full.numel() - out.numel()) if scratch is None else scratch
+    return _reduce_parts(out.view(-1), parts, arriving, axis, "reduce_scatter", sent, torch.add)
 
 
-def _sum_parts(out: Tensor, parts: Tensor, count: int) -> None:
-    """out = sum of `count` equal parts, in rank order (pairwise adds: a sum over a stacked dimension is slow in bf16)."""
-    pieces = parts.view(count, *out.shape).unbind(0)
-    torch.add(pieces[0], pieces[1], out=out)
-    for piece in pieces[2:]:
-        out.add_(piece)
+# [Note: messages on the CPU]
+
+
+def _by_messages(tensor: Tensor, axis: Axis) -> bool:
+    return tensor.device.type == "cpu" and axis.size <= _MOST_MESSAGING_RANKS
+
+
+def _swap(sends: Sequence[Tensor], receives: Sequence[Tensor], axis: Axis, tag: int) -> list[Any]:
+    """Send a tensor to each other rank, and receive one from each; both lists by place on the axis."""
+    others = [place for place in range(axis.size) if place != axis.index]
+    works = [
+        dist.irecv(receives[place], axis.ranks[place], axis.group, tag) for place in others if receives[place].numel()
+    ]
+    works += [dist.isend(sends[place], axis.ranks[place], axis.group, tag) for place in others if sends[place].numel()]
+    return works
+
+
+def _wait_for(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _combine(out: Tensor, own: Tensor, arrived: Sequence[Tensor], at: int, combine: Callable[..., Tensor]) -> None:
+    """out = the parts in rank order; `own` is that of place `at`, and may be `out`, which may be the first to arrive."""
+    parts = [*arrived[:at], own, *arrived[at:]]
+    total = parts[0]
+    for index, part in enumerate(parts[1:], 1):
+        total = combine(total, part, out=out if index == len(parts) - 1 else arrived[0])
+
+
+def _exchange_all(flat: Tensor, axis: Axis, sent: int, op: str) -> Pending:
+    arrived = list(flat.new_empty(axis.size - 1, flat.numel()).unbind(0))
+    receives = [*arrived[: axis.index], flat, *arrived[axis.index :]]
+    works, guard = _start("all_reduce", axis, sent, lambda: _swap([flat] * axis.size, receives, axis, _REDUCE_TAG))
+
+    def finish() -> None:
+        guard(lambda: _wait_for(works))
+        _combine(flat, flat, arrived, axis.index, _COMBINATIONS[op])
+
+    return Pending(finish=finish)
+
+
+def _reduce_then_gather(flat: Tensor, axis: Axis, sent: int, op: str) -> Pending:
+    parts = list(flat.tensor_split(axis.size))
+    mine = parts[axis.index]
+    arriving = flat.new_empty(mine.numel() * (axis.size - 1))
+    reducing = _reduce_parts(mine, parts, arriving, axis, "all_reduce", sent, _COMBINATIONS[op])
+
+    def finish() -> None:
+        reducing.wait()
+        guard = _Guard("all_reduce", axis)
+        works = guard(lambda: _swap([mine] * axis.size, parts, axis, _GATHER_TAG))
+        guard(lambda: _wait_for(works))
+
+    return Pending(finish=finish)
+
+
+def _reduce_parts(
+    out: Tensor,
+    parts: Sequence[Tensor],
+    arriving: Tensor,
+    axis: Axis,
+    operation: str,
+    sent: int,
+    combine: Callable[..., Tensor],
+) -> Pending:
+    """Send every rank its part, and combine those that arrive with one's own, piece by piece.  All tensors are 1-D."""
+    own = parts[axis.index]
+    rooms = arriving[: own.numel() * (axis.size - 1)].view(axis.size - 1, -1)
+    receives = [*rooms[: axis.index].unbind(0), own, *rooms[axis.index :].unbind(0)]
+    step = _PIECE_BYTES // own.element_size()
+    starts = range(0, max(part.numel() for part in parts), step)
+
+    def post() -> list[list[Any]]:
+        return [
+            _swap(
+                [part[start : start + step] for part in parts],
+                [part[start : start + step] for part in receives],
+                axis,
+                _REDUCE_TAG,
+            )
+            for start in starts
+        ]
+
+    pieces, guard = _start(operation, axis, sent, post)
+
+    def finish() -> None:
+        for start, works in zip(starts, pieces, strict=True):
+            guard(partial(_wait_for, works))
+            piece = slice(start, start + step)
+            _combine(out[piece], own[piece], [room[piece] for room in rooms.unbind(0)], axis.index, combine)
+
+    return Pending(finish=finish)
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:

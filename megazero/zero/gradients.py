@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megazero.comm.collectives import Pending, all_reduce, reduce_scatter
+from megazero.comm.collectives import Pending, all_reduce, arriving_elements, reduce_scatter
 from megazero.layers.linear import WeightGradients
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, intersect
@@ -190,8 +190,10 @@ class GradientReducer:
         self.holds = False  # while set, rounds add up where they are
         self._in_flight: deque[_Reduction] = deque()
         self._landings = _Landings()
-        self._free: dict[torch.dtype, list[Tensor]] = {self._accumulate_dtype: [], reduce_dtype: []}
         self._lendable = max(bucket.layout.padded_numel for bucket in self.buckets)
+        arriving = arriving_elements(self._lendable, self._shard, self._device)
+        self._arriving = max(arriving, self._lendable // self._shard.size)
+        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
     def attach(self, parameters: Mapping[str, nn.Parameter], waiting: Mapping[str, WeightGradients]) -> None:
         """Take every gradient that autograd computes for these parameters.
@@ -317,7 +319,7 @@ class GradientReducer:
             rounds.full = None
         wire = full
         if self._reduce_dtype != full.dtype and self._shard.size > 1:
-            sent = self._lend(self._reduce_dtype)
+            sent = self._lend(self._reduce_dtype, self._lendable)
             busy.append(sent)
             wire = sent[: full.numel()].copy_(full)
         if self._all_reduces or self._shard.size == 1:
@@ -325,7 +327,7 @@ class GradientReducer:
             arrives = wire is full and bucket.reduces_in_place
             result = None if arrives else wire[bucket.owned.start : bucket.owned.stop]
             return _Reduction(pending, bucket, result, not first, busy)
-        scratch = self._lend(self._reduce_dtype)
+        scratch = self._lend(self._reduce_dtype, self._arriving)
         busy.append(scratch)
         gradient = bucket.gradient
         arrives = first and gradient.dtype == wire.dtype and gradient.device == wire.device
@@ -336,17 +338,17 @@ class GradientReducer:
     def _lend_for(self, rounds: _Rounds) -> Tensor:
         """A buffer for a bucket's gradients: from the pool where it is reduced soon, else of its size, for this step."""
         if self._every_round and not self.holds:
-            return self._lend(self._accumulate_dtype)
+            return self._lend(self._accumulate_dtype, self._lendable)
         return torch.empty(rounds.bucket.layout.padded_numel, dtype=self._accumulate_dtype, device=self._device)
 
     def _give_back(self, buffer: Tensor) -> None:
-        if buffer.numel() == self._lendable:
-            self._free[buffer.dtype].append(buffer)
+        if buffer.numel() in (self._lendable, self._arriving):
+            self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
-    def _lend(self, dtype: torch.dtype) -> Tensor:
-        """A buffer as large as the largest bucket, for gradients of one round or for what arrives from other ranks."""
-        free = self._free[dtype]
-        return free.pop() if free else torch.empty(self._lendable, dtype=dtype, device=self._device)
+    def _lend(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """A buffer for the gradients of one round in the largest bucket, or for what arrives of it from other ranks."""
+        free = self._free.get((dtype, numel))
+        return free.pop() if free else torch.empty(numel, dtype=dtype, device=self._device)
 
     def _drain(self, leave: int) -> None:
         """Finish reductions, oldest first, until `leave` are under way."""
