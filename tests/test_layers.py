@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from harness import run_world
 from torch import Tensor
 
+from megazero.layers.attention import mix, repeat_heads
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.dropout import Dropout
+from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradients
 from megazero.layers.spec import Init, ParamSpec, Section
 from megazero.parallel_state import Axis, ParallelState, RankGrid
@@ -31,6 +33,19 @@ def _given(shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
+class _InGrad:
+    """Gradients add up in `weight.grad`."""
+
+    def add(self, weight: Tensor, gradient: Tensor) -> None:
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+    def add_product(self, weight: Tensor, a: Tensor, b: Tensor) -> None:
+        is_first = weight.grad is None
+        if weight.grad is None:
+            weight.grad = torch.empty_like(weight)
+        add_product(weight.grad, a, b, is_first=is_first)
+
+
 def _part(x: Tensor, tp: Axis, cut: bool, dim: int = 0) -> Tensor:
     return x.chunk(tp.size, dim)[tp.index].clone() if cut else x.clone()
 
@@ -38,7 +53,6 @@ def _part(x: Tensor, tp: Axis, cut: bool, dim: int = 0) -> Tensor:
 def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: bool, later: bool) -> dict[str, Any]:
     """column -> gelu -> row, forward and backward; whole tensors of what each rank saw."""
     tp = ParallelState(RankGrid(tp=world), rank).tp
-    taken: list[tuple[Tensor, Tensor]] = []
     waiting = WeightGradients() if later else None
     init = Init("normal", 0.3)
     column = ColumnParallelLinear(
@@ -72,10 +86,9 @@ def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: 
     if waiting is not None:
         assert column.weight.grad is None
         assert row.weight.grad is None
-        waiting.run_oldest(lambda weight, gradient: taken.append((weight, gradient)))
+        waiting.places = _InGrad()
+        waiting.run_oldest()
         assert len(waiting) == 0
-        for weight, gradient in taken:
-            weight.grad = gradient
     grads = {"x": x.grad, "column": column.weight.grad, "row": row.weight.grad, "bias": column.bias.grad}
     return {"y": y.detach().numpy(), **{name: grad.numpy() for name, grad in grads.items()}}
 
@@ -177,31 +190,40 @@ def test_logits_of_a_long_sequence_never_exist_whole() -> None:
 
 
 def test_weight_gradients_wait_in_micro_batch_order_and_are_bit_equal() -> None:
-    def gradient(later: WeightGradients | None, taken: list[Tensor]) -> Tensor:
+    def gradient(waits: bool) -> Tensor:
+        later = WeightGradients()
+        later.places, later.deferring = _InGrad(), waits
         layer = ColumnParallelLinear((Section("w", OUT),), HIDDEN, Axis("tp"), later=later)
         _fill(layer, Axis("tp"))
         for micro_batch in range(3):
-            if later is not None:
-                later.begin_pass()
+            later.begin_pass()
             layer(_given((SEQ, BATCH, HIDDEN)) * (micro_batch + 1)).square().sum().backward()
-        while later is not None and len(later):
-            later.run_oldest(lambda weight, grad: taken.append(grad))
-        if later is None:
-            return layer.weight.grad
-        total = taken[0].clone()
-        for more in taken[1:]:
-            total += more
-        return total
+        while len(later):
+            later.run_oldest()
+        return layer.weight.grad
 
-    taken: list[Tensor] = []
-    later = WeightGradients()
-    later.deferring = True
-    assert torch.equal(gradient(later, taken), gradient(None, []))
+    assert torch.equal(gradient(waits=True), gradient(waits=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_adds_itself_to_its_place(dtype: torch.dtype) -> None:
+    a, b = _given((6, 4)).to(dtype), _given((6, 3)).to(dtype)
+    place = torch.full((4, 3), torch.nan)
+    for is_first, times in ((True, 1), (False, 2)):
+        add_product(place, a, b, is_first=is_first)
+        torch.testing.assert_close(place, times * (a.float().T @ b.float()), rtol=1e-2, atol=1e-2)
 
 
 def test_dropout_keeps_the_expected_share_and_scale() -> None:
-    dropout = Dropout(0.25, "site", seed=1, seq_len=64, seq_part=0)
+    dropout = Dropout(0.25, "site", seed=1, seq_len=64, seq_part=0, device=torch.device("cpu"))
     y = dropout(torch.ones(64, 8, 32), torch.arange(8))
     assert float((y == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     assert torch.equal(dropout.eval()(torch.ones(4, 1, 2), torch.arange(1)), torch.ones(4, 1, 2))
+
+
+def test_grouped_queries_attend_as_if_their_heads_were_repeated() -> None:
+    q, k, v = (torch.randn(2, heads, 6, 4) for heads in (6, 2, 2))
+    by_group = torch.stack([mix(q[:, [head]], k[:, [head // 3]], v[:, [head // 3]])[:, 0] for head in range(6)], 1)
+    torch.testing.assert_close(mix(q, k, v), by_group)
+    torch.testing.assert_close(mix(q, repeat_heads(k, 3), repeat_heads(v, 3)), by_group)

@@ -52,7 +52,6 @@ class StageRunner:
         self, chunks: Sequence[ChunkRunner], model: ShardedModel, *, trains: bool, loss_gradient: Callable[[], Tensor]
     ) -> None:
         self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
-        self._names = model.names
         self._saved: dict[tuple[int, int], tuple[list[Tensor], list[GradientEdge | None]]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.keeping.device)
 
@@ -88,11 +87,8 @@ class StageRunner:
     def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
         later = self._chunks[chunk].later
         if later.deferring:  # else the backward has given all there is
-            later.run_oldest(self._deliver)
+            later.run_oldest()
             self._model.reducer.close_pass(chunk)
-
-    def _deliver(self, weight: Tensor, gradient: Tensor) -> None:
-        self._model.reducer.accumulate(self._names[id(weight)], gradient)
 
     def expect(self, chunk: int, is_forward: bool) -> None:
         gatherer = self._model.parameters.gatherer

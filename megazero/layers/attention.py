@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
@@ -38,8 +39,26 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Mix every position with those before it."""
         heads = rearrange(self.qkv(x), "s b (h d) -> b h s d", d=self.head_size)
-        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        turned, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.rope is not None:
-            q, k = self.rope.rotate(q), self.rope.rotate(k)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return self.out(rearrange(mixed, "b h s d -> s b (h d)"))
+            turned = self.rope.rotate(turned)
+        q, k = turned.split([self.heads, self.kv_heads], dim=1)
+        return self.out(rearrange(mix(q, k, v), "b h s d -> s b (h d)"))
+
+
+def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention.  q: [batch, heads, seq, size], k and v: [batch, kv heads, seq, size] -> as q.
+
+    On CUDA torch takes flash attention (or cuDNN's, on the devices where it is the faster one) in bf16 and fp16, where only
+    the last dimension need be contiguous and kv heads may be fewer.  In fp32 the one kernel that keeps no [seq, seq] matrix
+    wants as many kv heads as heads.
+    """
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
+        k, v = repeat_heads(k, groups), repeat_heads(v, groups)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def repeat_heads(x: Tensor, times: int) -> Tensor:
+    """Every head `times` times in a row, as grouped queries use it.  [batch, heads, seq, size]."""
+    return x.repeat_interleave(times, dim=1)

@@ -1,7 +1,7 @@
 """The output head and its loss as one operation, over a vocabulary cut over TP, a chunk of tokens at a time.
 
     per chunk of tokens    logits = x W^T                 [chunk, vocab / tp], fp32
-                           peak, sum(exp), target logit   reduced over tp: two small collectives
+                           peak, sum(exp), target logit   of each rank's part, gathered over tp: one small collective
                            loss = log(sum) + peak - target
 
 Logits of a long sequence never exist whole: with more than one chunk only the log-sum-exp of each token is kept and the
@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
-from megazero.comm.collectives import all_reduce
+from megazero.comm.collectives import all_gather
 from megazero.layers.gemm import product_t
+from megazero.layers.linear import WeightGradients
 from megazero.layers.spec import Init, ParamSpec, Section, drawn_parameter
 from megazero.parallel_state import Axis
 
@@ -27,12 +28,23 @@ IGNORED_LABEL = -100
 
 CHUNK_TOKENS = 2048
 
+_LEAST = torch.finfo(torch.float32).min
+
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum over tokens of -log softmax(x W^T)[label].  x: [tokens, hidden], labels: int64 [tokens] -> fp32 scalar."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, tp: Axis, vocab_size: int, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        tp: Axis,
+        vocab_size: int,
+        chunk: int,
+        gradients: WeightGradients | None,
+    ) -> Tensor:
         first = tp.index * weight.shape[0]
         real_rows = max(0, min(weight.shape[0], vocab_size - first))
         counted = labels != IGNORED_LABEL
@@ -44,19 +56,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = _masked_logits(x[part], weight, real_rows)
-            peak = logits.amax(-1)
-            all_reduce(peak, tp, "max").wait()
-            logits -= peak.unsqueeze(-1)
             target = logits.gather(-1, local[part].unsqueeze(-1)).squeeze(-1).where(here[part], 0.0)
-            probabilities = logits.exp_()
-            sums = torch.stack([probabilities.sum(-1), target])
-            all_reduce(sums, tp).wait()
-            loss += (sums[0].log() - sums[1]).where(counted[part], 0.0).sum()
-            log_sums.append(peak + sums[0].log())
+            peak = logits.amax(-1).clamp_(min=_LEAST)  # where a rank has nothing but padding
+            probabilities = logits.sub_(peak.unsqueeze(-1)).exp_()
+            log_sum, target = _over_vocabulary(peak, probabilities.sum(-1), target, tp)
+            loss += (log_sum - target).where(counted[part], 0.0).sum()
+            log_sums.append(log_sum)
             if chunk >= x.shape[0]:
-                kept = probabilities.div_(sums[0].unsqueeze(-1))
+                kept = probabilities.mul_((peak - log_sum).exp_().unsqueeze(-1))
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(log_sums), kept)
-        ctx.chunk, ctx.real_rows = chunk, real_rows
+        ctx.chunk, ctx.real_rows, ctx.gradients = chunk, real_rows, gradients
         return loss
 
     @staticmethod
@@ -74,13 +83,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
             slope *= (counted[part] * grad).unsqueeze(-1)
             slope = slope.to(x.dtype)
             grad_x[part] = product_t(slope, weight.t())
+            if ctx.gradients is not None and ctx.chunk >= x.shape[0] and ctx.needs_input_grad[1]:
+                grad_weight = ctx.gradients.submit(weight, slope, x, can_wait=False)  # slopes are large
+                break
             piece = product_t(slope.t(), x[part].t())
             if grad_weight is None:
                 # bf16 pieces are summed in fp32: their number grows with the sequence.
                 grad_weight = piece if ctx.chunk >= x.shape[0] else piece.float()
             else:
                 grad_weight += piece
-        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+
+
+def _over_vocabulary(peak: Tensor, total: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
+    """log(sum(exp(logits))) and the target's logit over all ranks' parts, in one collective.
+
+    Args:
+        peak: largest logit of this rank's part, [tokens].
+        total: sum of exp(logit - peak) of it.
+        target: the label's logit where it is in this part, else 0.
+        tp: the ranks that hold the parts.
+    """
+    mine = torch.stack([peak, total, target])
+    every = mine.new_empty(tp.size, *mine.shape)
+    all_gather(every, mine.unsqueeze(0), tp).wait()
+    peaks, totals, targets = every.unbind(1)
+    highest = peaks.amax(0)
+    return highest + ((peaks - highest).exp_() * totals).sum(0).log_(), targets.sum(0)
 
 
 def _masked_logits(x: Tensor, weight: Tensor, real_rows: int) -> Tensor:
@@ -103,6 +132,7 @@ class VocabParallelHead(nn.Module):
         tied: the weight is the input embedding's.
         init: how the weight starts.
         weight: the embedding's parameter when this rank holds both; None makes one.
+        gradients: takes the weight gradient where it comes from here alone; None returns it to autograd.
         chunk_tokens: tokens whose logits exist at a time.
     """
 
@@ -117,6 +147,7 @@ class VocabParallelHead(nn.Module):
         tied: bool,
         init: Init,
         weight: nn.Parameter | None = None,
+        gradients: WeightGradients | None = None,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         super().__init__()
@@ -125,6 +156,7 @@ class VocabParallelHead(nn.Module):
         spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size) if weight is None else weight
+        self.gradients = gradients if weight is None else None
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Loss summed over counted tokens, or the logits where there are no labels.
@@ -139,5 +171,5 @@ class VocabParallelHead(nn.Module):
         if labels is None:
             return gather_features(F.linear(x, self.weight), self.tp)[..., : self.vocab_size]
         return _LinearCrossEntropy.apply(
-            x.flatten(0, 1), self.weight, labels.flatten(), self.tp, self.vocab_size, self.chunk_tokens
+            x.flatten(0, 1), self.weight, labels.flatten(), self.tp, self.vocab_size, self.chunk_tokens, self.gradients
         )

@@ -25,6 +25,34 @@ def prefers_onednn(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and _onednn_is_faster()
 
 
+def add_product(place: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
+    """place = a.T @ b, or += where something is there already; without autograd.
+
+    Args:
+        place: [m, n], contiguous, in the dtype that is accumulated in.
+        a, b: [k, m] and [k, n], in the dtype that was computed in; any strides.
+        is_first: overwrite.
+
+    Where the library can, the product adds itself to the place: nothing is written down in between, and 16-bit factors lose
+    nothing on their way into an fp32 sum.
+    """
+    a = a.t()
+    if place.dtype == a.dtype and not prefers_onednn(a):
+        if is_first:
+            torch.mm(a, b, out=place)
+        else:
+            torch.addmm(place, a, b, out=place)
+    elif place.device.type == "cuda" and place.dtype == torch.float32:
+        if is_first:
+            torch.mm(a, b, out_dtype=torch.float32, out=place)
+        else:
+            torch.addmm(place, a, b, out_dtype=torch.float32, out=place)
+    elif is_first:
+        place.copy_(product_t(a, b.t()))
+    else:
+        place.add_(product_t(a, b.t()))
+
+
 def product_t(a: Tensor, b: Tensor) -> Tensor:
     """a @ b.T without autograd.  [..., k], [n, k] -> [..., n]; any strides."""
     if not prefers_onednn(a):

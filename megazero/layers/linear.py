@@ -5,8 +5,8 @@
          or [seq/tp] -- all-gather -+--> y [.., out/tp]          or ----- reduce-scatter --> [seq/tp]
 
 One autograd function serves both.  Its backward starts the exchange of the input gradient, computes the weight gradient
-meanwhile (or hands it to `WeightGradients` for later), then waits.  With tp = 1 and no pipeline a layer is a plain
-`F.linear`, but on processors where oneDNN's products are the faster ones.
+meanwhile, straight into its place (or hands it to `WeightGradients` for later), then waits.  Without `WeightGradients` and
+with tp = 1 a layer is a plain `F.linear`, for the compiler to see, but on processors where oneDNN's products are the faster.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -37,16 +37,30 @@ from megazero.parallel_state import Axis
 Entry: TypeAlias = Literal["local", "replicated", "sequence"]
 
 
+class GradientPlaces(Protocol):
+    """Where gradients add up."""
+
+    def add(self, weight: Tensor, gradient: Tensor) -> None:
+        """Take one micro-batch's gradient, in the weight's shape."""
+
+    def add_product(self, weight: Tensor, a: Tensor, b: Tensor) -> None:
+        """Take one micro-batch's gradient as a.T @ b."""
+
+
 class WeightGradients:
-    """Where linear layers leave weight gradients that are to be computed later.
+    """The way of linear layers' weight gradients to the places where they add up, past autograd: now, or when asked for.
 
     While `deferring` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
     queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.
+
+    Attributes:
+        places: takes the gradients; without it those that need not wait are returned to autograd.
     """
 
     def __init__(self) -> None:
         self.deferring = False
-        self._passes: deque[list[tuple[Tensor, Callable[[], Tensor]]]] = deque()
+        self.places: GradientPlaces | None = None
+        self._passes: deque[list[Callable[[GradientPlaces], None]]] = deque()
 
     def clear(self) -> None:
         """Forget what a step that failed on the way has left."""
@@ -57,26 +71,32 @@ class WeightGradients:
         if self.deferring:
             self._passes.append([])
 
-    def submit(self, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | None:
-        """Give a weight gradient: computed now and returned, or kept for later and None."""
-        if not self.deferring:
-            return compute()
-        self._passes[-1].append((weight, compute))
+    def submit(self, weight: Tensor, a: Tensor, b: Tensor, *, can_wait: bool = True) -> Tensor | None:
+        """Give a weight gradient a.T @ b; None where autograd has nothing left to do with it.
+
+        Args:
+            weight: [m, n].
+            a, b: [k, m] and [k, n].
+            can_wait: its factors may be kept until `run_oldest`.
+        """
+        if can_wait and self.deferring:
+            self._passes[-1].append(lambda places: places.add_product(weight, a, b))
+            return None
+        if self.places is None:
+            return product_t(a.t(), b.t())
+        self.places.add_product(weight, a, b)
         return None
 
     def keep(self, weight: Tensor, gradient: Tensor) -> None:
         """Hold back a gradient that is known already, until those of the same backward pass are computed."""
-        self._passes[-1].append((weight, lambda: gradient))
+        self._passes[-1].append(lambda places: places.add(weight, gradient))
 
-    def run_oldest(self, deliver: Callable[[Tensor, Tensor], None]) -> None:
-        """Compute the weight gradients of the oldest backward pass that still waits.
-
-        Args:
-            deliver: takes each (weight, gradient).
-        """
+    def run_oldest(self) -> None:
+        """Compute the weight gradients of the oldest backward pass that still waits."""
+        assert self.places is not None
         with torch.no_grad():
-            for weight, compute in self._passes.popleft():
-                deliver(weight, compute())
+            for bring in self._passes.popleft():
+                bring(self.places)
 
     def __len__(self) -> int:
         return len(self._passes)
@@ -115,12 +135,10 @@ class _ParallelLinear(torch.autograd.Function):
                 grad_x, exchanging = start_scatter_sequence(grad_x, tp)
         gathering.wait()
 
-        def weight_gradient() -> Tensor:
-            return product_t(grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1]).t())
-
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient() if ctx.later is None else ctx.later.submit(weight, weight_gradient)
+            a, b = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+            grad_weight = product_t(a.t(), b.t()) if ctx.later is None else ctx.later.submit(weight, a, b)
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
         exchanging.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
@@ -137,11 +155,10 @@ def parallel_linear(
         bias: [out] or None.
         entry: "local" (no exchange), "replicated" (gradients summed over tp), "sequence" (gathered, gradients scattered).
         tp: the tensor-parallel axis.
-        later: where weight gradients may wait.
+        later: takes the weight gradients; see `WeightGradients`.
 
     Returns: [seq, batch, out].
     """
-    # In a pipeline all schedules use one product for the weight gradient, so that their gradients are equal to the bit.
     if later is None and (tp.size == 1 or entry == "local") and not prefers_onednn(x):
         return F.linear(x, weight, bias)
     return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, later)
@@ -158,7 +175,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: x arrives as [seq / tp, batch, in].
         gather_output: return [seq, batch, out] on every rank.
         init, transposed: see `ParamSpec`.
-        later: where weight gradients may wait; None computes them in the backward.
+        later: takes the weight gradients; None returns them to autograd.
     """
 
     def __init__(
@@ -201,7 +218,7 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: return [seq / tp, batch, out].
         scatter_input: x arrives whole, [seq, batch, in], and is cut here.
         init, transposed: see `ParamSpec`.
-        later: where weight gradients may wait; None computes them in the backward.
+        later: takes the weight gradients; None returns them to autograd.
     """
 
     def __init__(

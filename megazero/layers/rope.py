@@ -29,4 +29,5 @@ class RotaryEmbedding:
         low, high = x.chunk(2, dim=-1)
         turned = torch.cat([-high, low], dim=-1)
         seq = x.shape[-2]
-        return (x * self.cos[:seq] + turned * self.sin[:seq]).to(x.dtype)
+        cos, sin = (self.cos, self.sin) if seq == len(self.cos) else (self.cos[:seq], self.sin[:seq])
+        return (x * cos + turned * sin).to(x.dtype)

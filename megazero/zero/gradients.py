@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.comm.collectives import Pending, all_reduce, arriving_elements, reduce_scatter
+from megazero.layers.gemm import add_product
 from megazero.layers.linear import WeightGradients
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, intersect
@@ -38,8 +39,22 @@ class _Rounds:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self.full = bucket.full_gradient
+        self.fill(bucket.full_gradient)
         self.reset()
+
+    def fill(self, full: Tensor | None) -> None:
+        """From now on gradients add up here; None gives the buffer away."""
+        self.full = full
+        self._places: list[Tensor | None] = [None] * len(self.bucket.layout.slots)
+
+    def place(self, slot: int) -> Tensor:
+        """A slot's part of the buffer, in the parameter's shape."""
+        place = self._places[slot]
+        if place is None:
+            assert self.full is not None
+            at = self.bucket.layout.slots[slot]
+            place = self._places[slot] = self.full[at.start : at.stop].view(at.info.shape)
+        return place
 
     def reset(self) -> None:
         count = len(self.bucket.layout.slots)
@@ -183,6 +198,7 @@ class GradientReducer:
         self._order: dict[int, list[_Rounds]] = {}
         for one in sorted(rounds, key=lambda one: -one.bucket.layout.unit):
             self._order.setdefault(one.bucket.layout.chunk, []).append(one)
+        self._name_of: dict[int, str] = {}
         self._wave = dict.fromkeys(self._order, 0)  # rounds that all buckets of a chunk have launched
         self._cursor = dict.fromkeys(self._order, 0)  # the bucket whose turn it is in the next one
         self._closed = dict.fromkeys(self._order, 0)
@@ -196,15 +212,18 @@ class GradientReducer:
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
     def attach(self, parameters: Mapping[str, nn.Parameter], waiting: Mapping[str, WeightGradients]) -> None:
-        """Take every gradient that autograd computes for these parameters.
+        """Take every gradient that autograd and `WeightGradients` compute for these parameters.
 
         Args:
             parameters: by qualified name.
-            waiting: by the same names, where the weight gradients of the parameter's chunk wait when the schedule splits
-                backwards.  Vectors wait with them: alone they would keep every bucket of the chunk open until then.
+            waiting: by the same names, what brings the weight gradients of the parameter's chunk here past autograd.  When
+                the schedule splits backwards vectors wait with them: alone they would keep every bucket of the chunk open.
         """
+        for brings in waiting.values():
+            brings.places = self
         for name, parameter in parameters.items():
             if name in self._at:
+                self._name_of[id(parameter)] = name
                 waits = waiting.get(name) if parameter.dim() == 1 else None
                 parameter.register_post_accumulate_grad_hook(partial(self._take, name, waits))
 
@@ -224,7 +243,7 @@ class GradientReducer:
             for rounds in order:
                 if not rounds.bucket.keeps_gradients and rounds.full is not None:
                     self._give_back(rounds.full)
-                    rounds.full = None
+                    rounds.fill(None)
                 rounds.reset()
         self._wave = dict.fromkeys(self._order, 0)
         self._cursor = dict.fromkeys(self._order, 0)
@@ -238,19 +257,43 @@ class GradientReducer:
             name: qualified name of the parameter.
             gradient: in the parameter's shape and dtype; may be reused by the caller afterwards.
         """
-        rounds, index = self._at[name]
-        rounds.count(index, self.last_round)
-        slot = rounds.bucket.layout.slots[index]
-        if rounds.full is None:
-            rounds.full = self._lend_for(rounds)
-        place = rounds.full[slot.start : slot.stop].view(slot.info.shape)
-        if rounds.untouched[index]:
+        place, is_first = self._open(name)
+        if is_first:
             place.copy_(gradient)
-            rounds.untouched[index] = False
         else:
             place.add_(gradient)
+        self._close(name)
+
+    def add(self, weight: Tensor, gradient: Tensor) -> None:
+        """As `accumulate`, by the parameter itself."""
+        self.accumulate(self._name_of[id(weight)], gradient)
+
+    def add_product(self, weight: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add one micro-batch's gradient a.T @ b of a parameter, with no copy of it in between.
+
+        Args:
+            weight: the parameter, [m, n].
+            a, b: [k, m] and [k, n].
+        """
+        name = self._name_of[id(weight)]
+        place, is_first = self._open(name)
+        add_product(place, a, b, is_first=is_first)
+        self._close(name)
+
+    def _open(self, name: str) -> tuple[Tensor, bool]:
+        """Where a gradient belongs, and whether it is the first to come there since the last reduction."""
+        rounds, index = self._at[name]
+        rounds.count(index, self.last_round)
+        if rounds.full is None:
+            rounds.fill(self._lend_for(rounds))
+        is_first, rounds.untouched[index] = rounds.untouched[index], False
+        return rounds.place(index), is_first
+
+    def _close(self, name: str) -> None:
+        """Hear that it has been written."""
+        rounds, _ = self._at[name]
         if rounds.complete_rounds > rounds.launched_rounds:
-            self._launch(slot.info.chunk)
+            self._launch(rounds.bucket.layout.chunk)
 
     def close_pass(self, chunk: int) -> None:
         """Hear that the weight gradients of one micro-batch of a chunk have all come; see [Note: one order]."""
@@ -298,7 +341,8 @@ class GradientReducer:
     def _reduce(self, rounds: _Rounds) -> None:
         bucket = rounds.bucket
         if rounds.full is None:
-            rounds.full = self._lend_for(rounds)
+            rounds.fill(self._lend_for(rounds))
+        assert rounds.full is not None
         full = rounds.full[: bucket.layout.padded_numel]
         for slot, untouched in zip(bucket.layout.slots, rounds.untouched, strict=True):
             if untouched:
@@ -316,7 +360,7 @@ class GradientReducer:
         busy = []
         if not bucket.keeps_gradients and (lent := rounds.full) is not None:
             busy.append(lent)
-            rounds.full = None
+            rounds.fill(None)
         wire = full
         if self._reduce_dtype != full.dtype and self._shard.size > 1:
             sent = self._lend(self._reduce_dtype, self._lendable)

@@ -163,7 +163,7 @@ class ShardedOptimizer:
         if self._scales_inside:
             # Made where it is used: a copy from the device would not wait for the host's kernel to read it.
             device = parts[0].parameter.device
-            optimizer.grad_scale = None if scale is None else torch.tensor(scale, device=device)
+            optimizer.grad_scale = None if scale is None else torch.full((), scale, device=device)  # no wait for a copy
         optimizer.step()
         for part in parts:
             part.parameter.grad = None

@@ -40,7 +40,7 @@ class ShardedModel:
         zero, precision: the sections of a configuration.
         recipe: makes the optimizer.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
-        waiting: by name of a parameter, where weight gradients wait when the schedule splits backwards.
+        waiting: by name of a parameter, what brings its chunk's weight gradients past autograd.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
