@@ -124,9 +124,8 @@ def test_samples_share_one_token_and_predict_every_target_once():
     windows = Windows.over(np.arange(14, dtype=np.uint16), seq_len=4)
     assert windows.count == 3
     expected = [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12]]
-    samples = windows.read(np.array([0, 1, 2]))
-    assert samples.tolist() == expected
-    assert samples.dtype == np.int64
+    assert [windows.read(position).tolist() for position in range(3)] == expected
+    assert ValidationStream([windows]).batch([0]).dtype == np.int64
     assert Windows.over(np.arange(13), 4).count == 3
     assert Windows.over(np.arange(12), 4).count == 2
 
@@ -151,7 +150,10 @@ def test_the_split_is_the_last_part_and_no_target_is_on_both_sides(count, percen
         return
     training, validation = split(windows, percent / 100)
     assert (training.count, validation.count) == (count - held_out, held_out)
-    targets = [side.read(np.arange(side.count))[:, 1:].ravel().tolist() for side in (training, validation)]
+    targets = [
+        [target for position in range(side.count) for target in side.read(position)[1:].tolist()]
+        for side in (training, validation)
+    ]
     assert targets[0] + targets[1] == list(range(1, 3 * count + 1))
 
 

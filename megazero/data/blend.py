@@ -9,6 +9,8 @@
 Everything is integer arithmetic, so it is the same on every machine and at sample 10^12.
 """
 
+from __future__ import annotations  # of the function within `locate`: numpy takes long to spell out a type
+
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil, gcd, isfinite, lcm

@@ -12,7 +12,7 @@ No state and no rank: a resumed run, or one on another cluster shape, asks for t
 tokens. Validation takes the last windows of each source and reads them in order, each once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -62,13 +62,10 @@ class Windows:
             )
         return cls(tokens, seq_len, 0, count)
 
-    def read(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples at `positions` (each in [0, count)): int64 [n, seq_len + 1]."""
-        samples = np.empty((len(positions), self.seq_len + 1), np.int64)
-        # Row by row: an index array of [n, seq_len + 1] would be larger than the tokens it fetches.
-        for row, start in zip(samples, ((positions + self.first) * self.seq_len).tolist(), strict=True):
-            row[:] = self.tokens[start : start + self.seq_len + 1]
-        return samples
+    def read(self, position: int) -> NDArray[Any]:
+        """The sample at `position` in [0, count): [seq_len + 1], where it lies, in the dtype of the file."""
+        start = (self.first + position) * self.seq_len
+        return self.tokens[start : start + self.seq_len + 1]
 
 
 def split(
@@ -153,8 +150,7 @@ class SampleStream:
             IndexError: a negative index.
         """
         source, window = self._blend.locate(_sample_indices(indices))
-        for number in np.unique(source).tolist():
-            rows = source == number
+        for number, rows in _rows_by(source):
             window[rows] = self._shuffled(number, window[rows])
         return source, window
 
@@ -172,8 +168,7 @@ class SampleStream:
     def _shuffled(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
         count = self._sources[source].count
         epoch, position = np.divmod(index, count)
-        for number in np.unique(epoch).tolist():
-            rows = epoch == number
+        for number, rows in _rows_by(epoch):
             position[rows] = Permutation(count, (self._seed, source, number))(position[rows])
         return position
 
@@ -235,10 +230,15 @@ def _read(
     sources: Sequence[Windows], seq_len: int, source: NDArray[np.int64], window: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     samples = np.empty((len(source), seq_len + 1), np.int64)
-    for number in np.unique(source).tolist():
-        rows = source == number
-        samples[rows] = sources[number].read(window[rows])
+    for row, number, position in zip(samples, source.tolist(), window.tolist(), strict=True):
+        row[:] = sources[number].read(position)
     return samples
+
+
+def _rows_by(values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    """(value, where it stands) of each different value.  numpy's `unique` is slower for so few, and loads masked arrays."""
+    for value in sorted(set(values.tolist())):
+        yield value, values == value
 
 
 def _common_seq_len(sources: Sequence[Windows]) -> int:

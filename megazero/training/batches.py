@@ -70,27 +70,30 @@ def read_batches(
     samples_each = share_of_each(count, share.dp.size, micro_batch_size, multiple)
     own = first + share.dp.index * samples_each
     indices = np.arange(own, own + samples_each, dtype=np.int64)
-    sample_ids = torch.from_numpy(indices).to(share.device)
-    tokens = labels = None
+    sample_ids = _sent_to(share.device, torch.from_numpy(indices))
+    samples = None
     if share.tokens or share.labels:
-        real = np.minimum(indices, end - 1)
-        samples = torch.from_numpy(stream.batch(real))
-        tokens, labels = samples[:, :-1], samples[:, 1:].clone()
-        labels[torch.from_numpy(real != indices)] = IGNORED_LABEL
+        samples = torch.from_numpy(stream.batch(np.minimum(indices, end - 1)))
 
-    def cut(whole: Tensor | None, start: int) -> Tensor | None:
-        if whole is None:
-            return None
-        return whole[start : start + micro_batch_size].t().contiguous().to(share.device, non_blocking=True)
+    def cut(start: int) -> MicroBatch:
+        ids = sample_ids[start : start + micro_batch_size]
+        if samples is None:
+            return MicroBatch(ids, None, None)
+        # Tokens and labels are one copy, a token apart.
+        whole = _sent_to(share.device, samples[start : start + micro_batch_size].t().contiguous())
+        tokens, labels = whole[:-1], whole[1:]
+        real = max(end - (own + start), 0)
+        if real < micro_batch_size:
+            labels = labels.clone()
+            labels[:, real:].fill_(IGNORED_LABEL)
+        return MicroBatch(ids, tokens if share.tokens else None, labels if share.labels else None)
 
-    return [
-        MicroBatch(
-            sample_ids[start : start + micro_batch_size],
-            cut(tokens if share.tokens else None, start),
-            cut(labels if share.labels else None, start),
-        )
-        for start in range(0, samples_each, micro_batch_size)
-    ]
+    return [cut(start) for start in range(0, samples_each, micro_batch_size)]
+
+
+def _sent_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """The tensor on a device.  To CUDA it goes from page-locked memory, beside what runs there, and the host goes on."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def share_of_each(count: int, dp: int, micro_batch_size: int, multiple: int = 1) -> int:
