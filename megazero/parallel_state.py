@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -333,20 +333,40 @@ class ParallelState:
     def _group(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        if len(ranks) == self.grid.world_size and not purpose:
-            return dist.group.WORLD
+        if len(ranks) == self.grid.world_size and not purpose and self.device.type != "cuda":
+            return dist.group.WORLD  # on CUDA it has the options that whoever made it chose; unused, it costs nothing
         if (ranks, purpose) not in self._groups:
             # Only members wait for one another, so making a group does not grow with the world.  torch names a group by its
             # ranks and by how many groups a rank has made: a rank outside makes one of its own, to have made as many.
             members = ranks if self.rank in ranks else (self.rank,)
             backend, device = ("gloo", torch.device("cpu")) if purpose == "save" else (None, self.device)
             group = dist.new_group(
-                list(members), timeout=self._timeout, backend=backend, use_local_synchronization=True
+                list(members),
+                timeout=self._timeout,
+                backend=backend,
+                pg_options=None if purpose == "save" else nccl_options(self.device, self._timeout),
+                use_local_synchronization=True,
             )
             # NCCL connects at the first call; here all members are certain to make it.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             self._groups[ranks, purpose] = group
         return self._groups[ranks, purpose]
+
+
+def nccl_options(device: torch.device, timeout: timedelta) -> Any:
+    """How process groups of a CUDA run communicate: on streams that go before the computation's; None on other devices.
+
+    A collective takes few of a GPU's cores, and what waits for it is long: it must not stand behind a queue of kernels.
+
+    Args:
+        device: where the rank computes.
+        timeout: of the group's collectives.
+    """
+    if device.type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns where it is not the group's
+    return options
 
 
 def parallel_state_of(

@@ -2,15 +2,18 @@
 
 import itertools
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.parallel_state import AXES, Axis, Coordinate, ParallelState, RankGrid, Traffic
+from megazero.parallel_state import AXES, Axis, Coordinate, ParallelState, RankGrid, Traffic, nccl_options
 
 ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
 SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(AXES, size)]
@@ -196,3 +199,16 @@ def test_traffic_of_all_axes_of_a_rank_is_counted_in_one_place():
     assert (traffic.sent_bytes["dp", "sum"], traffic.calls["dp", "sum"]) == (14, 2)
     traffic.reset()
     assert traffic.by_axis() == {}
+
+
+def test_only_cuda_groups_have_options_and_those_go_before_the_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    assert nccl_options(torch.device("cpu"), timedelta(seconds=7)) is None
+    first, second = (nccl_options(torch.device("cuda", 0), timedelta(seconds=7)) for _ in range(2))
+    assert first.is_high_priority_stream
+    assert first._timeout == timedelta(seconds=7)
+    assert first is not second  # torch writes the group's ranks into it

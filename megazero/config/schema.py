@@ -299,6 +299,8 @@ class TrainingConfig(_Section):
     """Where loss or gradient is not a number: stop, leave the update out, or go back to the last checkpoint, to new data."""
     non_finite_limit: Count = 3
     """Such steps in a row (skip), or goings back (rollback), after which the run stops all the same."""
+    compile: bool | Auto = "auto"
+    """Compile each transformer block with torch.compile, at the first step. "auto": on CUDA, not on a CPU."""
     skip_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
     """Steps whose samples are passed over, singly or as [first, last]: skip_steps = [1200, [1500, 1510]]."""
 
@@ -361,6 +363,8 @@ class LoggingConfig(_Section):
     """Also write TensorBoard events to run_dir."""
     loss_spike_sigmas: PositiveOrZero = 6.0
     """Report a loss that exceeds the recent mean by so many standard deviations; 0: none."""
+    peak_flops: Positive | None = None
+    """Dense FLOP/s of one device in precision.dtype, for the MFU. Unset: of known GPUs by name; for others no MFU."""
     straggler_every_steps: CountOrZero = 50
     """Steps between two looks at what each rank's own work took; 0: never."""
     straggler_ratio: Annotated[float, Field(gt=1)] = 1.3

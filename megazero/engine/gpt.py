@@ -21,12 +21,13 @@ from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, 
 from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
-from megazero.comm.collectives import Pending, all_reduce, gather_objects, numbers_of
+from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects, numbers_of
 from megazero.config import RunConfig
 from megazero.config.schema import OptimizerConfig
 from megazero.engine.stage_runner import ChunkRunner, StageRunner
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.linear import WeightGradients
+from megazero.models.compiled import compile_blocks, may_compile, wants_compiling
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
 from megazero.models.hf_names import hugging_face_config
 from megazero.models.stages import cut
@@ -130,7 +131,7 @@ class Engine:
 
     Args:
         chunks: this rank's part of the model; parameters may be on the meta device.
-        later: per chunk, where its weight gradients wait when the schedule splits the backward.
+        later: per chunk, what brings its weight gradients to the buckets, and keeps them when the schedule splits backwards.
         family: the pipeline schedule.
         placement: which pipeline rank holds each stage.
         config: the resolved run.
@@ -211,7 +212,8 @@ class Engine:
         return statistics
 
     def _compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        self.chunks.train()
+        if not self.chunks.training:  # it walks all modules
+            self.chunks.train()
         self.sharded_model.begin_step(len(batches))
         for waits in self._later:
             waits.clear()
@@ -357,7 +359,7 @@ class Engine:
         counts = self.share.labels and self.state.at.tp == 0
         share = torch.stack([square_sum, loss_sum, tokens, torch.full_like(tokens, self.wants_stop())])
         if not counts:
-            share[1:3] = 0
+            share[1:3].zero_()
         all_reduce(share, self.state.world).wait()
         squared, loss_sum_, tokens_, stops = numbers_of(share, self.state.world)
         if tokens_ == 0:
@@ -489,6 +491,7 @@ def initialize(
     placement = family.placement(state.pp.size, family.chunks or config.parallel.virtual_stages)
     layouts = cut(config.model, config.parallel.layout, len(placement))
     chunks, waiting = [], []
+    sees_plain_layers = len(placement) == 1 and state.tp.size == 1 and may_compile(config.training, state.device)
     for layout, (rank, _) in zip(layouts, placement, strict=True):  # a rank's chunks come in order
         if rank != state.at.pp:
             continue
@@ -499,12 +502,16 @@ def initialize(
             config.parallel.sequence_parallel,
             config.training.seed,
             state.device,
-            later if len(placement) > 1 else None,
+            None if sees_plain_layers else later,
         )
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
         waiting.append(later)
     engine = Engine(chunks, waiting, family, placement, config, state)
+    weights = engine.sharded_model.parameters.by_name.values()
+    if agree(lambda: wants_compiling(config.training, state.device, weights), state.world, ValueError):
+        for stage in chunks:
+            compile_blocks(stage, state.device, engine.dtype)
     if draw:
         engine.sharded_model.parameters.draw(config.training.seed, state.tp)
     return engine

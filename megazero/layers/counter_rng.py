@@ -38,11 +38,11 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def random_bits(key: int, index: Tensor) -> Tensor:
+def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 random bits per element.
 
     Args:
-        key: from `derive_key`.
+        key: from `derive_key`; a number, or an int64 scalar on the device of `index`.
         index: int64, any shape: the logical position of each element.
 
     Returns: int64 of the same shape, uniform over all 64-bit words.
@@ -84,11 +84,11 @@ def normal(key: int, index: Tensor) -> Tensor:
     return torch.where(bits & 1 == 0, quantile, -quantile).to(torch.float32)
 
 
-def keep_mask(key: int, index: Tensor, drop_probability: float) -> Tensor:
+def keep_mask(key: int | Tensor, index: Tensor, drop_probability: float) -> Tensor:
     """True where an element survives dropout.
 
     Args:
-        key: from `derive_key`.
+        key: as for `random_bits`.
         index: int64, any shape: the logical position of each element.
         drop_probability: share of elements that are dropped, in [0, 1).
     """

@@ -20,11 +20,14 @@ class Dropout(nn.Module):
         seed: the run's seed.
         seq_len: length of the whole sequence.
         seq_part: which part of the sequence this rank holds (0 without sequence parallelism).
+        device: where the key lies.
     """
 
-    def __init__(self, p: float, site: str, seed: int, seq_len: int, seq_part: int) -> None:
+    def __init__(self, p: float, site: str, seed: int, seq_len: int, seq_part: int, device: torch.device) -> None:
         super().__init__()
-        self.p, self.key, self.seq_len, self.seq_part = p, derive_key(seed, f"dropout:{site}"), seq_len, seq_part
+        self.p, self.seq_len, self.seq_part = p, seq_len, seq_part
+        # A tensor: compiled code would hold a number as a constant, and every site would be compiled anew.
+        self.key = torch.tensor(derive_key(seed, f"dropout:{site}"), device=device)
 
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
         """[seq, batch, hidden] with sample_ids int64 [batch]: the global index of each sample in the run."""

@@ -58,7 +58,7 @@ class BuildContext:
         sequence_parallel: cut norms, residuals and dropout by sequence over tp.
         seed: the run's seed.
         device: where computed tables lie.
-        later: where weight gradients may wait; None computes them in the backward.
+        later: takes the weight gradients; None returns them to autograd.
         chunk_tokens: tokens whose logits exist at a time.
     """
 
@@ -135,7 +135,7 @@ class BuildContext:
     def dropout(self, site: str) -> Dropout:
         """Dropout at one place of the model."""
         part = self.tp.index if self.sequence_parallel else 0
-        return Dropout(self.model.dropout, site, self.seed, self.model.seq_len, part)
+        return Dropout(self.model.dropout, site, self.seed, self.model.seq_len, part, self.device)
 
 
 class Block(nn.Module):
@@ -271,6 +271,7 @@ class Head(nn.Module):
             tied=bool(model.tie_embeddings),
             init=context.init,
             weight=tied_weight,
+            gradients=context.later,
             chunk_tokens=context.chunk_tokens,
         )
 

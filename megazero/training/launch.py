@@ -25,6 +25,7 @@ from megazero.config import ResolvedRun
 from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState
 from megazero.schedules.simulate import ScheduleError
+from megazero.training.allocator import prefer_expandable_segments
 from megazero.training.batches import DataError
 from megazero.training.loop import RunSummary, train
 from megazero.training.signals import EXIT_FAILED, EXIT_STOPPED, StopRequest, die_of_signals
@@ -120,6 +121,7 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
 
     Returns: the answer, or None when the work failed and this rank has reported why.
     """
+    prefer_expandable_segments(os.environ)
     try:
         store = meet(timedelta(seconds=run.config.parallel.timeout_seconds))
         if store is not None and this_rank() >= run.world_size:

@@ -24,6 +24,7 @@ from megazero.schedules.simulate import ScheduleError, Timeline, measured_costs,
 from megazero.schedules.table import read_schedule, write_text
 from megazero.training.batches import DataError, open_corpus_of, read_batches
 from megazero.training.checkpoints import Checkpoints
+from megazero.training.collector import Collector
 from megazero.training.health import (
     LossSpikes,
     NonFinitePolicy,
@@ -45,6 +46,7 @@ from megazero.training.metrics import (
     peak_memory_bytes,
 )
 from megazero.training.signs import SAVING, TRAINING
+from megazero.training.utilization import Utilization, peak_flops
 from megazero.training.watchdog import Watchdog
 
 SAVED_CONFIG = "config.toml"
@@ -112,7 +114,8 @@ def train(
         for sink in sinks:
             closing.callback(sink.close)
         say(_describe(run, engine))
-        return _Loop(run, engine, corpus, checkpoints, watchdog, sinks, say).finish(position)
+        collector = closing.enter_context(Collector())
+        return _Loop(run, engine, corpus, checkpoints, watchdog, sinks, say, collector).finish(position)
 
 
 @dataclass(frozen=True)
@@ -150,9 +153,11 @@ class _Loop:
         watchdog: Watchdog,
         sinks: Sequence[Sink],
         say: Callable[[str], None],
+        collector: Collector,
     ) -> None:
         self.run, self.engine, self.corpus, self.sinks, self.say = run, engine, corpus, sinks, say
-        self.checkpoints, self.watchdog = checkpoints, watchdog
+        self.checkpoints, self.watchdog, self.collector = checkpoints, watchdog, collector
+        self.utilization = _utilization_of(run, engine)
         self.non_finite = NonFinitePolicy(run.config.training)
         self.spikes = LossSpikes(run.config.logging.loss_spike_sigmas)
         self.stragglers = Stragglers(run.config.logging, engine.state)
@@ -168,6 +173,7 @@ class _Loop:
         started = time.perf_counter()
         while position.step < training.steps and not self.stops:
             position = self._step(position)
+            self.collector.after_step(position.step)
             is_last = position.step == training.steps or self.stops
             if is_last or (every and position.step % every == 0):
                 self.watchdog.at(position.step, SAVING)
@@ -226,6 +232,7 @@ class _Loop:
             skipped=("overflow" if statistics.finite else "not finite") if statistics.skipped else None,
             loss_spike=None if spike is None else spike.sigmas,
             own_seconds=own_seconds,
+            mfu=self.utilization.of(cost.seconds),
         )
         for sink in self.sinks:
             sink.write(metrics)
@@ -342,6 +349,12 @@ def _open_sinks(run: ResolvedRun, run_dir: Path, after_step: int, show: Callable
     if logging.tensorboard:
         sinks.append(TensorBoard(run_dir / "tensorboard", after_step))
     return sinks
+
+
+def _utilization_of(run: ResolvedRun, engine: Engine) -> Utilization:
+    peak = peak_flops(engine.state.device, engine.dtype, run.config.logging.peak_flops)
+    tokens = run.global_batch_size * run.config.model.seq_len
+    return Utilization(run.config.model, tokens, None if peak is None else peak * engine.state.world.size)
 
 
 def _describe(run: ResolvedRun, engine: Engine) -> str:

@@ -40,6 +40,7 @@ class StepMetrics:
         loss_spike: by how many deviations the loss exceeds the recent mean, where that is reported.
         own_seconds: min, median and max over the ranks of what their own work took per step, and the slowest rank, where
             it was looked at.
+        mfu: model FLOP/s of this step as a share of the devices' peak; see `utilization`; where that is known.
 
     What a step has not, for one whose samples were passed over all but step and tokens, is None.
     """
@@ -59,6 +60,7 @@ class StepMetrics:
     skipped: str | None = None
     loss_spike: float | None = None
     own_seconds: dict[str, float] | None = None
+    mfu: float | None = None
 
     def values(self) -> dict[str, Any]:
         """What there is to report of this step, by key."""
@@ -191,9 +193,11 @@ class ProgressLine:
             return
         left = (self._steps - metrics.step) * self._seconds_per_step
         width = len(str(self._steps))
+        mfu = "" if metrics.mfu is None else f" | MFU {metrics.mfu:.1%}"
         line = (
             f"step {metrics.step:>{width}}/{self._steps} | loss {metrics.loss:.4f} | grad norm {metrics.grad_norm or 0:.3f}"
-            f" | lr {metrics.lr or 0:.2e} | {metrics.tokens_per_second or 0:,.0f} tokens/s | ETA {readable_seconds(left)}"
+            f" | lr {metrics.lr or 0:.2e} | {metrics.tokens_per_second or 0:,.0f} tokens/s{mfu}"
+            f" | ETA {readable_seconds(left)}"
         )
         if metrics.skipped:
             scale = "" if metrics.loss_scale is None else f", loss scale {metrics.loss_scale:g}"

@@ -1,0 +1,84 @@
+"""`torch.compile` for transformer blocks: norms, rotations, activations and residual sums become a few fused kernels.
+
+    call of a block      hooks (ZeRO-3 gathers the weights) -> compiled forward -> hooks (the weights are hidden)
+    one code for all     block 0 compiles; a block of the same sizes finds that code by its guards
+    a plain layer        F.linear, part of the compiled code
+    any other            a seam: what stands between two seams is compiled, the layer itself runs as ever
+
+[Note: seams]  A layer that talks over tp, leaves its weight gradient for later or multiplies in oneDNN does so inside an
+autograd function of its own, with handles and queues that a compiler must not record.  Tracing stops before it.
+
+[Note: alignment]  Weights lie in a bucket one behind the other.  CUDA code that was compiled for aligned weights reads
+16 bytes at a time, and torch does not look again at the weights of the next block that runs it; so all must be aligned.
+
+Sizes are constants of the code: a run has one micro-batch size, and an evaluation compiles once more for itself.  Nothing
+that differs between blocks may be a Python number (see `Dropout`), or each block would be compiled anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config.schema import TrainingConfig
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazero.models.gpt import Block, GPTStage
+
+_ALIGNED_BYTES = 16
+
+
+def wants_compiling(config: TrainingConfig, device: torch.device, parameters: Iterable[Tensor]) -> bool:
+    """Whether a run compiles its blocks.
+
+    Args:
+        config: `compile`; "auto" does on CUDA where it can.  On a CPU it takes minutes and a C++ compiler.
+        device: where the blocks compute.
+        parameters: of this rank.
+
+    Raises:
+        ValueError: `compile` is true and cannot be; see [Note: alignment].
+    """
+    aligned = device.type != "cuda" or all(parameter.data_ptr() % _ALIGNED_BYTES == 0 for parameter in parameters)
+    if not may_compile(config, device):
+        return False
+    if config.compile is True and not aligned:
+        raise ValueError(
+            f"training.compile=true: on CUDA every weight must begin at a multiple of {_ALIGNED_BYTES} bytes, and some do "
+            "not; take model.hidden_size and ffn_hidden_size as multiples of 8 * parallel.tp, or set training.compile=false"
+        )
+    return aligned
+
+
+def may_compile(config: TrainingConfig, device: torch.device) -> bool:
+    """Whether a run wants its blocks compiled, if they can be."""
+    return device.type == "cuda" if config.compile == "auto" else config.compile
+
+
+def compile_blocks(stage: GPTStage, device: torch.device, dtype: torch.dtype, backend: str = "inductor") -> None:
+    """Have every block of a stage run compiled code; the compiler works when a block is first called.
+
+    Args:
+        stage: its blocks' own `forward` is replaced; hooks and names of parameters stay.
+        device, dtype: where and in which format the blocks compute.
+        backend: of torch.compile.
+    """
+    compiled: Any = torch.compile(Block.forward, dynamic=False, backend=backend)
+    for block in stage.blocks:
+        for layer in block.modules():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and not _is_plain(layer, device, dtype):
+                _replace_forward(layer, torch.compiler.disable(layer.forward))
+        _replace_forward(block, MethodType(compiled, block))
+
+
+def _is_plain(layer: ColumnParallelLinear | RowParallelLinear, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a layer is `F.linear` and nothing else; on a CPU fp32 products may be oneDNN's.  See `parallel_linear`."""
+    may_be_onednn = device.type == "cpu" and dtype == torch.float32
+    return layer.tp.size == 1 and layer.later is None and not may_be_onednn
+
+
+def _replace_forward(module: nn.Module, forward: Any) -> None:
+    module.__dict__["forward"] = forward  # on the instance, and called by `nn.Module.__call__` between the hooks

@@ -1,0 +1,121 @@
+"""torch.compile per block changes no number, on any shape, and compiles once for all blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from torch import Tensor
+from worlds import GPT2, LLAMA, engine_on, micro_batches, run_of, state_on
+
+import megazero.layers.linear
+from megazero.config import ResolvedRun
+from megazero.config.schema import TrainingConfig
+from megazero.engine import Engine
+from megazero.models import compiled
+from megazero.models.compiled import compile_blocks, wants_compiling
+
+LR = 1e-2
+
+
+def _plain_layers() -> None:
+    """Linear layers as they are on CUDA without tensor parallelism: F.linear, which the compiler sees through."""
+    megazero.layers.linear.prefers_onednn = lambda x: False
+    compiled._is_plain = lambda layer, device, dtype: True
+
+
+def _compile(engine: Engine, backend: str) -> None:
+    for stage in engine.chunks:
+        compile_blocks(stage, engine.state.device, torch.float32, backend)
+
+
+def _losses(engine: Engine, run: ResolvedRun, evaluates: bool) -> list[float]:
+    losses = [engine.train_step(micro_batches(run, engine.state, step), LR).loss for step in range(2)]
+    return [*losses, engine.evaluate(micro_batches(run, engine.state, 50)).loss] if evaluates else losses
+
+
+def _runs(world: int, **sections: Any) -> tuple[ResolvedRun, ResolvedRun]:
+    """The same run without and with compiled blocks."""
+    without, with_ = (run_of(world, **sections, training={"compile": compile_}) for compile_ in (False, True))
+    return without, with_
+
+
+def _with_and_without(
+    rank: int, pairs_of_runs: list[tuple[ResolvedRun, ResolvedRun]], backend: str, plain: bool
+) -> tuple[Any, ...]:
+    from torch._dynamo.utils import counters
+
+    if plain:
+        _plain_layers()
+    state, pairs = state_on(rank, pairs_of_runs[0][0]), []
+    for runs in pairs_of_runs:
+        engines = [engine_on(rank, run, state=state) for run in runs]
+        _compile(engines[1], backend)  # anew: what a run takes, "inductor", needs minutes on a CPU
+        pairs.append([_losses(engine, run, plain) for engine, run in zip(engines, runs, strict=True)])
+    return pairs, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _check(pairs: list[list[list[float]]]) -> None:
+    for without, with_ in pairs:
+        assert with_ == pytest.approx(without, abs=1e-5)
+        assert with_[1] != with_[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_plain_blocks_are_one_graph_for_training_and_one_for_evaluation(world: int) -> None:
+    runs = [_runs(world, model=LLAMA | {"dropout": 0.1}, zero={"stage": stage}) for stage in (0, 3)]
+    for pairs, graphs, breaks in run_world(world, _with_and_without, runs, "aot_eager", True):
+        _check(pairs)
+        assert (graphs, breaks) == (2, 0)  # of three blocks at two stages
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "schedule": "zb-h1"}], ids=["tensor", "pipeline"]
+)
+def test_layers_that_communicate_or_defer_stay_outside(parallel: dict[str, Any]) -> None:
+    runs = _runs(2, model=LLAMA | {"dropout": 0.1}, parallel=parallel)
+    for pairs, graphs, _ in run_world(2, _with_and_without, [runs], "eager", False):
+        _check(pairs)
+        assert graphs == 5  # a block is cut by its four linear layers, and all blocks share the pieces
+
+
+def test_gpt2_blocks_compile_whole() -> None:
+    runs = _runs(1, model=GPT2 | {"num_layers": 2})
+    ((pairs, graphs, breaks),) = run_world(1, _with_and_without, [runs], "eager", True)
+    _check(pairs)
+    assert (graphs, breaks) == (2, 0)
+
+
+def test_names_of_parameters_stay() -> None:
+    engine = engine_on(0, run_of(1, model=LLAMA))
+    before = [name for name, _ in engine.chunks.named_parameters()]
+    _compile(engine, "eager")
+    assert [name for name, _ in engine.chunks.named_parameters()] == before
+
+
+def _offset(elements: int) -> Tensor:
+    return torch.empty(64, dtype=torch.bfloat16)[elements:]
+
+
+@pytest.mark.parametrize(
+    ("wish", "device", "elements", "compiles"),
+    [("auto", "cpu", 0, False), ("auto", "cuda", 8, True), ("auto", "cuda", 9, False), (False, "cuda", 0, False),
+     (True, "cuda", 8, True), (True, "cpu", 1, True)],
+)  # fmt: skip
+def test_auto_compiles_on_cuda_where_weights_are_aligned(wish: Any, device: str, elements: int, compiles: bool) -> None:
+    config = TrainingConfig.model_validate({"compile": wish})
+    assert wants_compiling(config, torch.device(device), [_offset(0), _offset(elements)]) is compiles
+
+
+def test_weights_that_are_not_aligned_are_refused_where_compiling_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="multiple of 16 bytes"):
+        wants_compiling(TrainingConfig(compile=True), torch.device("cuda"), [_offset(0), _offset(1)])
+
+
+def test_the_configured_engine_has_its_blocks_replaced_and_no_others() -> None:
+    def own_forwards(compile_: bool) -> set[str]:
+        engine = engine_on(0, run_of(1, model=LLAMA, training={"compile": compile_}))
+        return {type(module).__name__ for module in engine.chunks.modules() if "forward" in vars(module)}
+
+    assert own_forwards(False) == set()
+    assert own_forwards(True) == {"Block", "ColumnParallelLinear", "RowParallelLinear"}

@@ -1,0 +1,82 @@
+"""Model FLOP/s utilization, against FLOPs that torch counts in the plain model and against data sheets."""
+
+from typing import Any
+
+import plain_model
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from worlds import GPT2, LLAMA, plain_config, run_of
+
+from megazero.training.metrics import ProgressLine, StepMetrics
+from megazero.training.utilization import Utilization, known_peak_flops, model_flops_per_token, peak_flops
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+
+
+@pytest.mark.parametrize("model", [LLAMA, LLAMA | {"tie_embeddings": True}, GPT2])
+def test_flops_of_a_token_are_those_that_torch_counts(model: dict[str, Any]) -> None:
+    run = run_of(1, model=model)
+    config, samples = plain_config(run), 2
+    shapes = plain_model.parameter_shapes(config)
+    weights = {name: torch.ones(shape, requires_grad=True) for name, shape in shapes.items()}
+    # Whether the first product of a backward can be left out depends on the embedding, which trains.
+    tokens = torch.zeros(samples, config.seq_len, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        plain_model.loss_sum(weights, config, tokens, tokens).backward()
+    counts = {operation.__name__: flops for operation, flops in counter.get_flop_counts()["Global"].items()}
+    attention = counts.pop("bmm")  # of whole sequences
+    assert model_flops_per_token(run.config.model) == (sum(counts.values()) + attention / 2) / (
+        samples * config.seq_len
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+    ],
+)
+def test_known_devices_have_the_dense_peak_of_their_data_sheet(name: str, tflops: float) -> None:
+    assert known_peak_flops(name, BF16) == known_peak_flops(name, torch.float16) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA RTX A4000", "NVIDIA A10G", "Tesla V100-SXM2-16GB", ""])
+def test_a_device_of_a_similar_name_is_not_known(name: str) -> None:
+    assert known_peak_flops(name, BF16) is None
+
+
+def test_fp32_has_no_known_peak() -> None:
+    assert known_peak_flops("NVIDIA H100 PCIe", torch.float32) is None
+
+
+def test_a_cpu_has_no_peak_unless_one_is_given() -> None:
+    assert peak_flops(CPU, BF16, None) is None
+    assert peak_flops(CPU, BF16, 1e12) == 1e12
+
+
+def test_utilization_is_the_time_at_peak_over_the_time_taken() -> None:
+    model = run_of(1, model=LLAMA).config.model
+    at_peak = 128 * model_flops_per_token(model) / 1e9
+    assert Utilization(model, 128, 1e9).of(4 * at_peak) == pytest.approx(0.25)
+    assert Utilization(model, 128, None).of(1.0) is None
+
+
+def test_the_progress_line_has_the_utilization_where_it_is_known() -> None:
+    lines: list[str] = []
+    progress = ProgressLine(10, 1, lines.append)
+    numbers = (1.5, 0.5, 1e-3, 10, 100.0, 0.1, 1 << 20)
+    progress.write(StepMetrics(1, *numbers))
+    progress.write(StepMetrics(2, *numbers, mfu=0.4321))
+    assert "MFU" not in lines[0]
+    assert " tokens/s | MFU 43.2% | ETA " in lines[1]
+    assert '"mfu": 0.4321' in StepMetrics(2, *numbers, mfu=0.4321).as_json()
