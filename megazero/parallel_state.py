@@ -191,6 +191,26 @@ class Traffic:
         self.calls.clear()
 
 
+@dataclass
+class Shared:
+    """Memory that ranks of this machine share, by the ranks that do.
+
+    Args:
+        timeout_seconds: how long a rank may keep others waiting in it.
+        rooms: made by `comm` when first needed; None for ranks that cannot share any.
+    """
+
+    timeout_seconds: float
+    rooms: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Leave all of it."""
+        for room in self.rooms.values():
+            if room is not None:
+                room.close()
+        self.rooms.clear()
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One rank's view of a group: what every parallel layer and every collective takes as its argument.
@@ -201,6 +221,7 @@ class Axis:
         index: this rank's place among them.
         group: the process group; None when the axis has one rank.
         traffic: where collectives count their bytes.
+        shared: what `comm` has found for its ranks on this machine; None where they need a communicator.
     """
 
     name: str
@@ -208,6 +229,7 @@ class Axis:
     index: int = 0
     group: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    shared: Shared | None = None
 
     @property
     def size(self) -> int:
@@ -271,6 +293,7 @@ class ParallelState:
         self.traffic = Traffic()
         self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._shared = Shared(timeout_seconds) if self.device.type == "cpu" else None
         self._axes: list[Axis] = []
         self._saving: SavingAxes | None = None
         self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)
@@ -301,7 +324,7 @@ class ParallelState:
 
     def _axis(self, name: str, ranks: Sequence[int]) -> Axis:
         ranks = tuple(ranks)
-        self._axes.append(Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic))
+        self._axes.append(Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic, self._shared))
         return self._axes[-1]
 
     def saving_axes(self, timeout_seconds: float) -> SavingAxes:
@@ -316,7 +339,13 @@ class ParallelState:
             self._timeout, usual = timedelta(seconds=timeout_seconds), self._timeout
             traffic = Traffic()
             axes = [
-                replace(axis, name=f"saving {axis.name}", group=self._group(axis.ranks, "save"), traffic=traffic)
+                replace(
+                    axis,
+                    name=f"saving {axis.name}",
+                    group=self._group(axis.ranks, "save"),
+                    traffic=traffic,
+                    shared=None,  # another thread's
+                )
                 for axis in (self.model, self.world)
             ]
             self._timeout = usual
@@ -328,6 +357,9 @@ class ParallelState:
         """Let go of every process group; one that is referred to when the interpreter exits would abort the process."""
         for axis in self._axes:
             object.__setattr__(axis, "group", None)
+            object.__setattr__(axis, "shared", None)
+        if self._shared is not None:
+            self._shared.close()
         self._groups.clear()
 
     def _group(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:

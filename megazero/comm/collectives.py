@@ -3,25 +3,24 @@
 A call starts the operation and returns a `Pending`; its result may be used after `wait()`. Over an axis of one rank there
 is no call and the `Pending` is already done, so that callers write one path.
 
-[Note: messages on the CPU]  gloo's collectives are made for many hosts and few cores in use: its reduce-scatter moves an
-all-reduce's bytes, its all-gather takes everything through memory that it allocates anew, and its all-reduce of a few bytes
-takes 10 ms where four ranks share two cores.  So on the CPU, as long as ranks are few, all three are messages of every rank
-to every other and sums in rank order: the fewest bytes, one wait, and the same bits on every rank.  An all-reduce is one
-exchange of everything while it is small, and otherwise a reduce-scatter and an all-gather, whose second half begins when the
-first is waited for.  Long messages go in pieces, so that one is summed while the next arrives.  NCCL keeps its own.
+Ranks of one machine that compute on CPUs reduce and gather through memory that they share (`comm/in_memory.py`). Other CPU
+ranks take gloo's primitives: a reduce-scatter is an all-to-all of the parts and a local sum in rank order there, since
+gloo's own moves an all-reduce's bytes, and an all-gather is messages that arrive where they belong, since gloo's own takes
+everything through memory that it allocates anew. NCCL keeps its own.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.comm import in_memory
+from megazero.comm.shared_memory import Rounds, SharedMemory, meet
 from megazero.parallel_state import Axis
 
 T = TypeVar("T")
@@ -30,10 +29,8 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_GATHER_TAG, _REDUCE_TAG = 1, 2  # these messages never meet each other, or those of `exchange`
-_MOST_MESSAGING_RANKS = 8  # beyond, the number of messages would tell
-_ONE_EXCHANGE_BYTES = 1 << 20  # up to here one wait more costs more than the bytes that it would save
-_PIECE_BYTES = 1 << 21
+_GATHER_TAG = 1  # messages of an all-gather never meet those of `exchange`
+_MOST_SHARING_RANKS = 16  # beyond, signals of every rank to every other would tell
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _COMBINATIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
@@ -142,11 +139,9 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return Pending()
     sent = 2 * tensor.nbytes * (axis.size - 1) // axis.size
-    if _by_messages(tensor, axis):
-        flat = tensor.view(-1)
-        if tensor.nbytes * (axis.size - 1) <= _ONE_EXCHANGE_BYTES:
-            return _exchange_all(flat, axis, sent, op)
-        return _reduce_then_gather(flat, axis, sent, op)
+    room = _room(tensor, axis)
+    if room is not None:
+        return _in_room(room, in_memory.all_reduce(room, tensor.view(-1), _COMBINATIONS[op]), "all_reduce", axis, sent)
     work, guard = _start(
         "all_reduce",
         axis,
@@ -208,20 +203,35 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
             out.copy_(shard)
         return Pending()
     sent = shard.nbytes * (axis.size - 1)
-    if not _by_messages(shard, axis):
+    if shard.device.type != "cpu":
         work, guard = _start("all_gather", axis, sent, lambda: _all_gather(out, shard, group=axis.group, async_op=True))
         return Pending(work, guard)
-    places = out.view(axis.size, *shard.shape).unbind(0)
+    places = [place.view(-1) for place in out.view(axis.size, *shard.shape).unbind(0)]
     mine = places[axis.index]
     if mine.data_ptr() != shard.data_ptr():
-        mine.copy_(shard)
-    works, guard = _start("all_gather", axis, sent, lambda: _swap([mine] * axis.size, places, axis, _GATHER_TAG))
-    return Pending(finish=lambda: guard(lambda: _wait_for(works)))
+        mine.copy_(shard.view(-1))
+    room = _room(shard, axis)
+    if room is not None:
+        return _in_room(room, in_memory.all_gather(room, places), "all_gather", axis, sent)
+    others = [place for place in range(axis.size) if place != axis.index and mine.numel()]
+
+    def post() -> list[Any]:
+        works = [dist.irecv(places[place], axis.ranks[place], axis.group, _GATHER_TAG) for place in others]
+        return works + [dist.isend(mine, axis.ranks[place], axis.group, _GATHER_TAG) for place in others]
+
+    works, guard = _start("all_gather", axis, sent, post)
+    return Pending(finish=lambda: guard(lambda: _wait_for_all(works)))
+
+
+def _wait_for_all(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
 
 
 def arriving_elements(full: int, axis: Axis, device: torch.device) -> int:
-    """Elements of the `scratch` that a `reduce_scatter` of `full` elements asks for."""
-    return full - full // axis.size if device.type == "cpu" else 0
+    """Elements of the `scratch` that a `reduce_scatter` of `full` elements uses.  All ranks of the axis ask."""
+    on_gloo = device.type == "cpu" and axis.size > 1 and _room(torch.empty(0, device=device), axis) is None
+    return full if on_gloo else 0
 
 
 def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None = None) -> Pending:
@@ -243,7 +253,7 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
             out.copy_(full)
         return Pending()
     sent = full.nbytes * (axis.size - 1) // axis.size
-    if not _by_messages(full, axis):
+    if full.device.type != "cpu":
         work, guard = _start(
             "reduce_scatter",
             axis,
@@ -251,104 +261,34 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
             lambda: _reduce_scatter(out, full, group=axis.group, async_op=True),
         )
         return Pending(work, guard)
-    parts = list(full.view(axis.size, -1).unbind(0))
-    arriving = full.new_empty(full.numel() - out.numel()) if scratch is None else scratch
-    return _reduce_parts(out.view(-1), parts, arriving, axis, "reduce_scatter", sent, torch.add)
+    room = _room(full, axis)
+    if room is not None:
+        rounds = in_memory.reduce_scatter(room, out.view(-1), full.view(axis.size, -1).unbind(0))
+        return _in_room(room, rounds, "reduce_scatter", axis, sent)
+    parts = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
+    work, guard = _start(
+        "reduce_scatter", axis, sent, lambda: dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
+    )
+    return Pending(
+        work, guard, finish=lambda: in_memory.fold(out, parts.view(axis.size, *out.shape).unbind(0), torch.add)
+    )
 
 
-# [Note: messages on the CPU]
+def _room(tensor: Tensor, axis: Axis) -> SharedMemory | None:
+    """Where the ranks of an axis share memory; None on other devices, on several machines and where they are many."""
+    shared = axis.shared
+    if tensor.device.type != "cpu" or shared is None or axis.size > _MOST_SHARING_RANKS:
+        return None
+    if axis.ranks not in shared.rooms:  # the first operation: all ranks come here
+        found = meet(axis.index, axis.size, shared.timeout_seconds, lambda value: gather_objects(value, axis))
+        shared.rooms[axis.ranks] = found
+    room: SharedMemory | None = shared.rooms[axis.ranks]
+    return room
 
 
-def _by_messages(tensor: Tensor, axis: Axis) -> bool:
-    return tensor.device.type == "cpu" and axis.size <= _MOST_MESSAGING_RANKS
-
-
-def _swap(sends: Sequence[Tensor], receives: Sequence[Tensor], axis: Axis, tag: int) -> list[Any]:
-    """Send a tensor to each other rank, and receive one from each; both lists by place on the axis."""
-    others = [place for place in range(axis.size) if place != axis.index]
-    works = [
-        dist.irecv(receives[place], axis.ranks[place], axis.group, tag) for place in others if receives[place].numel()
-    ]
-    works += [dist.isend(sends[place], axis.ranks[place], axis.group, tag) for place in others if sends[place].numel()]
-    return works
-
-
-def _wait_for(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _combine(out: Tensor, own: Tensor, arrived: Sequence[Tensor], at: int, combine: Callable[..., Tensor]) -> None:
-    """out = the parts in rank order; `own` is that of place `at`, and may be `out`, which may be the first to arrive."""
-    parts = [*arrived[:at], own, *arrived[at:]]
-    total = parts[0]
-    for index, part in enumerate(parts[1:], 1):
-        total = combine(total, part, out=out if index == len(parts) - 1 else arrived[0])
-
-
-def _exchange_all(flat: Tensor, axis: Axis, sent: int, op: str) -> Pending:
-    arrived = list(flat.new_empty(axis.size - 1, flat.numel()).unbind(0))
-    receives = [*arrived[: axis.index], flat, *arrived[axis.index :]]
-    works, guard = _start("all_reduce", axis, sent, lambda: _swap([flat] * axis.size, receives, axis, _REDUCE_TAG))
-
-    def finish() -> None:
-        guard(lambda: _wait_for(works))
-        _combine(flat, flat, arrived, axis.index, _COMBINATIONS[op])
-
-    return Pending(finish=finish)
-
-
-def _reduce_then_gather(flat: Tensor, axis: Axis, sent: int, op: str) -> Pending:
-    parts = list(flat.tensor_split(axis.size))
-    mine = parts[axis.index]
-    arriving = flat.new_empty(mine.numel() * (axis.size - 1))
-    reducing = _reduce_parts(mine, parts, arriving, axis, "all_reduce", sent, _COMBINATIONS[op])
-
-    def finish() -> None:
-        reducing.wait()
-        guard = _Guard("all_reduce", axis)
-        works = guard(lambda: _swap([mine] * axis.size, parts, axis, _GATHER_TAG))
-        guard(lambda: _wait_for(works))
-
-    return Pending(finish=finish)
-
-
-def _reduce_parts(
-    out: Tensor,
-    parts: Sequence[Tensor],
-    arriving: Tensor,
-    axis: Axis,
-    operation: str,
-    sent: int,
-    combine: Callable[..., Tensor],
-) -> Pending:
-    """Send every rank its part, and combine those that arrive with one's own, piece by piece.  All tensors are 1-D."""
-    own = parts[axis.index]
-    rooms = arriving[: own.numel() * (axis.size - 1)].view(axis.size - 1, -1)
-    receives = [*rooms[: axis.index].unbind(0), own, *rooms[axis.index :].unbind(0)]
-    step = _PIECE_BYTES // own.element_size()
-    starts = range(0, max(part.numel() for part in parts), step)
-
-    def post() -> list[list[Any]]:
-        return [
-            _swap(
-                [part[start : start + step] for part in parts],
-                [part[start : start + step] for part in receives],
-                axis,
-                _REDUCE_TAG,
-            )
-            for start in starts
-        ]
-
-    pieces, guard = _start(operation, axis, sent, post)
-
-    def finish() -> None:
-        for start, works in zip(starts, pieces, strict=True):
-            guard(partial(_wait_for, works))
-            piece = slice(start, start + step)
-            _combine(out[piece], own[piece], [room[piece] for room in rooms.unbind(0)], axis.index, combine)
-
-    return Pending(finish=finish)
+def _in_room(room: SharedMemory, rounds: Rounds, operation: str, axis: Axis, sent: int) -> Pending:
+    begun, guard = _start(operation, axis, sent, lambda: room.begin(rounds))
+    return Pending(finish=lambda: guard(lambda: room.finish(begun)))
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:

@@ -1,0 +1,246 @@
+"""The rows of the comparison: which of our shapes stands beside which peers, and what came out.
+
+A kind is one way to split the work.  Its peers are what a user would pick for it; the fastest of them is the one to beat.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.setting import MODELS, Setting
+from benchmarks.worlds import Build, ContenderFailedError, Turn, World
+from megazero.config import ConfigError
+
+OURS, SHIPPED, FLOOR = "megazero", "megazero, its own products", "floor"
+CHECKED_STEPS, WARMUP_STEPS = 3, 2
+LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to split the work.
+
+    Args:
+        title: for tables.
+        peers: keys of `PEERS`.
+        shape: of a world, what `Setting` takes.
+        accumulation: micro-batches per step.
+    """
+
+    title: str
+    peers: tuple[str, ...]
+    shape: Callable[[int], dict[str, Any]]
+    accumulation: int = 1
+
+
+def _data(stage: int) -> Callable[[int], dict[str, Any]]:
+    return lambda world: {"zero_stage": stage}
+
+
+def _tensor(sequence_parallel: bool) -> Callable[[int], dict[str, Any]]:
+    return lambda world: {"tp": world, "sequence_parallel": sequence_parallel}
+
+
+def _pipeline(schedule: str) -> Callable[[int], dict[str, Any]]:
+    return lambda world: {"pp": world, "schedule": schedule}
+
+
+KINDS = {
+    "single": Kind("one device", ("plain",), lambda world: {}),
+    "dp": Kind("data parallel", ("ddp",), _data(0)),
+    "zero1": Kind("ZeRO-1", ("ddp-zero-redundancy", "deepspeed-1"), _data(1)),
+    "zero2": Kind("ZeRO-2", ("fsdp2-no-reshard", "deepspeed-2"), _data(2)),
+    "zero3": Kind("ZeRO-3", ("fsdp2", "deepspeed-3"), _data(3)),
+    "tp": Kind("TP", ("dtensor-tp",), _tensor(False)),
+    "tp-sp": Kind("TP with SP", ("dtensor-tp-sp",), _tensor(True)),
+    "gpipe": Kind("GPipe", ("torch-gpipe",), _pipeline("gpipe"), 8),
+    "1f1b": Kind("1F1B", ("torch-1f1b",), _pipeline("1f1b"), 8),
+    "interleaved": Kind("interleaved 1F1B", ("torch-interleaved",), _pipeline("interleaved"), 8),
+    "zb-h1": Kind("zero bubble", ("torch-interleaved-zero-bubble",), _pipeline("zb-h1"), 8),
+    "zbv": Kind("zero bubble, V", ("torch-zbv",), _pipeline("zbv"), 8),
+    "3d": Kind(
+        "ZeRO-3 x TP x PP",
+        ("fsdp2-tp-pp",),
+        lambda world: {"tp": 2, "pp": 2, "zero_stage": 3, "sequence_parallel": True},
+        8,
+    ),
+}
+
+# Where each contender is made: module and name; imported on first use, since the peers are optional.
+BUILDERS = {
+    OURS: "contenders:megazero",
+    SHIPPED: "contenders:megazero_as_shipped",
+    FLOOR: "contenders:Floor",
+    "plain": "contenders:Plain",
+    "ddp": "peers.data_parallel:Replicated",
+    "ddp-zero-redundancy": "peers.data_parallel:ZeroRedundancy",
+    "fsdp2": "peers.data_parallel:fully_sharded",
+    "fsdp2-no-reshard": "peers.data_parallel:gradients_sharded",
+    "deepspeed-1": "peers.deepspeed:stage_1",
+    "deepspeed-2": "peers.deepspeed:stage_2",
+    "deepspeed-3": "peers.deepspeed:stage_3",
+    "dtensor-tp": "peers.tensor_parallel:replicated_sequence",
+    "dtensor-tp-sp": "peers.tensor_parallel:split_sequence",
+    "torch-gpipe": "peers.pipelines:GPipe",
+    "torch-1f1b": "peers.pipelines:OneForwardOneBackward",
+    "torch-interleaved": "peers.pipelines:Interleaved",
+    "torch-interleaved-zero-bubble": "peers.pipelines:InterleavedZeroBubble",
+    "torch-zbv": "peers.pipelines:ZeroBubbleV",
+    "fsdp2-tp-pp": "peers.combined:Combined",
+}
+
+
+def builder(name: str) -> Build:
+    """What makes a contender.  Raises: ContenderFailedError, when the peer is not installed."""
+    module, _, attribute = BUILDERS[name].partition(":")
+    try:
+        return getattr(import_module(f"benchmarks.{module}"), attribute)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise ContenderFailedError(
+            f"{name} cannot be imported ({error}); install the extra: pip install '.[bench]'"
+        ) from error
+
+
+def setting_of(
+    kind: Kind, model: str, world: int, dtype: str, accumulation: int | None, zero_stage: int | None
+) -> Setting:
+    """The work of a kind on so many ranks; None leaves the kind's own."""
+    shape = kind.shape(world)
+    if zero_stage is not None:
+        shape["zero_stage"] = zero_stage
+    count = kind.accumulation if accumulation is None else accumulation
+    samples = MODELS[model].micro_batch_size if count == 1 else 1
+    return Setting(model, world, dtype=dtype, micro_batch_size=samples, accumulation=count, **shape)
+
+
+def possible(kind: Kind, model: str, world: int) -> bool:
+    """Whether so many ranks can share the model: a layer for each pipeline stage, a head for each tp rank, whole grids."""
+    try:
+        setting_of(kind, model, world, "fp32", None, None).config()
+    except ConfigError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender of a row.
+
+    Args:
+        ms: milliseconds of a step: median, least, most.
+        ratio: megazero's step over this one's, median of the rounds, and its least and most; None for megazero.
+        over_floor: this step over the floor's, median of the rounds.
+        tokens_per_second: all ranks together, at the median step.
+        state_bytes, peak_bytes: see `Memory`; per rank.
+        sent_bytes: of a step, per rank.
+        loss_difference: largest relative difference from megazero's losses.
+        error: why there are no figures.
+    """
+
+    name: str
+    ms: tuple[float, float, float] | None = None
+    ratio: tuple[float, float, float] | None = None
+    over_floor: float | None = None
+    tokens_per_second: float | None = None
+    state_bytes: int | None = None
+    peak_bytes: int | None = None
+    sent_bytes: float | None = None
+    loss_difference: float | None = None
+    error: str | None = None
+
+
+class LossesDifferError(RuntimeError):
+    """Two contenders did not do the same work."""
+
+
+def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) -> list[Line]:
+    """megazero, its peers and the floor on the same work, in one interleaved run.
+
+    Args:
+        setting: the work.
+        peers: names of `BUILDERS`.
+        rounds: in each every contender has one turn.
+        steps: of a turn.
+
+    Raises:
+        LossesDifferError: a peer's losses are not ours.
+        ContenderFailedError: megazero or the floor failed; a peer that fails has a line that says so.
+    """
+    from benchmarks.contenders import floor_seconds, idle_share, write_weights
+
+    worlds: dict[str, World] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "weights.safetensors"
+        write_weights(setting, weights)
+        try:
+            for name in (OURS, SHIPPED, FLOOR, *peers):
+                try:
+                    worlds[name] = World(name, builder(name), setting, weights)
+                    worlds[name].turn(range(1))  # some fail only when they run
+                except ContenderFailedError as error:
+                    if name in (OURS, SHIPPED, FLOOR):
+                        raise
+                    failed[name] = str(error)
+                    if name in worlds:
+                        worlds.pop(name).close()
+            checked = {name: world.turn(range(1, 1 + CHECKED_STEPS)) for name, world in worlds.items()}
+            for world in worlds.values():
+                world.turn(range(10, 10 + WARMUP_STEPS))
+            turns: dict[str, list[Turn]] = {name: [] for name in worlds}
+            for number in range(rounds):
+                names = list(worlds) if number % 2 == 0 else list(worlds)[::-1]
+                for name in names:
+                    turns[name].append(worlds[name].turn(range(100 + number, 100 + number + steps)))
+            memory = {name: world.memory() for name, world in worlds.items()}
+        finally:
+            for world in worlds.values():
+                world.close()
+    idle = idle_share(setting)
+    seconds = {
+        name: [[floor_seconds(work, idle) for work in turn.works] if name == FLOOR else turn.seconds for turn in found]
+        for name, found in turns.items()
+    }
+    medians = {name: [statistics.median(values) for values in found] for name, found in seconds.items()}
+    lines = []
+    for name in (OURS, SHIPPED, *peers, FLOOR):
+        if name in failed:
+            lines.append(Line(name, error=failed[name]))
+            continue
+        difference = None if name in (FLOOR, OURS) else _difference(checked[OURS], checked[name])
+        if difference is not None and difference > LOSS_TOLERANCE[setting.dtype]:
+            raise LossesDifferError(
+                f"{name} has losses {checked[name].losses}, megazero {checked[OURS].losses}: not the same work"
+            )
+        ms = _spread([value * 1e3 for values in seconds[name] for value in values])
+        ratios = [ours / its for ours, its in zip(medians[OURS], medians[name], strict=True)]
+        over = [its / floor for its, floor in zip(medians[name], medians[FLOOR], strict=True)]
+        lines.append(
+            Line(
+                name,
+                ms,
+                None if name == OURS else _spread(ratios),
+                statistics.median(over),
+                setting.tokens / ms[0] * 1e3,
+                memory[name].state,
+                memory[name].peak,
+                statistics.median(turn.sent_bytes for turn in turns[name]) / setting.world,
+                difference,
+            )
+        )
+    return lines
+
+
+def _difference(a: Turn, b: Turn) -> float:
+    pairs = [(x, y) for x, y in zip(a.losses, b.losses, strict=True) if x is not None and y is not None]
+    return max(abs(x - y) / abs(y) for x, y in pairs)
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    return statistics.median(values), min(values), max(values)

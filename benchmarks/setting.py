@@ -1,0 +1,112 @@
+"""What is the same for every contender of a row: the model, the cluster's shape, the batch, the optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.config import RunConfig, resolve
+from megazero.config.schema import ModelConfig
+
+LR, GRAD_CLIP, SEED = 3e-4, 1.0, 7
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A Llama, and how many samples of it a micro-batch has here."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+    seq_len: int
+    micro_batch_size: int
+
+
+MODELS = {
+    "smoke": ModelSize(64, 2, 2, 128, 32, 2),
+    "tiny": ModelSize(256, 4, 4, 512, 128, 4),
+    "small": ModelSize(512, 8, 8, 8192, 256, 2),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row's work.
+
+    Args:
+        model: a key of `MODELS`.
+        world: ranks.
+        tp, pp: of the ranks; the rest is data-parallel.
+        sequence_parallel: with tp.
+        zero_stage: ours.
+        schedule: ours, a name of the configuration.
+        dtype: "fp32" or "bf16".
+        micro_batch_size: samples.
+        accumulation: micro-batches per step and data-parallel rank.
+    """
+
+    model: str
+    world: int
+    tp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    zero_stage: int = 0
+    schedule: str = "1f1b"
+    dtype: str = "fp32"
+    micro_batch_size: int = 1
+    accumulation: int = 1
+
+    @property
+    def size(self) -> ModelSize:
+        """The model."""
+        return MODELS[self.model]
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.world // (self.tp * self.pp)
+
+    @property
+    def rank_samples(self) -> int:
+        """Samples of a step on one data-parallel rank."""
+        return self.micro_batch_size * self.accumulation
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on all ranks."""
+        return self.rank_samples * self.dp * self.size.seq_len
+
+    def config(self) -> RunConfig:
+        """megazero's configuration of this work."""
+        model = {key: value for key, value in asdict(self.size).items() if key != "micro_batch_size"}
+        parallel: dict[str, Any] = {"tp": self.tp, "pp": self.pp, "sequence_parallel": self.sequence_parallel}
+        if self.pp > 1:
+            parallel["schedule"] = self.schedule
+            if self.schedule == "interleaved":
+                parallel["virtual_stages"] = 2
+        document = {
+            "model": {"family": "llama", **model},
+            "parallel": parallel,
+            "zero": {"stage": self.zero_stage},
+            "precision": {"dtype": self.dtype},
+            "optimizer": {"lr": LR, "grad_clip": GRAD_CLIP},
+            "training": {"micro_batch_size": self.micro_batch_size, "accumulation": self.accumulation, "seed": SEED},
+        }
+        return resolve(RunConfig.model_validate(document), self.world).config
+
+    def model_config(self) -> ModelConfig:
+        """The model with everything that follows from its sizes."""
+        return self.config().model
+
+    def batch(self, step: int, dp_index: int) -> tuple[Tensor, Tensor]:
+        """A data-parallel rank's part of a step: tokens and labels, int64 [rank_samples, seq]."""
+        generator = torch.Generator().manual_seed(step)
+        shape = (self.rank_samples * self.dp, self.size.seq_len + 1)
+        samples = torch.randint(0, self.size.vocab_size, shape, generator=generator)
+        mine = samples[dp_index * self.rank_samples : (dp_index + 1) * self.rank_samples]
+        return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()

@@ -1,0 +1,240 @@
+"""Contenders in worlds of their own, which take turns.
+
+    conductor        turn(A) | turn(B) | turn(floor) | turn(floor) | turn(B) | turn(A) ...
+    A's ranks        step step .                                            step step
+    B's ranks                  step step .                          step step
+
+Each contender has its own forked processes, one thread each, so that none sees another's memory or patches; those whose
+turn it is not wait in a pipe.  A step begins behind a barrier and takes as long as its slowest rank.  Bytes sent are what
+the loopback interface counted, the same for everyone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch._dynamo  # imported by every optimizer; once here instead of once per rank
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.setting import Setting
+
+TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a floor's step: what a pipeline's bubbles stretch, and what they do not."""
+
+    passes: float
+    rest: float = 0.0
+
+
+class Contender(Protocol):
+    """One rank of something that trains."""
+
+    dp_index: int
+
+    def step(self, tokens: Tensor, labels: Tensor) -> float | Work | None:
+        """One optimizer step.
+
+        Args:
+            tokens, labels: int64 [rank's samples, seq].
+
+        Returns: the mean loss of the rank's samples or of all; None where the rank has none. A floor says its `Work`.
+        """
+
+
+Build = Callable[[Setting, int, Path], Contender]
+"""(setting, rank, safetensors file of the initial weights) -> contender; the default process group is there."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What some steps in a row took.
+
+    Args:
+        seconds: of each step, its slowest rank's.
+        losses: of each step, the mean over those ranks that have one.
+        works: of each step, by rank; empty for contenders that are no floor.
+        sent_bytes: of a step, all ranks together.
+    """
+
+    seconds: list[float]
+    losses: list[float | None]
+    works: list[list[Work]]
+    sent_bytes: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that has most.
+
+    Args:
+        state: tensors that are there between two steps.
+        peak: resident memory at its highest while it trains, above that of the process before the contender was built.
+    """
+
+    state: int
+    peak: int
+
+
+class ContenderFailedError(RuntimeError):
+    """A contender cannot run here: a rank raised, died or did not answer."""
+
+
+class World:
+    """The ranks of one contender.
+
+    Args:
+        name: for messages.
+        build: makes the contender on each rank.
+        setting: the row's work.
+        weights: safetensors file of the initial weights.
+
+    Raises:
+        ContenderFailedError: a rank could not be built.
+    """
+
+    def __init__(self, name: str, build: Build, setting: Setting, weights: Path) -> None:
+        self.name = name
+        context = mp.get_context("fork")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(setting.world):
+            here, there = context.Pipe()
+            arguments = (build, setting, rank, weights, Path(self._folder.name) / "store", there)
+            process = context.Process(target=_rank_main, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self._answers()
+
+    def turn(self, batches: Sequence[int]) -> Turn:
+        """Run a step on each batch.  Raises: ContenderFailedError."""
+        before = _loopback_bytes()
+        self._tell(("steps", list(batches)))
+        answers = self._answers()
+        sent = (_loopback_bytes() - before) / len(batches)
+        steps = list(zip(*answers, strict=True))  # [step][rank] of (seconds, result)
+        losses: list[float | None] = []
+        for step in steps:
+            found = [result for _, result in step if isinstance(result, float)]
+            losses.append(sum(found) / len(found) if found else None)
+        works = [[result for _, result in step if isinstance(result, Work)] for step in steps]
+        return Turn([max(seconds for seconds, _ in step) for step in steps], losses, works, sent)
+
+    def memory(self) -> Memory:
+        """Of the rank that has most; to be asked after some steps."""
+        self._tell(("memory", None))
+        answers = self._answers()
+        return Memory(max(state for state, _ in answers), max(peak for _, peak in answers))
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        self._folder.cleanup()
+
+    def _tell(self, command: tuple[str, object]) -> None:
+        for pipe in self._pipes:
+            pipe.send(command)
+
+    def _answers(self) -> list:  # type: ignore[type-arg]
+        found = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(TIMEOUT_SECONDS):
+                    raise ContenderFailedError(f"{self.name}: rank {rank} did not answer within {TIMEOUT_SECONDS} s")
+                kind, answer = pipe.recv()
+            except (EOFError, ConnectionResetError):
+                raise ContenderFailedError(f"{self.name}: rank {rank} died") from None
+            if kind == "error":
+                short, trace = answer
+                raise ContenderFailedError(f"{self.name}: rank {rank}: {short}") from RuntimeError(trace)
+            found.append(answer)
+        return found
+
+
+def _rank_main(build: Build, setting: Setting, rank: int, weights: Path, store: Path, pipe: Connection) -> None:
+    os.environ.update(
+        GLOO_SOCKET_IFNAME="lo",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(setting.world),
+        LOCAL_WORLD_SIZE=str(setting.world),
+    )
+    try:
+        torch.set_num_threads(1)
+        limit = datetime.timedelta(seconds=TIMEOUT_SECONDS)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=setting.world, timeout=limit
+        )
+        dist.barrier()
+        gc.collect()
+        before = _memory_of_this_process("VmRSS")
+        contender = build(setting, rank, weights)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that of training, from here on
+        pipe.send(("ok", None))
+        while True:
+            command, argument = pipe.recv()
+            if command == "steps":
+                answer = [_timed(contender, *setting.batch(batch, contender.dp_index)) for batch in argument]
+            else:
+                answer = (_tensor_bytes(), _memory_of_this_process("VmHWM") - before)
+            pipe.send(("ok", answer))
+    except EOFError:
+        pass
+    except BaseException as error:
+        pipe.send(("error", (f"{type(error).__name__}: {error}"[:400], traceback.format_exc())))
+    finally:
+        os._exit(0)  # gloo's threads may still wait for a lost rank
+
+
+def _timed(contender: Contender, tokens: Tensor, labels: Tensor) -> tuple[float, float | Work | None]:
+    dist.barrier()
+    begin = time.perf_counter()
+    result = contender.step(tokens, labels)
+    return time.perf_counter() - begin, result
+
+
+def _memory_of_this_process(key: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+
+def _tensor_bytes() -> int:
+    """Of all tensors that Python can reach, each memory once."""
+    gc.collect()
+    sizes: dict[int, int] = {}
+    for one in gc.get_objects():
+        if type(one) in (Tensor, torch.nn.Parameter) and one.device.type == "cpu" and one.layout == torch.strided:
+            storage = one.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    return 0

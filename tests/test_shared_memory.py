@@ -1,0 +1,134 @@
+"""Collectives of ranks that share memory: what they compute, in any order of waiting, and what they say of a lost rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megazero.comm import shared_memory
+from megazero.comm.collectives import LostPeerError, Pending, all_gather, all_reduce, arriving_elements, reduce_scatter
+from megazero.comm.shared_memory import HALF_BYTES
+from megazero.parallel_state import Axis, ParallelState, RankGrid
+from tests.harness import run_world
+
+LONG = 3 * HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last one short
+LENGTHS = (1, 7, 16_385, LONG)
+
+
+def _axis(rank: int, world: int, timeout_seconds: float = 60) -> Axis:
+    return ParallelState(RankGrid(dp=world), rank, timeout_seconds=timeout_seconds).dp
+
+
+def _values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers, whose sums are exact in every format."""
+    return ((torch.arange(length) * 7 + rank * 3) % 11 - 5).to(dtype)
+
+
+def _collectives(rank: int, world: int, shares: bool) -> None:
+    axis = _axis(rank, world)
+    if not shares:
+        axis = replace(axis, shared=None)
+    assert arriving_elements(64, axis, torch.device("cpu")) == (0 if shares else 64)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for length in LENGTHS:
+            every = [_values(one, length, dtype) for one in range(world)]
+            for op, wanted in (("sum", torch.stack(every).sum(0)), ("max", torch.stack(every).amax(0))):
+                got = every[rank].clone()
+                all_reduce(got, axis, op).wait()
+                assert torch.equal(got, wanted.to(dtype)), (dtype, length, op)
+            whole = torch.zeros(world * length, dtype=dtype)
+            all_gather(whole, every[rank], axis).wait()
+            assert torch.equal(whole, torch.cat(every)), (dtype, length)
+            wanted = sum(_values(one, world * length, dtype) for one in range(world)).chunk(world)[rank]
+            full = _values(rank, world * length, dtype)
+            apart = torch.zeros(length, dtype=dtype)
+            reduce_scatter(apart, full, axis).wait()
+            assert torch.equal(apart, wanted), (dtype, length)
+            inside = full.chunk(world)[rank]
+            reduce_scatter(inside, full, axis).wait()
+            assert torch.equal(inside, wanted), (dtype, length)
+
+
+@pytest.mark.parametrize(("world", "shares"), [(2, True), (4, True), (2, False), (4, False)])
+def test_collectives_are_exact_in_memory_and_over_gloo(world: int, shares: bool) -> None:
+    run_world(world, _collectives, world, shares)
+
+
+def _many_under_way(rank: int, world: int) -> None:
+    axis = _axis(rank, world)
+    for first_waited in range(4):
+        sums = [_values(rank + index, LONG if index % 2 else 5, torch.float32) for index in range(4)]
+        gathered = torch.empty(world * LONG)
+        pendings: list[Pending] = [all_reduce(one, axis) for one in sums]
+        pendings.append(all_gather(gathered, _values(rank, LONG, torch.float32), axis))
+        # ranks wait in different orders, and one of them comes late
+        if rank == first_waited % world:
+            time.sleep(0.01)
+        for index in range(5):
+            pendings[(index + first_waited + rank) % 5].wait()
+            pendings[(index + first_waited + rank) % 5].wait()
+        for index, one in enumerate(sums):
+            wanted = sum(_values(other + index, len(one), torch.float32) for other in range(world))
+            assert torch.equal(one, wanted)
+        assert torch.equal(gathered, torch.cat([_values(one, LONG, torch.float32) for one in range(world)]))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_operations_under_way_end_in_any_order_of_waiting(world: int) -> None:
+    run_world(world, _many_under_way, world)
+
+
+def _lose(rank: int, dies: bool) -> str:
+    axis = _axis(rank, 2, timeout_seconds=60 if dies else 0.2)
+    all_reduce(torch.zeros(4), axis).wait()
+    if rank == 1:
+        if dies:
+            os.close(
+                axis.shared.rooms[axis.ranks]._peers[0]._connection.detach()
+            )  # as the system does when it has died
+        time.sleep(1.0)
+        return ""
+    with pytest.raises(LostPeerError) as caught:
+        all_reduce(torch.zeros(4), axis).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("dies", "reason"), [(True, "Connection closed"), (False, "Timed out waiting 0.2 s")])
+def test_a_lost_rank_is_told_of(dies: bool, reason: str) -> None:
+    said = run_world(2, _lose, dies)[0]
+    assert "all_reduce over dp, as rank 0 of (0, 1)" in said
+    assert reason in said
+
+
+def _apart(rank: int, breaks: str) -> None:
+    if breaks == "other machine":
+        listen = shared_memory._listen
+
+        def elsewhere() -> tuple:
+            listener, (boot, name) = listen()
+            return listener, (f"{boot} {rank}", name)
+
+        shared_memory._listen = elsewhere
+    elif breaks == "no such system" and rank == 1:
+        shared_memory._listen = lambda: (None, None)
+    elif breaks == "no connection":
+        shared_memory._MEETING_SECONDS = 0.1
+
+        def refused(*_: object) -> None:
+            raise ConnectionRefusedError
+
+        shared_memory._call = refused
+    axis = _axis(rank, 2)
+    got = torch.full((3,), rank + 1.0)
+    all_reduce(got, axis).wait()
+    assert got.tolist() == [3.0] * 3
+    assert axis.shared.rooms == {(0, 1): None}
+
+
+@pytest.mark.parametrize("breaks", ["other machine", "no such system", "no connection"])
+def test_ranks_that_cannot_share_memory_take_gloo(breaks: str) -> None:
+    run_world(2, _apart, breaks)
