@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import machine, markdown, table
-from benchmarks.rows import FLOOR, KINDS, OURS, SHIPPED, Line, LossesDifferError, measure, possible, setting_of
+from benchmarks.rows import (
+    FLOOR,
+    KINDS,
+    OURS,
+    OVER_GLOO,
+    SHIPPED,
+    Line,
+    LossesDifferError,
+    measure,
+    possible,
+    setting_of,
+)
 from benchmarks.setting import MODELS
 from benchmarks.worlds import ContenderFailedError
 
@@ -31,6 +42,7 @@ HEADS = (
     "megazero / peer",
     "overhead / peer's",
     "as shipped / peer",
+    "over gloo / peer",
     "peak MB",
     "peer's peak MB",
 )
@@ -48,7 +60,9 @@ def lines_of(row: dict[str, Any]) -> dict[str, Line]:
 
 def fastest_peer(lines: dict[str, Line]) -> Line | None:
     """The peer to beat; None where none could run."""
-    peers = [line for name, line in lines.items() if name not in (OURS, SHIPPED, FLOOR) and line.ms is not None]
+    peers = [
+        line for name, line in lines.items() if name not in (OURS, SHIPPED, OVER_GLOO, FLOOR) and line.ms is not None
+    ]
     return max(peers, key=lambda line: line.ratio[0] if line.ratio else 0.0, default=None)
 
 
@@ -68,7 +82,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         if peer is None or ours.ms is None or floor.ms is None or peer.ms is None or peer.ratio is None:
             cells.append([row["title"], "none could run", *[""] * (len(HEADS) - 2)])
             continue
-        share = overhead_share(lines, peer)
+        share, gloo = overhead_share(lines, peer), lines.get(OVER_GLOO)
         shipped_ratio = peer.ratio[0] / shipped.ratio[0] if shipped.ratio else None
         cells.append(
             [
@@ -80,6 +94,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
                 f"{peer.ratio[0]:.2f} ({peer.ratio[1]:.2f} to {peer.ratio[2]:.2f})",
                 "" if share is None else f"{share:.2f}",
                 "" if shipped_ratio is None else f"{shipped_ratio:.2f}",
+                "" if gloo is None or gloo.ratio is None else f"{peer.ratio[0] / gloo.ratio[0]:.2f}",
                 f"{(ours.peak_bytes or 0) / 1e6:.0f}",
                 f"{(peer.peak_bytes or 0) / 1e6:.0f}",
             ]
@@ -93,7 +108,10 @@ def document(found: dict[str, Any]) -> str:
     parts = [
         f"Measured with `python -m benchmarks.all` on: {told}.",
         "Step times are medians; ratios are medians over the rounds of one interleaved run, with their least and most. "
-        "`megazero` uses the peers' matrix products; `as shipped` is what a run has, on this processor oneDNN's.",
+        "`megazero` uses the peers' matrix products; `as shipped` is what a run has, on this processor oneDNN's. Ranks of "
+        "megazero on one machine exchange through memory, where the peers take gloo's sockets; `over gloo` is megazero "
+        "on gloo too. Overhead is the time above the floor: a rank's own compute, and in a pipeline the idle time of its "
+        "schedule.",
     ]
     for model in MODELS:
         for world in sorted({row["setting"]["world"] for row in found["rows"]}):
@@ -174,7 +192,8 @@ def _row(name: str, model: str, world: int, rounds: int) -> dict[str, Any] | Non
     setting = setting_of(kind, model, world, "fp32", None, None)
     print(f"{kind.title}, {model}, {world} ranks", flush=True)
     try:
-        lines = measure(setting, kind.peers, rounds=rounds, steps=4 if model == "tiny" else 1)
+        contenders = [*([OVER_GLOO] if setting.pp == 1 < world else []), *kind.peers]
+        lines = measure(setting, contenders, rounds=rounds, steps=4 if model == "tiny" else 1)
     except (ContenderFailedError, LossesDifferError) as error:
         print(f"  no row: {error}", flush=True)
         return None

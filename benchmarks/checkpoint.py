@@ -44,7 +44,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.pipeline import machine, run_ranks
+from benchmarks.ranks import run_ranks
+from benchmarks.report import machine
 from megazero.checkpoint.gather import gather_logical
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import gather_objects
@@ -397,7 +398,7 @@ def main() -> None:
     layers = max(1, round(rest / LAYER_PARAMETERS))
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         setting = Setting(given.stage, layers, given.micro_batch_size, given.seq_len, given.rounds, directory)
-        ranks = run_ranks(_measure, setting, timeout=3600)
+        ranks = run_ranks(2, _measure, setting, timeout=3600)
         kind = file_system(Path(directory))
     slower = [
         {name: max(one[name] for one in both) for name in both[0]}

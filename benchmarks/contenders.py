@@ -43,15 +43,26 @@ class Megazero:
 
     Args:
         products: "torch" for the products that the peers use, "fastest" for what a run has.
+        shares_memory: ranks exchange through memory, as they do on one machine; False takes gloo, as the peers do.
     """
 
-    def __init__(self, setting: Setting, rank: int, weights: Path, *, products: str) -> None:
+    def __init__(
+        self, setting: Setting, rank: int, weights: Path, *, products: str, shares_memory: bool = True
+    ) -> None:
         if products == "torch":
             gemm._onednn_is_faster = lambda: False  # type: ignore[assignment]
         grid = RankGrid(tp=setting.tp, dp=setting.dp, pp=setting.pp)
-        self.engine: Engine = initialize(setting.config(), ParallelState(grid, rank, timeout_seconds=120))
+        state = ParallelState(grid, rank, timeout_seconds=120)
+        if not shares_memory:
+            for axis in state._axes:
+                object.__setattr__(axis, "shared", None)
+        self.engine: Engine = initialize(setting.config(), state)
         self.dp_index = self.engine.state.dp.index
         self._size = setting.micro_batch_size
+
+    def meter(self) -> int:
+        """Bytes that this rank has sent, as ring volume."""
+        return sum(self.engine.state.traffic.sent_bytes.values())
 
     def step(self, tokens: Tensor, labels: Tensor) -> float:
         batches = [
@@ -64,6 +75,7 @@ class Megazero:
 
 
 megazero = partial(Megazero, products="torch")
+megazero_over_gloo = partial(Megazero, products="torch", shares_memory=False)
 megazero_as_shipped = partial(Megazero, products="fastest")
 
 

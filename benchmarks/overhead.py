@@ -20,17 +20,12 @@ fewer bytes.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
-import multiprocessing as mp
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +36,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import PlainStage, adamw, loss_of
+from benchmarks.ranks import run_ranks
 from benchmarks.setting import GRAD_CLIP, LR
 from megazero.checkpoint.gather import gather_logical
 from megazero.config import RunConfig, resolve
@@ -171,32 +167,9 @@ def _take_turns(named: dict[str, Step], steps: int) -> dict[str, list[tuple[floa
     return found
 
 
-def _rank_main(
-    rank: int, world: int, body: Callable[..., Any], arguments: Sequence[Any], store: str, out: Connection
-) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
-    out.send(body(rank, world, *arguments))
-    os._exit(0)  # without the shutdown of process groups that contenders still hold
-
-
 def costs(world: int, body: Callable[..., Any], *arguments: Any) -> dict[str, Cost]:
-    """Run a body on forked ranks and put its steps together.  Raises: EOFError where a rank failed; it has said why."""
-    context = mp.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world):
-            here, there = context.Pipe(duplex=False)
-            given = (rank, world, body, arguments, str(Path(folder) / "store"), there)
-            processes.append(context.Process(target=_rank_main, args=given, daemon=True))
-            processes[-1].start()
-            there.close()
-            pipes.append(here)
-        ranks = [pipe.recv() for pipe in pipes]
-        for process in processes:
-            process.join()
+    """Run a body on forked ranks and put its steps together.  Raises: RankFailedError."""
+    ranks = run_ranks(world, body, world, *arguments)
     found = {}
     for name in ranks[0]:
         host, process_, wall = np.array([rank[name] for rank in ranks]).transpose(2, 0, 1) * 1e6  # each [rank, step]

@@ -17,7 +17,7 @@ from benchmarks.setting import MODELS, Setting
 from benchmarks.worlds import Build, ContenderFailedError, Turn, World
 from megazero.config import ConfigError
 
-OURS, SHIPPED, FLOOR = "megazero", "megazero, its own products", "floor"
+OURS, SHIPPED, OVER_GLOO, FLOOR = "megazero", "megazero, its own products", "megazero over gloo", "floor"
 CHECKED_STEPS, WARMUP_STEPS = 3, 2
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
@@ -76,6 +76,7 @@ KINDS = {
 BUILDERS = {
     OURS: "contenders:megazero",
     SHIPPED: "contenders:megazero_as_shipped",
+    OVER_GLOO: "contenders:megazero_over_gloo",
     FLOOR: "contenders:Floor",
     "plain": "contenders:Plain",
     "ddp": "peers.data_parallel:Replicated",
@@ -138,7 +139,7 @@ class Line:
         over_floor: this step over the floor's, median of the rounds.
         tokens_per_second: all ranks together, at the median step.
         state_bytes, peak_bytes: see `Memory`; per rank.
-        sent_bytes: of a step, per rank.
+        sent_bytes: of a step, per rank; see `Turn`.
         loss_difference: largest relative difference from megazero's losses.
         error: why there are no figures.
     """
@@ -230,7 +231,7 @@ def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) 
                 setting.tokens / ms[0] * 1e3,
                 memory[name].state,
                 memory[name].peak,
-                statistics.median(turn.sent_bytes for turn in turns[name]) / setting.world,
+                statistics.median(turn.sent_bytes for turn in turns[name]),
                 difference,
             )
         )

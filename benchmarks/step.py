@@ -4,7 +4,8 @@
 
 The same model, initial weights, tokens and optimizer; the losses of the first steps must agree.  `megazero` uses the same
 matrix products as the peers; `megazero, its own products` is what a run has (megazero/layers/gemm.py).  The floor is a
-rank's compute without any communication, and in a pipeline the idle time that its schedule prescribes.
+rank's compute without any communication, and in a pipeline the idle time that its schedule prescribes.  Ranks of megazero
+that run on one machine exchange through memory, where the peers take gloo's sockets; --over-gloo has it take them too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 from dataclasses import asdict
 
 from benchmarks.report import machine, table
-from benchmarks.rows import KINDS, Kind, measure, setting_of
+from benchmarks.rows import KINDS, OVER_GLOO, Kind, measure, setting_of
 from benchmarks.setting import DTYPES, MODELS
 
 
@@ -33,13 +34,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--accumulation", type=int, help="micro-batches per step (pipelines: 8)")
     parser.add_argument("--zero-stage", type=int, choices=range(4), help="ours, where it is not the kind's")
+    parser.add_argument("--over-gloo", action="store_true", help="also megazero without memory that ranks share")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, help="of each contender in a round")
     given = parser.parse_args()
     kind = KINDS[given.peer] if given.peer in KINDS else kind_of(given.peer)
     setting = setting_of(kind, given.model, given.world, given.dtype, given.accumulation, given.zero_stage)
     steps = given.steps or (4 if given.model == "tiny" else 1)
-    lines = measure(setting, kind.peers if given.peer in KINDS else [given.peer], rounds=given.rounds, steps=steps)
+    contenders = [*([OVER_GLOO] if given.over_gloo else []), *(kind.peers if given.peer in KINDS else [given.peer])]
+    lines = measure(setting, contenders, rounds=given.rounds, steps=steps)
     print(
         f"{kind.title}, {given.model}, {given.world} ranks, {given.dtype}, {setting.accumulation} micro-batches of "
         f"{setting.micro_batch_size} x {setting.size.seq_len} tokens, {given.rounds} rounds of {steps} steps"

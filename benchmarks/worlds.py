@@ -6,7 +6,7 @@
 
 Each contender has its own forked processes, one thread each, so that none sees another's memory or patches; those whose
 turn it is not wait in a pipe.  A step begins behind a barrier and takes as long as its slowest rank.  Bytes sent are what
-the loopback interface counted, the same for everyone.
+the loopback interface counted, or, of a contender that has a meter, what that counted.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Turn:
         seconds: of each step, its slowest rank's.
         losses: of each step, the mean over those ranks that have one.
         works: of each step, by rank; empty for contenders that are no floor.
-        sent_bytes: of a step, all ranks together.
+        sent_bytes: of a step, per rank.
     """
 
     seconds: list[float]
@@ -129,8 +129,11 @@ class World:
         """Run a step on each batch.  Raises: ContenderFailedError."""
         before = _loopback_bytes()
         self._tell(("steps", list(batches)))
-        answers = self._answers()
-        sent = (_loopback_bytes() - before) / len(batches)
+        told = self._answers()
+        passed = (_loopback_bytes() - before) / len(told)
+        metered = [counted for _, counted in told if counted is not None]
+        sent = (sum(metered) / len(metered) if metered else passed) / len(batches)
+        answers = [steps for steps, _ in told]
         steps = list(zip(*answers, strict=True))  # [step][rank] of (seconds, result)
         losses: list[float | None] = []
         for step in steps:
@@ -197,7 +200,10 @@ def _rank_main(build: Build, setting: Setting, rank: int, weights: Path, store: 
         while True:
             command, argument = pipe.recv()
             if command == "steps":
-                answer = [_timed(contender, *setting.batch(batch, contender.dp_index)) for batch in argument]
+                meter = getattr(contender, "meter", None)
+                before_steps = meter() if meter else 0
+                steps = [_timed(contender, *setting.batch(batch, contender.dp_index)) for batch in argument]
+                answer = (steps, meter() - before_steps if meter else None)
             else:
                 answer = (_tensor_bytes(), _memory_of_this_process("VmHWM") - before)
             pipe.send(("ok", answer))
