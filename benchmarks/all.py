@@ -2,8 +2,8 @@
 
     python -m benchmarks.all [--worlds 2,4] [--models tiny,small] [--kinds zero1,tp,...] [--rounds 7]
 
-Writes `speed_<cores>cpu.json` after every row, so that an interrupted run loses one row; rows that are there already are
-kept unless --again is given.  Then `speed_<cores>cpu.md` and `speed_<cores>cpu.svg` from all rows.
+Writes `speed_<cores>cpu.json` after every row, so that an interrupted run loses one row; rows that this machine has
+measured already with these versions are kept unless --again is given.  Then a table, `.md`, and a picture, `.svg`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import nan
 from pathlib import Path
 from typing import Any
+
+from matplotlib import pyplot
 
 from benchmarks.report import machine, markdown, table
 from benchmarks.rows import (
@@ -29,7 +32,7 @@ from benchmarks.rows import (
     possible,
     setting_of,
 )
-from benchmarks.setting import MODELS
+from benchmarks.setting import MODELS, positive
 from benchmarks.worlds import ContenderFailedError
 
 RESULTS = Path(__file__).parent / "results"
@@ -104,14 +107,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def document(found: dict[str, Any]) -> str:
     """The whole result as Markdown."""
-    told = ", ".join(f"{key} {value}" for key, value in found["machine"].items())
+    machines = {", ".join(f"{key} {value}" for key, value in row["machine"].items()) for row in found["rows"]}
     parts = [
-        f"Measured with `python -m benchmarks.all` on: {told}.",
+        f"Measured with `python -m benchmarks.all` on: {'; '.join(sorted(machines))}.",
         "Step times are medians; ratios are medians over the rounds of one interleaved run, with their least and most. "
         "`megazero` uses the peers' matrix products; `as shipped` is what a run has, on this processor oneDNN's. Ranks of "
         "megazero on one machine exchange through memory, where the peers take gloo's sockets; `over gloo` is megazero "
         "on gloo too. Overhead is the time above the floor: a rank's own compute, and in a pipeline the idle time of its "
-        "schedule.",
+        "schedule. The floor is made of the peers' modules, so a faster model of ours counts against the overhead as well: "
+        "`one device` says how much that is.",
     ]
     for model in MODELS:
         for world in sorted({row["setting"]["world"] for row in found["rows"]}):
@@ -128,18 +132,23 @@ def document(found: dict[str, Any]) -> str:
 
 def draw(found: dict[str, Any], file: Path) -> None:
     """Bars of our step over the fastest peer's, one panel per model and world."""
-    from matplotlib import pyplot
-
     panels: dict[str, list[tuple[str, float, float, float]]] = {}
     for row in found["rows"]:
         lines = lines_of(row)
         peer = fastest_peer(lines)
-        if peer is None or peer.ratio is None or peer.over_floor is None:
+        if peer is None or peer.ratio is None:
             continue
         shipped = lines[SHIPPED].ratio
         setting = row["setting"]
-        bars = (row["title"], peer.ratio[0], peer.ratio[0] / shipped[0] if shipped else 0.0, 1 / peer.over_floor)
+        bars = (
+            row["title"],
+            peer.ratio[0],
+            peer.ratio[0] / shipped[0] if shipped else 0.0,
+            1 / peer.over_floor if peer.over_floor else nan,
+        )
         panels.setdefault(f"{setting['model']}, {setting['world']} ranks", []).append(bars)
+    if not panels:
+        return
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 5.2), squeeze=False)
     for axis, (title, bars) in zip(axes[0], sorted(panels.items()), strict=True):
         places = range(len(bars))
@@ -162,21 +171,26 @@ def main() -> None:
     parser.add_argument("--worlds", default="2,4")
     parser.add_argument("--models", default=",".join(model for model in MODELS if model != "smoke"))
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=positive, default=7)
     parser.add_argument("--again", action="store_true", help="measure rows anew that are there already")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args()
+    models, kinds = given.models.split(","), given.kinds.split(",")
+    unknown = [*(name for name in models if name not in MODELS), *(name for name in kinds if name not in KINDS)]
+    if unknown:
+        parser.error(f"{unknown[0]} is none of {', '.join((*MODELS, *KINDS))}")
+    given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / f"speed_{os.cpu_count()}cpu.json"
     found = json.loads(file.read_text("utf-8")) if file.is_file() else {"rows": []}
-    found["machine"] = machine()
-    for model in given.models.split(","):
-        for name in given.kinds.split(","):
+    here = {key: value for key, value in machine().items() if key != "date"}
+    for model in models:
+        for name in kinds:
             for world in worlds_of(name, [int(world) for world in given.worlds.split(",")]):
                 kind = KINDS[name]
                 if possible(kind, model, world):
                     setting = asdict(setting_of(kind, model, world, "fp32", None, None))
                     old = [row for row in found["rows"] if row["title"] == kind.title and row["setting"] == setting]
-                    if old and not given.again:
+                    if old and old[0]["machine"].items() >= here.items() and not given.again:
                         continue
                     row = _row(name, model, world, given.rounds)
                     if row is not None:
@@ -192,13 +206,19 @@ def _row(name: str, model: str, world: int, rounds: int) -> dict[str, Any] | Non
     setting = setting_of(kind, model, world, "fp32", None, None)
     print(f"{kind.title}, {model}, {world} ranks", flush=True)
     try:
-        contenders = [*([OVER_GLOO] if setting.pp == 1 < world else []), *kind.peers]
+        contenders = [*([OVER_GLOO] if setting.pp == 1 and world == 2 else []), *kind.peers]
         lines = measure(setting, contenders, rounds=rounds, steps=4 if model == "tiny" else 1)
     except (ContenderFailedError, LossesDifferError) as error:
         print(f"  no row: {error}", flush=True)
         return None
     print(table(lines), flush=True)
-    return {"title": kind.title, "setting": asdict(setting), "lines": [asdict(line) for line in lines]}
+    return {
+        "title": kind.title,
+        "machine": machine(),
+        "rounds": rounds,
+        "setting": asdict(setting),
+        "lines": [asdict(line) for line in lines],
+    }
 
 
 def _write(file: Path, text: str) -> None:

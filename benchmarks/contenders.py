@@ -83,6 +83,9 @@ class Plain:
     """One device, no framework."""
 
     def __init__(self, setting: Setting, rank: int, weights: Path) -> None:
+        if setting.world > 1:
+            raise ValueError("the plain loop runs on one device: --world 1")
+        _only_fp32(setting, "the plain loop")
         self.dp_index = rank
         self.model = PlainStage(setting.model_config(), load_file(weights))
         self.optimizer = adamw(list(self.model.parameters()))
@@ -94,6 +97,11 @@ class Plain:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
+
+
+def _only_fp32(setting: Setting, name: str) -> None:
+    if setting.dtype != "fp32":
+        raise ValueError(f"{name} computes in fp32 only, got dtype {setting.dtype}")
 
 
 def passes(model: torch.nn.Module, tokens: Tensor, labels: Tensor, accumulation: int) -> float:
@@ -180,7 +188,7 @@ class Floor:
         self._runs = [SplitSequence(stage, whole, tp) if split else stage for stage in self._stages]
         parameters = [p for stage in self._stages for p in stage.parameters()]
         # under ZeRO a rank steps as many elements as 1 / dp of the model's
-        self._clipped = self._stepped = parameters
+        self._parameters = self._stepped = parameters
         if setting.zero_stage:
             count = sum(p.numel() for p in parameters) // setting.dp
             self._stepped = [torch.nn.Parameter(torch.zeros(count // 4, 4))]
@@ -204,10 +212,8 @@ class Floor:
         between = time.perf_counter()
         torch.nn.utils.clip_grad_norm_(self._stepped, GRAD_CLIP)
         self.optimizer.step()
-        for parameter in self._clipped:
+        for parameter in self._parameters:
             parameter.grad = None
-        if self._stepped is not self._clipped:
-            self._stepped[0].grad = torch.zeros_like(self._stepped[0])
         return Work(between - begin, time.perf_counter() - between)
 
 

@@ -23,7 +23,8 @@ HEADS = (
     "tokens/s",
     "state MB",
     "peak MB",
-    "sent MB",
+    "loopback MB",
+    "own meter MB",
     "loss diff",
 )
 
@@ -56,7 +57,8 @@ def _cells(line: Line) -> list[str]:
         "" if line.tokens_per_second is None else f"{line.tokens_per_second:,.0f}",
         megabytes(line.state_bytes),
         megabytes(line.peak_bytes),
-        megabytes(line.sent_bytes),
+        megabytes(line.loopback_bytes),
+        megabytes(line.metered_bytes),
         "" if line.loss_difference is None else f"{line.loss_difference:.1e}",
     ]
 

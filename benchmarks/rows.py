@@ -5,11 +5,13 @@ A kind is one way to split the work.  Its peers are what a user would pick for i
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,7 @@ def builder(name: str) -> Build:
         return getattr(import_module(f"benchmarks.{module}"), attribute)  # type: ignore[no-any-return]
     except ImportError as error:
         raise ContenderFailedError(
-            f"{name} cannot be imported ({error}); install the extra: pip install '.[bench]'"
+            f"{name} cannot be imported ({error}); `make .venv/.bench` installs the peers"
         ) from error
 
 
@@ -136,10 +138,11 @@ class Line:
     Args:
         ms: milliseconds of a step: median, least, most.
         ratio: megazero's step over this one's, median of the rounds, and its least and most; None for megazero.
-        over_floor: this step over the floor's, median of the rounds.
+        over_floor: this step over the floor's, median of the rounds; None for pipelines of more ranks than cores, whose
+            bubbles cost nothing, since idle ranks leave their cores to others, and in bf16, which it does not compute in.
         tokens_per_second: all ranks together, at the median step.
         state_bytes, peak_bytes: see `Memory`; per rank.
-        sent_bytes: of a step, per rank; see `Turn`.
+        loopback_bytes, metered_bytes: see `Turn`.
         loss_difference: largest relative difference from megazero's losses.
         error: why there are no figures.
     """
@@ -151,7 +154,8 @@ class Line:
     tokens_per_second: float | None = None
     state_bytes: int | None = None
     peak_bytes: int | None = None
-    sent_bytes: float | None = None
+    loopback_bytes: float | None = None
+    metered_bytes: float | None = None
     loss_difference: float | None = None
     error: str | None = None
 
@@ -176,34 +180,29 @@ def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) 
     from benchmarks.contenders import floor_seconds, idle_share, write_weights
 
     worlds: dict[str, World] = {}
-    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights.safetensors"
         write_weights(setting, weights)
         try:
-            for name in (OURS, SHIPPED, FLOOR, *peers):
-                try:
-                    worlds[name] = World(name, builder(name), setting, weights)
-                    worlds[name].turn(range(1))  # some fail only when they run
-                except ContenderFailedError as error:
-                    if name in (OURS, SHIPPED, FLOOR):
-                        raise
-                    failed[name] = str(error)
-                    if name in worlds:
-                        worlds.pop(name).close()
+            failed = _start((OURS, SHIPPED, FLOOR, *peers), setting, weights, worlds)
             checked = {name: world.turn(range(1, 1 + CHECKED_STEPS)) for name, world in worlds.items()}
+            for name in list(worlds):
+                if name not in (OURS, FLOOR):
+                    _check_losses(name, checked[name], checked[OURS], LOSS_TOLERANCE[setting.dtype])
             for world in worlds.values():
                 world.turn(range(10, 10 + WARMUP_STEPS))
             turns: dict[str, list[Turn]] = {name: [] for name in worlds}
             for number in range(rounds):
-                names = list(worlds) if number % 2 == 0 else list(worlds)[::-1]
-                for name in names:
+                names = list(worlds)
+                first = number % len(names)
+                for name in names[first:] + names[:first]:  # everyone comes after everyone, and first in some round
                     turns[name].append(worlds[name].turn(range(100 + number, 100 + number + steps)))
             memory = {name: world.memory() for name, world in worlds.items()}
         finally:
             for world in worlds.values():
                 world.close()
     idle = idle_share(setting)
+    has_floor = setting.dtype == "fp32" and (setting.pp == 1 or setting.world <= (os.cpu_count() or 1))
     seconds = {
         name: [[floor_seconds(work, idle) for work in turn.works] if name == FLOOR else turn.seconds for turn in found]
         for name, found in turns.items()
@@ -215,10 +214,6 @@ def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) 
             lines.append(Line(name, error=failed[name]))
             continue
         difference = None if name in (FLOOR, OURS) else _difference(checked[OURS], checked[name])
-        if difference is not None and difference > LOSS_TOLERANCE[setting.dtype]:
-            raise LossesDifferError(
-                f"{name} has losses {checked[name].losses}, megazero {checked[OURS].losses}: not the same work"
-            )
         ms = _spread([value * 1e3 for values in seconds[name] for value in values])
         ratios = [ours / its for ours, its in zip(medians[OURS], medians[name], strict=True)]
         over = [its / floor for its, floor in zip(medians[name], medians[FLOOR], strict=True)]
@@ -227,20 +222,45 @@ def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) 
                 name,
                 ms,
                 None if name == OURS else _spread(ratios),
-                statistics.median(over),
+                statistics.median(over) if has_floor else None,
                 setting.tokens / ms[0] * 1e3,
                 memory[name].state,
                 memory[name].peak,
-                statistics.median(turn.sent_bytes for turn in turns[name]),
+                statistics.median(turn.loopback_bytes for turn in turns[name]),
+                turns[name][0].metered_bytes,
                 difference,
             )
         )
     return lines
 
 
+def _start(names: Sequence[str], setting: Setting, weights: Path, worlds: dict[str, World]) -> dict[str, str]:
+    """Make the worlds and let each take a step; why the peers among them that cannot, cannot."""
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            worlds[name] = World(name, builder(name), setting, weights)
+            worlds[name].turn(range(1))  # some fail only when they run
+        except ContenderFailedError as error:
+            if name in (OURS, SHIPPED, FLOOR):
+                raise
+            failed[name] = str(error)
+            if name in worlds:
+                worlds.pop(name).close()
+    return failed
+
+
+def _check_losses(name: str, its: Turn, ours: Turn, tolerance: float) -> None:
+    if not _difference(ours, its) <= tolerance:  # also where one is not a number
+        raise LossesDifferError(f"{name} has losses {its.losses}, megazero {ours.losses}: not the same work")
+
+
 def _difference(a: Turn, b: Turn) -> float:
-    pairs = [(x, y) for x, y in zip(a.losses, b.losses, strict=True) if x is not None and y is not None]
-    return max(abs(x - y) / abs(y) for x, y in pairs)
+    """Largest relative difference of losses; not a number where a loss is none, or missing."""
+    differences = [
+        nan if x is None or y is None else abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True)
+    ]
+    return nan if any(map(isnan, differences)) else max(differences)
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:

@@ -15,6 +15,14 @@ LR, GRAD_CLIP, SEED = 3e-4, 1.0, 7
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def positive(text: str) -> int:
+    """A whole number from 1 on, of a command line.  Raises: ValueError."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{number} is not positive")
+    return number
+
+
 @dataclass(frozen=True)
 class ModelSize:
     """A Llama, and how many samples of it a micro-batch has here."""

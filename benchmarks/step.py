@@ -15,8 +15,10 @@ import json
 from dataclasses import asdict
 
 from benchmarks.report import machine, table
-from benchmarks.rows import KINDS, OVER_GLOO, Kind, measure, setting_of
-from benchmarks.setting import DTYPES, MODELS
+from benchmarks.rows import KINDS, OVER_GLOO, Kind, LossesDifferError, measure, setting_of
+from benchmarks.setting import DTYPES, MODELS, positive
+from benchmarks.worlds import ContenderFailedError
+from megazero.config.problem import ConfigError
 
 
 def kind_of(peer: str) -> Kind:
@@ -29,20 +31,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peers = [peer for kind in KINDS.values() for peer in kind.peers]
     parser.add_argument("--peer", choices=[*peers, *KINDS], required=True, help="or all peers of a kind")
-    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--world", type=positive, default=2)
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    parser.add_argument("--accumulation", type=int, help="micro-batches per step (pipelines: 8)")
+    parser.add_argument("--accumulation", type=positive, help="micro-batches per step (pipelines: 8)")
     parser.add_argument("--zero-stage", type=int, choices=range(4), help="ours, where it is not the kind's")
     parser.add_argument("--over-gloo", action="store_true", help="also megazero without memory that ranks share")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, help="of each contender in a round")
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--steps", type=positive, help="of each contender in a round")
     given = parser.parse_args()
     kind = KINDS[given.peer] if given.peer in KINDS else kind_of(given.peer)
     setting = setting_of(kind, given.model, given.world, given.dtype, given.accumulation, given.zero_stage)
+    try:
+        setting.config()
+    except ConfigError as error:
+        parser.error(str(error))
     steps = given.steps or (4 if given.model == "tiny" else 1)
     contenders = [*([OVER_GLOO] if given.over_gloo else []), *(kind.peers if given.peer in KINDS else [given.peer])]
-    lines = measure(setting, contenders, rounds=given.rounds, steps=steps)
+    try:
+        lines = measure(setting, contenders, rounds=given.rounds, steps=steps)
+    except (ContenderFailedError, LossesDifferError) as error:
+        raise SystemExit(str(error)) from error
     print(
         f"{kind.title}, {given.model}, {given.world} ranks, {given.dtype}, {setting.accumulation} micro-batches of "
         f"{setting.micro_batch_size} x {setting.size.seq_len} tokens, {given.rounds} rounds of {steps} steps"

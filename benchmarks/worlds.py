@@ -5,12 +5,12 @@
     B's ranks                  step step .                          step step
 
 Each contender has its own forked processes, one thread each, so that none sees another's memory or patches; those whose
-turn it is not wait in a pipe.  A step begins behind a barrier and takes as long as its slowest rank.  Bytes sent are what
-the loopback interface counted, or, of a contender that has a meter, what that counted.
+turn it is not wait in a pipe.  A step begins behind a barrier and takes as long as its slowest rank.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import gc
 import multiprocessing as mp
@@ -33,6 +33,7 @@ from torch import Tensor
 from benchmarks.setting import Setting
 
 TIMEOUT_SECONDS = 300
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,15 @@ class Turn:
         seconds: of each step, its slowest rank's.
         losses: of each step, the mean over those ranks that have one.
         works: of each step, by rank; empty for contenders that are no floor.
-        sent_bytes: of a step, per rank.
+        loopback_bytes: of a step, per rank, as the interface counted them.
+        metered_bytes: of a step, per rank, as the contender's own meter did; None without one.
     """
 
     seconds: list[float]
     losses: list[float | None]
     works: list[list[Work]]
-    sent_bytes: float
+    loopback_bytes: float
+    metered_bytes: float | None
 
 
 @dataclass(frozen=True)
@@ -123,16 +126,19 @@ class World:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
-        self._answers()
+        try:
+            self._answers()
+        except BaseException:
+            self.close()
+            raise
 
     def turn(self, batches: Sequence[int]) -> Turn:
         """Run a step on each batch.  Raises: ContenderFailedError."""
         before = _loopback_bytes()
         self._tell(("steps", list(batches)))
-        told = self._answers()
+        told, count = self._answers(), len(batches)
         passed = (_loopback_bytes() - before) / len(told)
         metered = [counted for _, counted in told if counted is not None]
-        sent = (sum(metered) / len(metered) if metered else passed) / len(batches)
         answers = [steps for steps, _ in told]
         steps = list(zip(*answers, strict=True))  # [step][rank] of (seconds, result)
         losses: list[float | None] = []
@@ -140,7 +146,13 @@ class World:
             found = [result for _, result in step if isinstance(result, float)]
             losses.append(sum(found) / len(found) if found else None)
         works = [[result for _, result in step if isinstance(result, Work)] for step in steps]
-        return Turn([max(seconds for seconds, _ in step) for step in steps], losses, works, sent)
+        return Turn(
+            [max(seconds for seconds, _ in step) for step in steps],
+            losses,
+            works,
+            passed / count,
+            sum(metered) / len(metered) / count if metered else None,
+        )
 
     def memory(self) -> Memory:
         """Of the rank that has most; to be asked after some steps."""
@@ -157,8 +169,11 @@ class World:
         self._folder.cleanup()
 
     def _tell(self, command: tuple[str, object]) -> None:
-        for pipe in self._pipes:
-            pipe.send(command)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(command)
+            except OSError:
+                raise ContenderFailedError(f"{self.name}: rank {rank} died") from None
 
     def _answers(self) -> list:  # type: ignore[type-arg]
         found = []
@@ -177,6 +192,8 @@ class World:
 
 
 def _rank_main(build: Build, setting: Setting, rank: int, weights: Path, store: Path, pipe: Connection) -> None:
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the conductor
     os.environ.update(
         GLOO_SOCKET_IFNAME="lo",
         RANK=str(rank),
@@ -192,9 +209,13 @@ def _rank_main(build: Build, setting: Setting, rank: int, weights: Path, store: 
         )
         dist.barrier()
         gc.collect()
+        libc.malloc_trim(0)
         before = _memory_of_this_process("VmRSS")
         contender = build(setting, rank, weights)
         gc.collect()
+        libc.malloc_trim(
+            0
+        )  # else what building took, and gave back, would count for those who build the whole model first
         Path("/proc/self/clear_refs").write_text("5")  # the peak is that of training, from here on
         pipe.send(("ok", None))
         while True:

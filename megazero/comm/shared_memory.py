@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-HALF_BYTES = 1 << 20
+HALF_BYTES = 1 << 19
 _MEETING_SECONDS = 10.0
 
 Rounds: TypeAlias = Generator[None, None, None]

@@ -92,7 +92,7 @@ def read_batches(
 
 
 def _sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor on a device.  To CUDA it goes from page-locked memory, beside what runs there, and the host goes on."""
+    """The tensor on a device.  To CUDA it goes from page-locked memory, and the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

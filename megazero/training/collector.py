@@ -31,6 +31,7 @@ class Collector:
 
     def __enter__(self) -> Collector:
         if self._freezes:
+            gc.collect()  # what is garbage already would be frozen too
             gc.freeze()
         gc.disable()
         return self

@@ -277,7 +277,9 @@ def test_every_optimizer_follows_its_formula_on_every_stage_and_place(name: str,
     for step in range(STEPS):
         trainer.step(*global_batch(runs[0], step))
     results = _train_each(2, runs)
-    by_units = results[cases.index((3, "none"))]  # buckets of stage 3 are cut otherwise, which rounds the norm otherwise
+    by_units = results[
+        cases.index((3, "none"))
+    ]  # buckets of stage 3 are cut otherwise, which rounds the norm otherwise
     for case, got in zip(cases, results, strict=True):
         _assert_same_bits(got, by_units if case[0] == 3 else results[0], case)
         elements = strays = 0
