@@ -52,10 +52,7 @@ class Megazero:
         if products == "torch":
             gemm._onednn_is_faster = lambda: False  # type: ignore[assignment]
         grid = RankGrid(tp=setting.tp, dp=setting.dp, pp=setting.pp)
-        state = ParallelState(grid, rank, timeout_seconds=120)
-        if not shares_memory:
-            for axis in state._axes:
-                object.__setattr__(axis, "shared", None)
+        state = ParallelState(grid, rank, timeout_seconds=120, shares_memory=shares_memory)
         self.engine: Engine = initialize(setting.config(), state)
         self.dp_index = self.engine.state.dp.index
         self._size = setting.micro_batch_size

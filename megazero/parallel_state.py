@@ -197,17 +197,20 @@ class Shared:
 
     Args:
         timeout_seconds: how long a rank may keep others waiting in it.
-        rooms: made by `comm` when first needed; None for ranks that cannot share any.
+        rooms: by ranks and purpose, made by `comm` when first needed; None for ranks that cannot share any.
+        listening: hears the ranks of all rooms; of `comm`.
     """
 
     timeout_seconds: float
-    rooms: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    rooms: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
+    listening: Any = None
 
     def close(self) -> None:
         """Leave all of it."""
-        for room in self.rooms.values():
-            if room is not None:
-                room.close()
+        for rooms in self.rooms.values():
+            for room in rooms.values():
+                if room is not None:
+                    room.close()
         self.rooms.clear()
 
 
@@ -255,6 +258,7 @@ class ParallelState:
         timeout_seconds: how long a collective may wait for a peer.
         shard_group_size: neighbours on the dp axis that share one copy of the sharded state; 0 for all of them.
         neighbours: ranks that run on this machine, this one included.
+        shares_memory: CPU ranks that all run on one machine exchange through memory; False takes their communicator always.
 
     Attributes:
         shard, replica: dp cut in two: ranks that hold different shards, and ranks that hold the same one.
@@ -272,6 +276,7 @@ class ParallelState:
         timeout_seconds: float = 600,
         shard_group_size: int = 0,
         neighbours: int = 1,
+        shares_memory: bool = True,
     ) -> None:
         running = dist.get_world_size() if dist.is_initialized() else 1
         if grid.world_size != running:
@@ -293,7 +298,7 @@ class ParallelState:
         self.traffic = Traffic()
         self._timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
-        self._shared = Shared(timeout_seconds) if self.device.type == "cpu" else None
+        self._shared = Shared(timeout_seconds) if shares_memory and self.device.type == "cpu" else None
         self._axes: list[Axis] = []
         self._saving: SavingAxes | None = None
         self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import replace
@@ -16,7 +17,7 @@ from megazero.parallel_state import Axis, ParallelState, RankGrid
 from tests.harness import run_world
 
 LONG = 3 * HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last one short
-LENGTHS = (1, 7, 16_385, LONG)
+LENGTHS = (0, 1, 7, 16_385, LONG)
 
 
 def _axis(rank: int, world: int, timeout_seconds: float = 60) -> Axis:
@@ -53,7 +54,7 @@ def _collectives(rank: int, world: int, shares: bool) -> None:
             assert torch.equal(inside, wanted), (dtype, length)
 
 
-@pytest.mark.parametrize(("world", "shares"), [(2, True), (4, True), (2, False), (4, False)])
+@pytest.mark.parametrize(("world", "shares"), [(2, True), (3, True), (4, True), (2, False), (4, False)])
 def test_collectives_are_exact_in_memory_and_over_gloo(world: int, shares: bool) -> None:
     run_world(world, _collectives, world, shares)
 
@@ -87,9 +88,7 @@ def _lose(rank: int, dies: bool) -> str:
     all_reduce(torch.zeros(4), axis).wait()
     if rank == 1:
         if dies:
-            os.close(
-                axis.shared.rooms[axis.ranks]._peers[0]._connection.detach()
-            )  # as the system does when it has died
+            axis.shared.rooms[axis.ranks]["reduce"]._peers[0].connection.close()  # as the system does when it has died
         time.sleep(1.0)
         return ""
     with pytest.raises(LostPeerError) as caught:
@@ -126,9 +125,44 @@ def _apart(rank: int, breaks: str) -> None:
     got = torch.full((3,), rank + 1.0)
     all_reduce(got, axis).wait()
     assert got.tolist() == [3.0] * 3
-    assert axis.shared.rooms == {(0, 1): None}
+    assert axis.shared.rooms == {(0, 1): {"reduce": None, "gather": None}}
 
 
 @pytest.mark.parametrize("breaks", ["other machine", "no such system", "no connection"])
 def test_ranks_that_cannot_share_memory_take_gloo(breaks: str) -> None:
     run_world(2, _apart, breaks)
+
+
+def _in_other_orders(rank: int) -> str:
+    axis = _axis(rank, 2)
+    total, whole = torch.full((LONG,), rank + 1.0), torch.empty(2 * LONG)
+    begun = [lambda: all_reduce(total, axis), lambda: all_gather(whole, torch.full((LONG,), float(rank)), axis)]
+    pendings = [begin() for begin in (begun if rank else begun[::-1])]
+    pendings[0].wait()  # each waits for what the other waits for last
+    pendings[1].wait()
+    assert total.unique().tolist() == [3.0]
+    assert whole.view(2, -1).unique(dim=1).flatten().tolist() == [0.0, 1.0]
+    with pytest.raises(LostPeerError) as caught:
+        all_reduce(torch.zeros(4 + rank), axis).wait()
+    return str(caught.value)
+
+
+def test_gathering_and_reducing_pair_up_apart_and_what_does_not_pair_up_is_told() -> None:
+    said = run_world(2, _in_other_orders)
+    assert "number 1 of the group is in all_reduce of 5 torch.float32 over dp, this one in all_reduce of 4" in said[0]
+
+
+def _after_leaving(rank: int) -> None:
+    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=5)
+    before = len(os.listdir("/proc/self/fd"))
+    pending = all_reduce(torch.zeros(3), state.dp)
+    state.leave()
+    with pytest.raises(LostPeerError, match="has left"):
+        pending.wait()
+    del pending
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_leaving_closes_everything() -> None:
+    run_world(2, _after_leaving)

@@ -44,8 +44,8 @@ class _Layer(nn.Module):
 class _Model:
     """Three layers under ZeRO, each part of it made by hand, and what a step needs."""
 
-    def __init__(self, rank: int, world: int, zero_stage: int) -> None:
-        self.state = ParallelState(RankGrid(dp=world), rank)
+    def __init__(self, rank: int, world: int, zero_stage: int, shares_memory: bool = True) -> None:
+        self.state = ParallelState(RankGrid(dp=world), rank, shares_memory=shares_memory)
         self.layers = nn.ModuleList(_Layer() for _ in range(3))
         described = []
         for index, layer in enumerate(self.layers):
@@ -105,6 +105,21 @@ def test_a_parameter_unused_in_a_step_gets_no_gradient_of_an_earlier_one(zero_st
     for gradients in run_world(2, _unused, 2, zero_stage):
         for name, values in gradients.items():
             assert any(values) == (name.endswith("weight") and bool(values)), name
+
+
+def _used_on_one_rank(rank: int, over_gloo: bool) -> list[list[dict[str, list[float]]]]:
+    found = []
+    for zero_stage in STAGES:
+        model = _Model(rank, 2, zero_stage, shares_memory=not over_gloo)
+        model.step([_input(rank, 0)])
+        model.step([_input(rank, 1)], uses_extra=rank == 0)
+        found.append(model.gradients())
+    return found
+
+
+def test_ranks_may_use_different_parameters() -> None:
+    """Then they gather and reduce in different orders."""
+    assert run_world(2, _used_on_one_rank, False) == run_world(2, _used_on_one_rank, True)
 
 
 def _three_steps(rank: int, world: int, zero_stage: int, disturbed: bool) -> tuple[list[Any], list[Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm import in_memory
-from megazero.comm.shared_memory import Rounds, SharedMemory, meet
+from megazero.comm.shared_memory import Listening, Rounds, SharedMemory, meet
 from megazero.parallel_state import Axis
 
 T = TypeVar("T")
@@ -139,9 +140,10 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     if axis.size == 1:
         return Pending()
     sent = 2 * tensor.nbytes * (axis.size - 1) // axis.size
-    room = _room(tensor, axis)
+    room = _room(tensor, axis, "reduce")
     if room is not None:
-        return _in_room(room, in_memory.all_reduce(room, tensor.view(-1), _COMBINATIONS[op]), "all_reduce", axis, sent)
+        rounds = in_memory.all_reduce(room, tensor.detach().view(-1), _COMBINATIONS[op])
+        return _in_room(room, rounds, "all_reduce", tensor, axis, sent)
     work, guard = _start(
         "all_reduce",
         axis,
@@ -206,13 +208,14 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
     if shard.device.type != "cpu":
         work, guard = _start("all_gather", axis, sent, lambda: _all_gather(out, shard, group=axis.group, async_op=True))
         return Pending(work, guard)
-    places = [place.view(-1) for place in out.view(axis.size, *shard.shape).unbind(0)]
+    shard = shard.detach()
+    places = [place.view(-1) for place in out.detach().view(axis.size, *shard.shape).unbind(0)]
     mine = places[axis.index]
     if mine.data_ptr() != shard.data_ptr():
         mine.copy_(shard.view(-1))
-    room = _room(shard, axis)
+    room = _room(shard, axis, "gather")
     if room is not None:
-        return _in_room(room, in_memory.all_gather(room, places), "all_gather", axis, sent)
+        return _in_room(room, in_memory.all_gather(room, places), "all_gather", shard, axis, sent)
     others = [place for place in range(axis.size) if place != axis.index and mine.numel()]
 
     def post() -> list[Any]:
@@ -230,7 +233,7 @@ def _wait_for_all(works: Sequence[Any]) -> None:
 
 def arriving_elements(full: int, axis: Axis, device: torch.device) -> int:
     """Elements of the `scratch` that a `reduce_scatter` of `full` elements uses.  All ranks of the axis ask."""
-    on_gloo = device.type == "cpu" and axis.size > 1 and _room(torch.empty(0, device=device), axis) is None
+    on_gloo = device.type == "cpu" and axis.size > 1 and _room(torch.empty(0, device=device), axis, "reduce") is None
     return full if on_gloo else 0
 
 
@@ -261,33 +264,40 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
             lambda: _reduce_scatter(out, full, group=axis.group, async_op=True),
         )
         return Pending(work, guard)
-    room = _room(full, axis)
+    room = _room(full, axis, "reduce")
     if room is not None:
-        rounds = in_memory.reduce_scatter(room, out.view(-1), full.view(axis.size, -1).unbind(0))
-        return _in_room(room, rounds, "reduce_scatter", axis, sent)
-    parts = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
+        parts = full.detach().view(axis.size, -1).unbind(0)
+        rounds = in_memory.reduce_scatter(room, out.detach().view(-1), parts)
+        return _in_room(room, rounds, "reduce_scatter", full, axis, sent)
+    arriving = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
     work, guard = _start(
-        "reduce_scatter", axis, sent, lambda: dist.all_to_all_single(parts, full, group=axis.group, async_op=True)
+        "reduce_scatter", axis, sent, lambda: dist.all_to_all_single(arriving, full, group=axis.group, async_op=True)
     )
     return Pending(
-        work, guard, finish=lambda: in_memory.fold(out, parts.view(axis.size, *out.shape).unbind(0), torch.add)
+        work, guard, finish=lambda: in_memory.fold(out, arriving.view(axis.size, *out.shape).unbind(0), torch.add)
     )
 
 
-def _room(tensor: Tensor, axis: Axis) -> SharedMemory | None:
-    """Where the ranks of an axis share memory; None on other devices, on several machines and where they are many."""
+def _room(tensor: Tensor, axis: Axis, purpose: str) -> SharedMemory | None:
+    """Where the ranks of an axis share memory for a purpose; None on other devices, several machines and for many ranks."""
     shared = axis.shared
     if tensor.device.type != "cpu" or shared is None or axis.size > _MOST_SHARING_RANKS:
         return None
-    if axis.ranks not in shared.rooms:  # the first operation: all ranks come here
-        found = meet(axis.index, axis.size, shared.timeout_seconds, lambda value: gather_objects(value, axis))
-        shared.rooms[axis.ranks] = found
-    room: SharedMemory | None = shared.rooms[axis.ranks]
+    if axis.ranks not in shared.rooms:  # the first operation, whichever it is on each rank
+        if shared.listening is None:
+            shared.listening = Listening()
+        gather = partial(gather_objects, axis=axis)
+        shared.rooms[axis.ranks] = {
+            of: meet(axis.index, axis.size, shared.timeout_seconds, shared.listening, gather)
+            for of in ("reduce", "gather")
+        }
+    room: SharedMemory | None = shared.rooms[axis.ranks][purpose]
     return room
 
 
-def _in_room(room: SharedMemory, rounds: Rounds, operation: str, axis: Axis, sent: int) -> Pending:
-    begun, guard = _start(operation, axis, sent, lambda: room.begin(rounds))
+def _in_room(room: SharedMemory, rounds: Rounds, operation: str, of: Tensor, axis: Axis, sent: int) -> Pending:
+    label = f"{operation} of {of.numel()} {of.dtype} over {axis.name}"
+    begun, guard = _start(operation, axis, sent, lambda: room.begin(label, rounds))
     return Pending(finish=lambda: guard(lambda: room.finish(begun)))
 
 

@@ -27,7 +27,7 @@ class ChunkRunner:
         forward: (micro-batch, what the previous stage sent, or None on the first) -> what the next stage needs; on the last
             stage the loss, a scalar.
         is_last: its result is the loss.
-        later: where its weight gradients wait when the schedule splits the backward.
+        later: brings its weight gradients to the buckets, at once or when the schedule asks for them.
     """
 
     forward: Callable[[int, Message | None], Message]

@@ -33,8 +33,8 @@ def add_product(place: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
         a, b: [k, m] and [k, n], in the dtype that was computed in; any strides.
         is_first: overwrite.
 
-    Where the library can, the product adds itself to the place: nothing is written down in between, and 16-bit factors lose
-    nothing on their way into an fp32 sum.
+    Where the library can, the product adds itself to the place and nothing is written down in between; on CUDA 16-bit
+    factors lose nothing on their way into an fp32 sum.
     """
     a = a.t()
     if place.dtype == a.dtype and not prefers_onednn(a):
@@ -46,7 +46,7 @@ def add_product(place: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
         if is_first:
             torch.mm(a, b, out_dtype=torch.float32, out=place)
         else:
-            torch.addmm(place, a, b, out_dtype=torch.float32, out=place)
+            place.add_(torch.mm(a, b, out_dtype=torch.float32))  # not every torch adds to a sum of another format
     elif is_first:
         place.copy_(product_t(a, b.t()))
     else:

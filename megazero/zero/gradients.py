@@ -210,6 +210,7 @@ class GradientReducer:
         arriving = arriving_elements(self._lendable, self._shard, self._device)
         self._arriving = max(arriving, self._lendable // self._shard.size)
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._lent: set[int] = set()  # addresses of what comes back to the pool
 
     def attach(self, parameters: Mapping[str, nn.Parameter], waiting: Mapping[str, WeightGradients]) -> None:
         """Take every gradient that autograd and `WeightGradients` compute for these parameters.
@@ -219,7 +220,7 @@ class GradientReducer:
             waiting: by the same names, what brings the weight gradients of the parameter's chunk here past autograd.  When
                 the schedule splits backwards vectors wait with them: alone they would keep every bucket of the chunk open.
         """
-        for brings in waiting.values():
+        for brings in set(waiting.values()):
             brings.places = self
         for name, parameter in parameters.items():
             if name in self._at:
@@ -386,13 +387,16 @@ class GradientReducer:
         return torch.empty(rounds.bucket.layout.padded_numel, dtype=self._accumulate_dtype, device=self._device)
 
     def _give_back(self, buffer: Tensor) -> None:
-        if buffer.numel() in (self._lendable, self._arriving):
+        if buffer.data_ptr() in self._lent:
+            self._lent.discard(buffer.data_ptr())
             self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)
 
     def _lend(self, dtype: torch.dtype, numel: int) -> Tensor:
         """A buffer for the gradients of one round in the largest bucket, or for what arrives of it from other ranks."""
         free = self._free.get((dtype, numel))
-        return free.pop() if free else torch.empty(numel, dtype=dtype, device=self._device)
+        buffer = free.pop() if free else torch.empty(numel, dtype=dtype, device=self._device)
+        self._lent.add(buffer.data_ptr())
+        return buffer
 
     def _drain(self, leave: int) -> None:
         """Finish reductions, oldest first, until `leave` are under way."""
