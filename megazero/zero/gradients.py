@@ -208,7 +208,7 @@ class GradientReducer:
         self._landings = _Landings()
         self._lendable = max(bucket.layout.padded_numel for bucket in self.buckets)
         arriving = arriving_elements(self._lendable, self._shard, self._device)
-        self._arriving = max(arriving, self._lendable // self._shard.size)
+        self._needs_scratch, self._arriving = arriving > 0, max(arriving, self._lendable // self._shard.size)
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._lent: set[int] = set()  # addresses of what comes back to the pool
 
@@ -372,11 +372,13 @@ class GradientReducer:
             arrives = wire is full and bucket.reduces_in_place
             result = None if arrives else wire[bucket.owned.start : bucket.owned.stop]
             return _Reduction(pending, bucket, result, not first, busy)
-        scratch = self._lend(self._reduce_dtype, self._arriving)
-        busy.append(scratch)
         gradient = bucket.gradient
         arrives = first and gradient.dtype == wire.dtype and gradient.device == wire.device
-        result = gradient if arrives else scratch[: gradient.numel()]
+        scratch = None
+        if not arrives or self._needs_scratch:
+            scratch = self._lend(self._reduce_dtype, self._arriving)
+            busy.append(scratch)
+        result = gradient if scratch is None or arrives else scratch[: gradient.numel()]
         pending = reduce_scatter(result, wire, self._shard, scratch)
         return _Reduction(pending, bucket, None if arrives else result, not first, busy)
 
