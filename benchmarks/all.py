@@ -196,9 +196,10 @@ def main() -> None:
                     if row is not None:
                         found["rows"] = [one for one in found["rows"] if one not in old] + [row]
                         _write(file, json.dumps(found, indent=1))
-    _write(file.with_suffix(".md"), document(found))
+    text = document(found)
+    _write(file.with_suffix(".md"), text)
     draw(found, file.with_suffix(".svg"))
-    print(document(found).split("## Every contender")[0])
+    print(text.split("## Every contender")[0])
 
 
 def _row(name: str, model: str, world: int, rounds: int) -> dict[str, Any] | None:

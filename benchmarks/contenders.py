@@ -16,6 +16,7 @@ from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.setting import GRAD_CLIP, LR, Setting
 from benchmarks.worlds import Work
 from megazero.checkpoint.gather import gather_logical
+from megazero.config import RunConfig
 from megazero.engine import Engine, initialize
 from megazero.layers import gemm
 from megazero.models.gpt import MicroBatch
@@ -25,17 +26,16 @@ from megazero.schedules.generators import FAMILIES
 from megazero.schedules.simulate import simulate
 
 
+def initial_weights(config: RunConfig) -> dict[str, Tensor]:
+    """What every contender starts from, by logical name; of a configuration for one rank, a function of its seed alone."""
+    engine = initialize(config, ParallelState(RankGrid(), 0, timeout_seconds=60))
+    found = gather_logical(engine.sharded_model.sharded_state, "model", engine.state)
+    return {name: tensor.clone() for name, tensor in found}
+
+
 def write_weights(setting: Setting, file: Path) -> None:
-    """Draw the initial weights that every contender starts from; a function of the seed alone."""
-    alone = Setting(setting.model, 1)
-    engine = initialize(alone.config(), ParallelState(RankGrid(), 0, timeout_seconds=60))
-    save_file(
-        {
-            name: tensor.clone()
-            for name, tensor in gather_logical(engine.sharded_model.sharded_state, "model", engine.state)
-        },
-        file,
-    )
+    """Draw the initial weights of a row's model into a safetensors file."""
+    save_file(initial_weights(Setting(setting.model, 1).config()), file)
 
 
 class Megazero:
@@ -172,7 +172,7 @@ class Floor:
         self.dp_index, self._setting = at.dp, setting
         model, tp = setting.model_config(), setting.tp
         family = FAMILIES[setting.schedule]
-        placement = family.placement(setting.pp, family.chunks or (2 if setting.schedule == "interleaved" else 1))
+        placement = family.placement(setting.pp, family.chunks or setting.virtual_stages)
         layouts = cut_evenly(model.num_layers, len(placement))
         mine = [index for index, (holder, _) in enumerate(placement) if holder == at.pp]
         loaded = load_file(weights)
@@ -239,7 +239,7 @@ def idle_share(setting: Setting) -> float:
     if setting.pp == 1:
         return 0.0
     family = FAMILIES[setting.schedule]
-    chunks = family.chunks or (2 if setting.schedule == "interleaved" else 1)
+    chunks = family.chunks or setting.virtual_stages
     schedule = family.generate(setting.pp, setting.accumulation, chunks)
     return float(simulate(schedule).makespan / (3 * setting.accumulation) - 1)
 

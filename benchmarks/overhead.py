@@ -30,15 +30,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # imported by every optimizer; once here instead of once per rank
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.contenders import initial_weights
 from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.ranks import run_ranks
 from benchmarks.setting import GRAD_CLIP, LR
-from megazero.checkpoint.gather import gather_logical
 from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
 from megazero.layers import gemm
@@ -209,10 +208,8 @@ def _heads(*names: str) -> None:
 
 @functools.cache
 def weights_of(layers: int) -> dict[str, Tensor]:
-    """Initial weights of the tiny model, for the plain modules."""
-    engine = initialize(config_of(1, layers, 0), ParallelState(RankGrid(), 0, timeout_seconds=60))
-    found = gather_logical(engine.sharded_model.sharded_state, "model", engine.state)
-    return {name: tensor.clone() for name, tensor in found}
+    """Initial weights of the tiny model, for the plain modules; drawn once for all worlds."""
+    return initial_weights(config_of(1, layers, 0))
 
 
 def over_layers(world: int, depths: Sequence[int], steps: int) -> list[dict[str, Any]]:

@@ -85,6 +85,11 @@ class Setting:
         return self.micro_batch_size * self.accumulation
 
     @property
+    def virtual_stages(self) -> int:
+        """Model chunks of a pipeline rank, where the schedule leaves the choice."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step on all ranks."""
         return self.rank_samples * self.dp * self.size.seq_len
@@ -95,8 +100,8 @@ class Setting:
         parallel: dict[str, Any] = {"tp": self.tp, "pp": self.pp, "sequence_parallel": self.sequence_parallel}
         if self.pp > 1:
             parallel["schedule"] = self.schedule
-            if self.schedule == "interleaved":
-                parallel["virtual_stages"] = 2
+            if self.virtual_stages > 1:
+                parallel["virtual_stages"] = self.virtual_stages
         document = {
             "model": {"family": "llama", **model},
             "parallel": parallel,
