@@ -202,15 +202,14 @@ class Shared:
     """
 
     timeout_seconds: float
-    rooms: dict[tuple[int, ...], dict[str, Any]] = field(default_factory=dict)
+    rooms: dict[tuple[tuple[int, ...], str], Any] = field(default_factory=dict)
     listening: Any = None
 
     def close(self) -> None:
         """Leave all of it."""
-        for rooms in self.rooms.values():
-            for room in rooms.values():
-                if room is not None:
-                    room.close()
+        for room in self.rooms.values():
+            if room is not None:
+                room.close()
         self.rooms.clear()
 
 

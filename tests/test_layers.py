@@ -15,6 +15,7 @@ from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.dropout import Dropout
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradients
+from megazero.layers.mlp import gated
 from megazero.layers.spec import Init, ParamSpec, Section
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
@@ -227,3 +228,24 @@ def test_grouped_queries_attend_as_if_their_heads_were_repeated() -> None:
     by_group = torch.stack([mix(q[:, [head]], k[:, [head // 3]], v[:, [head // 3]])[:, 0] for head in range(6)], 1)
     torch.testing.assert_close(mix(q, k, v), by_group)
     torch.testing.assert_close(mix(q, repeat_heads(k, 3), repeat_heads(v, 3)), by_group)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gated_unit_equals_its_formula_bit_by_bit_and_keeps_its_input_only(dtype: torch.dtype) -> None:
+    given, slope = _given((5, 3, 2 * 9)).to(dtype), _given((5, 3, 9)).to(dtype)
+    ours, plain = given.clone().requires_grad_(), given.clone().requires_grad_()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = gated(ours)
+    gate, up = plain.chunk(2, dim=-1)
+    wanted = F.silu(gate) * up
+    assert torch.equal(y, wanted)
+    y.backward(slope)
+    wanted.backward(slope)
+    assert torch.equal(ours.grad, plain.grad)
+    assert [one.data_ptr() for one in kept] == [ours.data_ptr()]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.comm import shared_memory
+from megazero.comm import meeting
 from megazero.comm.collectives import LostPeerError, Pending, all_gather, all_reduce, arriving_elements, reduce_scatter
 from megazero.comm.shared_memory import HALF_BYTES
 from megazero.parallel_state import Axis, ParallelState, RankGrid
@@ -88,7 +88,7 @@ def _lose(rank: int, dies: bool) -> str:
     all_reduce(torch.zeros(4), axis).wait()
     if rank == 1:
         if dies:
-            axis.shared.rooms[axis.ranks]["reduce"]._peers[0].connection.close()  # as the system does when it has died
+            axis.shared.rooms[axis.ranks, "reduce"]._peers[0].connection.close()  # as the system does when it has died
         time.sleep(1.0)
         return ""
     with pytest.raises(LostPeerError) as caught:
@@ -105,27 +105,27 @@ def test_a_lost_rank_is_told_of(dies: bool, reason: str) -> None:
 
 def _apart(rank: int, breaks: str) -> None:
     if breaks == "other machine":
-        listen = shared_memory._listen
+        listen = meeting._listen
 
         def elsewhere() -> tuple:
             listener, (boot, name) = listen()
             return listener, (f"{boot} {rank}", name)
 
-        shared_memory._listen = elsewhere
+        meeting._listen = elsewhere
     elif breaks == "no such system" and rank == 1:
-        shared_memory._listen = lambda: (None, None)
+        meeting._listen = lambda: (None, None)
     elif breaks == "no connection":
-        shared_memory._MEETING_SECONDS = 0.1
+        meeting._MEETING_SECONDS = 0.1
 
         def refused(*_: object) -> None:
             raise ConnectionRefusedError
 
-        shared_memory._call = refused
+        meeting._call = refused
     axis = _axis(rank, 2)
     got = torch.full((3,), rank + 1.0)
     all_reduce(got, axis).wait()
     assert got.tolist() == [3.0] * 3
-    assert axis.shared.rooms == {(0, 1): {"reduce": None, "gather": None}}
+    assert axis.shared.rooms == {((0, 1), "reduce"): None, ((0, 1), "gather"): None}
 
 
 @pytest.mark.parametrize("breaks", ["other machine", "no such system", "no connection"])

@@ -3,10 +3,11 @@
 A call starts the operation and returns a `Pending`; its result may be used after `wait()`. Over an axis of one rank there
 is no call and the `Pending` is already done, so that callers write one path.
 
-Ranks of one machine that compute on CPUs reduce and gather through memory that they share (`comm/in_memory.py`). Other CPU
-ranks take gloo's primitives: a reduce-scatter is an all-to-all of the parts and a local sum in rank order there, since
-gloo's own moves an all-reduce's bytes, and an all-gather is messages that arrive where they belong, since gloo's own takes
-everything through memory that it allocates anew. NCCL keeps its own.
+Ranks of one machine that compute on CPUs reduce and gather through memory that they share (`comm/in_memory.py`), and send
+messages through it where `share_messages` was called (`comm/messages.py`). Other CPU ranks take gloo's primitives: a
+reduce-scatter is an all-to-all of the parts and a local sum in rank order there, since gloo's own moves an all-reduce's
+bytes, and an all-gather is messages that arrive where they belong, since gloo's own takes everything through memory that it
+allocates anew. NCCL keeps its own.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm import in_memory
-from megazero.comm.shared_memory import Listening, Rounds, SharedMemory, meet
-from megazero.parallel_state import Axis
+from megazero.comm.meeting import Listening, Meeting, meet
+from megazero.comm.messages import Message, Messages, area_bytes
+from megazero.comm.shared_memory import AREA_BYTES, Rounds, SharedMemory
+from megazero.parallel_state import Axis, Shared
 
 T = TypeVar("T")
 
@@ -91,6 +94,11 @@ class Pending:
         self._work = work
         self._guard = guard
         self._finish = finish
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for; an operation may be over and its end not yet known here."""
+        return self._work is None and self._finish is None
 
     def wait(self) -> None:
         """Wait until the result may be used; more than once is harmless.  Raises: LostPeerError."""
@@ -283,16 +291,18 @@ def _room(tensor: Tensor, axis: Axis, purpose: str) -> SharedMemory | None:
     shared = axis.shared
     if tensor.device.type != "cpu" or shared is None or axis.size > _MOST_SHARING_RANKS:
         return None
-    if axis.ranks not in shared.rooms:  # the first operation, whichever it is on each rank
-        if shared.listening is None:
-            shared.listening = Listening()
-        gather = partial(gather_objects, axis=axis)
-        shared.rooms[axis.ranks] = {
-            of: meet(axis.index, axis.size, shared.timeout_seconds, shared.listening, gather)
-            for of in ("reduce", "gather")
-        }
-    room: SharedMemory | None = shared.rooms[axis.ranks][purpose]
+    if (axis.ranks, purpose) not in shared.rooms:  # the first operation, whichever it is on each rank
+        for of in ("reduce", "gather"):
+            shared.rooms[axis.ranks, of] = _meet(axis, shared, AREA_BYTES, SharedMemory)
+    room: SharedMemory | None = shared.rooms[axis.ranks, purpose]
     return room
+
+
+def _meet(axis: Axis, shared: Shared, area_bytes: int, room: Callable[[Meeting, float, Listening], T]) -> T | None:
+    if shared.listening is None:
+        shared.listening = Listening()
+    meeting = meet(axis.index, axis.size, area_bytes, partial(gather_objects, axis=axis))
+    return None if meeting is None else room(meeting, shared.timeout_seconds, shared.listening)
 
 
 def _in_room(room: SharedMemory, rounds: Rounds, operation: str, of: Tensor, axis: Axis, sent: int) -> Pending:
@@ -333,23 +343,55 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
     return answer[0]
 
 
+def share_messages(axis: Axis) -> None:
+    """Let what `exchange` sends among the ranks of an axis go through memory, if they share any.  All of them call it."""
+    shared = axis.shared
+    if shared is not None and 1 < axis.size <= _MOST_SHARING_RANKS and (axis.ranks, "messages") not in shared.rooms:
+        shared.rooms[axis.ranks, "messages"] = _meet(axis, shared, area_bytes(axis.size), Messages)
+
+
 def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> list[Pending]:
     """Post point-to-point operations together.
 
     Args:
-        sends: (tensor, global rank to send to); the tensor must not change before its `Pending` is done.
-        receives: (buffer, global rank to receive from).
+        sends: (tensor, global rank to send to); contiguous; must not change before its `Pending` is done.
+        receives: (buffer, global rank to receive from); contiguous.
         axis: the ranks among which messages travel; both sides must post a pair's messages in the same order.
 
     Returns: one `Pending` per operation, sends first.
     """
+    if not sends and not receives:
+        return []
+    sent = sum(tensor.nbytes for tensor, _ in sends)
+    room: Messages | None = axis.shared.rooms.get((axis.ranks, "messages")) if axis.shared is not None else None
+    if room is not None:
+        return _by_memory(room, sends, receives, axis, sent)
     operations = [dist.P2POp(dist.isend, tensor, peer, group=axis.group) for tensor, peer in sends]
     operations += [dist.P2POp(dist.irecv, buffer, peer, group=axis.group) for buffer, peer in receives]
-    if not operations:
-        return []
-    works, guard = _start(
-        "send_recv", axis, sum(t.nbytes for t, _ in sends), lambda: dist.batch_isend_irecv(operations)
-    )
+    works, guard = _start("send_recv", axis, sent, lambda: dist.batch_isend_irecv(operations))
     if len(works) < len(operations):  # NCCL returns one handle for the whole batch
         works = list(works) * len(operations)
     return [Pending(work, guard) for work in works]
+
+
+def _by_memory(
+    room: Messages,
+    sends: Sequence[tuple[Tensor, int]],
+    receives: Sequence[tuple[Tensor, int]],
+    axis: Axis,
+    sent: int,
+) -> list[Pending]:
+    def post() -> list[tuple[Message, int]]:
+        going = [(room.send(tensor, place), place) for tensor, place in _by_place(sends, axis)]
+        return going + [(room.receive(buffer, place), place) for buffer, place in _by_place(receives, axis)]
+
+    posted, guard = _start("send_recv", axis, sent, post)
+
+    def pending(message: Message, place: int) -> Pending:
+        return Pending() if message.is_done else Pending(finish=lambda: guard(lambda: room.finish(message, place)))
+
+    return [pending(message, place) for message, place in posted]
+
+
+def _by_place(operations: Sequence[tuple[Tensor, int]], axis: Axis) -> list[tuple[Tensor, int]]:
+    return [(tensor, axis.ranks.index(rank)) for tensor, rank in operations]

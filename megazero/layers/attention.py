@@ -42,6 +42,7 @@ class Attention(nn.Module):
         turned, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.rope is not None:
             turned = self.rope.rotate(turned)
+            v = v.contiguous()  # apart: as a part of q | k | v it would keep the other two, unturned, for the backward
         q, k = turned.split([self.heads, self.kv_heads], dim=1)
         return self.out(rearrange(mix(q, k, v), "b h s d -> s b (h d)"))
 

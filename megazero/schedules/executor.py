@@ -1,7 +1,8 @@
 """The one executor: walks a proved program on one pipeline rank.
 
 It knows a stage only by `forward`, `backward` and `backward_weight`.  Receives are posted where the program says, ahead of
-their use; sends are left behind, and their tensors go as soon as a later message shows that the peer has used them.
+their use; sends are left behind, and their tensors go when they are done, or as soon as a later message shows that the peer
+has used them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, exchange
+from megazero.comm.collectives import Pending, exchange, share_messages
 from megazero.parallel_state import Axis
 from megazero.schedules.action import Action, Kind, Schedule, Transfer
 from megazero.schedules.simulate import Program, program
@@ -65,6 +66,7 @@ class Executor:
         self._watch = watch
         passes = [a for a in schedule.ranks[down.index] if a.kind is not Kind.WEIGHT]
         self._next = dict(pairwise(passes))
+        share_messages(down)  # `up` has the same ranks
         placed = program(schedule)
         self._received = _what_messages_confirm(placed, down.index)
         # Neighbouring transfers of a direction are posted as one batch.
@@ -129,7 +131,8 @@ class Executor:
                 coming.append((transfer.lands, message))
         pendings = iter(exchange(sends, receives, axis))
         for action, message in going:
-            messages.sending[action] = ([next(pendings) for _ in message], message)
+            sent = [next(pendings) for _ in message]
+            messages.sending[action] = (sent, () if all(pending.is_done for pending in sent) else message)
         for action, message in coming:
             messages.arriving[action] = ([next(pendings) for _ in message], message)
 
