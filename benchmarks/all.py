@@ -207,7 +207,7 @@ def _row(name: str, model: str, world: int, rounds: int) -> dict[str, Any] | Non
     setting = setting_of(kind, model, world, "fp32", None, None)
     print(f"{kind.title}, {model}, {world} ranks", flush=True)
     try:
-        contenders = [*([OVER_GLOO] if setting.pp == 1 and world == 2 else []), *kind.peers]
+        contenders = [*([OVER_GLOO] if world == 2 else []), *kind.peers]
         lines = measure(setting, contenders, rounds=rounds, steps=4 if model == "tiny" else 1)
     except (ContenderFailedError, LossesDifferError) as error:
         print(f"  no row: {error}", flush=True)

@@ -249,3 +249,5 @@ def test_a_gated_unit_equals_its_formula_bit_by_bit_and_keeps_its_input_only(dty
     wanted.backward(slope)
     assert torch.equal(ours.grad, plain.grad)
     assert [one.data_ptr() for one in kept] == [ours.data_ptr()]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(gated(ours).sum(), ours, create_graph=True)

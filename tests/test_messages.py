@@ -74,13 +74,13 @@ def _far_ahead(rank: int) -> list[int]:
             assert [int(buffer[0]) for buffer in buffers] == list(range(MANY))
             assert all(buffer.unique().numel() == 1 for buffer in buffers)
         all_reduce(torch.zeros(1), axis).wait()
-        ends.append(axis.shared.rooms[axis.ranks, "messages"]._end)
+        ends.append(axis.shared.rooms[axis.ranks, "messages"]._with[1 - rank]._slots._end)
     return ends
 
 
 def test_a_sender_far_ahead_keeps_what_does_not_fit_and_uses_its_slots_again() -> None:
     first, *later = run_world(2, _far_ahead)[0]
-    assert first <= messages.area_bytes(2) + messages._LETTERS * 8192
+    assert first <= messages._SEGMENT + messages._LETTERS * 8192
     assert later == [first, first]
 
 
@@ -97,7 +97,7 @@ def _in_another_order(rank: int) -> str:
 def test_another_message_than_was_awaited_is_told() -> None:
     said = run_world(2, _in_another_order)[1]
     assert "send_recv over pp, as rank 1 of (0, 1)" in said
-    assert "sent was one of 4 torch.float32, awaited is one of 5 torch.float32" in said
+    assert "number 0 of the group has sent one of 4 torch.float32, this one awaits one of 5 torch.float32" in said
 
 
 def _lose(rank: int, dies: bool) -> str:
@@ -122,6 +122,61 @@ def test_a_lost_rank_is_told_of(dies: bool, reason: str) -> None:
     said = run_world(2, _lose, dies)[0]
     assert "send_recv over pp, as rank 0 of (0, 1)" in said
     assert reason in said
+
+
+def _gone_with_an_answer_owed(rank: int) -> str:
+    axis = _axis(rank, 2)
+    if rank == 1:
+        exchange([(torch.ones(3), 0)], [], axis)
+        axis.shared.rooms[axis.ranks, "messages"]._with[0].peer.connection.close()
+        time.sleep(1.0)
+        return ""
+    sent = [exchange([(torch.zeros(4), 1)], [], axis)[0] for _ in range(messages._LETTERS + 1)]
+    for _ in range(2):  # a second wait must not say that it was done
+        with pytest.raises(LostPeerError) as caught:
+            sent[-1].wait()
+    return str(caught.value)
+
+
+def test_what_a_dead_rank_has_sent_does_not_hide_its_death() -> None:
+    assert "Connection closed" in run_world(2, _gone_with_an_answer_owed)[0]
+
+
+def _while_evaluating(rank: int) -> None:
+    axis = _axis(rank, 2)
+    for evaluates in (True, False, True):
+        with torch.inference_mode(evaluates):
+            got = torch.zeros(5)
+            for pending in exchange([(torch.full((5,), rank + 1.0), 1 - rank)], [(got, 1 - rank)], axis):
+                pending.wait()
+            assert got.tolist() == [2.0 - rank] * 5
+
+
+def test_memory_of_an_evaluation_serves_training_too() -> None:
+    run_world(2, _while_evaluating)
+
+
+def _in_segments(rank: int) -> None:
+    axis = _axis(rank, 2)
+    descriptors = None
+    for length in (1, 9_000, 70_000, 200_000, 130_000, 1):  # some need a segment of their own here
+        sends = [(torch.full((length,), float(index)), 1 - rank) for index in range(5)]
+        receives = [(torch.empty(length), 1 - rank) for _ in range(5)]
+        for pending in exchange(sends, receives, axis):
+            pending.wait()
+        assert [got.unique().tolist() for got, _ in receives] == [[float(index)] for index in range(5)]
+        descriptors = descriptors or len(os.listdir("/proc/self/fd"))
+    assert len(os.listdir("/proc/self/fd")) - descriptors < 30
+
+
+def test_slots_lie_in_segments_and_long_ones_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_SEGMENT", 1 << 18)
+    run_world(2, _in_segments)
+
+
+def test_what_is_not_contiguous_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"messages are contiguous, got \[3, 2\] with strides \[1, 3\]"):
+        messages.Parcel(torch.zeros(2, 3).t())
 
 
 def _apart(rank: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megazero.comm import in_memory
 from megazero.comm.meeting import Listening, Meeting, meet
-from megazero.comm.messages import Message, Messages, area_bytes
+from megazero.comm.messages import Messages, Parcel, area_bytes
 from megazero.comm.shared_memory import AREA_BYTES, Rounds, SharedMemory
 from megazero.parallel_state import Axis, Shared
 
@@ -102,12 +102,12 @@ class Pending:
 
     def wait(self) -> None:
         """Wait until the result may be used; more than once is harmless.  Raises: LostPeerError."""
-        work, self._work = self._work, None
-        if work is not None and self._guard is not None:
-            self._guard(work.wait)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        if self._work is not None and self._guard is not None:
+            self._guard(self._work.wait)
+        self._work = None
+        if self._finish is not None:
+            self._finish()
+        self._finish = None
 
 
 class _Guard:
@@ -298,10 +298,10 @@ def _room(tensor: Tensor, axis: Axis, purpose: str) -> SharedMemory | None:
     return room
 
 
-def _meet(axis: Axis, shared: Shared, area_bytes: int, room: Callable[[Meeting, float, Listening], T]) -> T | None:
+def _meet(axis: Axis, shared: Shared, bytes_each: int, room: Callable[[Meeting, float, Listening], T]) -> T | None:
     if shared.listening is None:
         shared.listening = Listening()
-    meeting = meet(axis.index, axis.size, area_bytes, partial(gather_objects, axis=axis))
+    meeting = meet(axis.index, axis.size, bytes_each, partial(gather_objects, axis=axis))
     return None if meeting is None else room(meeting, shared.timeout_seconds, shared.listening)
 
 
@@ -344,7 +344,10 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
 
 
 def share_messages(axis: Axis) -> None:
-    """Let what `exchange` sends among the ranks of an axis go through memory, if they share any.  All of them call it."""
+    """Let what `exchange` sends among the ranks of an axis go through memory, if they share any.  All of them call it.
+
+    Axes of the same ranks share it, too: what a pair of ranks sends one way it posts in one order, over whichever axis.
+    """
     shared = axis.shared
     if shared is not None and 1 < axis.size <= _MOST_SHARING_RANKS and (axis.ranks, "messages") not in shared.rooms:
         shared.rooms[axis.ranks, "messages"] = _meet(axis, shared, area_bytes(axis.size), Messages)
@@ -354,7 +357,9 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     """Post point-to-point operations together.
 
     Args:
-        sends: (tensor, global rank to send to); contiguous; must not change before its `Pending` is done.
+        sends: (tensor, global rank to send to); contiguous; must not change before its `Pending` is done.  To be waited for
+            before an operation that its receiver joins later: in memory, one that is not done at once moves only while this
+            rank sends, or waits here.
         receives: (buffer, global rank to receive from); contiguous.
         axis: the ranks among which messages travel; both sides must post a pair's messages in the same order.
 
@@ -381,16 +386,16 @@ def _by_memory(
     axis: Axis,
     sent: int,
 ) -> list[Pending]:
-    def post() -> list[tuple[Message, int]]:
+    def post() -> list[tuple[Parcel, int]]:
         going = [(room.send(tensor, place), place) for tensor, place in _by_place(sends, axis)]
         return going + [(room.receive(buffer, place), place) for buffer, place in _by_place(receives, axis)]
 
     posted, guard = _start("send_recv", axis, sent, post)
 
-    def pending(message: Message, place: int) -> Pending:
-        return Pending() if message.is_done else Pending(finish=lambda: guard(lambda: room.finish(message, place)))
+    def pending(parcel: Parcel, place: int) -> Pending:
+        return Pending() if parcel.is_done else Pending(finish=lambda: guard(lambda: room.finish(parcel, place)))
 
-    return [pending(message, place) for message, place in posted]
+    return [pending(parcel, place) for parcel, place in posted]
 
 
 def _by_place(operations: Sequence[tuple[Tensor, int]], axis: Axis) -> list[tuple[Tensor, int]]:

@@ -17,6 +17,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,10 +55,11 @@ class Peer:
         os.eventfd_write(self._to_it, _ONE_READ)
 
     def hear(self) -> None:
-        """Take up what it has said."""
-        answers, signals = divmod(os.eventfd_read(self.from_it), _ONE_READ)
-        self.signals += signals
-        self.answers += answers
+        """Take up what it has said, if anything."""
+        with suppress(BlockingIOError):
+            answers, signals = divmod(os.eventfd_read(self.from_it), _ONE_READ)
+            self.signals += signals
+            self.answers += answers
 
 
 def _close_all(connection: socket.socket, *counters: int) -> None:
@@ -107,22 +109,27 @@ class Listening:
                 self._speaks[descriptor].hear()
             else:
                 self._poll.unregister(descriptor)
-                self._ends.pop(descriptor).is_gone = True
+                gone = self._ends.pop(descriptor)
+                gone.hear()  # its last words
+                gone.is_gone = True
         for room in self._rooms:
             room.go_on()
         return bool(found)
 
-    def hear_until(self, is_done: Callable[[], bool], peers: Sequence[Peer], seconds: float) -> None:
-        """Wait for something that these peers bring about.
+    def hear_until(self, is_done: Callable[[], bool], is_lost: Callable[[], bool], seconds: float) -> None:
+        """Wait for something that peers bring about.
+
+        Args:
+            is_done: whether it is there.
+            is_lost: whether it can no longer come, since one of them is gone.
+            seconds: how long to wait.
 
         Raises:
-            RuntimeError: one of them is lost or late, or this rank has left them.
+            RuntimeError: it is lost, or late.
         """
         deadline = time.monotonic() + seconds
         while not is_done():
-            if not peers:
-                raise RuntimeError("this rank has left the memory that it shared")
-            if any(peer.is_gone and not peer.signals for peer in peers):
+            if is_lost():
                 raise RuntimeError("Connection closed by a rank of this machine")
             if not self.hear(deadline - time.monotonic()):
                 raise RuntimeError(f"Timed out waiting {seconds:g} s for a rank of this machine")
@@ -220,7 +227,7 @@ def _answer(listener: socket.socket) -> tuple[socket.socket, int]:
 
 def _introduce(connection: socket.socket, area: int) -> tuple[Peer, int]:
     """Exchange event counters and areas with a rank; its area is the caller's to close."""
-    from_it = os.eventfd(0, os.EFD_CLOEXEC)
+    from_it = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     try:
         socket.send_fds(connection, [b"\0"], [from_it, area])
         found = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)[1]

@@ -92,7 +92,9 @@ class SharedMemory:
             RuntimeError: a peer is lost, or late, or does something else.
         """
         self.go_on()
-        self._listening.hear_until(lambda: operation.is_done, self._peers, self._timeout)
+        if not operation.is_done and not self._peers:
+            raise RuntimeError("this rank has left the memory that it shared")
+        self._listening.hear_until(lambda: operation.is_done, self._lacks_someone, self._timeout)
 
     def go_on(self) -> None:
         """Run the operations under way as far as the peers' signals allow."""
@@ -123,6 +125,9 @@ class SharedMemory:
             peer.close()
         self._peers = ()
         self._begun.clear()
+
+    def _lacks_someone(self) -> bool:
+        return any(peer.is_gone and not peer.signals for peer in self._peers)
 
     @property
     def _label(self) -> slice:

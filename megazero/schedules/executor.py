@@ -42,7 +42,7 @@ class Stage(Protocol):
 
 
 class Executor:
-    """Runs one schedule on one pipeline rank, any number of times.
+    """Runs one schedule on one pipeline rank, any number of times.  All ranks of the pipeline make it together.
 
     Args:
         schedule: proved when the executor is made.
