@@ -100,13 +100,16 @@ def test_another_message_than_was_awaited_is_told() -> None:
     assert "number 0 of the group has sent one of 4 torch.float32, this one awaits one of 5 torch.float32" in said
 
 
+def _die(axis: Axis) -> None:
+    axis.shared.rooms[axis.ranks, "messages"]._with[0].peer.connection.close()  # as the system does when it has died
+
+
 def _lose(rank: int, dies: bool) -> str:
     axis = _axis(rank, 2, timeout_seconds=60 if dies else 0.2)
     if rank == 1:
         exchange([(torch.ones(3), 0)], [], axis)
         if dies:
-            room = axis.shared.rooms[axis.ranks, "messages"]
-            room._with[0].peer.connection.close()  # as the system does when it has died
+            _die(axis)
         time.sleep(1.0)
         return ""
     last = torch.zeros(3)
@@ -128,7 +131,7 @@ def _gone_with_an_answer_owed(rank: int) -> str:
     axis = _axis(rank, 2)
     if rank == 1:
         exchange([(torch.ones(3), 0)], [], axis)
-        axis.shared.rooms[axis.ranks, "messages"]._with[0].peer.connection.close()
+        _die(axis)
         time.sleep(1.0)
         return ""
     sent = [exchange([(torch.zeros(4), 1)], [], axis)[0] for _ in range(messages._LETTERS + 1)]

@@ -289,7 +289,7 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
 def _room(tensor: Tensor, axis: Axis, purpose: str) -> SharedMemory | None:
     """Where the ranks of an axis share memory for a purpose; None on other devices, several machines and for many ranks."""
     shared = axis.shared
-    if tensor.device.type != "cpu" or shared is None or axis.size > _MOST_SHARING_RANKS:
+    if tensor.device.type != "cpu" or shared is None:
         return None
     if (axis.ranks, purpose) not in shared.rooms:  # the first operation, whichever it is on each rank
         for of in ("reduce", "gather"):
@@ -299,6 +299,8 @@ def _room(tensor: Tensor, axis: Axis, purpose: str) -> SharedMemory | None:
 
 
 def _meet(axis: Axis, shared: Shared, bytes_each: int, room: Callable[[Meeting, float, Listening], T]) -> T | None:
+    if axis.size > _MOST_SHARING_RANKS:
+        return None
     if shared.listening is None:
         shared.listening = Listening()
     meeting = meet(axis.index, axis.size, bytes_each, partial(gather_objects, axis=axis))
@@ -349,7 +351,7 @@ def share_messages(axis: Axis) -> None:
     Axes of the same ranks share it, too: what a pair of ranks sends one way it posts in one order, over whichever axis.
     """
     shared = axis.shared
-    if shared is not None and 1 < axis.size <= _MOST_SHARING_RANKS and (axis.ranks, "messages") not in shared.rooms:
+    if shared is not None and axis.size > 1 and (axis.ranks, "messages") not in shared.rooms:
         shared.rooms[axis.ranks, "messages"] = _meet(axis, shared, area_bytes(axis.size), Messages)
 
 
