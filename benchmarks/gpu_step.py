@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.report import machine, markdown
 from benchmarks.setting import GRAD_CLIP, LR, SEED
+from benchmarks.trace import read_business
 from megazero.checkpoint.gather import gather_logical
 from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
@@ -43,7 +44,7 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Memory of the larger at its default batch, in bytes a parameter: megazero 2 + 4 + 4 + 8 (weights, masters, gradients,
-# moments), plain 2 + 2 + 4 + 4 + 8 (and bf16 gradients): 51 GB together, and some 9 GB of activations and logits.
+# moments), plain 2 + 2 + 4 + 4 + 8 (and bf16 gradients): 51 GB together, and 7 to 11 GB of activations and logits a sample.
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 128, "vocab_size": 512, "seq_len": 64},
     "1.3b": {
@@ -279,12 +280,12 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="1.3b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--accumulation", type=int, default=4)
+    parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="by default on CUDA, and not on a CPU")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
-    parser.add_argument("--profile", type=Path, help="write a trace of one of megazero's steps here")
+    parser.add_argument("--profile", type=Path, help="write a trace of one of megazero's steps here: ....json.gz")
     parser.add_argument("--out", type=Path, help="write the JSON here, too: benchmarks/results/....json")
     given = parser.parse_args()
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -298,6 +299,8 @@ def main() -> None:
     report = json.dumps({"machine": where, "setting": asdict(setting), "lines": [asdict(line) for line in lines]})
     print(table(lines))
     print(report)
+    if given.profile is not None and device.type == "cuda":
+        print(read_business(given.profile))
     if given.out is not None:
         given.out.write_text(report + "\n", encoding="utf-8")
 

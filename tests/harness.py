@@ -4,6 +4,9 @@
     done = run_command("train", "a.toml")      `megazero train a.toml`, forked from a process that has imported torch
 
 A rank that fails, dies or hangs ends the world at once with an error that names it.
+
+MEGAZERO_TEST_DEVICE=cuda puts every rank on the one GPU there is, and they talk over NCCL.  NCCL refuses two ranks on one
+device of one machine, so each says that it is a machine of its own (NCCL_HOSTID), and messages go over loopback sockets.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import torch._dynamo  # imported by every optimizer; once here instead of once p
 import torch.distributed as dist
 
 WORLD_TIMEOUT_SECONDS = 120
+DEVICE = torch.device(os.environ.get("MEGAZERO_TEST_DEVICE", "cpu"))
 # A server of its own: the process of the tests has used OpenMP, whose threads do not survive a fork.
 _COMMANDS = mp.get_context("forkserver")
 _COMMANDS.set_forkserver_preload(["megazero.training.launch", "torch._dynamo", "torch.distributed.launcher.api"])
@@ -46,7 +50,11 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.requires_grad or not value.numel():
             return NotImplemented
-        return _from_bytes, (bytearray(value.contiguous().view(-1).view(torch.uint8).numpy()), value.dtype, value.shape)
+        return _from_bytes, (
+            bytearray(value.cpu().contiguous().view(-1).view(torch.uint8).numpy()),
+            value.dtype,
+            value.shape,
+        )
 
 
 def _from_bytes(content: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
@@ -66,8 +74,9 @@ def _main(
     try:
         torch.set_num_threads(1)
         if world > 1:
+            os.environ["NCCL_HOSTID"] = f"machine {rank}"
             dist.init_process_group(
-                "gloo",
+                "gloo" if DEVICE.type == "cpu" else "cpu:gloo,cuda:nccl",
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=world,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import uuid
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from worlds import LLAMA, engine_on, micro_batches, run_of
 
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
-from megazero.checkpoint.index import CheckpointError, FileRecord, find_newest, is_complete, step_folders
+from megazero.checkpoint.index import CheckpointError, FileRecord, find_newest, is_complete, step_folders, versions
 from megazero.checkpoint.tensor_file import SafetensorsWriter, TensorFile
 from megazero.checkpoint.verify import find_damage
 from megazero.engine import Position
@@ -169,3 +170,11 @@ def test_a_checkpoint_in_memory_is_one() -> None:
     with pytest.raises(CheckpointError, match="already holds a complete checkpoint"):
         engine.save(place, Position(), "data")
     engine.load(place, "data")
+
+
+def test_a_package_that_is_not_installed_still_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", unknown)
+    assert versions() == {"megazero": "not installed", "torch": torch.__version__}

@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks import gpu_step
+from benchmarks import gpu_step, trace
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -35,3 +35,23 @@ def test_the_default_model_has_a_billion_parameters_and_more() -> None:
     model = gpu_step.Setting("1.3b", "bf16", 1, 1, True).config().model
     hidden, ffn, layers = model.hidden_size, model.ffn_hidden_size or 0, model.num_layers
     assert 1.3e9 < layers * (4 * hidden**2 + 3 * hidden * ffn) + 2 * model.vocab_size * hidden < 1.4e9
+
+
+def _event(start: float, length: float, name: str, kind: str = "kernel") -> dict[str, object]:
+    return {"cat": kind, "ts": start, "dur": length, "name": name}
+
+
+def test_a_trace_tells_when_the_device_waited() -> None:
+    events = [
+        _event(120, 5, "c"),
+        _event(100, 10, "a"),
+        _event(105, 8, "b", "gpu_memcpy"),
+        _event(90, 99, "host", "cpu_op"),
+    ]
+    found = trace.business_of([*events, _event(205, 10, "d")])
+    assert (found.span_ms, found.busy_ms, found.pieces) == pytest.approx((0.115, 0.028, 4))
+    assert found.waits == [trace.Wait(7.0, pytest.approx(0.013), "c"), trace.Wait(80.0, pytest.approx(0.025), "d")]
+    assert "1 waits above 10 us took 0.1 ms" in str(found)
+    assert "80 us at     0.0 ms, before d" in str(found)
+    with pytest.raises(ValueError, match="no work on a device"):
+        trace.business_of([_event(0, 1, "host", "cpu_op")])

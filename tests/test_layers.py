@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -40,11 +41,12 @@ class _InGrad:
     def add(self, weight: Tensor, gradient: Tensor) -> None:
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
-    def add_product(self, weight: Tensor, a: Tensor, b: Tensor) -> None:
-        is_first = weight.grad is None
-        if weight.grad is None:
-            weight.grad = torch.empty_like(weight)
-        add_product(weight.grad, a, b, is_first=is_first)
+    def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for a, b in factors:
+            is_first = weight.grad is None
+            if weight.grad is None:
+                weight.grad = torch.empty_like(weight)
+            add_product(weight.grad, a, b, is_first=is_first)
 
 
 def _part(x: Tensor, tp: Axis, cut: bool, dim: int = 0) -> Tensor:
@@ -165,6 +167,32 @@ def test_the_head_equals_torchs_cross_entropy(world: int, vocab: int, chunk: int
         assert result["loss"] == pytest.approx(loss.item(), rel=1e-5)
         torch.testing.assert_close(torch.tensor(result["x"]), x.grad, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(torch.tensor(result["logits"]), logits.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_a_confident_bf16_head_rounds_its_logits_and_no_more(chunk: int) -> None:
+    """Where the label's probability is near 1, 1 minus a rounded one would be off by the size of the gradient itself."""
+    vocab, u = 11, 2.0**-8
+    head = VocabParallelHead(
+        "head", vocab, HIDDEN, Axis("tp"), sequence_parallel=False, tied=False, init=Init(), chunk_tokens=chunk
+    ).bfloat16()
+    labels = _labels(vocab)
+    weight = _given((vocab, HIDDEN)).bfloat16()
+    head.weight.data = weight
+    x = (2 * weight[labels.clamp(min=0)] + 0.1 * _given((SEQ, BATCH, HIDDEN)).bfloat16()).requires_grad_()
+    loss = head(x, labels)
+    loss.backward()
+    logits = (x.detach() @ weight.t()).float().requires_grad_()
+    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    wanted.backward()
+    assert (logits.grad.gather(-1, labels.clamp(min=0).unsqueeze(-1)).abs() < 0.05).any()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-4)
+    slope = logits.grad.flatten(0, 1).double()
+    for got, exact in (
+        (x.grad.flatten(0, 1), slope @ weight.double()),
+        (head.weight.grad, slope.T @ x.detach().flatten(0, 1).double()),
+    ):
+        assert float((got.double() - exact).norm() / exact.norm()) < 2 * u
 
 
 def test_logits_of_a_long_sequence_never_exist_whole() -> None:

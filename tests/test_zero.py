@@ -200,7 +200,11 @@ def test_the_square_sum_of_a_long_tensor_keeps_its_digits() -> None:
     """torch's own norm of one long fp32 tensor loses digits; ours must not."""
     flat = torch.full((5_000_003,), 0.1)
     exact = float(flat[0].double() ** 2) * flat.numel()
-    assert float(square_sum(flat)) == pytest.approx(exact, rel=1e-6)
+    here = torch.device("cpu")
+    assert float(square_sum([flat], here)) == pytest.approx(exact, rel=1e-6)
+    pieces = list(flat.split([0, 5, 256, 1_000_000, 3_999_742]))
+    assert float(square_sum(pieces, here)) == pytest.approx(exact, rel=1e-6)
+    assert float(square_sum([], here)) == 0
 
 
 # ---- parameters that some micro-batches of some ranks do not use

@@ -95,8 +95,12 @@ def kinds_of(files: Iterable[str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of this package and of torch, for a checkpoint to tell."""
-    return {"megazero": importlib.metadata.version("megazero"), "torch": str(torch.__version__)}
+    """Of this package and of torch, for a checkpoint to tell; a package that runs from its folder has none."""
+    try:
+        mine = importlib.metadata.version("megazero")
+    except importlib.metadata.PackageNotFoundError:
+        mine = "not installed"
+    return {"megazero": mine, "torch": str(torch.__version__)}
 
 
 def to_index(files: Mapping[str, str], total_bytes: int) -> bytes:

@@ -27,7 +27,7 @@ from megazero.config.schema import OptimizerConfig
 from megazero.engine.stage_runner import ChunkRunner, StageRunner
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.linear import WeightGradients
-from megazero.models.compiled import compile_blocks, may_compile, wants_compiling
+from megazero.models.compiled import compile_blocks, wants_compiling
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
 from megazero.models.hf_names import hugging_face_config
 from megazero.models.stages import cut
@@ -491,7 +491,6 @@ def initialize(
     placement = family.placement(state.pp.size, family.chunks or config.parallel.virtual_stages)
     layouts = cut(config.model, config.parallel.layout, len(placement))
     chunks, waiting = [], []
-    sees_plain_layers = len(placement) == 1 and state.tp.size == 1 and may_compile(config.training, state.device)
     for layout, (rank, _) in zip(layouts, placement, strict=True):  # a rank's chunks come in order
         if rank != state.at.pp:
             continue
@@ -502,7 +501,7 @@ def initialize(
             config.parallel.sequence_parallel,
             config.training.seed,
             state.device,
-            None if sees_plain_layers else later,
+            later,
         )
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
@@ -511,7 +510,7 @@ def initialize(
     weights = engine.sharded_model.parameters.by_name.values()
     if agree(lambda: wants_compiling(config.training, state.device, weights), state.world, ValueError):
         for stage in chunks:
-            compile_blocks(stage, state.device, engine.dtype)
+            compile_blocks(stage)
     if draw:
         engine.sharded_model.parameters.draw(config.training.seed, state.tp)
     return engine

@@ -1,15 +1,17 @@
 """The output head and its loss as one operation, over a vocabulary cut over TP, a chunk of tokens at a time.
 
-    per chunk of tokens    logits = x W^T                 [chunk, vocab / tp], fp32
+    per chunk of tokens    logits = x W^T                 [chunk, vocab / tp], computed with in fp32
                            peak, sum(exp), target logit   of each rank's part, gathered over tp: one small collective
                            loss = log(sum) + peak - target
 
-Logits of a long sequence never exist whole: with more than one chunk only the log-sum-exp of each token is kept and the
-backward computes a chunk's logits again.  A single chunk keeps its probabilities and computes nothing twice.
+Logits of a long sequence never exist whole: with more than one chunk only two numbers of each token are kept and the
+backward computes a chunk's logits again.  Of a single chunk the logits' memory is kept, and nothing is multiplied twice; in
+fp32 it holds probabilities by then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,80 +21,129 @@ from torch import Tensor, nn
 from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
 from megazero.comm.collectives import all_gather
 from megazero.layers.gemm import product_t
-from megazero.layers.linear import WeightGradients
+from megazero.layers.linear import WeightGradients, sum_of_products
 from megazero.layers.spec import Init, ParamSpec, Section, drawn_parameter
 from megazero.parallel_state import Axis
 
 IGNORED_LABEL = -100
 """Label of a token that does not count (torch's convention)."""
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 4096
 
 _LEAST = torch.finfo(torch.float32).min
+
+
+def statistics_of(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a rank's part of the vocabulary says of each token.
+
+    Args:
+        logits: [tokens, rows]; fp32 ones become exp(logit - peak).
+        local: int64 [tokens], the row of the label, where it is `here`.
+        here: bool [tokens].
+
+    Returns: fp32 [tokens] each: the largest logit, the sum of exp(logit - it), the label's logit or 0.
+    """
+    scores = logits.float()
+    target = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(here, 0.0)
+    peak = scores.amax(-1).clamp_(min=_LEAST)  # where a rank has nothing but padding
+    return peak, scores.sub_(peak.unsqueeze(-1)).exp_().sum(-1), target
+
+
+def slope_of(
+    scores: Tensor, shift: Tensor, of_label: Tensor, local: Tensor, here: Tensor, scale: Tensor, *, are_logits: bool
+) -> Tensor:
+    """The loss's derivative by the logits: (probability - 1 at the label) * scale.  [tokens, rows], as `scores`.
+
+    Args:
+        scores: logits, or probabilities that are overwritten.
+        shift: fp32 [tokens], log(sum(exp(logits))).
+        of_label: fp32 [tokens], the label's probability.
+        local, here: see `statistics_of`.
+        scale: fp32 [tokens].
+        are_logits: what `scores` are.
+    """
+    wide = scores.float()
+    if are_logits:
+        wide = wide.sub_(shift.unsqueeze(-1)).exp_()
+    slope = wide.mul_(scale.unsqueeze(-1)).to(scores.dtype)
+    at, others = local.unsqueeze(-1), slope.gather(-1, local.unsqueeze(-1))
+    return slope.scatter_(
+        -1, at, ((of_label - 1) * scale).to(slope.dtype).unsqueeze(-1).where(here.unsqueeze(-1), others)
+    )
+
+
+class LossPasses:
+    """The two passes over logits, as they are or compiled.
+
+    Args:
+        statistics, slope: as the functions of this module.
+    """
+
+    def __init__(self, statistics: Any = statistics_of, slope: Any = slope_of) -> None:
+        self.statistics, self.slope = statistics, slope
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Sum over tokens of -log softmax(x W^T)[label].  x: [tokens, hidden], labels: int64 [tokens] -> fp32 scalar."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        tp: Axis,
-        vocab_size: int,
-        chunk: int,
-        gradients: WeightGradients | None,
-    ) -> Tensor:
-        first = tp.index * weight.shape[0]
-        real_rows = max(0, min(weight.shape[0], vocab_size - first))
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, head: VocabParallelHead) -> Tensor:
+        first = head.tp.index * weight.shape[0]
         counted = labels != IGNORED_LABEL
         local = labels - first
         here = counted & (local >= 0) & (local < weight.shape[0])
         local = local.where(here, 0)
         loss = x.new_zeros((), dtype=torch.float32)
-        log_sums, kept = [], None
-        for start in range(0, x.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logits = _masked_logits(x[part], weight, real_rows)
-            target = logits.gather(-1, local[part].unsqueeze(-1)).squeeze(-1).where(here[part], 0.0)
-            peak = logits.amax(-1).clamp_(min=_LEAST)  # where a rank has nothing but padding
-            probabilities = logits.sub_(peak.unsqueeze(-1)).exp_()
-            log_sum, target = _over_vocabulary(peak, probabilities.sum(-1), target, tp)
+        sums, label_logits, kept = [], [], None
+        for start in range(0, x.shape[0], head.chunk_tokens):
+            part = slice(start, start + head.chunk_tokens)
+            logits = head.logits_of(x[part], weight)
+            peak, total, target = head.passes.statistics(logits, local[part], here[part])
+            log_sum, target = _over_vocabulary(peak, total, target, head.tp)
             loss += (log_sum - target).where(counted[part], 0.0).sum()
-            log_sums.append(log_sum)
-            if chunk >= x.shape[0]:
-                kept = probabilities.mul_((peak - log_sum).exp_().unsqueeze(-1))
-        ctx.save_for_backward(x, weight, local, here, counted, torch.cat(log_sums), kept)
-        ctx.chunk, ctx.real_rows, ctx.gradients = chunk, real_rows, gradients
+            sums.append(log_sum)
+            label_logits.append(target)
+            if head.chunk_tokens >= x.shape[0]:
+                kept = logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
+        ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), kept)
+        ctx.head = head
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, local, here, counted, log_sum, kept = ctx.saved_tensors
+        x, weight, *_ = ctx.saved_tensors
         grad_x = torch.empty_like(x)
-        grad_weight = None
-        for start in range(0, x.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            if kept is not None:
-                slope = kept  # overwritten: autograd frees it after this
-            else:
-                slope = _masked_logits(x[part], weight, ctx.real_rows).sub_(log_sum[part].unsqueeze(-1)).exp_()
-            slope.scatter_add_(-1, local[part].unsqueeze(-1), -here[part].unsqueeze(-1).to(slope.dtype))
-            slope *= (counted[part] * grad).unsqueeze(-1)
-            slope = slope.to(x.dtype)
-            grad_x[part] = product_t(slope, weight.t())
-            if ctx.gradients is not None and ctx.chunk >= x.shape[0] and ctx.needs_input_grad[1]:
-                grad_weight = ctx.gradients.submit(weight, slope, x, can_wait=False)  # slopes are large
-                break
-            piece = product_t(slope.t(), x[part].t())
-            if grad_weight is None:
-                # bf16 pieces are summed in fp32: their number grows with the sequence.
-                grad_weight = piece if ctx.chunk >= x.shape[0] else piece.float()
-            else:
-                grad_weight += piece
-        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+        factors = _slopes(ctx, grad, grad_x)
+        if ctx.needs_input_grad[1]:
+            gradients = ctx.head.gradients
+            grad_weight = sum_of_products(weight, factors) if gradients is None else gradients.bring(weight, factors)
+        else:
+            grad_weight = None
+            for _ in factors:
+                pass
+        return grad_x, grad_weight, None, None
+
+
+def _slopes(ctx: Any, grad: Tensor, grad_x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Per chunk the two factors of the weight's gradient; on the way the input's is written."""
+    x, weight, local, here, counted, log_sum, target, kept = ctx.saved_tensors
+    head, scale, of_label = ctx.head, counted * grad, (target - log_sum).exp_()
+    for start in range(0, x.shape[0], head.chunk_tokens):
+        part = slice(start, start + head.chunk_tokens)
+        scores = (
+            head.logits_of(x[part], weight) if kept is None else kept
+        )  # kept ones may be overwritten: freed after this
+        slope = head.passes.slope(
+            scores,
+            log_sum[part],
+            of_label[part],
+            local[part],
+            here[part],
+            scale[part],
+            are_logits=kept is None or kept.dtype != torch.float32,
+        )
+        grad_x[part] = product_t(slope, weight.t())
+        yield slope, x[part]
 
 
 def _over_vocabulary(peak: Tensor, total: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
@@ -110,14 +161,6 @@ def _over_vocabulary(peak: Tensor, total: Tensor, target: Tensor, tp: Axis) -> t
     peaks, totals, targets = every.unbind(1)
     highest = peaks.amax(0)
     return highest + ((peaks - highest).exp_() * totals).sum(0).log_(), targets.sum(0)
-
-
-def _masked_logits(x: Tensor, weight: Tensor, real_rows: int) -> Tensor:
-    """fp32 logits of this rank's rows; padded vocabulary rows can never be chosen."""
-    logits = product_t(x, weight).float()
-    if real_rows < weight.shape[0]:
-        logits[:, real_rows:] = float("-inf")
-    return logits
 
 
 class VocabParallelHead(nn.Module):
@@ -151,7 +194,7 @@ class VocabParallelHead(nn.Module):
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         super().__init__()
-        self.tp, self.vocab_size, self.chunk_tokens = tp, vocab_size, chunk_tokens
+        self.tp, self.vocab_size, self.chunk_tokens, self.passes = tp, vocab_size, chunk_tokens, LossPasses()
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
         spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
@@ -170,6 +213,12 @@ class VocabParallelHead(nn.Module):
         x = self.enter(x, self.tp)
         if labels is None:
             return gather_features(F.linear(x, self.weight), self.tp)[..., : self.vocab_size]
-        return _LinearCrossEntropy.apply(
-            x.flatten(0, 1), self.weight, labels.flatten(), self.tp, self.vocab_size, self.chunk_tokens, self.gradients
-        )
+        return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, labels.flatten(), self)
+
+    def logits_of(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Logits of this rank's rows, past autograd; padded rows cannot be chosen.  [tokens, hidden] -> [tokens, rows]."""
+        logits = product_t(x, weight)
+        real_rows = max(0, min(weight.shape[0], self.vocab_size - self.tp.index * weight.shape[0]))
+        if real_rows < weight.shape[0]:
+            logits[:, real_rows:] = float("-inf")
+        return logits

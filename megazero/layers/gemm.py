@@ -46,7 +46,7 @@ def add_product(place: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
         if is_first:
             torch.mm(a, b, out_dtype=torch.float32, out=place)
         else:
-            place.add_(torch.mm(a, b, out_dtype=torch.float32))  # not every torch adds to a sum of another format
+            torch.addmm(place, a, b, out_dtype=torch.float32, out=place)
     elif is_first:
         place.copy_(product_t(a, b.t()))
     else:

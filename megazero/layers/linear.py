@@ -14,7 +14,7 @@ Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -30,7 +30,7 @@ from megazero.comm.autograd import (
     start_scatter_sequence,
 )
 from megazero.comm.collectives import Pending, all_reduce
-from megazero.layers.gemm import prefers_onednn, product_t
+from megazero.layers.gemm import add_product, prefers_onednn, product_t
 from megazero.layers.spec import Init, ParamSpec, Section, bias_spec, drawn_parameter
 from megazero.parallel_state import Axis
 
@@ -43,8 +43,8 @@ class GradientPlaces(Protocol):
     def add(self, weight: Tensor, gradient: Tensor) -> None:
         """Take one micro-batch's gradient, in the weight's shape."""
 
-    def add_product(self, weight: Tensor, a: Tensor, b: Tensor) -> None:
-        """Take one micro-batch's gradient as a.T @ b."""
+    def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Take one micro-batch's gradient as a sum of a.T @ b."""
 
 
 class WeightGradients:
@@ -71,20 +71,23 @@ class WeightGradients:
         if self.deferring:
             self._passes.append([])
 
-    def submit(self, weight: Tensor, a: Tensor, b: Tensor, *, can_wait: bool = True) -> Tensor | None:
-        """Give a weight gradient a.T @ b; None where autograd has nothing left to do with it.
+    def submit(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
+        """Give a weight gradient a.T @ b, now or later; None where autograd has nothing left to do with it.
 
         Args:
             weight: [m, n].
             a, b: [k, m] and [k, n].
-            can_wait: its factors may be kept until `run_oldest`.
         """
-        if can_wait and self.deferring:
-            self._passes[-1].append(lambda places: places.add_product(weight, a, b))
-            return None
+        if not self.deferring:
+            return self.bring(weight, [(a, b)])
+        self._passes[-1].append(lambda places: places.add_products(weight, [(a, b)]))
+        return None
+
+    def bring(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
+        """Give a weight gradient as a sum of a.T @ b, at once; otherwise as `submit`."""
         if self.places is None:
-            return product_t(a.t(), b.t())
-        self.places.add_product(weight, a, b)
+            return sum_of_products(weight, factors)
+        self.places.add_products(weight, factors)
         return None
 
     def keep(self, weight: Tensor, gradient: Tensor) -> None:
@@ -100,6 +103,22 @@ class WeightGradients:
 
     def __len__(self) -> int:
         return len(self._passes)
+
+
+def sum_of_products(weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The sum of a.T @ b, as a gradient of `weight`, [m, n]; summed in fp32 where it has several terms.
+
+    Args:
+        weight: [m, n].
+        factors: [k, m] and [k, n] of each term, one at least.
+    """
+    terms = iter(factors)
+    a, b = next(terms)
+    total = product_t(a.t(), b.t())
+    for a, b in terms:
+        total = total.float()
+        add_product(total, a, b, is_first=False)
+    return total.to(weight.dtype)
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -138,7 +157,7 @@ class _ParallelLinear(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             a, b = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-            grad_weight = product_t(a.t(), b.t()) if ctx.later is None else ctx.later.submit(weight, a, b)
+            grad_weight = sum_of_products(weight, [(a, b)]) if ctx.later is None else ctx.later.submit(weight, a, b)
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
         exchanging.wait()
         return grad_x, grad_weight, grad_bias, None, None, None

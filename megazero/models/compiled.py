@@ -1,12 +1,13 @@
-"""`torch.compile` for transformer blocks: norms, rotations, activations and residual sums become a few fused kernels.
+"""`torch.compile` for what lies between matrix products: norms, rotations, activations, residual sums and the loss.
 
     call of a block      hooks (ZeRO-3 gathers the weights) -> compiled forward -> hooks (the weights are hidden)
     one code for all     block 0 compiles; a block of the same sizes finds that code by its guards
-    a plain layer        F.linear, part of the compiled code
-    any other            a seam: what stands between two seams is compiled, the layer itself runs as ever
+    a linear layer       a seam: what stands between two seams is compiled, the layer itself runs as ever
+    the loss             its two passes over the logits are a kernel each
 
-[Note: seams]  A layer that talks over tp, leaves its weight gradient for later or multiplies in oneDNN does so inside an
-autograd function of its own, with handles and queues that a compiler must not record.  Tracing stops before it.
+[Note: seams]  A linear layer talks over tp and brings its weight gradient to the bucket, in fp32 and in one product, inside
+an autograd function of its own, with handles and queues that a compiler must not record.  Tracing stops before it.  What a
+compiler could do with the products themselves it leaves to the same library.
 
 [Note: alignment]  Weights lie in a bucket one behind the other.  CUDA code that was compiled for aligned weights reads
 16 bytes at a time, and torch does not look again at the weights of the next block that runs it; so all must be aligned.
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.schema import TrainingConfig
+from megazero.layers.cross_entropy import LossPasses, slope_of, statistics_of
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.models.gpt import Block, GPTStage
 
@@ -43,7 +45,7 @@ def wants_compiling(config: TrainingConfig, device: torch.device, parameters: It
         ValueError: `compile` is true and cannot be; see [Note: alignment].
     """
     aligned = device.type != "cuda" or all(parameter.data_ptr() % _ALIGNED_BYTES == 0 for parameter in parameters)
-    if not may_compile(config, device):
+    if not (device.type == "cuda" if config.compile == "auto" else config.compile):
         return False
     if config.compile is True and not aligned:
         raise ValueError(
@@ -53,31 +55,22 @@ def wants_compiling(config: TrainingConfig, device: torch.device, parameters: It
     return aligned
 
 
-def may_compile(config: TrainingConfig, device: torch.device) -> bool:
-    """Whether a run wants its blocks compiled, if they can be."""
-    return device.type == "cuda" if config.compile == "auto" else config.compile
-
-
-def compile_blocks(stage: GPTStage, device: torch.device, dtype: torch.dtype, backend: str = "inductor") -> None:
-    """Have every block of a stage run compiled code; the compiler works when a block is first called.
+def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
+    """Have every block of a stage, and its loss, run compiled code; the compiler works when they are first called.
 
     Args:
         stage: its blocks' own `forward` is replaced; hooks and names of parameters stay.
-        device, dtype: where and in which format the blocks compute.
         backend: of torch.compile.
     """
     compiled: Any = torch.compile(Block.forward, dynamic=False, backend=backend)
     for block in stage.blocks:
         for layer in block.modules():
-            if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and not _is_plain(layer, device, dtype):
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
                 _replace_forward(layer, torch.compiler.disable(layer.forward))
         _replace_forward(block, MethodType(compiled, block))
-
-
-def _is_plain(layer: ColumnParallelLinear | RowParallelLinear, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a layer is `F.linear` and nothing else; on a CPU fp32 products may be oneDNN's.  See `parallel_linear`."""
-    may_be_onednn = device.type == "cpu" and dtype == torch.float32
-    return layer.tp.size == 1 and layer.later is None and not may_be_onednn
+    if stage.head is not None:
+        passes = (torch.compile(one, dynamic=False, backend=backend) for one in (statistics_of, slope_of))
+        stage.head.output.passes = LossPasses(*passes)
 
 
 def _replace_forward(module: nn.Module, forward: Any) -> None:

@@ -18,7 +18,7 @@ Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -121,6 +121,7 @@ class _Landings:
     def __init__(self) -> None:
         self._under_way: deque[tuple[Tensor, Tensor, Tensor, torch.cuda.Event]] = deque()
         self._free: list[Tensor] = []
+        self._copying: set[torch.cuda.Stream] = set()  # a run that offloads nothing never waits for the device here
 
     def land(self, result: Tensor, gradient: Tensor, adds: bool) -> None:
         """Bring a result to a gradient, wherever it lies."""
@@ -130,6 +131,7 @@ class _Landings:
             else:
                 gradient.copy_(result)
             return
+        self._copying.add(torch.cuda.current_stream(result.device))
         if not adds:
             gradient.copy_(result, non_blocking=True)
             return
@@ -142,11 +144,12 @@ class _Landings:
         self._under_way.append((staging, whole, gradient, event))
         self._drain(_REDUCTIONS_IN_FLIGHT)
 
-    def finish(self, device: torch.device) -> None:
+    def finish(self) -> None:
         """Have everything in place on the host."""
         self._drain(0)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        for stream in self._copying:
+            stream.synchronize()
+        self._copying.clear()
 
     def _drain(self, leave: int) -> None:
         while len(self._under_way) > leave:
@@ -269,16 +272,18 @@ class GradientReducer:
         """As `accumulate`, by the parameter itself."""
         self.accumulate(self._name_of[id(weight)], gradient)
 
-    def add_product(self, weight: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add one micro-batch's gradient a.T @ b of a parameter, with no copy of it in between.
+    def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add one micro-batch's gradient of a parameter, a sum of a.T @ b, with no copy of it in between.
 
         Args:
             weight: the parameter, [m, n].
-            a, b: [k, m] and [k, n].
+            factors: a and b of each term, [k, m] and [k, n].
         """
         name = self._name_of[id(weight)]
         place, is_first = self._open(name)
-        add_product(place, a, b, is_first=is_first)
+        for a, b in factors:
+            add_product(place, a, b, is_first=is_first)
+            is_first = False
         self._close(name)
 
     def _open(self, name: str) -> tuple[Tensor, bool]:
@@ -333,7 +338,7 @@ class GradientReducer:
                 if rounds.reductions == 0 or rounds.holds_some:
                     self._reduce(rounds)
         self._drain(0)
-        self._landings.finish(self._device)
+        self._landings.finish()
         for pending in [all_reduce(bucket.gradient, self._replica) for bucket in self.buckets]:
             pending.wait()
         self._sum_partial_over_tp()
@@ -447,15 +452,14 @@ class GradientReducer:
         Over all ranks every logical element is counted once: each rank its own part of the shards, parameters that every TP
         rank holds on the first of them, the first copy of a tied parameter.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for bucket in self.buckets:
-            if bucket.is_second_copy:
-                continue
-            for replicated, whole in bucket.layout.runs(lambda info: info.spec.split is None):
-                run = intersect(whole, bucket.counted)
-                if run is not None and not (replicated and self._tp.index > 0):
-                    total += square_sum(bucket.owned_part(bucket.gradient, run)).to(self._device)
-        return total
+        parts = [
+            bucket.owned_part(bucket.gradient, run)
+            for bucket in self.buckets
+            if not bucket.is_second_copy
+            for replicated, whole in bucket.layout.runs(lambda info: info.spec.split is None)
+            if (run := intersect(whole, bucket.counted)) is not None and not (replicated and self._tp.index > 0)
+        ]
+        return square_sum(parts, self._device)
 
     def working_bytes(self) -> int:
         """Bytes of the bucket-size buffers through which gradients pass on their way to the shards."""
@@ -471,8 +475,17 @@ def tie_of(bucket: Bucket) -> str:
     return bucket.layout.slots[0].info.spec.sections[0].name
 
 
-def square_sum(flat: Tensor) -> Tensor:
-    """fp64 sum of squares of a flat fp32 tensor, accumulated in blocks: one long fp32 sum would lose digits."""
-    blocks = flat[: flat.numel() // _NORM_BLOCK * _NORM_BLOCK].view(-1, _NORM_BLOCK)
-    rest = flat[blocks.numel() :].double().square().sum()
-    return torch.linalg.vector_norm(blocks, dim=1).double().square().sum() + rest
+def square_sum(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """fp64 sum of squares of flat fp32 tensors, in blocks: one long fp32 sum would lose digits.  A scalar on `device`.
+
+    Two kernels a part and three in all: a GPU would wait for the launches of more.
+    """
+    norms = []
+    for part in parts:
+        blocks = part.numel() // _NORM_BLOCK
+        whole, rest = part.split([blocks * _NORM_BLOCK, part.numel() - blocks * _NORM_BLOCK])
+        norms += [torch.linalg.vector_norm(whole.view(blocks, _NORM_BLOCK), dim=1).to(device)] if blocks else []
+        norms += [torch.linalg.vector_norm(rest, dim=0, keepdim=True).to(device)] if rest.numel() else []
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.cat(norms).double().square().sum()

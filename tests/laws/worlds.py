@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import DEVICE, run_world
 from plain_model import PlainConfig, PlainTrainer, parameter_shapes
 from torch import Tensor
 
@@ -42,7 +43,7 @@ def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> 
         "zero": {"bucket_bytes": 8192} | sections.get("zero", {}),
         "precision": {"dtype": "fp32"} | sections.get("precision", {}),
         "optimizer": {"lr": LR, "eps": EPS, "grad_clip": 0.5} | sections.get("optimizer", {}),
-        "training": {"global_batch_size": SAMPLES, "seed": 7} | sections.get("training", {}),
+        "training": {"global_batch_size": SAMPLES, "seed": 7, "compile": False} | sections.get("training", {}),
         "checkpoint": sections.get("checkpoint", {}),
     }
     return resolve(RunConfig.model_validate(config), world)
@@ -91,9 +92,9 @@ def micro_batches(run: ResolvedRun, at: ParallelState, step: int) -> list[MicroB
     size = run.micro_batch_size
     return [
         MicroBatch(
-            torch.arange(start, start + size) + step * SAMPLES,
-            tokens[start : start + size].t().contiguous(),
-            labels[start : start + size].t().contiguous(),
+            torch.arange(start, start + size, device=at.device) + step * SAMPLES,
+            tokens[start : start + size].t().contiguous().to(at.device),
+            labels[start : start + size].t().contiguous().to(at.device),
         )
         for start in range(first, first + share, size)
     ]
@@ -106,6 +107,7 @@ def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False) -> Pa
     return ParallelState(
         grid,
         rank,
+        DEVICE,
         timeout_seconds=60,
         shard_group_size=run.config.zero.shard_group_size,
         neighbours=grid.world_size if on_one_machine else 1,
@@ -133,7 +135,7 @@ def whole(engine: Engine, kind: str) -> dict[str, Tensor] | None:
     mine = dict(gather_logical(engine.sharded_model.sharded_state, kind, engine.state))
     shapes = {name: tensor.shape for name, tensor in mine.items()}
     flat = (
-        torch.cat([tensor.flatten() for tensor in mine.values()]) if mine else torch.empty(0)
+        torch.cat([tensor.flatten().cpu() for tensor in mine.values()]) if mine else torch.empty(0)
     )  # one message, not many
     first = engine.state.rank == 0
     if engine.state.world.size == 1:
@@ -189,7 +191,12 @@ def train_on(engine: Engine, run: ResolvedRun, evaluates: bool = False, masters:
 
 
 def train_plainly(run: ResolvedRun) -> dict[str, Any]:
-    """The same steps on the plain model."""
+    """The same steps on the plain model, in a process of its own: none can be forked from one that has touched a GPU, and
+    where there is one, autograd does."""
+    return run_world(1, lambda _: _train_plainly(run))[0]
+
+
+def _train_plainly(run: ResolvedRun) -> dict[str, Any]:
     given = run.config.optimizer
     weights, config = initial_weights(run), plain_config(run)
     trainer = PlainTrainer(weights, config, LR, given.betas, given.eps, given.weight_decay, given.grad_clip)

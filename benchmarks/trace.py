@@ -1,0 +1,84 @@
+"""How busy a device was during a step, from a trace of torch's profiler, and where it waited."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LONG_US = 10.0  # between two kernels that are queued already a device takes one to three
+
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The device had nothing to do.
+
+    Args:
+        us: for how long.
+        at_ms: since the step's first work.
+        before: what it did next.
+    """
+
+    us: float
+    at_ms: float
+    before: str
+
+
+@dataclass(frozen=True)
+class Business:
+    """A step on the device.
+
+    Args:
+        span_ms: from its first work to the end of its last.
+        busy_ms: of these, with something running.
+        pieces: kernels, copies and fills.
+        waits: between them, in order.
+    """
+
+    span_ms: float
+    busy_ms: float
+    pieces: int
+    waits: list[Wait]
+
+    def __str__(self) -> str:
+        long = [wait for wait in self.waits if wait.us > LONG_US]
+        long_ms = sum(wait.us for wait in long) / 1e3
+        lines = [
+            f"the device was busy for {self.busy_ms:.1f} of {self.span_ms:.1f} ms; between its {self.pieces} kernels, copies "
+            f"and fills {self.span_ms - self.busy_ms - long_ms:.1f} ms passed, and {len(long)} waits above {LONG_US:g} us "
+            f"took {long_ms:.1f} ms"
+        ]
+        longest = sorted(long, key=lambda wait: -wait.us)[:5]
+        lines += [f"  {wait.us:6.0f} us at {wait.at_ms:7.1f} ms, before {wait.before[:80]}" for wait in longest]
+        return "\n".join(lines)
+
+
+def business_of(events: Iterable[Mapping[str, Any]]) -> Business:
+    """Sum the events of a trace up, times in us.
+
+    Raises:
+        ValueError: nothing ran on a device.
+    """
+    work = sorted((one for one in events if one.get("cat") in _ON_DEVICE), key=lambda one: float(one["ts"]))
+    if not work:
+        raise ValueError("the trace has no work on a device")
+    first = end = float(work[0]["ts"])
+    idle, waits = 0.0, []
+    for one in work:
+        start = float(one["ts"])
+        if start > end:
+            idle += start - end
+            waits.append(Wait(start - end, (end - first) / 1e3, str(one["name"])))
+        end = max(end, start + float(one["dur"]))
+    return Business((end - first) / 1e3, (end - first - idle) / 1e3, len(work), waits)
+
+
+def read_business(path: Path) -> Business:
+    """As `business_of`, of a file that `export_chrome_trace` wrote, packed or not."""
+    content = path.read_bytes()
+    return business_of(json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"])
