@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_step                                   a Llama of 1.3 billion parameters, on a CUDA device
     python -m benchmarks.gpu_step --model tiny --device cpu         does it run at all
 
-    one round      megazero, some steps | plain, some steps | ...    each step from an idle device to an idle device
+    one round      megazero, some steps | plain, some steps        each from an idle device to an idle device
     megazero       Engine.train_step: forward and backward of the micro-batches, norm, clip, sharded AdamW, ZeRO stage 0
     plain          the same Llama in plain torch modules, blocks compiled alike; in bf16 with fp32 master weights, which are
                    clipped and stepped by torch's fused AdamW and copied back
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -222,6 +223,11 @@ def line_of(name: str, meter: Meter, setting: Setting) -> Line:
     return Line(name, median(meter.ms), min(meter.ms), max(meter.ms), per_second, mfu, meter.peak_bytes, meter.losses)
 
 
+def _train(one: Megazero | Plain, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for batch in batches:
+        one.step(*batch)
+
+
 def measure(setting: Setting, device: torch.device, rounds: int, steps: int, profile: Path | None) -> list[Line]:
     """Run both in turns.
 
@@ -247,10 +253,10 @@ def measure(setting: Setting, device: torch.device, rounds: int, steps: int, pro
     if not worst <= LOSS_TOLERANCE[setting.dtype]:
         raise RuntimeError(f"the losses differ by {worst:.2e}, so the times would compare two models: {losses}")
     for round_ in range(rounds):
+        batches = [setting.batch(CHECKED_STEPS + round_ * steps + step, device) for step in range(steps)]
         for one in made if round_ % 2 == 0 else made[::-1]:
-            for step in range(steps):
-                batch = setting.batch(CHECKED_STEPS + round_ * steps + step, device)
-                meters[one.name].ms.append(meters[one.name].run(lambda one=one, batch=batch: one.step(*batch)))
+            whole = meters[one.name].run(partial(_train, one, batches))
+            meters[one.name].ms.append(whole / steps)
     if profile is not None:
         with torch.profiler.profile() as trace:
             meters[Megazero.name].run(lambda: made[0].step(*setting.batch(0, device)))
@@ -284,7 +290,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="by default on CUDA, and not on a CPU")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
+    parser.add_argument("--steps", type=int, default=4, help="of each contender in a round")
     parser.add_argument("--profile", type=Path, help="write a trace of one of megazero's steps here: ....json.gz")
     parser.add_argument("--out", type=Path, help="write the JSON here, too: benchmarks/results/....json")
     given = parser.parse_args()

@@ -49,9 +49,9 @@ class Business:
         long = [wait for wait in self.waits if wait.us > LONG_US]
         long_ms = sum(wait.us for wait in long) / 1e3
         lines = [
-            f"the device was busy for {self.busy_ms:.1f} of {self.span_ms:.1f} ms; between its {self.pieces} kernels, copies "
-            f"and fills {self.span_ms - self.busy_ms - long_ms:.1f} ms passed, and {len(long)} waits above {LONG_US:g} us "
-            f"took {long_ms:.1f} ms"
+            f"the device was busy for {self.busy_ms:.1f} of {self.span_ms:.1f} ms; between its {self.pieces} pieces of work "
+            f"{self.span_ms - self.busy_ms - long_ms:.1f} ms passed, and {len(long)} waits above {LONG_US:g} us took "
+            f"{long_ms:.1f} ms"
         ]
         longest = sorted(long, key=lambda wait: -wait.us)[:5]
         lines += [f"  {wait.us:6.0f} us at {wait.at_ms:7.1f} ms, before {wait.before[:80]}" for wait in longest]

@@ -128,7 +128,14 @@ def test_a_column_and_a_row_layer_equal_plain_linear_layers(
 def _head(rank: int, world: int, vocab: int, chunk: int) -> dict[str, Any]:
     tp = ParallelState(RankGrid(tp=world), rank).tp
     head = VocabParallelHead(
-        "head", vocab, HIDDEN, tp, sequence_parallel=False, tied=False, init=Init("normal", 1.0), chunk_tokens=chunk
+        "head",
+        vocab,
+        HIDDEN,
+        tp,
+        sequence_parallel=False,
+        tied=False,
+        init=Init("normal", 1.0),
+        logits_bytes=chunk * -(-vocab // world) * 4,
     )
     _fill(head, tp)
     x = (_given((SEQ, BATCH, HIDDEN)) * 3).requires_grad_()
@@ -174,7 +181,14 @@ def test_a_confident_bf16_head_rounds_its_logits_and_no_more(chunk: int) -> None
     """Where the label's probability is near 1, 1 minus a rounded one would be off by the size of the gradient itself."""
     vocab, u = 11, 2.0**-8
     head = VocabParallelHead(
-        "head", vocab, HIDDEN, Axis("tp"), sequence_parallel=False, tied=False, init=Init(), chunk_tokens=chunk
+        "head",
+        vocab,
+        HIDDEN,
+        Axis("tp"),
+        sequence_parallel=False,
+        tied=False,
+        init=Init(),
+        logits_bytes=2 * chunk * vocab,
     ).bfloat16()
     labels = _labels(vocab)
     weight = _given((vocab, HIDDEN)).bfloat16()
@@ -199,7 +213,14 @@ def test_logits_of_a_long_sequence_never_exist_whole() -> None:
     """Peak size of any tensor made on the way, forward and backward, is that of a chunk."""
     vocab, tokens, chunk = 512, 64, 8
     head = VocabParallelHead(
-        "head", vocab, 4, Axis("tp"), sequence_parallel=False, tied=False, init=Init("normal", 1.0), chunk_tokens=chunk
+        "head",
+        vocab,
+        4,
+        Axis("tp"),
+        sequence_parallel=False,
+        tied=False,
+        init=Init("normal", 1.0),
+        logits_bytes=chunk * vocab * 4,
     )
     _fill(head, Axis("tp"))
     largest = 0

@@ -4,9 +4,9 @@
                            peak, sum(exp), target logit   of each rank's part, gathered over tp: one small collective
                            loss = log(sum) + peak - target
 
-Logits of a long sequence never exist whole: with more than one chunk only two numbers of each token are kept and the
-backward computes a chunk's logits again.  Of a single chunk the logits' memory is kept, and nothing is multiplied twice; in
-fp32 it holds probabilities by then.
+A chunk's logits are 1 GiB at most.  With several chunks only two numbers of each token are kept and the backward computes
+a chunk's logits again.  Of a single chunk the logits' memory is kept, and nothing is multiplied twice; in fp32 it holds
+probabilities by then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from megazero.parallel_state import Axis
 IGNORED_LABEL = -100
 """Label of a token that does not count (torch's convention)."""
 
-CHUNK_TOKENS = 4096
+LOGITS_BYTES = 2**30
+"""Logits that exist at a time on a rank, at most, in the dtype of the weights."""
 
 _LEAST = torch.finfo(torch.float32).min
 
@@ -95,15 +96,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         local = local.where(here, 0)
         loss = x.new_zeros((), dtype=torch.float32)
         sums, label_logits, kept = [], [], None
-        for start in range(0, x.shape[0], head.chunk_tokens):
-            part = slice(start, start + head.chunk_tokens)
+        chunk = head.chunk_tokens(weight)
+        for start in range(0, x.shape[0], chunk):
+            part = slice(start, start + chunk)
             logits = head.logits_of(x[part], weight)
             peak, total, target = head.passes.statistics(logits, local[part], here[part])
             log_sum, target = _over_vocabulary(peak, total, target, head.tp)
             loss += (log_sum - target).where(counted[part], 0.0).sum()
             sums.append(log_sum)
             label_logits.append(target)
-            if head.chunk_tokens >= x.shape[0]:
+            if chunk >= x.shape[0]:
                 kept = logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), kept)
         ctx.head = head
@@ -128,8 +130,9 @@ def _slopes(ctx: Any, grad: Tensor, grad_x: Tensor) -> Iterator[tuple[Tensor, Te
     """Per chunk the two factors of the weight's gradient; on the way the input's is written."""
     x, weight, local, here, counted, log_sum, target, kept = ctx.saved_tensors
     head, scale, of_label = ctx.head, counted * grad, (target - log_sum).exp_()
-    for start in range(0, x.shape[0], head.chunk_tokens):
-        part = slice(start, start + head.chunk_tokens)
+    chunk = head.chunk_tokens(weight)
+    for start in range(0, x.shape[0], chunk):
+        part = slice(start, start + chunk)
         scores = (
             head.logits_of(x[part], weight) if kept is None else kept
         )  # kept ones may be overwritten: freed after this
@@ -176,7 +179,7 @@ class VocabParallelHead(nn.Module):
         init: how the weight starts.
         weight: the embedding's parameter when this rank holds both; None makes one.
         gradients: takes the weight gradient where it comes from here alone; None returns it to autograd.
-        chunk_tokens: tokens whose logits exist at a time.
+        logits_bytes: logits that exist at a time.
     """
 
     def __init__(
@@ -191,10 +194,10 @@ class VocabParallelHead(nn.Module):
         init: Init,
         weight: nn.Parameter | None = None,
         gradients: WeightGradients | None = None,
-        chunk_tokens: int = CHUNK_TOKENS,
+        logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         super().__init__()
-        self.tp, self.vocab_size, self.chunk_tokens, self.passes = tp, vocab_size, chunk_tokens, LossPasses()
+        self.tp, self.vocab_size, self.logits_bytes, self.passes = tp, vocab_size, logits_bytes, LossPasses()
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
         spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
@@ -214,6 +217,10 @@ class VocabParallelHead(nn.Module):
         if labels is None:
             return gather_features(F.linear(x, self.weight), self.tp)[..., : self.vocab_size]
         return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, labels.flatten(), self)
+
+    def chunk_tokens(self, weight: Tensor) -> int:
+        """Tokens whose logits exist at a time; the same on every TP rank."""
+        return max(1, self.logits_bytes // (weight.shape[0] * weight.element_size()))
 
     def logits_of(self, x: Tensor, weight: Tensor) -> Tensor:
         """Logits of this rank's rows, past autograd; padded rows cannot be chosen.  [tokens, hidden] -> [tokens, rows]."""

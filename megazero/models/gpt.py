@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megazero.config.schema import ModelConfig
 from megazero.layers.attention import Attention
-from megazero.layers.cross_entropy import CHUNK_TOKENS, VocabParallelHead
+from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.dropout import Dropout
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradients
@@ -59,7 +59,6 @@ class BuildContext:
         seed: the run's seed.
         device: where computed tables lie.
         later: takes the weight gradients; None returns them to autograd.
-        chunk_tokens: tokens whose logits exist at a time.
     """
 
     model: ModelConfig
@@ -68,7 +67,6 @@ class BuildContext:
     seed: int
     device: torch.device
     later: WeightGradients | None = None
-    chunk_tokens: int = CHUNK_TOKENS
 
     @property
     def head_size(self) -> int:
@@ -272,7 +270,6 @@ class Head(nn.Module):
             init=context.init,
             weight=tied_weight,
             gradients=context.later,
-            chunk_tokens=context.chunk_tokens,
         )
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:

@@ -192,7 +192,9 @@ class InMemory:
         """Copy `values` to the elements from `start` on."""
         operation = _Operation(start, start + values.numel(), writes=True)
         _check_range(self.numel, operation.start, operation.stop)
-        return self._copy(self.tensor[operation.start : operation.stop], _flat(values, self.dtype), operation)
+        # Between memories the narrower format travels; within one a conversion is part of the copy.
+        dtype = values.dtype if values.device == self.tensor.device else self.dtype
+        return self._copy(self.tensor[operation.start : operation.stop], _flat(values, dtype), operation)
 
     def flush(self) -> None:
         """Block the host until every copy is complete."""

@@ -113,10 +113,13 @@ def test_neither_the_place_nor_the_stage_changes_a_bit(shape: str, dtype: str, f
     ranks_and_micro_batches = world == 8 and "pp" in parallel
     for (stage, place), got in runs.items():
         first = (stage // 2 * 2 if ranks_and_micro_batches else 0, "none")
-        if place == "none" or DEVICE.type == "cpu":  # a GPU's AdamW rounds otherwise than the host's
+        tolerance = 1e-6
+        if place == "none" or DEVICE.type == "cpu":
             _assert_same_bits(got, runs[first], (stage, place))
+        else:  # a GPU's AdamW rounds otherwise than the host's, and now and then a weight goes the other way
+            tolerance += UNIT_ROUNDOFF.get(dtype, 0.0) / 8
         for name, tensor in runs[0, "none"]["masters"].items():
-            assert difference(got["masters"][name], tensor) < 1e-6, (stage, place, name)
+            assert difference(got["masters"][name], tensor) < tolerance, (stage, place, name)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
