@@ -262,10 +262,16 @@ def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
         weights, master = bucket.weight_shard.tensor, bucket.master.tensor
         assert bucket.keeps_weights == (zero_stage < 3)
         assert weights.untyped_storage().nbytes() // dtype.itemsize == (shard if zero_stage == 3 else whole)
+        if zero_stage < 2:
+            assert bucket.full_gradient is None  # before the first gradient of a step
+            assert bucket.take_gradient() is bucket.full_gradient
+            assert bucket.full_gradient_bytes == bucket.full_gradient.nbytes == whole * 4
         assert bucket.gradient.untyped_storage().nbytes() // 4 == (shard if zero_stage >= 2 else whole)
         assert bucket.master.numel == (shard if zero_stage >= 1 else whole)
         assert bucket.gradient.numel() == bucket.weight_shard.numel == bucket.master.numel
         assert bucket.master.dtype == bucket.gradient.dtype == torch.float32
+        bucket.drop_gradient()
+        assert (bucket.full_gradient is not None) == (zero_stage < 2)  # blocks that are sent are large; they stay
         assert (master.data_ptr() == weights.data_ptr()) == (dtype == torch.float32)
         assert bucket.counted == Run(rank * shard, (rank + 1) * shard)
         assert bucket.owned == (Run(0, whole) if zero_stage == 0 else bucket.counted)
@@ -277,9 +283,11 @@ def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
     bucket = Bucket(layout, keeping(zero_stage, Axis("dp")))
     assert bucket.owned == bucket.counted == Run(0, 15)
     assert bucket.master.tensor.data_ptr() == bucket.weights.data_ptr()
-    assert bucket.full_gradient is not None
-    assert bucket.gradient.data_ptr() == bucket.full_gradient.data_ptr()
     assert bucket.reduces_in_place
+    assert bucket.take_gradient().data_ptr() == bucket.gradient.data_ptr()
+    bucket.drop_gradient()
+    assert bucket.full_gradient is None
+    assert bucket.gradient.numel() == 0
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -299,7 +307,7 @@ def test_frozen_parameters_have_weights_only(zero_stage):
     (layout,) = plan_buckets([parameter(0, (40,), trains=False)], by_unit=True, bucket_elements=1, shards=2)
     lent = torch.zeros(64, dtype=torch.bfloat16) if zero_stage == 3 else None
     bucket = Bucket(layout, keeping(zero_stage, Axis("dp", (0, 1), 1), torch.bfloat16), lent)
-    assert bucket.full_gradient is None
+    assert bucket.full_gradient_bytes == 0
     assert bucket.gradient.numel() == 0
     assert bucket.master is bucket.weight_shard
     assert bucket.weight_shard.tensor.untyped_storage().nbytes() == 2 * (32 if zero_stage == 3 else 64)
@@ -317,8 +325,10 @@ def test_state_beside_offloaded_master_weights_lies_where_they_are():
     assert made == [32]
     assert bucket.master.place == "host"
     assert bucket.weight_shard.place == "device"
-    assert bucket.gradient.data_ptr() != bucket.full_gradient[32:].data_ptr()
+    assert bucket.gradient.data_ptr() != bucket.take_gradient()[32:].data_ptr()
     assert not bucket.reduces_in_place
+    bucket.drop_gradient()
+    assert bucket.gradient.numel() == 32
 
 
 def test_module_weights_are_views_of_the_bucket():

@@ -107,6 +107,26 @@ def test_a_parameter_unused_in_a_step_gets_no_gradient_of_an_earlier_one(zero_st
             assert any(values) == (name.endswith("weight") and bool(values)), name
 
 
+def _there(model: _Model) -> set[bool]:
+    return {bucket.full_gradient is not None for bucket in model.parameters.buckets}
+
+
+def test_a_forward_without_gradients_to_add_to_has_their_memory() -> None:
+    model = _Model(0, 1, 0)
+    assert _there(model) == {False}
+    for micro_batches in (1, 2):
+        model.step([_input(0, index) for index in range(micro_batches)])
+        assert _there(model) == {True}
+    model.reducer.begin_step(2)
+    assert _there(model) == {True}  # the second forward would find them there anyway
+    first = model.gradients()
+    model.reducer.begin_step(1)
+    assert _there(model) == {False}
+    model.step([_input(0, 0)])
+    model.step([_input(0, 0), _input(0, 1)])
+    assert model.gradients() == first
+
+
 def _used_on_one_rank(rank: int, over_gloo: bool) -> list[list[dict[str, list[float]]]]:
     found = []
     for zero_stage in STAGES:

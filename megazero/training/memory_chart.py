@@ -44,7 +44,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _memory(report: Report) -> Table:
     table = _table(
-        "Memory in MiB, of the rank that keeps most: state and ZeRO's buffers between steps, and all live tensors in a step",
+        "Memory in MiB, of the rank that keeps most: state and ZeRO's buffers after a step, and all live tensors in it",
         *("dtype", "ZeRO", "offload", "state", "off device", "formula", "", "ratio", "buffers"),
         *(f"after {point}" for point in POINTS),
         "peak",

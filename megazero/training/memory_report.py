@@ -153,11 +153,11 @@ class RankFigures:
     skipped: int
 
     def state_bytes(self) -> int:
-        """Model state between steps, wherever it lies."""
+        """Model state after a step, wherever it lies."""
         return sum(count for kind, count in self.counted[STEP].items() if kind.split(" on ")[0] in STATE_KINDS)
 
     def buffer_bytes(self) -> int:
-        """ZeRO's working buffers between steps."""
+        """ZeRO's working buffers after a step."""
         return sum(self.counted[STEP].values()) - self.state_bytes()
 
     def off_device_bytes(self) -> int:
@@ -437,6 +437,7 @@ def _watched_step(
     def note(point: str) -> None:
         mark(point)
         now = engine.memory_bytes()
+        now["gradients"] -= engine.sharded_model.parameters.absent_gradient_bytes()
         if sum(now.values()) >= sum(counted.get(point, {}).values()):
             counted[point] = now
 

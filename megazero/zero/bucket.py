@@ -243,8 +243,13 @@ class Bucket:
         weight_shard: [owned] in the weights' dtype.
         master: fp32 [owned]; may be the same array as `weight_shard` when the weights are fp32, and always is for
             frozen parameters.
-        full_gradient: [padded] in the accumulation dtype, or None where a rank keeps only its shard.
-        gradient: fp32 [owned], the reduced gradient, beside the master weights; None for frozen parameters.
+        full_gradient: [padded] in the accumulation dtype, from the first gradient of a step on; None where a rank keeps only
+            its shard.
+        gradient: fp32 [owned], the reduced gradient, beside the master weights; where it is part of `full_gradient` as
+            long as that is there.  Empty for frozen parameters.
+        keeps_gradients: a step's gradients add up whole.
+        reduces_in_place: `gradient` is part of `full_gradient`.
+        lends_gradient: its memory can be given back between steps.
     """
 
     def __init__(
@@ -283,29 +288,41 @@ class Bucket:
         else:
             self.master = InMemory(torch.zeros(owned_numel, device=device), "device")
         # Offloaded state has its gradient on the host: a single device, too, need not keep the whole of it.
-        self.keeps_gradients = stage < 2 or (not sharded and self.master.place == "device")
+        on_device = self.master.place == "device"
+        self.keeps_gradients = layout.trains and (stage < 2 or (not sharded and on_device))
+        self.reduces_in_place = self.keeps_gradients and on_device and keeping.accumulate_dtype == torch.float32
+        # A CPU has large blocks mapped page by page every time; what is not sent need not be large (`ShardedParameters`).
+        self.lends_gradient = self.reduces_in_place and (device.type != "cpu" or not sharded)
         self.full_gradient: Tensor | None = None
-        if self.keeps_gradients and layout.trains:
-            self.full_gradient = torch.zeros(layout.padded_numel, dtype=keeping.accumulate_dtype, device=device)
-        self.gradient = self._new_gradient(owned_numel)
+        self.gradient = torch.zeros(0)
+        if not self.reduces_in_place:
+            self.gradient = self._new_gradient(owned_numel)
 
     def _new_gradient(self, owned_numel: int) -> Tensor:
         if not self.layout.trains:
             return torch.zeros(0)
         if self.master.place != "device":
             return in_host_memory(owned_numel, torch.float32, pin=self.keeping.pins_memory).tensor
-        if self.full_gradient is not None and self.full_gradient.dtype == torch.float32:
-            return self.full_gradient[self.owned.start : self.owned.stop]
         return torch.zeros(owned_numel, device=self.keeping.device)
 
     @property
-    def reduces_in_place(self) -> bool:
-        """Whether `gradient` is part of `full_gradient`."""
-        return self.full_gradient is not None and self.gradient.data_ptr() == self._owned_gradient().data_ptr()
+    def full_gradient_bytes(self) -> int:
+        """Bytes of `full_gradient` while it is there."""
+        return self.layout.padded_numel * self.keeping.accumulate_dtype.itemsize if self.keeps_gradients else 0
 
-    def _owned_gradient(self) -> Tensor:
-        assert self.full_gradient is not None
-        return self.full_gradient[self.owned.start : self.owned.stop]
+    def take_gradient(self) -> Tensor:
+        """Memory for the whole gradients of a step, [padded]; what is in it is undefined."""
+        full = torch.empty(self.layout.padded_numel, dtype=self.keeping.accumulate_dtype, device=self.keeping.device)
+        self.full_gradient = full
+        if self.reduces_in_place:
+            self.gradient = full[self.owned.start : self.owned.stop]
+        return full
+
+    def drop_gradient(self) -> None:
+        """Give that memory back, where it is worth it: a forward needs it for its activations."""
+        if not self.lends_gradient:
+            return
+        self.full_gradient, self.gradient = None, torch.zeros(0)
 
     def owned_part(self, flat: Tensor, run: Run) -> Tensor:
         """Elements `run` of a tensor that covers the owned elements."""

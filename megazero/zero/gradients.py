@@ -39,7 +39,7 @@ class _Rounds:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self.fill(bucket.full_gradient)
+        self.fill(None)
         self.reset()
 
     def fill(self, full: Tensor | None) -> None:
@@ -247,7 +247,10 @@ class GradientReducer:
             for rounds in order:
                 if not rounds.bucket.keeps_gradients and rounds.full is not None:
                     self._give_back(rounds.full)
-                    rounds.fill(None)
+                if micro_batches == 1:  # with more, gradients are there in all forwards but the first
+                    rounds.bucket.drop_gradient()
+                if rounds.full is not rounds.bucket.full_gradient:
+                    rounds.fill(rounds.bucket.full_gradient)
                 rounds.reset()
         self._wave = dict.fromkeys(self._order, 0)
         self._cursor = dict.fromkeys(self._order, 0)
@@ -389,6 +392,8 @@ class GradientReducer:
 
     def _lend_for(self, rounds: _Rounds) -> Tensor:
         """A buffer for a bucket's gradients: from the pool where it is reduced soon, else of its size, for this step."""
+        if rounds.bucket.keeps_gradients:
+            return rounds.bucket.take_gradient()
         if self._every_round and not self.holds:
             return self._lend(self._accumulate_dtype, self._lendable)
         return torch.empty(rounds.bucket.layout.padded_numel, dtype=self._accumulate_dtype, device=self._device)

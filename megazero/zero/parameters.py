@@ -34,6 +34,9 @@ from megazero.zero.units import Described, Unit
 
 GatherPolicy: TypeAlias = Literal["action", "chunk", "step"]
 
+# Gradients up to this size find room where the backward has freed activations; a larger block the C library maps anew.
+_UNSENT_BYTES = 4 * 2**20
+
 
 class ShardedParameters:
     """Moves a model's parameters into buckets and keeps the buckets.
@@ -43,7 +46,7 @@ class ShardedParameters:
         described: every parameter once, in forward order.  Parameters may be on the meta device: their values are drawn,
             adopted or loaded shard by shard.
         keeping: stage, dtypes and axes.
-        bucket_bytes: size of a bucket, in bytes of fp32 gradients.
+        bucket_bytes: size of a bucket, in bytes of fp32 gradients; on a CPU less where nothing is sent.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         gather_policy: how long ZeRO-3 keeps a gathered unit.
         resident_elements: ZeRO-3 keeps parameters of at most so many elements whole.
@@ -66,6 +69,8 @@ class ShardedParameters:
         wants_units = keeping.zero_stage == 3
         infos, alone = _assign(units, described, resident_elements if wants_units else 0)
         by_unit = wants_units and (keeping.shard.size > 1 or offload.moves_weights)
+        if keeping.shard.size == 1 and keeping.device.type == "cpu":
+            bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=keeping.shard.size)
         self.offload = offload.place(layouts, keeping)
         chunk_of = [unit.chunk for unit in units]
@@ -214,8 +219,12 @@ class ShardedParameters:
         if self.gatherer is not None:
             self.gatherer.forget()
 
+    def absent_gradient_bytes(self) -> int:
+        """Of the bytes in `memory_bytes`, those of gradients of which none has come yet in this step."""
+        return sum(bucket.full_gradient_bytes for bucket in self.buckets if bucket.full_gradient is None)
+
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes this rank holds between steps, by kind and, but for the device, place."""
+        """Bytes of model state at the end of a step, by kind and, but for the device, place."""
         sizes: Counter[str] = Counter(parameters=0, gradients=0, gather_buffers=0)
         for bucket in self.buckets:
             if bucket.keeps_weights:
@@ -224,8 +233,7 @@ class ShardedParameters:
                 sizes[_at("parameters", bucket.weight_shard.place)] += bucket.weight_shard.nbytes
             if bucket.master is not bucket.weight_shard:
                 sizes[_at("parameters", bucket.master.place)] += bucket.master.nbytes
-            if bucket.full_gradient is not None:
-                sizes["gradients"] += bucket.full_gradient.nbytes
+            sizes["gradients"] += bucket.full_gradient_bytes
             if not bucket.reduces_in_place:
                 place = "device" if bucket.master.place == "device" else "host"
                 sizes[_at("gradients", place)] += bucket.gradient.nbytes
