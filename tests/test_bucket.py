@@ -1,5 +1,6 @@
 """Bucket layouts: each parameter once, shards even to the element, traits in contiguous runs."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -280,7 +281,7 @@ def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
     (layout,) = plan_buckets([parameter(0, (5, 3))], by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, keeping(zero_stage, Axis("dp")))
+    bucket = Bucket(layout, dataclasses.replace(keeping(zero_stage, Axis("dp")), replica=Axis("replica")))
     assert bucket.owned == bucket.counted == Run(0, 15)
     assert bucket.master.tensor.data_ptr() == bucket.weights.data_ptr()
     assert bucket.reduces_in_place
@@ -288,6 +289,31 @@ def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
     bucket.drop_gradient()
     assert bucket.full_gradient is None
     assert bucket.gradient.numel() == 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_off_the_cpu_whole_gradients_are_given_back_whoever_gets_them(zero_stage):
+    (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
+    here = keeping(zero_stage, Axis("dp", (0, 1), 1))
+    bucket = Bucket(layout, dataclasses.replace(here, device=torch.device("meta")))
+    if zero_stage < 2:
+        assert bucket.take_gradient().shape == (64,)
+        assert bucket.gradient.shape == ((64,) if zero_stage == 0 else (32,))
+        assert bucket.gradient.untyped_storage().nbytes() == 64 * 4
+    bucket.drop_gradient()
+    assert bucket.full_gradient is None
+    assert bucket.gradient.numel() == (0 if zero_stage < 2 else 32)
+
+
+def test_ranks_with_the_whole_state_send_gradients_to_one_another():
+    (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=1)
+    for replicas, stays in ((1, False), (2, True)):
+        here = dataclasses.replace(keeping(0, Axis("shard")), replica=Axis("replica", tuple(range(replicas))))
+        bucket = Bucket(layout, here)
+        assert here.sends == stays
+        bucket.take_gradient()
+        bucket.drop_gradient()
+        assert (bucket.full_gradient is not None) == stays
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

@@ -165,7 +165,7 @@ class ZeroConfig(_Section):
     reduce: Literal["micro_batch", "step"] = "micro_batch"
     """When stages 2 and 3 reduce gradients: after each micro-batch, or once per step, keeping them whole until then."""
     bucket_bytes: Annotated[int, Field(ge=1024, le=LARGEST_COUNT)] = 40 * 1024 * 1024
-    """Size of a gradient bucket, in bytes of fp32 gradients."""
+    """Size of a gradient bucket, in bytes of fp32 gradients; on a CPU rank that sends to no other, 4 MiB at most."""
     shard_group_size: CountOrZero = 0
     """Neighbouring data-parallel ranks that share one copy of the state; each such group has its own. 0: all of dp."""
     resident_elements: CountOrZero = 0
@@ -300,7 +300,7 @@ class TrainingConfig(_Section):
     non_finite_limit: Count = 3
     """Such steps in a row (skip), or goings back (rollback), after which the run stops all the same."""
     compile: bool | Auto = "auto"
-    """Compile each transformer block with torch.compile, at the first step. "auto": on CUDA, not on a CPU."""
+    """Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA, not on a CPU."""
     skip_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
     """Steps whose samples are passed over, singly or as [first, last]: skip_steps = [1200, [1500, 1510]]."""
 

@@ -11,7 +11,7 @@ probabilities by then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ IGNORED_LABEL = -100
 """Label of a token that does not count (torch's convention)."""
 
 LOGITS_BYTES = 2**30
-"""Logits that exist at a time on a rank, at most, in the dtype of the weights."""
+"""Of the logits of one chunk on a rank, at most, in the dtype of the weights."""
 
 _LEAST = torch.finfo(torch.float32).min
 
@@ -107,15 +107,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             label_logits.append(target)
             if chunk >= x.shape[0]:
                 kept = logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
+            del logits  # before the next chunk's
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), kept)
         ctx.head = head
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: recomputation makes them anew at every look
+        x, weight, *_ = saved
         grad_x = torch.empty_like(x)
-        factors = _slopes(ctx, grad, grad_x)
+        factors = _slopes(ctx.head, saved, grad, grad_x)
         if ctx.needs_input_grad[1]:
             gradients = ctx.head.gradients
             grad_weight = sum_of_products(weight, factors) if gradients is None else gradients.bring(weight, factors)
@@ -126,10 +128,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
-def _slopes(ctx: Any, grad: Tensor, grad_x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _slopes(
+    head: VocabParallelHead, saved: Sequence[Any], grad: Tensor, grad_x: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Per chunk the two factors of the weight's gradient; on the way the input's is written."""
-    x, weight, local, here, counted, log_sum, target, kept = ctx.saved_tensors
-    head, scale, of_label = ctx.head, counted * grad, (target - log_sum).exp_()
+    x, weight, local, here, counted, log_sum, target, kept = saved
+    scale, of_label = counted * grad, (target - log_sum).exp_()
     chunk = head.chunk_tokens(weight)
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
@@ -145,8 +149,10 @@ def _slopes(ctx: Any, grad: Tensor, grad_x: Tensor) -> Iterator[tuple[Tensor, Te
             scale[part],
             are_logits=kept is None or kept.dtype != torch.float32,
         )
+        del scores
         grad_x[part] = product_t(slope, weight.t())
         yield slope, x[part]
+        del slope  # before the next chunk's logits
 
 
 def _over_vocabulary(peak: Tensor, total: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
@@ -179,7 +185,7 @@ class VocabParallelHead(nn.Module):
         init: how the weight starts.
         weight: the embedding's parameter when this rank holds both; None makes one.
         gradients: takes the weight gradient where it comes from here alone; None returns it to autograd.
-        logits_bytes: logits that exist at a time.
+        logits_bytes: of the logits of one chunk.
     """
 
     def __init__(
@@ -219,7 +225,7 @@ class VocabParallelHead(nn.Module):
         return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, labels.flatten(), self)
 
     def chunk_tokens(self, weight: Tensor) -> int:
-        """Tokens whose logits exist at a time; the same on every TP rank."""
+        """Tokens of a chunk; the same on every TP rank."""
         return max(1, self.logits_bytes // (weight.shape[0] * weight.element_size()))
 
     def logits_of(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -5,8 +5,8 @@
          or [seq/tp] -- all-gather -+--> y [.., out/tp]          or ----- reduce-scatter --> [seq/tp]
 
 One autograd function serves both.  Its backward starts the exchange of the input gradient, computes the weight gradient
-meanwhile, straight into its place (or hands it to `WeightGradients` for later), then waits.  Without `WeightGradients` and
-with tp = 1 a layer is a plain `F.linear`, for the compiler to see, but on processors where oneDNN's products are the faster.
+meanwhile, straight into its place (or hands it to `WeightGradients` for later), then waits.  Without `WeightGradients`, as
+in a user's own model, and with tp = 1 a layer is a plain `F.linear`, but where oneDNN's products are the faster.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
 """
@@ -106,7 +106,7 @@ class WeightGradients:
 
 
 def sum_of_products(weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The sum of a.T @ b, as a gradient of `weight`, [m, n]; summed in fp32 where it has several terms.
+    """The sum of a.T @ b, as a gradient of `weight`, [m, n]; terms add up in fp32.
 
     Args:
         weight: [m, n].
@@ -115,9 +115,11 @@ def sum_of_products(weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) ->
     terms = iter(factors)
     a, b = next(terms)
     total = product_t(a.t(), b.t())
+    del a, b
     for a, b in terms:
         total = total.float()
         add_product(total, a, b, is_first=False)
+        del a, b  # before the next are computed
     return total.to(weight.dtype)
 
 

@@ -222,6 +222,11 @@ class Keeping:
     accumulate_dtype: torch.dtype = torch.float32
     pins_memory: bool = True
 
+    @property
+    def sends(self) -> bool:
+        """Whether gradients go to other ranks."""
+        return self.shard.size > 1 or self.replica.size > 1
+
 
 class Bucket:
     """The tensors of one bucket on one rank.
@@ -292,7 +297,7 @@ class Bucket:
         self.keeps_gradients = layout.trains and (stage < 2 or (not sharded and on_device))
         self.reduces_in_place = self.keeps_gradients and on_device and keeping.accumulate_dtype == torch.float32
         # A CPU has large blocks mapped page by page every time; what is not sent need not be large (`ShardedParameters`).
-        self.lends_gradient = self.reduces_in_place and (device.type != "cpu" or not sharded)
+        self.lends_gradient = self.reduces_in_place and (device.type != "cpu" or not keeping.sends)
         self.full_gradient: Tensor | None = None
         self.gradient = torch.zeros(0)
         if not self.reduces_in_place:

@@ -243,6 +243,7 @@ class GradientReducer:
     def begin_step(self, micro_batches: int) -> None:
         """Forget the last step.  Each parameter is expected once per micro-batch."""
         self._drain(0)
+        self._landings.finish()  # of a step that was given up, too: what comes later would be added to this one
         for order in self._order.values():
             for rounds in order:
                 if not rounds.bucket.keeps_gradients and rounds.full is not None:
@@ -287,6 +288,7 @@ class GradientReducer:
         for a, b in factors:
             add_product(place, a, b, is_first=is_first)
             is_first = False
+            del a, b  # before the next are computed
         self._close(name)
 
     def _open(self, name: str) -> tuple[Tensor, bool]:
@@ -483,14 +485,14 @@ def tie_of(bucket: Bucket) -> str:
 def square_sum(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """fp64 sum of squares of flat fp32 tensors, in blocks: one long fp32 sum would lose digits.  A scalar on `device`.
 
-    Two kernels a part and three in all: a GPU would wait for the launches of more.
+    Two kernels a part and a few in all: a GPU would wait for the launches of more.
     """
-    norms = []
+    norms: dict[torch.device, list[Tensor]] = {device: []}
     for part in parts:
         blocks = part.numel() // _NORM_BLOCK
         whole, rest = part.split([blocks * _NORM_BLOCK, part.numel() - blocks * _NORM_BLOCK])
-        norms += [torch.linalg.vector_norm(whole.view(blocks, _NORM_BLOCK), dim=1).to(device)] if blocks else []
-        norms += [torch.linalg.vector_norm(rest, dim=0, keepdim=True).to(device)] if rest.numel() else []
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.cat(norms).double().square().sum()
+        here = norms.setdefault(part.device, [])
+        here += [torch.linalg.vector_norm(whole.view(blocks, _NORM_BLOCK), dim=1)] if blocks else []
+        here += [torch.linalg.vector_norm(rest, dim=0, keepdim=True)] if rest.numel() else []
+    sums = [torch.cat(here).double().square().sum().to(device) for here in norms.values() if here]
+    return sum(sums, torch.zeros((), dtype=torch.float64, device=device))

@@ -69,7 +69,7 @@ class ShardedParameters:
         wants_units = keeping.zero_stage == 3
         infos, alone = _assign(units, described, resident_elements if wants_units else 0)
         by_unit = wants_units and (keeping.shard.size > 1 or offload.moves_weights)
-        if keeping.shard.size == 1 and keeping.device.type == "cpu":
+        if keeping.device.type == "cpu" and not keeping.sends:
             bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=keeping.shard.size)
         self.offload = offload.place(layouts, keeping)

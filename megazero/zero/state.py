@@ -55,6 +55,8 @@ class ShardedState:
             run: elements that this rank owns.
         """
         if kind == GRADIENT:
+            if bucket.gradient.numel() < run.stop - run.start:
+                raise RuntimeError("there is no gradient between the start of a step and its first backward")
             return bucket.owned_part(bucket.gradient, run)
         if kind in (MODEL, MASTER):
             return bucket.read(bucket.weight_shard if kind == MODEL else bucket.master, run)
