@@ -197,6 +197,9 @@ def main() -> None:
                     if row is not None:
                         found["rows"] = [one for one in found["rows"] if one not in old] + [row]
                         _write(file, json.dumps(found, indent=1))
+    order = [kind.title for kind in KINDS.values()]
+    found["rows"].sort(key=lambda row: (row["setting"]["model"], row["setting"]["world"], order.index(row["title"])))
+    _write(file, json.dumps(found, indent=1))
     text = document(found)
     _write(file.with_suffix(".md"), text)
     draw(found, file.with_suffix(".svg"))
