@@ -137,9 +137,8 @@ def _slopes(
     chunk = head.chunk_tokens(weight)
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
-        scores = (
-            head.logits_of(x[part], weight) if kept is None else kept
-        )  # kept ones may be overwritten: freed after this
+        # Kept ones may be overwritten: autograd frees them after this.
+        scores = head.logits_of(x[part], weight) if kept is None else kept
         slope = head.passes.slope(
             scores,
             log_sum[part],
