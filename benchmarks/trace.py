@@ -35,15 +35,18 @@ class Business:
 
     Args:
         span_ms: from its first work to the end of its last.
-        busy_ms: of these, with something running.
         pieces: kernels, copies and fills.
         waits: between them, in order.
     """
 
     span_ms: float
-    busy_ms: float
     pieces: int
     waits: list[Wait]
+
+    @property
+    def busy_ms(self) -> float:
+        """Of the span, with something running."""
+        return self.span_ms - sum(wait.us for wait in self.waits) / 1e3
 
     def __str__(self) -> str:
         long = [wait for wait in self.waits if wait.us > LONG_US]
@@ -68,14 +71,13 @@ def business_of(events: Iterable[Mapping[str, Any]]) -> Business:
     if not work:
         raise ValueError("the trace has no work on a device")
     first = end = float(work[0]["ts"])
-    idle, waits = 0.0, []
+    waits = []
     for one in work:
         start = float(one["ts"])
         if start > end:
-            idle += start - end
             waits.append(Wait(start - end, (end - first) / 1e3, str(one["name"])))
         end = max(end, start + float(one["dur"]))
-    return Business((end - first) / 1e3, (end - first - idle) / 1e3, len(work), waits)
+    return Business((end - first) / 1e3, len(work), waits)
 
 
 def read_business(path: Path) -> Business:

@@ -126,19 +126,28 @@ def test_a_column_and_a_row_layer_equal_plain_linear_layers(
     torch.testing.assert_close(joined("bias", 0, True), bias.grad, rtol=1e-5, atol=1e-5)
 
 
-def _head(rank: int, world: int, vocab: int, chunk: int) -> dict[str, Any]:
-    tp = ParallelState(RankGrid(tp=world), rank).tp
+def _untied_head(
+    vocab: int, chunk: int, tp: Axis, hidden: int = HIDDEN, dtype: torch.dtype = torch.float32
+) -> VocabParallelHead:
+    """A head that takes `chunk` tokens at a time."""
+    rows = -(-vocab // tp.size)
     head = VocabParallelHead(
         "head",
         vocab,
-        HIDDEN,
+        hidden,
         tp,
         sequence_parallel=False,
         tied=False,
         init=Init("normal", 1.0),
-        logits_bytes=chunk * -(-vocab // world) * 4,
+        logits_bytes=chunk * rows * dtype.itemsize,
     )
     _fill(head, tp)
+    return head.to(dtype)
+
+
+def _head(rank: int, world: int, vocab: int, chunk: int) -> dict[str, Any]:
+    tp = ParallelState(RankGrid(tp=world), rank).tp
+    head = _untied_head(vocab, chunk, tp)
     x = (_given((SEQ, BATCH, HIDDEN)) * 3).requires_grad_()
     loss = head(x, _labels(vocab))
     (loss * 0.5).backward()
@@ -181,16 +190,7 @@ def test_the_head_equals_torchs_cross_entropy(world: int, vocab: int, chunk: int
 def test_a_confident_bf16_head_rounds_its_logits_and_no_more(chunk: int) -> None:
     """Where the label's probability is near 1, 1 minus a rounded one would be off by the size of the gradient itself."""
     vocab, u = 11, 2.0**-8
-    head = VocabParallelHead(
-        "head",
-        vocab,
-        HIDDEN,
-        Axis("tp"),
-        sequence_parallel=False,
-        tied=False,
-        init=Init(),
-        logits_bytes=2 * chunk * vocab,
-    ).bfloat16()
+    head = _untied_head(vocab, chunk, Axis("tp"), dtype=torch.bfloat16)
     labels = _labels(vocab)
     weight = _given((vocab, HIDDEN)).bfloat16()
     head.weight.data = weight
@@ -215,17 +215,7 @@ def test_a_confident_bf16_head_rounds_its_logits_and_no_more(chunk: int) -> None
 def test_a_head_may_be_recomputed(chunk: int) -> None:
     """torch's checkpointing hands out what was saved once and no more."""
     vocab = 11
-    head = VocabParallelHead(
-        "head",
-        vocab,
-        HIDDEN,
-        Axis("tp"),
-        sequence_parallel=False,
-        tied=False,
-        init=Init(),
-        logits_bytes=4 * chunk * vocab,
-    )
-    head.weight.data = _given((vocab, HIDDEN))
+    head = _untied_head(vocab, chunk, Axis("tp"))
     found = []
     for recomputes in (False, True):
         x, head.weight.grad = _given((SEQ, BATCH, HIDDEN)).requires_grad_(), None
@@ -238,17 +228,7 @@ def test_a_head_may_be_recomputed(chunk: int) -> None:
 def test_logits_of_a_long_sequence_never_exist_whole() -> None:
     """Peak size of any tensor made on the way, forward and backward, is that of a chunk."""
     vocab, tokens, chunk = 512, 64, 8
-    head = VocabParallelHead(
-        "head",
-        vocab,
-        4,
-        Axis("tp"),
-        sequence_parallel=False,
-        tied=False,
-        init=Init("normal", 1.0),
-        logits_bytes=chunk * vocab * 4,
-    )
-    _fill(head, Axis("tp"))
+    head = _untied_head(vocab, chunk, Axis("tp"), hidden=4)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -44,9 +44,9 @@ def wants_compiling(config: TrainingConfig, device: torch.device, parameters: It
     Raises:
         ValueError: `compile` is true and cannot be; see [Note: alignment].
     """
-    aligned = device.type != "cuda" or all(parameter.data_ptr() % _ALIGNED_BYTES == 0 for parameter in parameters)
     if not (device.type == "cuda" if config.compile == "auto" else config.compile):
         return False
+    aligned = device.type != "cuda" or all(parameter.data_ptr() % _ALIGNED_BYTES == 0 for parameter in parameters)
     if config.compile is True and not aligned:
         raise ValueError(
             f"training.compile=true: on CUDA every weight must begin at a multiple of {_ALIGNED_BYTES} bytes, and some do "
