@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.setting import LR
-from megazero.config.schema import ModelConfig
+from megazero.models.config import ModelConfig
 from megazero.models.stages import StageLayout, cut_evenly
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.config import RunConfig, resolve
-from megazero.config.schema import ModelConfig
+from megazero.models.config import ModelConfig
 
 LR, GRAD_CLIP, SEED = 3e-4, 1.0, 7
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -18,7 +18,7 @@ from benchmarks.report import machine, table
 from benchmarks.rows import KINDS, OVER_GLOO, Kind, LossesDifferError, measure, setting_of
 from benchmarks.setting import DTYPES, MODELS, positive
 from benchmarks.worlds import ContenderFailedError
-from megazero.config.problem import ConfigError
+from megazero.settings import ConfigError
 
 
 def kind_of(peer: str) -> Kind:

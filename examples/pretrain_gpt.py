@@ -11,9 +11,9 @@ from pathlib import Path
 from megazero.checkpoint.index import find_newest, step_folder
 from megazero.config import load_config
 from megazero.engine import Position, initialize
+from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.training.batches import open_corpus_of, read_batches
 from megazero.training.launch import join_world, leave_world
-from megazero.training.lr_schedule import learning_rate_factor
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 ALONE = [
@@ -31,7 +31,7 @@ def main(overrides: list[str]) -> None:
     corpus = open_corpus_of(config)
     checkpoints = Path(config.training.run_dir) / "checkpoints"
     newest = find_newest(checkpoints)
-    engine = initialize(config, state, draw=newest is None)
+    engine = initialize(config, state, init_weights=newest is None)
     position = engine.load(newest, corpus.fingerprint) if newest else Position()
 
     while position.step < steps:

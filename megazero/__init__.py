@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megazero import pipe, zero
-    from megazero.api.data import RepeatingLoader
-    from megazero.api.initialize import add_config_arguments, init_distributed, initialize
-    from megazero.models.pipeline_module import PipelineModule
+    from megazero.deepspeed.data import RepeatingLoader
+    from megazero.deepspeed.initialize import add_config_arguments, init_distributed, initialize
+    from megazero.deepspeed.pipeline_module import PipelineModule
     from megazero.parallel_state import RankGrid, parallel_state_of
 
 _HOME = {
-    "initialize": "megazero.api.initialize",
-    "init_distributed": "megazero.api.initialize",
-    "add_config_arguments": "megazero.api.initialize",
-    "RepeatingLoader": "megazero.api.data",
-    "PipelineModule": "megazero.models.pipeline_module",
+    "initialize": "megazero.deepspeed.initialize",
+    "init_distributed": "megazero.deepspeed.initialize",
+    "add_config_arguments": "megazero.deepspeed.initialize",
+    "RepeatingLoader": "megazero.deepspeed.data",
+    "PipelineModule": "megazero.deepspeed.pipeline_module",
     "RankGrid": "megazero.parallel_state",
     "parallel_state_of": "megazero.parallel_state",
 }

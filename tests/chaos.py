@@ -38,7 +38,7 @@ import numpy as np
 import torch
 import torch._dynamo  # imported by every optimizer; once here instead of once per rank
 import torch.distributed as dist
-from blows import MOMENTS, Blow, Executioner
+from fault_injection import MOMENTS, Blow, FaultInjector
 
 from megazero.checkpoint import retention
 from megazero.checkpoint.folder import LocalFolder
@@ -170,7 +170,7 @@ def _live(rank: int, round_: Round, store: Path, log: Callable[[str], None]) -> 
             given = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=MOST_SECONDS)}
             dist.init_process_group("gloo", init_method=f"file://{store}", **given)
         if round_.blow is not None and rank == round_.blow.rank:
-            Executioner(round_.blow, log).arm()
+            FaultInjector(round_.blow, log).arm()
         parallel = run.config.parallel
         grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
         train(run, ParallelState(grid, rank, timeout_seconds=MOST_SECONDS), log, wants_stop)

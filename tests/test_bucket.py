@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megazero.layers.spec import ParamSpec, Section
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, Keeping, ParamInfo, Run, intersect, plan_buckets
+from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.storage import InMemory
 
 laws = settings(deadline=None, max_examples=75)
@@ -29,9 +29,9 @@ def parameter(
     return ParamInfo(f"p{index}", shape, spec, unit, group=group, **more)
 
 
-def keeping(zero_stage: int, axis: Axis, dtype: torch.dtype = torch.float32, replica_index: int = 0) -> Keeping:
+def policy(zero_stage: int, axis: Axis, dtype: torch.dtype = torch.float32, replica_index: int = 0) -> ShardingPolicy:
     replica = Axis("replica", (0, 1), replica_index)
-    return Keeping(zero_stage, dtype, axis, replica, torch.device("cpu"))
+    return ShardingPolicy(zero_stage, dtype, axis, replica, torch.device("cpu"))
 
 
 @st.composite
@@ -53,7 +53,7 @@ def models(draw) -> list[ParamInfo]:
                 draw(traits),
                 chunk=chunk,
                 trains=kind != 6,
-                resident=kind == 5,
+                persistent=kind == 5,
                 alone=kind == 4,
             )
         )
@@ -171,8 +171,8 @@ def test_each_combination_of_traits_is_one_run(infos, plan):
 @given(infos=models(), plan=plans)
 def test_no_bucket_holds_two_chunks_or_both_frozen_and_trained_or_both_resident_and_gathered(infos, plan):
     for layout in plan_buckets(infos, **plan):
-        keys = {(info.chunk, info.trains, plan["by_unit"] and info.resident) for info in members(layout)}
-        assert keys == {(layout.chunk, layout.trains, plan["by_unit"] and layout.resident)}
+        keys = {(info.chunk, info.trains, plan["by_unit"] and info.persistent) for info in members(layout)}
+        assert keys == {(layout.chunk, layout.trains, plan["by_unit"] and layout.persistent)}
 
 
 @laws
@@ -182,7 +182,7 @@ def test_by_unit_gives_a_bucket_per_unit_and_one_per_tied_or_lone_parameter(info
     layouts = plan_buckets(infos, by_unit=True, bucket_elements=bucket_elements, shards=shards)
     single = [layout for layout in layouts if members(layout)[0].spec.tied or members(layout)[0].alone]
     assert all(len(layout.slots) == 1 for layout in single)
-    gathered = [layout for layout in layouts if layout not in single and not layout.resident]
+    gathered = [layout for layout in layouts if layout not in single and not layout.persistent]
     keys = [(layout.unit, layout.trains) for layout in gathered]
     assert len(keys) == len(set(keys))
     assert [unit for unit, _ in keys] == sorted(unit for unit, _ in keys)
@@ -190,7 +190,7 @@ def test_by_unit_gives_a_bucket_per_unit_and_one_per_tied_or_lone_parameter(info
         assert in_forward_order(layout) == [
             info
             for info in infos
-            if (info.unit, info.trains) == (unit, trains) and not (info.spec.tied or info.alone or info.resident)
+            if (info.unit, info.trains) == (unit, trains) and not (info.spec.tied or info.alone or info.persistent)
         ]
 
 
@@ -259,7 +259,7 @@ def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
     whole, shard = 128, 32  # 107 elements in four shards of a multiple of 16
     lent = torch.zeros(whole, dtype=dtype) if zero_stage == 3 else None
     for rank in range(dp):
-        bucket = Bucket(layout, keeping(zero_stage, Axis("dp", tuple(range(dp)), rank), dtype), lent)
+        bucket = Bucket(layout, policy(zero_stage, Axis("dp", tuple(range(dp)), rank), dtype), lent)
         weights, master = bucket.weight_shard.tensor, bucket.master.tensor
         assert bucket.keeps_weights == (zero_stage < 3)
         assert weights.untyped_storage().nbytes() // dtype.itemsize == (shard if zero_stage == 3 else whole)
@@ -281,7 +281,7 @@ def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
     (layout,) = plan_buckets([parameter(0, (5, 3))], by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, dataclasses.replace(keeping(zero_stage, Axis("dp")), replica=Axis("replica")))
+    bucket = Bucket(layout, dataclasses.replace(policy(zero_stage, Axis("dp")), replica=Axis("replica")))
     assert bucket.owned == bucket.counted == Run(0, 15)
     assert bucket.master.tensor.data_ptr() == bucket.weights.data_ptr()
     assert bucket.reduces_in_place
@@ -294,7 +294,7 @@ def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_off_the_cpu_whole_gradients_are_given_back_whoever_gets_them(zero_stage):
     (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=2)
-    here = keeping(zero_stage, Axis("dp", (0, 1), 1))
+    here = policy(zero_stage, Axis("dp", (0, 1), 1))
     bucket = Bucket(layout, dataclasses.replace(here, device=torch.device("meta")))
     if zero_stage < 2:
         assert bucket.take_gradient().shape == (64,)
@@ -308,7 +308,7 @@ def test_off_the_cpu_whole_gradients_are_given_back_whoever_gets_them(zero_stage
 def test_ranks_with_the_whole_state_send_gradients_to_one_another():
     (layout,) = plan_buckets([parameter(0, (40,))], by_unit=True, bucket_elements=1, shards=1)
     for replicas, stays in ((1, False), (2, True)):
-        here = dataclasses.replace(keeping(0, Axis("shard")), replica=Axis("replica", tuple(range(replicas))))
+        here = dataclasses.replace(policy(0, Axis("shard")), replica=Axis("replica", tuple(range(replicas))))
         bucket = Bucket(layout, here)
         assert here.sends == stays
         bucket.take_gradient()
@@ -323,7 +323,7 @@ def test_of_the_ranks_that_keep_one_shard_the_first_counts_it(zero_stage):
     for replica, index in itertools.product(range(2), range(2)):
         lent = torch.zeros(64) if zero_stage == 3 else None
         counted.append(
-            Bucket(layout, keeping(zero_stage, Axis("shard", (0, 1), index), replica_index=replica), lent).counted
+            Bucket(layout, policy(zero_stage, Axis("shard", (0, 1), index), replica_index=replica), lent).counted
         )
     assert counted == [Run(0, 32), Run(32, 64), Run(0, 0), Run(0, 0)]
 
@@ -332,7 +332,7 @@ def test_of_the_ranks_that_keep_one_shard_the_first_counts_it(zero_stage):
 def test_frozen_parameters_have_weights_only(zero_stage):
     (layout,) = plan_buckets([parameter(0, (40,), trains=False)], by_unit=True, bucket_elements=1, shards=2)
     lent = torch.zeros(64, dtype=torch.bfloat16) if zero_stage == 3 else None
-    bucket = Bucket(layout, keeping(zero_stage, Axis("dp", (0, 1), 1), torch.bfloat16), lent)
+    bucket = Bucket(layout, policy(zero_stage, Axis("dp", (0, 1), 1), torch.bfloat16), lent)
     assert bucket.full_gradient_bytes == 0
     assert bucket.gradient.numel() == 0
     assert bucket.master is bucket.weight_shard
@@ -347,7 +347,7 @@ def test_state_beside_offloaded_master_weights_lies_where_they_are():
         made.append(numel)
         return InMemory(torch.zeros(numel), "host")
 
-    bucket = Bucket(layout, keeping(1, Axis("dp", (0, 1), 1)), None, in_host)
+    bucket = Bucket(layout, policy(1, Axis("dp", (0, 1), 1)), None, in_host)
     assert made == [32]
     assert bucket.master.place == "host"
     assert bucket.weight_shard.place == "device"
@@ -360,7 +360,7 @@ def test_state_beside_offloaded_master_weights_lies_where_they_are():
 def test_module_weights_are_views_of_the_bucket():
     infos = [parameter(0, (2, 3)), parameter(1, (4,), trait=(1, None, False)), parameter(2, (0, 3))]
     (layout,) = plan_buckets(infos, by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, keeping(0, Axis("dp")))
+    bucket = Bucket(layout, policy(0, Axis("dp")))
     bucket.weights.copy_(torch.arange(10))
     views = {slot.info.name: bucket.module_view(slot) for slot in layout.slots}
     assert {name: tuple(view.shape) for name, view in views.items()} == {"p0": (2, 3), "p1": (4,), "p2": (0, 3)}
@@ -372,7 +372,7 @@ def test_module_weights_are_views_of_the_bucket():
 
 def test_refilling_the_bucket_does_not_look_like_a_change_of_saved_weights():
     (layout,) = plan_buckets([parameter(0, (3, 3))], by_unit=True, bucket_elements=1, shards=1)
-    bucket = Bucket(layout, keeping(3, Axis("dp")))
+    bucket = Bucket(layout, policy(3, Axis("dp")))
     weight = bucket.module_view(layout.slots[0]).requires_grad_()
     bucket.weights.fill_(2.0)
     x = torch.ones(1, 3, requires_grad=True)
@@ -385,7 +385,7 @@ def test_refilling_the_bucket_does_not_look_like_a_change_of_saved_weights():
 
 def test_owned_parts_are_addressed_by_their_place_in_the_bucket():
     (layout,) = plan_buckets([parameter(0, (64,))], by_unit=True, bucket_elements=1, shards=4)
-    bucket = Bucket(layout, keeping(2, Axis("dp", (0, 1, 2, 3), 2)))
+    bucket = Bucket(layout, policy(2, Axis("dp", (0, 1, 2, 3), 2)))
     bucket.gradient.copy_(torch.arange(32.0, 48.0))
     assert bucket.owned_part(bucket.gradient, Run(35, 40)).tolist() == [35, 36, 37, 38, 39]
     bucket.write(bucket.master, Run(35, 37), torch.tensor([1.0, 2.0]))

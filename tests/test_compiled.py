@@ -9,7 +9,6 @@ from torch import Tensor
 from worlds import GPT2, LLAMA, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
-from megazero.config.schema import TrainingConfig
 from megazero.engine import Engine
 from megazero.models.compiled import compile_blocks, wants_compiling
 
@@ -99,13 +98,12 @@ def _offset(elements: int) -> Tensor:
      (True, "cuda", 8, True), (True, "cpu", 1, True)],
 )  # fmt: skip
 def test_auto_compiles_on_cuda_where_weights_are_aligned(wish: Any, device: str, elements: int, compiles: bool) -> None:
-    config = TrainingConfig.model_validate({"compile": wish})
-    assert wants_compiling(config, torch.device(device), [_offset(0), _offset(elements)]) is compiles
+    assert wants_compiling(wish, torch.device(device), [_offset(0), _offset(elements)]) is compiles
 
 
 def test_weights_that_are_not_aligned_are_refused_where_compiling_is_asked_for() -> None:
     with pytest.raises(ValueError, match="multiple of 16 bytes"):
-        wants_compiling(TrainingConfig(compile=True), torch.device("cuda"), [_offset(0), _offset(1)])
+        wants_compiling(True, torch.device("cuda"), [_offset(0), _offset(1)])
 
 
 def test_the_configured_engine_has_its_blocks_replaced_and_no_others() -> None:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.config import ConfigError, RunConfig
-from megazero.config.deepspeed import EventFiles, NamedParams, load_deepspeed_config
-from megazero.config.deepspeed_document import to_markdown_deepspeed
-from megazero.config.deepspeed_keys import BLOCKS, keys_by_path
-from megazero.config.deepspeed_kinds import BOOLEAN, Fate
 from megazero.config.rules import broken_rules
+from megazero.deepspeed.config import EventFiles, NamedParams, load_deepspeed_config
+from megazero.deepspeed.config_document import to_markdown_deepspeed
+from megazero.deepspeed.config_keys import BLOCKS, keys_by_path
+from megazero.deepspeed.config_kinds import BOOLEAN, KeyStatus
 
 PAGE = Path(__file__).parent.parent / "docs" / "deepspeed_config.md"
 
@@ -128,19 +128,21 @@ def test_no_key_is_in_the_table_twice_and_each_says_what_becomes_of_it():
     assert all(key.text for key in keys_by_path().values())
     for block in BLOCKS:  # what a key goes with is a key of the same block that has a fate of its own
         fates = {key.name: key.fate for key in block.keys}
-        followed = [key.text for key in block.keys if key.fate is Fate.FOLLOWS]
-        assert all(fates[name] in (Fate.REFUSED, Fate.NO_EFFECT) for name in followed)
+        followed = [key.text for key in block.keys if key.fate is KeyStatus.FOLLOWS]
+        assert all(fates[name] in (KeyStatus.REFUSED, KeyStatus.NO_EFFECT) for name in followed)
 
 
 @pytest.mark.parametrize("path", [p for p, key in keys_by_path().items() if key.default is not None])
 def test_a_key_takes_its_own_default_and_asks_for_nothing_refused(path):
     key = keys_by_path()[path]
     notes = load(**only(path, list(key.default) if isinstance(key.default, tuple) else key.default)).notes
-    noted = key.fate is Fate.NO_EFFECT and not path.endswith("enabled")
+    noted = key.fate is KeyStatus.NO_EFFECT and not path.endswith("enabled")
     assert (f"{path} has no effect: {key.text}" in notes) == noted
 
 
-@pytest.mark.parametrize("path", [p for p, k in keys_by_path().items() if k.fate is Fate.REFUSED and k.kind == BOOLEAN])
+@pytest.mark.parametrize(
+    "path", [p for p, k in keys_by_path().items() if k.fate is KeyStatus.REFUSED and k.kind == BOOLEAN]
+)
 def test_a_refused_switch_is_an_error_with_its_reason(path):
     key = keys_by_path()[path]
     (told,) = problems(**nested(path, not key.default))
@@ -149,7 +151,7 @@ def test_a_refused_switch_is_an_error_with_its_reason(path):
 
 
 @pytest.mark.parametrize(
-    "path", [p for p, k in keys_by_path().items() if k.fate is Fate.NO_EFFECT and k.kind == BOOLEAN]
+    "path", [p for p, k in keys_by_path().items() if k.fate is KeyStatus.NO_EFFECT and k.kind == BOOLEAN]
 )
 @pytest.mark.parametrize("value", [True, False])
 def test_a_key_without_effect_changes_nothing_but_the_notes(path, value):

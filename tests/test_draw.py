@@ -19,11 +19,11 @@ from typer.testing import CliRunner, Result
 
 from megazero.cli import app
 from megazero.schedules.action import Action, Kind, Schedule
-from megazero.schedules.draw import chrome_trace, compare_table, draw_around, draw_text
-from megazero.schedules.draw_svg import draw_svg
 from megazero.schedules.generators import FAMILIES, forward_only
 from megazero.schedules.simulate import Costs, ScheduleError, Timeline, peak_activations, program, simulate
 from megazero.schedules.table import read_schedule, write_schedule
+from megazero.tools.draw import chrome_trace, compare_table, draw_around, draw_text
+from megazero.tools.draw_svg import draw_svg
 
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -137,7 +137,7 @@ def _write_checkpoints(rank: int, root: str) -> list[float]:
 
 def _go_on(rank: int, root: str) -> float:
     run = run_of(1, model=LLAMA, zero={"stage": 1})
-    engine = engine_on(rank, run, draw=False)
+    engine = engine_on(rank, run, init_weights=False)
     engine.load(folder_at(root).child("step-00000001"), "data")
     return engine.train_step(micro_batches(run, engine.state, 1), 1e-3).loss
 

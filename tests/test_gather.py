@@ -441,8 +441,8 @@ def test_how_long_a_unit_stays_changes_nothing(make: Callable[[], nn.Module], po
 
 @pytest.mark.parametrize("resident", [1, 12, 100, 10_000])
 @pytest.mark.parametrize("make", [_RootParameters, _PartlyFrozen], ids=["RootParameters", "PartlyFrozen"])
-def test_what_stays_resident_changes_nothing(make: Callable[[], nn.Module], resident: int) -> None:
-    run_world(2, _trains, make, 3, {"resident_elements": resident})
+def test_what_stays_resident_changes_nothing(make: Callable[[], nn.Module], persistent: int) -> None:
+    run_world(2, _trains, make, 3, {"resident_elements": persistent})
 
 
 def test_four_ranks_train_as_plain_torch_does() -> None:
@@ -709,14 +709,14 @@ def test_from_the_second_step_on_every_unit_but_the_first_has_been_started_when_
 
     for first, *others in run_world(2, law):
         assert len(first) == 2 * 2 * 8
-        for later in others:
-            assert [index for index, _ in later] == [index for index, _ in first]
+        for wgrad_queue in others:
+            assert [index for index, _ in wgrad_queue] == [index for index, _ in first]
             # 2, 2 and 4 follow one another in one buffer: 2 is there the second time, 4 can only come when 2 is done
-            late = [place for place, (_, started) in enumerate(later) if not started]
+            late = [place for place, (_, started) in enumerate(wgrad_queue) if not started]
             assert late[0] == 0
             for place in late[1:]:
-                before, index = later[place - 1][0], later[place][0]
-                assert before % 2 == index % 2, (place, later)
+                before, index = wgrad_queue[place - 1][0], wgrad_queue[place][0]
+                assert before % 2 == index % 2, (place, wgrad_queue)
 
 
 @pytest.mark.parametrize("make", [_Chain, _Twice, _RootParameters, _Skips], ids=["Chain", "Twice", "Root", "Skips"])
@@ -732,7 +732,7 @@ def test_prefetching_gathers_nothing_more_than_the_first_step_does(make: Callabl
 
     for first, *others in run_world(2, law):
         assert first > 0
-        assert all(later <= first for later in others)
+        assert all(wgrad_queue <= first for wgrad_queue in others)
         assert len(set(others)) == 1
 
 

@@ -22,7 +22,7 @@ from megazero.training.health import (
     NonFinitePolicy,
     RankWork,
     Samples,
-    Turn,
+    StepDecision,
     laggards,
     position_after_going_back,
     spread_of,
@@ -41,7 +41,7 @@ def _policy(**keys: Any) -> NonFinitePolicy:
 
 def test_by_default_a_step_that_is_not_finite_stops_the_run_and_names_its_samples() -> None:
     policy = _policy()
-    assert policy.judge(SOUND, 16, SAMPLES) is Turn.ON
+    assert policy.judge(SOUND, 16, SAMPLES) is StepDecision.ON
     with pytest.raises(NonFiniteError, match=r"step 17, samples 128 to 135: loss=nan .* must be finite") as found:
         policy.judge(BAD, 17, SAMPLES)
     assert "training.skip_steps=[17]" in str(found.value)
@@ -55,7 +55,7 @@ def test_by_default_a_step_that_is_not_finite_stops_the_run_and_names_its_sample
 def test_updates_are_left_out_until_there_are_too_many_in_a_row() -> None:
     policy = _policy(on_non_finite="skip", non_finite_limit=3)
     turns = [policy.judge(statistics, 1, SAMPLES) for statistics in (BAD, BAD, SOUND, BAD, BAD)]
-    assert turns == [Turn.SKIP, Turn.SKIP, Turn.ON, Turn.SKIP, Turn.SKIP]
+    assert turns == [StepDecision.SKIP, StepDecision.SKIP, StepDecision.ON, StepDecision.SKIP, StepDecision.SKIP]
     with pytest.raises(NonFiniteError, match="3 such steps in a row"):
         policy.judge(BAD, 6, SAMPLES)
 
@@ -63,7 +63,7 @@ def test_updates_are_left_out_until_there_are_too_many_in_a_row() -> None:
 def test_a_run_goes_back_only_so_often() -> None:
     policy = _policy(on_non_finite="rollback", non_finite_limit=2)
     turns = [policy.judge(statistics, 1, SAMPLES) for statistics in (BAD, SOUND, BAD, SOUND)]
-    assert turns == [Turn.BACK, Turn.ON, Turn.BACK, Turn.ON]
+    assert turns == [StepDecision.BACK, StepDecision.ON, StepDecision.BACK, StepDecision.ON]
     with pytest.raises(NonFiniteError, match="already gone back 2 times"):
         policy.judge(BAD, 9, SAMPLES)
 

@@ -79,7 +79,7 @@ def next_step(engine: Any, run: ResolvedRun) -> tuple[float, float]:
 
 def resumed(rank: int, run: ResolvedRun, origin: Path) -> tuple[float, float]:
     """Loss and gradient norm of the same step, from an imported checkpoint and on data of any fingerprint."""
-    engine = engine_on(rank, run, draw=False)
+    engine = engine_on(rank, run, init_weights=False)
     position = engine.load(origin, "some data")
     assert (position.step, position.samples, position.tokens) == (0, 0, 0)
     return next_step(engine, run)
@@ -222,7 +222,7 @@ def test_our_model_computes_what_theirs_does(family: str, changes: dict[str, Any
     given = theirs(hub, tokens)
     ours = logits(stored(tmp_path / "ours"), plain_config(run), tokens)
     assert (ours - given).norm() / given.norm() < 1e-5
-    engine = engine_on(0, run, draw=False)
+    engine = engine_on(0, run, init_weights=False)
     engine.load(tmp_path / "ours", "any")
     loss = torch.nn.functional.cross_entropy(given.flatten(0, 1), labels.flatten())
     assert engine.evaluate(micro_batches(run, engine.state, 0)).loss == pytest.approx(float(loss), rel=1e-5)
@@ -565,7 +565,7 @@ def test_diff_tells_what_two_checkpoints_do_not_share(steps: Path, tmp_path: Pat
 
 
 def test_diff_measures_one_element(steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megazero.checkpoint.compare.CHUNK_ELEMENTS", 100)  # three rows
+    monkeypatch.setattr("megazero.tools.compare_checkpoints.CHUNK_ELEMENTS", 100)  # three rows
     two, name = steps / "step-00000002", "transformer.wpe.weight"
     file = StoredTensors(two, "model").files[name]
 

@@ -12,11 +12,11 @@ from harness import run_world
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megazero.layers.attention import mix, repeat_heads
+from megazero.layers.attention import causal_attention, repeat_heads
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.dropout import Dropout
 from megazero.layers.gemm import add_product
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradients
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import gated
 from megazero.layers.spec import Init, ParamSpec, Section
 from megazero.parallel_state import Axis, ParallelState, RankGrid
@@ -28,7 +28,7 @@ def _fill(module: torch.nn.Module, tp: Axis) -> None:
     for name, spec in module.specs.items():
         parameter = getattr(module, name)
         flat = torch.empty(parameter.numel())
-        ParamSpec.draw(spec, flat, 0, tp.index, tp.size, seed=3)
+        ParamSpec.init_weights(spec, flat, 0, tp.index, tp.size, seed=3)
         parameter.data = flat.view(parameter.shape) if name == "weight" else torch.ones(parameter.shape)
 
 
@@ -54,10 +54,12 @@ def _part(x: Tensor, tp: Axis, cut: bool, dim: int = 0) -> Tensor:
     return x.chunk(tp.size, dim)[tp.index].clone() if cut else x.clone()
 
 
-def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: bool, later: bool) -> dict[str, Any]:
+def _linear_pair(
+    rank: int, world: int, sequence_parallel: bool, whole_between: bool, wgrad_queue: bool
+) -> dict[str, Any]:
     """column -> gelu -> row, forward and backward; whole tensors of what each rank saw."""
     tp = ParallelState(RankGrid(tp=world), rank).tp
-    waiting = WeightGradients() if later else None
+    waiting = WeightGradQueue() if wgrad_queue else None
     init = Init("normal", 0.3)
     column = ColumnParallelLinear(
         (Section("column", OUT),),
@@ -67,7 +69,7 @@ def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: 
         sequence_parallel=sequence_parallel,
         gather_output=whole_between,
         init=init,
-        later=waiting,
+        wgrad_queue=waiting,
     )
     row = RowParallelLinear(
         Section("row", HIDDEN),
@@ -77,7 +79,7 @@ def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: 
         sequence_parallel=sequence_parallel,
         scatter_input=whole_between,
         init=init,
-        later=waiting,
+        wgrad_queue=waiting,
     )
     for module in (column, row):
         _fill(module, tp)
@@ -97,18 +99,18 @@ def _linear_pair(rank: int, world: int, sequence_parallel: bool, whole_between: 
     return {"y": y.detach().numpy(), **{name: grad.numpy() for name, grad in grads.items()}}
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize("wgrad_queue", [False, True], ids=["at once", "deferred"])
 @pytest.mark.parametrize("whole_between", [False, True], ids=["cut between", "whole between"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_column_and_a_row_layer_equal_plain_linear_layers(
-    world: int, sequence_parallel: bool, whole_between: bool, later: bool
+    world: int, sequence_parallel: bool, whole_between: bool, wgrad_queue: bool
 ) -> None:
-    results = run_world(world, _linear_pair, world, sequence_parallel, whole_between, later)
+    results = run_world(world, _linear_pair, world, sequence_parallel, whole_between, wgrad_queue)
     weights = {}
     for name, rows, columns in (("column", OUT, HIDDEN), ("row", HIDDEN, OUT)):
         flat = torch.empty(rows * columns)
-        ParamSpec((Section(name, rows),), columns, init=Init("normal", 0.3)).draw(flat, 0, 0, 1, seed=3)
+        ParamSpec((Section(name, rows),), columns, init=Init("normal", 0.3)).init_weights(flat, 0, 0, 1, seed=3)
         weights[name] = flat.view(rows, columns).requires_grad_()
     x = _given((SEQ, BATCH, HIDDEN)).requires_grad_()
     bias = torch.ones(OUT, requires_grad=True)
@@ -171,7 +173,7 @@ def test_the_head_equals_torchs_cross_entropy(world: int, vocab: int, chunk: int
     """Vocabularies that tp does not divide, one of them with a rank that holds padding only."""
     results = run_world(world, _head, world, vocab, chunk)
     flat = torch.empty(vocab * HIDDEN)
-    ParamSpec((Section("head", vocab),), HIDDEN, init=Init("normal", 1.0)).draw(flat, 0, 0, 1, seed=3)
+    ParamSpec((Section("head", vocab),), HIDDEN, init=Init("normal", 1.0)).init_weights(flat, 0, 0, 1, seed=3)
     weight = flat.view(vocab, HIDDEN).requires_grad_()
     x = (_given((SEQ, BATCH, HIDDEN)) * 3).requires_grad_()
     logits = x @ weight.t()
@@ -247,15 +249,15 @@ def test_logits_of_a_long_sequence_never_exist_whole() -> None:
 
 def test_weight_gradients_wait_in_micro_batch_order_and_are_bit_equal() -> None:
     def gradient(waits: bool) -> Tensor:
-        later = WeightGradients()
-        later.places, later.deferring = _InGrad(), waits
-        layer = ColumnParallelLinear((Section("w", OUT),), HIDDEN, Axis("tp"), later=later)
+        wgrad_queue = WeightGradQueue()
+        wgrad_queue.places, wgrad_queue.deferring = _InGrad(), waits
+        layer = ColumnParallelLinear((Section("w", OUT),), HIDDEN, Axis("tp"), wgrad_queue=wgrad_queue)
         _fill(layer, Axis("tp"))
         for micro_batch in range(3):
-            later.begin_pass()
+            wgrad_queue.begin_pass()
             layer(_given((SEQ, BATCH, HIDDEN)) * (micro_batch + 1)).square().sum().backward()
-        while len(later):
-            later.run_oldest()
+        while len(wgrad_queue):
+            wgrad_queue.run_oldest()
         return layer.weight.grad
 
     assert torch.equal(gradient(waits=True), gradient(waits=False))
@@ -280,9 +282,11 @@ def test_dropout_keeps_the_expected_share_and_scale() -> None:
 
 def test_grouped_queries_attend_as_if_their_heads_were_repeated() -> None:
     q, k, v = (torch.randn(2, heads, 6, 4) for heads in (6, 2, 2))
-    by_group = torch.stack([mix(q[:, [head]], k[:, [head // 3]], v[:, [head // 3]])[:, 0] for head in range(6)], 1)
-    torch.testing.assert_close(mix(q, k, v), by_group)
-    torch.testing.assert_close(mix(q, repeat_heads(k, 3), repeat_heads(v, 3)), by_group)
+    by_group = torch.stack(
+        [causal_attention(q[:, [head]], k[:, [head // 3]], v[:, [head // 3]])[:, 0] for head in range(6)], 1
+    )
+    torch.testing.assert_close(causal_attention(q, k, v), by_group)
+    torch.testing.assert_close(causal_attention(q, repeat_heads(k, 3), repeat_heads(v, 3)), by_group)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.api.lr_schedulers import (
+from megazero.deepspeed.lr_schedulers import (
     SCHEDULES,
     cosine_decay_factor,
     cycle_height,

@@ -15,9 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from megazero.cli import app
-from megazero.training.live_memory import START, live_memory
-from megazero.training.memory_formula import Keeping, sent_bytes, state_bytes, state_terms, state_text
-from megazero.training.memory_report import Wish, plan
+from megazero.tools.live_memory import START, live_memory
+from megazero.tools.memory_formula import Keeping, sent_bytes, state_bytes, state_terms, state_text
+from megazero.tools.memory_report import ReportRequest, plan
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "zero_memory_report.py"
 ODD = ["model.hidden_size=24", "model.num_layers=2", "model.num_heads=2", "model.ffn_hidden_size=40"]
@@ -146,7 +146,7 @@ def test_a_bad_option_is_told_with_exit_code_2(options: list[str], said: str, tm
 
 def test_a_number_of_ranks_that_is_not_the_started_one_is_refused() -> None:
     with pytest.raises(ValueError, match="4 ranks were started"):
-        plan(Wish(ranks=2), started=4)
+        plan(ReportRequest(ranks=2), started=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def _far_ahead(rank: int) -> list[int]:
             tensors = [torch.full((2000,), float(index)) for index in range(MANY)]
             posted = [exchange([(tensor, 1)], [], axis)[0] for tensor in tensors]
             done = [pending.is_done for pending in posted]
-            assert all(earlier >= later for earlier, later in pairwise(done))
+            assert all(earlier >= wgrad_queue for earlier, wgrad_queue in pairwise(done))
             for tensor, is_done in zip(tensors, done, strict=True):
                 if is_done:
                     tensor.fill_(-1.0)  # the sender's own again
@@ -79,9 +79,9 @@ def _far_ahead(rank: int) -> list[int]:
 
 
 def test_a_sender_far_ahead_keeps_what_does_not_fit_and_uses_its_slots_again() -> None:
-    first, *later = run_world(2, _far_ahead)[0]
+    first, *wgrad_queue = run_world(2, _far_ahead)[0]
     assert first <= messages._SEGMENT + messages._LETTERS * 8192
-    assert later == [first, first]
+    assert wgrad_queue == [first, first]
 
 
 def _in_another_order(rank: int) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.zero.optimizers import Lion, check_elementwise, make_optimizer, state_names
+from megazero.optim.optimizers import Lion, check_elementwise, make_optimizer, state_names
 
 # Options that reach every kind of state, and the names of that state, from the papers' algorithms as torch names them.
 ELEMENTWISE: list[tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = [

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.comm import meeting
+from megazero.comm import rendezvous
 from megazero.comm.collectives import LostPeerError, Pending, all_gather, all_reduce, arriving_elements, reduce_scatter
 from megazero.comm.shared_memory import HALF_BYTES
 from megazero.parallel_state import Axis, ParallelState, RankGrid
@@ -105,22 +105,22 @@ def test_a_lost_rank_is_told_of(dies: bool, reason: str) -> None:
 
 def _apart(rank: int, breaks: str) -> None:
     if breaks == "other machine":
-        listen = meeting._listen
+        listen = rendezvous._listen
 
         def elsewhere() -> tuple:
             listener, (boot, name) = listen()
             return listener, (f"{boot} {rank}", name)
 
-        meeting._listen = elsewhere
+        rendezvous._listen = elsewhere
     elif breaks == "no such system" and rank == 1:
-        meeting._listen = lambda: (None, None)
+        rendezvous._listen = lambda: (None, None)
     elif breaks == "no connection":
-        meeting._MEETING_SECONDS = 0.1
+        rendezvous._MEETING_SECONDS = 0.1
 
         def refused(*_: object) -> None:
             raise ConnectionRefusedError
 
-        meeting._call = refused
+        rendezvous._call = refused
     axis = _axis(rank, 2)
     got = torch.full((3,), rank + 1.0)
     all_reduce(got, axis).wait()

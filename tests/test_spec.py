@@ -71,7 +71,7 @@ def held(spec: ParamSpec, tensors: dict[str, torch.Tensor], tp_rank: int, tp_siz
 def drawn(spec: ParamSpec, tp_rank: int, tp_size: int, seed: int = 7) -> torch.Tensor:
     shape = spec.local_shape(tp_size)
     out = torch.full((torch.Size(shape).numel(),), torch.nan)
-    spec.draw(out, 0, tp_rank, tp_size, seed)
+    spec.init_weights(out, 0, tp_rank, tp_size, seed)
     return out.view(shape)
 
 
@@ -122,7 +122,7 @@ def test_any_flat_range_draws_what_the_whole_draws_there(name, tp_size, data):
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
     out = torch.full((stop - start,), torch.nan)
-    spec.draw(out, start, tp_rank, tp_size, 7)
+    spec.init_weights(out, start, tp_rank, tp_size, 7)
     assert torch.equal(out, whole[start:stop])
 
 

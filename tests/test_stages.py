@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megazero.config.derive import complete_model
-from megazero.config.schema import ModelConfig
+from megazero.models.config import ModelConfig
 from megazero.models.stages import cut, cut_by_cost, cut_evenly, head_cost_in_layers
 
 CUTS = [(layers, stages) for layers in range(1, 41) for stages in range(1, layers + 1)]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megazero.config.schema import LrScheduleConfig
 from megazero.engine import BatchShare
 from megazero.layers.cross_entropy import IGNORED_LABEL
+from megazero.optim.config import LrScheduleConfig
+from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches
-from megazero.training.lr_schedule import learning_rate_factor
 from megazero.training.metrics import JsonLines, ProgressLine, StepMetrics, TensorBoard, readable_seconds
 
 

@@ -135,4 +135,4 @@ def test_a_parameter_of_any_shape_has_its_elements_in_its_spec(shape: tuple[int,
     rows = sum(block.rows[1] - block.rows[0] for block in spec.blocks(0, 1))
     assert rows * spec.width(1) == torch.Size(shape).numel()
     out: Tensor = torch.empty(torch.Size(shape).numel())
-    spec.draw(out, 0, 0, 1, 3)
+    spec.init_weights(out, 0, 0, 1, 3)

@@ -21,61 +21,63 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 from megazero.comm.collectives import LostPeerError, all_reduce, gather_objects
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.training.signs import SAVING, STARTING, TRAINING, Beat, Board, what_became_of
+from megazero.training.heartbeat import SAVING, STARTING, TRAINING, Heartbeat, HeartbeatStore, what_became_of
 from megazero.training.watchdog import FLIGHT_RECORDS, Watchdog, _within
 
-MINE = Beat(7, 17, TRAINING, "all_reduce", "dp", False, 0.0, {"dp": 40}, at=106.0)
-WAITING = Beat(9, 17, TRAINING, "all_reduce", "dp", True, 60.0, {"dp": 40})
-STUCK = Beat(5, 17, TRAINING, "all_gather", "tp", False, 62.0, {"dp": 39}, at=100.0)
+MINE = Heartbeat(7, 17, TRAINING, "all_reduce", "dp", False, 0.0, {"dp": 40}, at=106.0)
+WAITING = Heartbeat(9, 17, TRAINING, "all_reduce", "dp", True, 60.0, {"dp": 40})
+STUCK = Heartbeat(5, 17, TRAINING, "all_gather", "tp", False, 62.0, {"dp": 39}, at=100.0)
 
 
-def _later(beat: Beat) -> Beat:
+def _wgrad_queues(beat: Heartbeat) -> Heartbeat:
     return replace(beat, count=beat.count + 1)
 
 
-def _told(first: dict[int, Beat], second: dict[int, Beat], *, axis: str = "dp", ranks: tuple[int, ...] = (1, 3)) -> str:
+def _told(
+    first: dict[int, Heartbeat], second: dict[int, Heartbeat], *, axis: str = "dp", ranks: tuple[int, ...] = (1, 3)
+) -> str:
     return what_became_of(axis, ranks, MINE, first, second)
 
 
 def test_a_rank_whose_counter_stands_still_is_gone() -> None:
-    told = _told({1: WAITING, 3: STUCK}, {1: _later(WAITING), 3: STUCK})
+    told = _told({1: WAITING, 3: STUCK}, {1: _wgrad_queues(WAITING), 3: STUCK})
     assert told == "rank 3 is gone (its last sign of life, 6 s before, was in step 17)"
-    assert _told({1: WAITING}, {1: _later(WAITING)}) == "rank 3 is gone (it gave no sign of life)"
+    assert _told({1: WAITING}, {1: _wgrad_queues(WAITING)}) == "rank 3 is gone (it gave no sign of life)"
 
 
 def test_a_living_rank_that_did_not_come_is_named_with_what_it_does() -> None:
-    told = _told({1: WAITING, 3: STUCK}, {1: _later(WAITING), 3: _later(STUCK)})
+    told = _told({1: WAITING, 3: STUCK}, {1: _wgrad_queues(WAITING), 3: _wgrad_queues(STUCK)})
     assert told == "rank 3 is alive, in step 17, outside any collective for 62 s, the last was all_gather over tp"
     for phase, words in ((SAVING, "alive, saving step 17,"), (STARTING, "alive, starting,")):
         other = replace(STUCK, phase=phase)
-        assert words in _told({1: WAITING, 3: other}, {1: _later(WAITING), 3: _later(other)})
+        assert words in _told({1: WAITING, 3: other}, {1: _wgrad_queues(WAITING), 3: _wgrad_queues(other)})
 
 
 def test_the_cause_is_looked_for_behind_ranks_that_wait_themselves() -> None:
     elsewhere = replace(WAITING, axis="pp", operation="send_recv", begun={"dp": 39})
     beats = {1: WAITING, 3: elsewhere, 5: STUCK}
-    told = _told(beats, {rank: _later(beat) for rank, beat in beats.items()})
+    told = _told(beats, {rank: _wgrad_queues(beat) for rank, beat in beats.items()})
     assert told.startswith("rank 5 is alive, in step 17, outside any collective")
     del beats[5]
-    told = _told(beats, {rank: _later(beat) for rank, beat in beats.items()})
+    told = _told(beats, {rank: _wgrad_queues(beat) for rank, beat in beats.items()})
     assert told == "rank 3 is alive, in step 17, in send_recv over pp for 60 s"
 
 
 def test_a_rank_that_ended_is_named_with_its_reason_and_one_that_lost_a_peer_is_no_cause() -> None:
     ended = replace(STUCK, ended="OSError: No space left on device")
-    assert _told({1: WAITING, 3: ended}, {1: _later(WAITING), 3: ended}) == (
+    assert _told({1: WAITING, 3: ended}, {1: _wgrad_queues(WAITING), 3: ended}) == (
         "rank 3 ended in step 17: OSError: No space left on device"
     )
     also = replace(STUCK, ended="all_reduce over tp did not finish", lost=True)
     told = _told({1: also, 3: STUCK}, {1: also, 3: STUCK})
     assert told == "rank 3 is gone (its last sign of life, 6 s before, was in step 17)"
-    assert _told({1: WAITING, 3: also}, {1: _later(WAITING), 3: also}) == (
+    assert _told({1: WAITING, 3: also}, {1: _wgrad_queues(WAITING), 3: also}) == (
         "rank 3 has lost a peer itself: all_reduce over tp did not finish"
     )
 
 
 def test_where_all_take_part_it_is_the_network() -> None:
-    assert "network" in _told({1: WAITING, 3: WAITING}, {1: _later(WAITING), 3: _later(WAITING)})
+    assert "network" in _told({1: WAITING, 3: WAITING}, {1: _wgrad_queues(WAITING), 3: _wgrad_queues(WAITING)})
 
 
 def test_many_ranks_are_not_listed_one_by_one() -> None:
@@ -84,7 +86,7 @@ def test_many_ranks_are_not_listed_one_by_one() -> None:
 
 
 def test_a_sign_of_life_survives_the_store() -> None:
-    assert Beat.from_json(STUCK.as_json().encode()) == STUCK
+    assert Heartbeat.from_json(STUCK.as_json().encode()) == STUCK
     assert len(STUCK.as_json()) < 300
 
 
@@ -151,10 +153,10 @@ def test_a_rank_that_ends_with_an_error_tells_the_others_which(tmp_path: Path) -
 
 
 class _DeadStore:
-    def put(self, rank: int, beat: Beat) -> None:
+    def put(self, rank: int, beat: Heartbeat) -> None:
         raise RuntimeError("connection refused")
 
-    def read(self, ranks: object) -> dict[int, Beat]:
+    def read(self, ranks: object) -> dict[int, Heartbeat]:
         raise RuntimeError("connection refused")
 
 
@@ -256,7 +258,7 @@ def _healthy(rank: int, folder: Path) -> tuple[int, list[str]]:
             all_reduce(torch.ones(1), state.world).wait()
             time.sleep(0.1)
         board = watchdog._board
-        assert isinstance(board, Board)
+        assert isinstance(board, HeartbeatStore)
         gather_objects(None, state.world)
         time.sleep(0.5)
         beats = board.read((0, 1))

@@ -15,7 +15,7 @@ from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig
 from megazero.layers.spec import Init, ParamSpec, Section
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import Keeping
+from megazero.zero.bucket import ShardingPolicy
 from megazero.zero.gradients import GradientReducer, square_sum
 from megazero.zero.offload import Offload
 from megazero.zero.optimizer import ShardedOptimizer, recipe_by_name
@@ -54,14 +54,14 @@ class _Model:
                 columns = parameter.shape[1] if parameter.dim() == 2 else None
                 spec = ParamSpec((section,), columns, init=Init("normal", 0.5))
                 described.append(Described(f"{index}.{name}", parameter, spec))
-        keeping = Keeping(zero_stage, torch.float32, self.state.shard, self.state.replica, torch.device("cpu"))
-        self.parameters = ShardedParameters(units_of([self.layers]), described, keeping, bucket_bytes=1024, ties={})
+        policy = ShardingPolicy(zero_stage, torch.float32, self.state.shard, self.state.replica, torch.device("cpu"))
+        self.parameters = ShardedParameters(units_of([self.layers]), described, policy, bucket_bytes=1024, ties={})
         buckets = self.parameters.buckets
         self.reducer = GradientReducer(buckets, self.state.tp, {})
         self.reducer.attach(self.parameters.by_name, {})
         recipe = recipe_by_name("adamw", {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}, [{}])
         self.optimizer = ShardedOptimizer(buckets, recipe, Offload())
-        self.parameters.draw(5, self.state.tp)
+        self.parameters.init_weights(5, self.state.tp)
 
     def forward(self, x: Tensor, uses_extra: bool = True, fails_at: int | None = None) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -155,7 +155,7 @@ def _three_steps(rank: int, world: int, zero_stage: int, disturbed: bool) -> tup
         model.step([_input(rank, 2 * step), _input(rank, 2 * step + 1)])
         norm = model.reducer.square_sum()
         model.optimizer.step(1.0)
-        model.parameters.publish()
+        model.parameters.all_gather_weights()
     layouts = [(bucket.owned.start, bucket.layout.numel) for bucket in model.parameters.buckets]
     return [weight.numpy() for weight in model.weights()], [*layouts, norm.item()]
 
@@ -187,8 +187,8 @@ def test_a_gradient_that_comes_too_often_is_refused() -> None:
         model.forward(_input(0, 1)).backward()
 
 
-def _keeping() -> Keeping:
-    return Keeping(0, torch.float32, Axis("dp"), Axis("replica"), torch.device("cpu"))
+def _keeping() -> ShardingPolicy:
+    return ShardingPolicy(0, torch.float32, Axis("dp"), Axis("replica"), torch.device("cpu"))
 
 
 def test_a_parameter_outside_every_unit_is_refused() -> None:
@@ -497,17 +497,17 @@ def test_the_gradient_norm_counts_every_element_once() -> None:
 
 
 @pytest.mark.parametrize("resident", [16, 1000])
-def test_resident_parameters_are_whole_on_every_rank_and_no_traffic_of_a_pass(resident: int) -> None:
+def test_resident_parameters_are_whole_on_every_rank_and_no_traffic_of_a_pass(persistent: int) -> None:
     def law(rank: int) -> None:
         batches = random_batches(3, 2, 2, 4, 16)
-        sharded = assert_trains_as_plain(rank, 2, _Deep, 3, batches, resident_elements=resident)
+        sharded = assert_trains_as_plain(rank, 2, _Deep, 3, batches, resident_elements=persistent)
         for bucket in sharded.parameters.buckets:
             for slot in bucket.layout.slots:
-                assert bucket.keeps_weights == (slot.stop - slot.start <= resident)
+                assert bucket.keeps_weights == (slot.stop - slot.start <= persistent)
         sharded.state.traffic.reset()
         with torch.no_grad():
             sharded.module(numbers(4, 16))
-        assert bool(sharded.state.traffic.by_axis()) == (resident < 256)
+        assert bool(sharded.state.traffic.by_axis()) == (persistent < 256)
 
     run_world(2, law)
 

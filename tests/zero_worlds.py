@@ -103,7 +103,7 @@ class Sharded:
             ties={},
         )
         self.parameters, self.reducer = self.zero.parameters, self.zero.reducer
-        self.parameters.adopt(0, self.state.dp, self.state.tp, {})
+        self.parameters.load_from_module(0, self.state.dp, self.state.tp, {})
 
     def accumulate(self, batches: Sequence[Any]) -> None:
         """Gradients of one step."""

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from megazero.config import ConfigError, RunConfig, resolve
-from megazero.config.schema import ModelConfig
+from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext, GPTStage
 from megazero.models.stages import cut_evenly
 from megazero.parallel_state import Axis

@@ -36,7 +36,7 @@ from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import DTYPE_NAMES, DTYPES, Layout, new_folder, write_shards
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.checkpoint.verify import find_damage
-from megazero.config.schema import ModelConfig
+from megazero.models.config import ModelConfig
 from megazero.models.hf_names import hugging_face_config
 from megazero.zero.state import MASTER, MODEL
 

@@ -38,9 +38,9 @@ from megazero.checkpoint.index import (
     write_manifest,
 )
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, DTYPE_NAMES, DTYPES, Layout, new_folder, write_shards
-from megazero.config.schema import ModelConfig
-from megazero.config.values import toml_value
+from megazero.models.config import ModelConfig
 from megazero.models.hf_names import GPT2Names, LlamaNames, hugging_face_config
+from megazero.settings import toml_value
 
 MODEL_TOML = "model.toml"
 _PREFIX = {"llama": "model.", "gpt2": "transformer."}

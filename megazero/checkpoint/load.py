@@ -212,7 +212,7 @@ class _Reader:
         for bucket in self._state.buckets:
             if kind != MASTER and not self._state.holds(kind, bucket):
                 continue
-            copies = self._at.dp if bucket.keeping.zero_stage == 0 else bucket.keeping.replica
+            copies = self._at.dp if bucket.policy.zero_stage == 0 else bucket.policy.replica
             end = bucket.layout.slots[-1].stop
             owned = Run(bucket.owned.start, min(bucket.owned.stop, end))
             if copies.size > 1 and not self._alone:

@@ -12,8 +12,8 @@ from rich.table import Table
 from megazero.cli._common import fail, print_table
 
 if TYPE_CHECKING:
-    from megazero.checkpoint.compare import Comparison
     from megazero.checkpoint.folder import Folder
+    from megazero.tools.compare_checkpoints import Comparison
 
 ROWS = 20  # differing tensors that are shown
 DIFFERENT, NOT_COMPARED = 1, 2
@@ -128,7 +128,7 @@ def diff(
     all_: Annotated[bool, typer.Option("--all", help=f"Every tensor that differs, not the first {ROWS}.")] = False,
 ) -> None:
     """Compare two checkpoints, whatever clusters wrote them.  Exit code 0: equal, 1: different, 2: not compared."""
-    from megazero.checkpoint.compare import compare
+    from megazero.tools.compare_checkpoints import compare
 
     with _told(NOT_COMPARED):
         if not (rtol >= 0 and atol >= 0):

@@ -28,12 +28,12 @@ def memory_report(
 ) -> None:
     """Measure what each ZeRO stage keeps, sends and takes, beside the formulas of the papers."""
     from megazero.config import ConfigError
-    from megazero.training.memory_report import Wish, measure, plan
+    from megazero.tools.memory_report import ReportRequest, measure, plan
 
     speaks, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
     try:
         varied = (_words(stages), _words(precision), _words(offload))
-        wish = Wish(*varied, steps, iterations, ranks, config, overrides or [], out)
+        wish = ReportRequest(*varied, steps, iterations, ranks, config, overrides or [], out)
         planned = plan(wish, int(world) if world else None)
         out.mkdir(parents=True, exist_ok=True)
     except (ConfigError, ValueError, OSError) as error:
@@ -47,7 +47,7 @@ def memory_report(
         leave_at_once()
     if speaks:
         from megazero.schedules.table import write_text
-        from megazero.training.memory_chart import draw_svg, draw_text
+        from megazero.tools.memory_chart import draw_svg, draw_text
 
         print(draw_text(report))
         write_text(out / "memory.json", json.dumps(report.as_json(), indent=1) + "\n")

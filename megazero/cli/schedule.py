@@ -43,10 +43,10 @@ def show(
     compare: Annotated[bool, typer.Option("--compare", help="Table of all schedules for these numbers.")] = False,
 ) -> None:
     """Prove a pipeline schedule, draw it, and tell its idle time and memory."""
-    from megazero.schedules.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_text
-    from megazero.schedules.draw_svg import draw_svg
     from megazero.schedules.simulate import ScheduleError, program, simulate
     from megazero.schedules.table import write_text
+    from megazero.tools.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_text
+    from megazero.tools.draw_svg import draw_svg
 
     try:
         times = _parse_costs(costs)
@@ -131,7 +131,7 @@ def _named_schedule(name: str, pp: int, microbatches: int, virtual_stages: int |
 def _print_comparison(
     pp: int, microbatches: int, virtual_stages: int | None, costs: Costs, own: Schedule | None
 ) -> None:
-    from megazero.schedules.draw import compare_table, number
+    from megazero.tools.draw import compare_table, number
 
     chunks = 2 if virtual_stages is None else virtual_stages
     table = Table("schedule", *("chunks", "makespan", "idle", "bubble", "peak activations"), "", box=None)

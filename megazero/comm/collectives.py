@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm import in_memory
-from megazero.comm.meeting import Listening, Meeting, meet
 from megazero.comm.messages import Messages, Parcel, area_bytes
+from megazero.comm.rendezvous import Listening, Meeting, meet
 from megazero.comm.shared_memory import AREA_BYTES, Rounds, SharedMemory
 from megazero.parallel_state import Axis, Shared
 

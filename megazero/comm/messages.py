@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.meeting import Listening, Meeting, Peer
+from megazero.comm.rendezvous import Listening, Meeting, Peer
 
 _LETTERS = 256  # from one rank to another that may be on their way at a time
 _LETTER = struct.Struct("<QQ48s")  # offset and length of the slot, label

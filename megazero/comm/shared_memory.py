@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.meeting import Listening, Meeting, Peer
+from megazero.comm.rendezvous import Listening, Meeting, Peer
 
 HALF_BYTES = 1 << 19
 _LABEL_BYTES = 64

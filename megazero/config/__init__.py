@@ -1,9 +1,9 @@
 """One TOML file is one run: its keys, its rules, and everything that is wrong with it at once."""
 
 from megazero.config.load import load_config
-from megazero.config.problem import ConfigError
 from megazero.config.resolve import ResolvedRun, resolve
 from megazero.config.save import save_config, to_toml
 from megazero.config.schema import RunConfig
+from megazero.settings import ConfigError
 
 __all__ = ["ConfigError", "ResolvedRun", "RunConfig", "load_config", "resolve", "save_config", "to_toml"]

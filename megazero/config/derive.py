@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.config.problem import ConfigError, Problem, divisors, nearest_multiples, nearest_text
-from megazero.config.schema import Auto, DataConfig, ModelConfig, ParallelConfig, RunConfig
+from megazero.config.schema import Auto, DataConfig, ParallelConfig, RunConfig
+from megazero.models.config import ModelConfig
+from megazero.settings import ConfigError, Problem, divisors, nearest_multiples, nearest_text
 
 # With 8/3 of the hidden size, SwiGLU's three matrices hold as much as the two of a 4x MLP (Shazeer 2020, section 3).
 _FFN_MULTIPLE = 256
@@ -53,15 +54,6 @@ def chunks_per_rank(parallel: ParallelConfig) -> int:
         parallel: the section as written.
     """
     return 2 if parallel.schedule == "zbv" else parallel.virtual_stages
-
-
-def layer_counts(layout: str | tuple[tuple[int | str, ...], ...]) -> list[int]:
-    """Give the transformer layers of each stage of a written layout.
-
-    Args:
-        layout: per stage its layers; the words "embed" and "head" stand for no layer.
-    """
-    return [sum(part for part in stage if isinstance(part, int)) for stage in layout]
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:

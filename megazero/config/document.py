@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
-from megazero.config.schema import LARGEST_COUNT, DataSource, keys, sections
-from megazero.config.values import toml_value
+from megazero.config.schema import DataSource, keys, sections
+from megazero.settings import LARGEST_COUNT, toml_value
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 

@@ -9,8 +9,8 @@ number of ranks; where elastic.enabled is false they change nothing.
 
 from dataclasses import dataclass
 
-from megazero.config.problem import ConfigError, Problem
 from megazero.config.schema import ElasticShape, RunConfig
+from megazero.settings import ConfigError, Problem
 
 
 @dataclass(frozen=True)

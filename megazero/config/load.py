@@ -16,11 +16,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megazero.config.problem import ConfigError, Problem
 from megazero.config.resolve import ResolvedRun, resolve
 from megazero.config.rules import broken_rules
 from megazero.config.schema import sections
 from megazero.config.validate import validate
+from megazero.settings import ConfigError, Problem
 
 Tables = dict[str, Any]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from megazero.config.derive import BatchSizes, batch_sizes, complete_model, data_parallel_size
 from megazero.config.elastic import fit
-from megazero.config.problem import ConfigError
 from megazero.config.rules import broken_rules
 from megazero.config.schema import RunConfig
+from megazero.settings import ConfigError
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,12 @@ from megazero.config.derive import (
     chunks_per_rank,
     data_parallel_size,
     ffn_hidden_size,
-    layer_counts,
     micro_batch_multiple,
 )
 from megazero.config.elastic import fit, with_shape
-from megazero.config.problem import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text
 from megazero.config.schema import RunConfig
-from megazero.config.values import toml_value
+from megazero.models.stages import layer_counts
+from megazero.settings import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text, toml_value
 
 
 @dataclass(frozen=True)

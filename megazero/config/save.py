@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megazero.config.resolve import ResolvedRun
 from megazero.config.schema import RunConfig, keys
-from megazero.config.values import toml_value
+from megazero.settings import toml_value
 
 
 def to_toml(run: RunConfig | ResolvedRun) -> str:

@@ -14,60 +14,27 @@ ties several keys together is in `rules`. The line below each key is its documen
 from itertools import permutations
 from typing import Annotated, Literal, TypeGuard
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_serializer
+from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_serializer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from megazero.models.config import ModelConfig
+from megazero.optim.config import LrScheduleConfig, OptimizerConfig
+from megazero.settings import (
+    LARGEST_COUNT,
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Share,
+    ShareBelowOne,
+    Text,
+)
+
 AXES = ("tp", "cp", "dp", "pp")
 
-# No count of a run comes near it, and below it the search for divisors is short.
-LARGEST_COUNT = 2**40
-
-Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
-CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
-Positive = Annotated[float, Field(gt=0)]
-PositiveOrZero = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
-Text = Annotated[str, Field(min_length=1)]
 Auto = Literal["auto"]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class ModelConfig(_Section):
-    """The network: its family and its sizes."""
-
-    family: Literal["llama", "gpt2"] = "llama"
-    """Llama (RMSNorm, rotary positions, SwiGLU) or GPT-2 (LayerNorm, learned positions, GELU)."""
-    hidden_size: Count = 1024
-    """Width of the residual stream; a multiple of num_heads (llama: of twice num_heads)."""
-    num_layers: Count = 24
-    """Number of transformer blocks; at least one for each pipeline stage."""
-    num_heads: Count = 16
-    """Attention heads; a multiple of parallel.tp."""
-    num_kv_heads: Count | None = None
-    """Key and value heads, for grouped-query attention: divides num_heads. Unset: num_heads, as gpt2 always has it."""
-    ffn_hidden_size: Count | None = None
-    """Inner width of the MLP. Unset: 4*hidden_size (gpt2), or 8/3 of it up to a multiple of 256 (llama)."""
-    vocab_size: Count = 50304
-    """Number of token ids; any number, since the table is padded where tensor parallelism needs it."""
-    seq_len: Count = 1024
-    """Tokens in a sample."""
-    tie_embeddings: bool | None = None
-    """Whether the output layer is the embedding table. Unset: false (llama) or true (gpt2, which has no other form)."""
-    norm_eps: Positive = 1e-5
-    """Added to the variance in every norm."""
-    rope_theta: Positive = 10000.0
-    """Base of the rotary frequencies (llama only)."""
-    dropout: ShareBelowOne = 0.0
-    """Probability of dropping an element after the embedding and after each residual branch."""
-    init_std: Positive = 0.02
-    """Standard deviation of the initial weights."""
 
 
 def _layout(value: object) -> object:
@@ -96,7 +63,7 @@ Layout = Annotated[
 ]
 
 
-class ParallelConfig(_Section):
+class ParallelConfig(Section):
     """How the model and the data are spread over the ranks: tp * pp * dp = world size."""
 
     tp: Count = 1
@@ -140,7 +107,7 @@ def _integer(value: object) -> object:
     return value
 
 
-class OffloadConfig(_Section):
+class OffloadConfig(Section):
     """What leaves the device between its uses."""
 
     optimizer: Literal["none", "cpu", "nvme", "auto"] = "none"
@@ -155,7 +122,7 @@ class OffloadConfig(_Section):
     """Keep host memory page-locked, so that copies to a CUDA device run beside the computation."""
 
 
-class ZeroConfig(_Section):
+class ZeroConfig(Section):
     """What data-parallel ranks shard instead of keeping whole."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)] = 1
@@ -174,7 +141,7 @@ class ZeroConfig(_Section):
     """What leaves the device between its uses."""
 
 
-class PrecisionConfig(_Section):
+class PrecisionConfig(Section):
     """Number formats."""
 
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -197,39 +164,7 @@ class PrecisionConfig(_Section):
     """Smallest adapted factor; an overflow there ends the run."""
 
 
-class OptimizerConfig(_Section):
-    """How gradients change weights."""
-
-    name: Literal["adamw", "adam", "sgd", "lion", "adagrad"] = "adamw"
-    """AdamW: Adam with decoupled weight decay; adam adds the decay to the gradient, as sgd and adagrad do."""
-    lr: Positive = 3e-4
-    """Peak learning rate."""
-    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Field(strict=False)] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square (adamw, adam, lion)."""
-    momentum: ShareBelowOne = 0.0
-    """Share of the last update that is kept (sgd)."""
-    eps: Positive = 1e-8
-    """Added to the denominator of the update (adamw, adam, adagrad)."""
-    weight_decay: PositiveOrZero = 0.1
-    """Weight decay; on matrices only, not on norms and biases."""
-    grad_clip: PositiveOrZero = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
-
-
-class LrScheduleConfig(_Section):
-    """Learning rate over the steps."""
-
-    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end."""
-    warmup_steps: CountOrZero = 0
-    """Steps of linear rise to the peak."""
-    min_lr_ratio: Share = 0.1
-    """Learning rate of the last step, as a share of the peak."""
-    decay_fraction: Share = 0.2
-    """Last share of the steps, in which the rate decays (wsd only)."""
-
-
-class DataSource(_Section):
+class DataSource(Section):
     """One source of text and its share in the mixture."""
 
     path: Text
@@ -251,7 +186,7 @@ def _source(value: object) -> object:
 Source = Annotated[DataSource, BeforeValidator(_source)]
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """What the model reads."""
 
     sources: Annotated[tuple[Source, ...], Field(strict=False, min_length=1)] = (DataSource(path="python-stdlib"),)
@@ -276,7 +211,7 @@ def _steps(value: object) -> object:
 Steps = Annotated[tuple[int, int], BeforeValidator(_steps)]
 
 
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """The run: its length, its place, its batches. global_batch_size = micro_batch_size * dp * accumulation."""
 
     run_dir: Text = "runs/default"
@@ -305,7 +240,7 @@ class TrainingConfig(_Section):
     """Steps whose samples are passed over, singly or as [first, last]: skip_steps = [1200, [1500, 1510]]."""
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """Saving and resuming."""
 
     directory: Text | None = None
@@ -332,7 +267,7 @@ class CheckpointConfig(_Section):
     """Also keep so many with the lowest validation loss, of those saved at the step of an evaluation."""
 
 
-class ElasticShape(_Section):
+class ElasticShape(Section):
     """A shape for one world size."""
 
     world_size: Count
@@ -343,7 +278,7 @@ class ElasticShape(_Section):
     """Pipeline-parallel degree."""
 
 
-class ElasticConfig(_Section):
+class ElasticConfig(Section):
     """Going on with fewer or more ranks than a run was begun with, under torchrun --nnodes MIN:MAX."""
 
     enabled: bool = False
@@ -352,7 +287,7 @@ class ElasticConfig(_Section):
     """Shapes for certain world sizes, { world_size, tp, pp }; others keep parallel.tp and parallel.pp."""
 
 
-class LoggingConfig(_Section):
+class LoggingConfig(Section):
     """What is reported while the run goes on."""
 
     every_steps: Count = 1
@@ -371,7 +306,7 @@ class LoggingConfig(_Section):
     """A rank whose work takes so many times the median is named."""
 
 
-class LaunchConfig(_Section):
+class LaunchConfig(Section):
     """How the command starts ranks when torchrun has not."""
 
     nproc_per_node: Count = 1
@@ -380,7 +315,7 @@ class LaunchConfig(_Section):
     """Where to compute. "auto": CUDA where there is a device, else the CPU."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """One run, as its file tells it."""
 
     model: ModelConfig = ModelConfig()
@@ -420,4 +355,4 @@ def _sections_within(outer: type[BaseModel], prefix: str) -> dict[str, type[Base
 
 def _section_class(field: FieldInfo) -> type[BaseModel] | None:
     taken = field.annotation
-    return taken if isinstance(taken, type) and issubclass(taken, _Section) else None
+    return taken if isinstance(taken, type) and issubclass(taken, Section) else None

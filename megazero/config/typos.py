@@ -12,8 +12,8 @@ from difflib import get_close_matches
 
 from pydantic import BaseModel
 
-from megazero.config.problem import Problem
 from megazero.config.schema import DataSource, ElasticShape, keys, sections
+from megazero.settings import Problem
 
 # What the tables in a list of tables are.
 _ITEMS: dict[str, tuple[str, type[BaseModel]]] = {

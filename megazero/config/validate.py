@@ -18,10 +18,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megazero.config.problem import Problem
 from megazero.config.schema import RunConfig, keys, sections
 from megazero.config.typos import unknown_item_key, unknown_key, unknown_section
-from megazero.config.values import toml_value
+from megazero.settings import Problem, toml_value
 
 Path = tuple[str | int, ...]
 

@@ -23,14 +23,14 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects, numbers_of
 from megazero.config import RunConfig
-from megazero.config.schema import OptimizerConfig
 from megazero.engine.stage_runner import ChunkRunner, StageRunner
 from megazero.layers.cross_entropy import IGNORED_LABEL
-from megazero.layers.linear import WeightGradients
+from megazero.layers.linear import WeightGradQueue
 from megazero.models.compiled import compile_blocks, wants_compiling
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
 from megazero.models.hf_names import hugging_face_config
 from megazero.models.stages import cut
+from megazero.optim.config import OptimizerConfig
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Action, Placement, Schedule
 from megazero.schedules.executor import Executor, Message
@@ -131,7 +131,8 @@ class Engine:
 
     Args:
         chunks: this rank's part of the model; parameters may be on the meta device.
-        later: per chunk, what brings its weight gradients to the buckets, and keeps them when the schedule splits backwards.
+        wgrad_queues: per chunk, takes its weight gradients to the buckets, and keeps them where the
+            schedule splits backwards.
         family: the pipeline schedule.
         placement: which pipeline rank holds each stage.
         config: the resolved run.
@@ -143,7 +144,7 @@ class Engine:
     def __init__(
         self,
         chunks: Sequence[GPTStage],
-        later: Sequence[WeightGradients],
+        wgrad_queues: Sequence[WeightGradQueue],
         family: Family,
         placement: Placement,
         config: RunConfig,
@@ -151,7 +152,9 @@ class Engine:
     ) -> None:
         self.chunks, self.config, self.state = nn.ModuleList(chunks), config, state
         described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(self.chunks)]
-        waiting = {f"{index}.{name}": waits for index, waits in enumerate(later) for name in _names(chunks[index])}
+        queue_of = {
+            f"{index}.{name}": queue for index, queue in enumerate(wgrad_queues) for name in _names(chunks[index])
+        }
         ties = {}
         if placement[0][0] != placement[-1][0]:
             ties = {one.spec.sections[0].name: state.embedding for one in described if one.spec.tied}
@@ -163,16 +166,16 @@ class Engine:
             config.precision,
             _optimizer_of(config.optimizer),
             ties=ties,
-            waiting=waiting,
+            wgrad_queues=queue_of,
         )
-        self.dtype = self.sharded_model.keeping.dtype
+        self.dtype = self.sharded_model.policy.dtype
         self.share = BatchShare(
             state.dp,
             state.device,
             tokens=any(chunk.embedding is not None for chunk in chunks),
             labels=any(chunk.head is not None for chunk in chunks),
         )
-        self._stages, self._later, self._family = list(chunks), later, family
+        self._stages, self._wgrad_queues, self._family = list(chunks), wgrad_queues, family
         self.watch: Callable[[Action], None] | None = None  # called before and after every computed action
         self.wants_stop: Callable[[], bool] = lambda: False  # asked at the end of every step; see `StepStatistics.stop`
         self._executors: dict[tuple[bool, int, int], Executor] = {}
@@ -215,8 +218,8 @@ class Engine:
         if not self.chunks.training:  # it walks all modules
             self.chunks.train()
         self.sharded_model.begin_step(len(batches))
-        for waits in self._later:
-            waits.clear()
+        for queue in self._wgrad_queues:
+            queue.clear()
         loss_sum, tokens = self._run(batches, trains=True)
         self.sharded_model.finish_gradients()
         statistics = self._agree(loss_sum, tokens, self.sharded_model.square_sum())
@@ -378,8 +381,8 @@ class Engine:
         """Run the schedule; this rank's sums of losses and of counted tokens."""
         count = _TokenCount(batches, self.share.labels, self.state.dp, self.state.device)
         chunks = [
-            ChunkRunner(partial(_forward, stage, batches), stage.head is not None, later)
-            for stage, later in zip(self._stages, self._later, strict=True)
+            ChunkRunner(partial(_forward, stage, batches), stage.head is not None, wgrad_queue)
+            for stage, wgrad_queue in zip(self._stages, self._wgrad_queues, strict=True)
         ]
         runner = StageRunner(
             chunks,
@@ -401,8 +404,8 @@ class Engine:
         if key not in self._executors:
             chunks = self._family.chunks or self.config.parallel.virtual_stages
             schedule = self._family.generate(self.state.pp.size, len(batches), chunks)
-            for waits in self._later:
-                waits.deferring = schedule.splits_backward
+            for wgrad_queue in self._wgrad_queues:
+                wgrad_queue.deferring = schedule.splits_backward
             self._executors[key] = Executor(
                 schedule if trains else forward_only(schedule),
                 self.state.pp,
@@ -474,14 +477,14 @@ def _check_origin(origin: Place, config: RunConfig, data_fingerprint: str, train
 
 
 def initialize(
-    config: RunConfig, state: ParallelState, *, draw: bool = True, schedule: Schedule | None = None
+    config: RunConfig, state: ParallelState, *, init_weights: bool = True, schedule: Schedule | None = None
 ) -> Engine:
     """Build this rank's part of the model and bind it to its schedule, its ZeRO stage and its precision.
 
     Args:
         config: a resolved run.
         state: the rank's place and groups.
-        draw: give the parameters their initial values; False where a checkpoint follows at once.
+        init_weights: give the parameters their initial values; False where a checkpoint follows at once.
         schedule: the user's own, instead of what `parallel.schedule` names; proved before the first step like any other.
 
     Raises:
@@ -490,27 +493,27 @@ def initialize(
     family = FAMILIES[config.parallel.schedule] if schedule is None else family_of(schedule)
     placement = family.placement(state.pp.size, family.chunks or config.parallel.virtual_stages)
     layouts = cut(config.model, config.parallel.layout, len(placement))
-    chunks, waiting = [], []
+    chunks, wgrad_queues = [], []
     for layout, (rank, _) in zip(layouts, placement, strict=True):  # a rank's chunks come in order
         if rank != state.at.pp:
             continue
-        later = WeightGradients()
+        wgrad_queue = WeightGradQueue()
         context = BuildContext(
             config.model,
             state.tp,
             config.parallel.sequence_parallel,
             config.training.seed,
             state.device,
-            later,
+            wgrad_queue,
         )
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
-        waiting.append(later)
-    engine = Engine(chunks, waiting, family, placement, config, state)
+        wgrad_queues.append(wgrad_queue)
+    engine = Engine(chunks, wgrad_queues, family, placement, config, state)
     weights = engine.sharded_model.parameters.by_name.values()
-    if agree(lambda: wants_compiling(config.training, state.device, weights), state.world, ValueError):
+    if agree(lambda: wants_compiling(config.training.compile, state.device, weights), state.world, ValueError):
         for stage in chunks:
             compile_blocks(stage)
-    if draw:
-        engine.sharded_model.parameters.draw(config.training.seed, state.tp)
+    if init_weights:
+        engine.sharded_model.parameters.init_weights(config.training.seed, state.tp)
     return engine

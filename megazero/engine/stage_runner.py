@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megazero.layers.linear import WeightGradients
+from megazero.layers.linear import WeightGradQueue
 from megazero.schedules.executor import Message
 from megazero.zero.sharded_model import ShardedModel
 
@@ -27,12 +27,12 @@ class ChunkRunner:
         forward: (micro-batch, what the previous stage sent, or None on the first) -> what the next stage needs; on the last
             stage the loss, a scalar.
         is_last: its result is the loss.
-        later: brings its weight gradients to the buckets, at once or when the schedule asks for them.
+        wgrad_queue: brings its weight gradients to the buckets, at once or when the schedule asks for them.
     """
 
     forward: Callable[[int, Message | None], Message]
     is_last: bool
-    later: WeightGradients = field(default_factory=WeightGradients)
+    wgrad_queue: WeightGradQueue = field(default_factory=WeightGradQueue)
 
 
 class StageRunner:
@@ -53,7 +53,7 @@ class StageRunner:
     ) -> None:
         self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
         self._saved: dict[tuple[int, int], tuple[list[Tensor], list[GradientEdge | None]]] = {}
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.keeping.device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)
 
     def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
         inputs = [tensor for tensor in x or () if tensor.is_floating_point()]
@@ -77,17 +77,17 @@ class StageRunner:
         inputs, edges = self._saved.pop((chunk, microbatch))
         grads = grad or (self._loss_gradient(),)
         paired = [(edge, one) for edge, one in zip(edges, grads, strict=True) if edge is not None]
-        later = self._chunks[chunk].later
-        later.begin_pass()
+        wgrad_queue = self._chunks[chunk].wgrad_queue
+        wgrad_queue.begin_pass()
         torch.autograd.backward([edge for edge, _ in paired], [one for _, one in paired])
-        if not later.deferring:
+        if not wgrad_queue.deferring:
             self._model.reducer.close_pass(chunk)
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs) or None
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
-        later = self._chunks[chunk].later
-        if later.deferring:  # else the backward has given all there is
-            later.run_oldest()
+        wgrad_queue = self._chunks[chunk].wgrad_queue
+        if wgrad_queue.deferring:  # else the backward has given all there is
+            wgrad_queue.run_oldest()
             self._model.reducer.close_pass(chunk)
 
     def expect(self, chunk: int, is_forward: bool) -> None:

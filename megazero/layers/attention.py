@@ -44,10 +44,10 @@ class Attention(nn.Module):
             turned = self.rope.rotate(turned)
             v = v.contiguous()  # apart: as a part of q | k | v it would keep the other two, unturned, for the backward
         q, k = turned.split([self.heads, self.kv_heads], dim=1)
-        return self.out(rearrange(mix(q, k, v), "b h s d -> s b (h d)"))
+        return self.out(rearrange(causal_attention(q, k, v), "b h s d -> s b (h d)"))
 
 
-def mix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention.  q: [batch, heads, seq, size], k and v: [batch, kv heads, seq, size] -> as q.
 
     On CUDA torch takes flash attention (or cuDNN's, on the devices where it is the faster one) in bf16 and fp16, where only

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
 from megazero.comm.collectives import all_gather
 from megazero.layers.gemm import product_t
-from megazero.layers.linear import WeightGradients, sum_of_products
+from megazero.layers.linear import WeightGradQueue, sum_of_products
 from megazero.layers.spec import Init, ParamSpec, Section, drawn_parameter
 from megazero.parallel_state import Axis
 
@@ -198,7 +198,7 @@ class VocabParallelHead(nn.Module):
         tied: bool,
         init: Init,
         weight: nn.Parameter | None = None,
-        gradients: WeightGradients | None = None,
+        gradients: WeightGradQueue | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         super().__init__()

@@ -5,7 +5,7 @@
          or [seq/tp] -- all-gather -+--> y [.., out/tp]          or ----- reduce-scatter --> [seq/tp]
 
 One autograd function serves both.  Its backward starts the exchange of the input gradient, computes the weight gradient
-meanwhile, straight into its place (or hands it to `WeightGradients` for later), then waits.  Without `WeightGradients`, as
+meanwhile, straight into its place (or hands it to `WeightGradQueue` for later), then waits.  Without `WeightGradQueue`, as
 in a user's own model, and with tp = 1 a layer is a plain `F.linear`, but where oneDNN's products are the faster.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
@@ -47,7 +47,7 @@ class GradientPlaces(Protocol):
         """Take one micro-batch's gradient as a sum of a.T @ b."""
 
 
-class WeightGradients:
+class WeightGradQueue:
     """The way of linear layers' weight gradients to the places where they add up, past autograd: now, or when asked for.
 
     While `deferring` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
@@ -128,10 +128,16 @@ class _ParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, later: WeightGradients | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        entry: Entry,
+        tp: Axis,
+        wgrad_queue: WeightGradQueue | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.entry, ctx.tp, ctx.later, ctx.has_bias = entry, tp, later, bias is not None
+        ctx.entry, ctx.tp, ctx.wgrad_queue, ctx.has_bias = entry, tp, wgrad_queue, bias is not None
         full = x
         if entry == "sequence":
             full, pending = start_gather_sequence(x, tp)
@@ -159,14 +165,16 @@ class _ParallelLinear(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             a, b = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-            grad_weight = sum_of_products(weight, [(a, b)]) if ctx.later is None else ctx.later.submit(weight, a, b)
+            grad_weight = (
+                sum_of_products(weight, [(a, b)]) if ctx.wgrad_queue is None else ctx.wgrad_queue.submit(weight, a, b)
+            )
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
         exchanging.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def parallel_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, later: WeightGradients | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, wgrad_queue: WeightGradQueue | None = None
 ) -> Tensor:
     """y = x @ weight.T + bias, with the exchange that `entry` names.
 
@@ -176,13 +184,13 @@ def parallel_linear(
         bias: [out] or None.
         entry: "local" (no exchange), "replicated" (gradients summed over tp), "sequence" (gathered, gradients scattered).
         tp: the tensor-parallel axis.
-        later: takes the weight gradients; see `WeightGradients`.
+        wgrad_queue: takes the weight gradients; see `WeightGradQueue`.
 
     Returns: [seq, batch, out].
     """
-    if later is None and (tp.size == 1 or entry == "local") and not prefers_onednn(x):
+    if wgrad_queue is None and (tp.size == 1 or entry == "local") and not prefers_onednn(x):
         return F.linear(x, weight, bias)
-    return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, later)
+    return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, wgrad_queue)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -196,7 +204,7 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: x arrives as [seq / tp, batch, in].
         gather_output: return [seq, batch, out] on every rank.
         init, transposed: see `ParamSpec`.
-        later: takes the weight gradients; None returns them to autograd.
+        wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
 
     def __init__(
@@ -210,10 +218,10 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         init: Init | None = None,
         transposed: bool = False,
-        later: WeightGradients | None = None,
+        wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.later, self.gather_output = tp, later, gather_output
+        self.tp, self.wgrad_queue, self.gather_output = tp, wgrad_queue, gather_output
         self.entry: Entry = "sequence" if sequence_parallel else "replicated"
         spec = ParamSpec(sections, in_features, 0, init or Init(), transposed=transposed)
         self.specs = {"weight": spec}
@@ -224,7 +232,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[seq or seq / tp, batch, in] -> [seq, batch, out / tp] (or out, when gathering)."""
-        y = parallel_linear(x, self.weight, self.bias, self.entry, self.tp, self.later)
+        y = parallel_linear(x, self.weight, self.bias, self.entry, self.tp, self.wgrad_queue)
         return gather_features(y, self.tp) if self.gather_output else y
 
 
@@ -239,7 +247,7 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: return [seq / tp, batch, out].
         scatter_input: x arrives whole, [seq, batch, in], and is cut here.
         init, transposed: see `ParamSpec`.
-        later: takes the weight gradients; None returns them to autograd.
+        wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
 
     def __init__(
@@ -253,10 +261,10 @@ class RowParallelLinear(nn.Module):
         scatter_input: bool = False,
         init: Init | None = None,
         transposed: bool = False,
-        later: WeightGradients | None = None,
+        wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.later, self.scatter_input = tp, later, scatter_input
+        self.tp, self.wgrad_queue, self.scatter_input = tp, wgrad_queue, scatter_input
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
         spec = ParamSpec((section,), in_features, 1, init or Init(), transposed=transposed)
         self.specs = {"weight": spec}
@@ -269,5 +277,5 @@ class RowParallelLinear(nn.Module):
         """[seq, batch, in / tp] (or in, when scattering) -> [seq or seq / tp, batch, out]."""
         if self.scatter_input:
             x = split_features(x, self.tp)
-        y = self.reduce(parallel_linear(x, self.weight, None, "local", self.tp, self.later), self.tp)
+        y = self.reduce(parallel_linear(x, self.weight, None, "local", self.tp, self.wgrad_queue), self.tp)
         return y if self.bias is None else y + self.bias

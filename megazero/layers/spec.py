@@ -158,7 +158,7 @@ class ParamSpec:
                 )
             first += part
 
-    def draw(self, out: Tensor, start: int, tp_rank: int, tp_size: int, seed: int) -> None:
+    def init_weights(self, out: Tensor, start: int, tp_rank: int, tp_size: int, seed: int) -> None:
         """Fill part of a local tensor with its initial values.
 
         Args:
@@ -238,7 +238,7 @@ def drawn_parameter(spec: ParamSpec, tp_rank: int = 0, tp_size: int = 1) -> nn.P
     """
     values = torch.empty(spec.local_shape(tp_size))
     if not values.is_meta:
-        spec.draw(values.view(-1), 0, tp_rank, tp_size, _SEED)
+        spec.init_weights(values.view(-1), 0, tp_rank, tp_size, _SEED)
     return nn.Parameter(values)
 
 

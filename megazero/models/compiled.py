@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.config.schema import TrainingConfig
 from megazero.layers.cross_entropy import LossPasses, slope_of, statistics_of
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.models.gpt import Block, GPTStage
@@ -33,21 +32,21 @@ from megazero.models.gpt import Block, GPTStage
 _ALIGNED_BYTES = 16
 
 
-def wants_compiling(config: TrainingConfig, device: torch.device, parameters: Iterable[Tensor]) -> bool:
+def wants_compiling(setting: bool | str, device: torch.device, parameters: Iterable[Tensor]) -> bool:
     """Whether a run compiles its blocks.
 
     Args:
-        config: `compile`; "auto" does on CUDA where it can.  On a CPU it takes minutes and a C++ compiler.
+        setting: `training.compile`; "auto" does on CUDA where it can.  On a CPU it takes minutes and a C++ compiler.
         device: where the blocks compute.
         parameters: of this rank.
 
     Raises:
         ValueError: `compile` is true and cannot be; see [Note: alignment].
     """
-    if not (device.type == "cuda" if config.compile == "auto" else config.compile):
+    if not (device.type == "cuda" if setting == "auto" else setting):
         return False
     aligned = device.type != "cuda" or all(parameter.data_ptr() % _ALIGNED_BYTES == 0 for parameter in parameters)
-    if config.compile is True and not aligned:
+    if setting is True and not aligned:
         raise ValueError(
             f"training.compile=true: on CUDA every weight must begin at a multiple of {_ALIGNED_BYTES} bytes, and some do "
             "not; take model.hidden_size and ffn_hidden_size as multiples of 8 * parallel.tp, or set training.compile=false"

@@ -18,16 +18,16 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from megazero.config.schema import ModelConfig
 from megazero.layers.attention import Attention
 from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.dropout import Dropout
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradients
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import GELU, SwiGLU
 from megazero.layers.norm import LayerNorm, RMSNorm
 from megazero.layers.rope import RotaryEmbedding
 from megazero.layers.spec import Init, Section
+from megazero.models.config import ModelConfig
 from megazero.models.hf_names import GPT2Names, LlamaNames
 from megazero.models.stages import StageLayout
 from megazero.parallel_state import Axis
@@ -58,7 +58,7 @@ class BuildContext:
         sequence_parallel: cut norms, residuals and dropout by sequence over tp.
         seed: the run's seed.
         device: where computed tables lie.
-        later: takes the weight gradients; None returns them to autograd.
+        wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
 
     model: ModelConfig
@@ -66,7 +66,7 @@ class BuildContext:
     sequence_parallel: bool
     seed: int
     device: torch.device
-    later: WeightGradients | None = None
+    wgrad_queue: WeightGradQueue | None = None
 
     @property
     def head_size(self) -> int:
@@ -107,7 +107,7 @@ class BuildContext:
             sequence_parallel=self.sequence_parallel,
             init=self.init,
             transposed=transposed,
-            later=self.later,
+            wgrad_queue=self.wgrad_queue,
         )
 
     def row(self, name: str, in_features: int, bias: str | None, transposed: bool) -> RowParallelLinear:
@@ -121,7 +121,7 @@ class BuildContext:
             sequence_parallel=self.sequence_parallel,
             init=self.residual_init,
             transposed=transposed,
-            later=self.later,
+            wgrad_queue=self.wgrad_queue,
         )
 
     def norm(self, name: str) -> nn.Module:
@@ -269,7 +269,7 @@ class Head(nn.Module):
             tied=bool(model.tie_embeddings),
             init=context.init,
             weight=tied_weight,
-            gradients=context.later,
+            gradients=context.wgrad_queue,
         )
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.config.schema import ModelConfig
+from megazero.models.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megazero.config.derive import layer_counts
-from megazero.config.schema import ModelConfig
+from megazero.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -116,3 +115,12 @@ def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], sta
 def _check(num_layers: int, stages: int) -> None:
     if not 1 <= stages <= num_layers:
         raise ValueError(f"{stages} pipeline stages must be at least 1 and at most num_layers={num_layers}")
+
+
+def layer_counts(layout: str | tuple[tuple[int | str, ...], ...]) -> list[int]:
+    """Give the transformer layers of each stage of a written layout.
+
+    Args:
+        layout: per stage its layers; the words "embed" and "head" stand for no layer.
+    """
+    return [sum(part for part in stage if isinstance(part, int)) for stage in layout]

@@ -34,7 +34,7 @@ class Samples:
         return f"samples {self.first} to {self.last}"
 
 
-class Turn(Enum):
+class StepDecision(Enum):
     """How the run goes on after a step."""
 
     ON = "on"
@@ -57,7 +57,7 @@ class NonFinitePolicy:
         self._skip_steps = training.skip_steps
         self.in_a_row = self.goings_back = 0
 
-    def judge(self, statistics: StepStatistics, step: int, samples: Samples) -> Turn:
+    def judge(self, statistics: StepStatistics, step: int, samples: Samples) -> StepDecision:
         """Decide how to go on after a step.
 
         Args:
@@ -70,7 +70,7 @@ class NonFinitePolicy:
         """
         if statistics.finite:
             self.in_a_row = 0
-            return Turn.ON
+            return StepDecision.ON
         found = (
             f"step {step}, {samples}: loss={statistics.loss} and grad_norm={statistics.grad_norm} must be finite; "
             "the weights were not changed. "
@@ -94,7 +94,7 @@ class NonFinitePolicy:
                 found + f"The run has already gone back {self._limit} times (training.non_finite_limit). "
                 "Resume from an earlier checkpoint with a lower learning rate"
             )
-        return Turn.SKIP if self._policy == "skip" else Turn.BACK
+        return StepDecision.SKIP if self._policy == "skip" else StepDecision.BACK
 
 
 def position_after_going_back(back: Position | None, bad: Position, samples: Samples) -> Position:

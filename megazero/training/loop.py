@@ -15,13 +15,14 @@ from megazero.config import ResolvedRun, save_config
 from megazero.config.derive import micro_batch_multiple
 from megazero.data import Corpus
 from megazero.engine import Engine, Position, StepStatistics, initialize
+from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import ParallelState, Traffic
 from megazero.schedules.action import Schedule
-from megazero.schedules.draw import chrome_trace, draw_refused
-from megazero.schedules.draw_svg import draw_svg
 from megazero.schedules.generators import family_of
 from megazero.schedules.simulate import ScheduleError, Timeline, measured_costs, program, simulate
 from megazero.schedules.table import read_schedule, write_text
+from megazero.tools.draw import chrome_trace, draw_refused
+from megazero.tools.draw_svg import draw_svg
 from megazero.training.batches import DataError, open_corpus_of, read_batches
 from megazero.training.checkpoints import Checkpoints
 from megazero.training.collector import Collector
@@ -29,12 +30,12 @@ from megazero.training.health import (
     LossSpikes,
     NonFinitePolicy,
     Samples,
+    StepDecision,
     Stragglers,
-    Turn,
     position_after_going_back,
     steps_passed_over,
 )
-from megazero.training.lr_schedule import learning_rate_factor
+from megazero.training.heartbeat import SAVING, TRAINING
 from megazero.training.metrics import (
     METRICS_FILE,
     JsonLines,
@@ -45,7 +46,6 @@ from megazero.training.metrics import (
     passed_over,
     peak_memory_bytes,
 )
-from megazero.training.signs import SAVING, TRAINING
 from megazero.training.utilization import Utilization, peak_flops
 from megazero.training.watchdog import Watchdog
 
@@ -104,7 +104,7 @@ def train(
         checkpoints = Checkpoints(config, state, corpus.fingerprint, say)
         resumes = checkpoints.find()
         schedule = agree(_own_schedule(run), state.world, ScheduleError)
-        engine = initialize(config, state, draw=not resumes, schedule=schedule)
+        engine = initialize(config, state, init_weights=not resumes, schedule=schedule)
         closing.callback(engine.sharded_model.close)
         closing.enter_context(checkpoints)
         engine.wants_stop = wants_stop
@@ -200,10 +200,10 @@ class _Loop:
         cost = meter.read()
         done = Position(step, samples.last + 1, position.tokens + statistics.tokens)
         turn = self.non_finite.judge(statistics, step, samples)
-        if turn is Turn.BACK:  # also where a rank wants to stop: only a later step remembers the samples to leave out
+        if turn is StepDecision.BACK:  # also on a stop: only a later step remembers the samples to leave out
             return self._go_back(done, samples)
         self.loss, self.stops = statistics.loss, statistics.stop
-        if turn is Turn.SKIP:
+        if turn is StepDecision.SKIP:
             self.say(f"step {step} is not finite: {samples} are left out, no weight has changed")
         self._report(done, samples, statistics, lr, cost)
         return done

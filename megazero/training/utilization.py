@@ -17,7 +17,7 @@ import re
 
 import torch
 
-from megazero.config.schema import ModelConfig
+from megazero.models.config import ModelConfig
 
 # Dense peak of the matrix units in bf16 and fp16, from the makers' data sheets (what is given "with sparsity" halved), by
 # words of torch.cuda.get_device_name(); the first entry counts whose words are all in the name.

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.parallel_state import ParallelState
-from megazero.training.signs import STARTING, TRAINING, Beat, Board, is_gone, what_became_of
+from megazero.training.heartbeat import STARTING, TRAINING, Heartbeat, HeartbeatStore, is_gone, what_became_of
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Watchdog:
         self._first_step: int | None = None
         self._count, self._is_over, self._has_warned = 0, False, False
         self._ended, self._lost = "", False
-        self._board: Board | None = None
+        self._board: HeartbeatStore | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -86,7 +86,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._state.world.size > 1:
             run = gather_objects(uuid.uuid4().hex[:8], self._state.world)[0]
-            self._board = Board(dist.distributed_c10d._get_default_store(), run)
+            self._board = HeartbeatStore(dist.distributed_c10d._get_default_store(), run)
             self._board.put(self._state.rank, self._beat())
             self._thread.start()
         return self
@@ -108,14 +108,14 @@ class Watchdog:
         self._over.set()
         self._thread.join(timeout=self._tick)
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         (step, phase, _), last = self._at, self._state.traffic.last
         begun: Counter[str] = Counter()
         for (axis, operation), calls in list(self._state.traffic.calls.items()):
             if operation != "send_recv":
                 begun[axis] += calls
         self._count += 1
-        return Beat(
+        return Heartbeat(
             self._count,
             step,
             phase,
@@ -155,7 +155,7 @@ class Watchdog:
         record = _within(self._patience, lambda: write_flight_record(self._folder, self._state))
         return f"; what torch recorded of the last collectives is in {record}" if record else ""
 
-    def _look(self, axis: str, others: Sequence[int], mine: Beat, *, is_over: bool) -> str:
+    def _look(self, axis: str, others: Sequence[int], mine: Heartbeat, *, is_over: bool) -> str:
         board, world = self._board, self._state.world.ranks
         assert board is not None
         ranks = [r for r in world if r != self._state.rank] if len(world) <= _WHOLE_WORLD else others

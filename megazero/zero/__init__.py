@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megazero.zero.deferred import Init
-    from megazero.zero.gathered import gathered_parameters
+    from megazero.zero.full_params import gathered_parameters
+    from megazero.zero.meta_init import Init
 
-_HOME = {"Init": "megazero.zero.deferred", "gathered_parameters": "megazero.zero.gathered"}
+_HOME = {"Init": "megazero.zero.meta_init", "gathered_parameters": "megazero.zero.full_params"}
 __all__ = ["Init", "gathered_parameters"]
 
 

@@ -45,7 +45,7 @@ class ParamInfo:
         chunk: the model chunk of this rank that holds it.
         group: the optimizer group that steps it.
         trains: it has a gradient; a frozen parameter is only sharded and saved.
-        resident: stage 3 keeps it whole.
+        persistent: stage 3 keeps it whole.
         alone: under stage 3 it has a bucket of its own.
     """
 
@@ -56,7 +56,7 @@ class ParamInfo:
     chunk: int = 0
     group: int = 0
     trains: bool = True
-    resident: bool = False
+    persistent: bool = False
     alone: bool = False
 
 
@@ -136,9 +136,9 @@ class BucketLayout:
         return self.slots[0].info.trains
 
     @property
-    def resident(self) -> bool:
+    def persistent(self) -> bool:
         """Whether stage 3 keeps its parameters whole."""
-        return self.slots[0].info.resident
+        return self.slots[0].info.persistent
 
     def shard(self, index: int) -> Run:
         """Elements that shard `index` holds."""
@@ -187,10 +187,12 @@ def plan_buckets(
     """
     single = [[info] for info in parameters if info.spec.tied or (by_unit and info.alone)]
     free = [info for info in parameters if [info] not in single]
-    units = sorted((info for info in free if by_unit and not info.resident), key=lambda info: (info.unit, info.trains))
+    units = sorted(
+        (info for info in free if by_unit and not info.persistent), key=lambda info: (info.unit, info.trains)
+    )
     groups = [list(members) for _, members in groupby(units, key=lambda info: (info.unit, info.trains))]
     filling: dict[bool, list[ParamInfo]] = {}
-    for info in reversed([info for info in free if not by_unit or info.resident]):
+    for info in reversed([info for info in free if not by_unit or info.persistent]):
         last = filling.get(info.trains, [])
         is_full = sum(numel(member.shape) for member in last) >= bucket_elements
         if not last or is_full or last[0].chunk != info.chunk:
@@ -201,7 +203,7 @@ def plan_buckets(
 
 
 @dataclass(frozen=True)
-class Keeping:
+class ShardingPolicy:
     """How the ranks keep their buckets.
 
     Args:
@@ -233,7 +235,7 @@ class Bucket:
 
     Args:
         layout: where each parameter lies.
-        keeping: stage, dtypes, axes.
+        policy: stage, dtypes, axes.
         weights: flat buffer for the whole weights, [padded]; made here unless ZeRO-3 lends a gather buffer.
         new_master: makes the array of master weights, and thereby says where they, their moments and the gradient that
             steps them lie; None keeps them on the device, where fp32 weights are their own masters.
@@ -260,20 +262,20 @@ class Bucket:
     def __init__(
         self,
         layout: BucketLayout,
-        keeping: Keeping,
+        policy: ShardingPolicy,
         weights: Tensor | None = None,
         new_master: Callable[[int], FlatArray] | None = None,
         new_shard: Callable[[int], FlatArray] | None = None,
         shares_weights: bool = False,
         is_second_copy: bool = False,
     ) -> None:
-        self.layout, self.keeping, self.is_second_copy = layout, keeping, is_second_copy
-        stage, dtype, device, axis = keeping.zero_stage, keeping.dtype, keeping.device, keeping.shard
+        self.layout, self.policy, self.is_second_copy = layout, policy, is_second_copy
+        stage, dtype, device, axis = policy.zero_stage, policy.dtype, policy.device, policy.shard
         sharded = axis.size > 1
-        self.counted = layout.shard(axis.index) if keeping.replica.index == 0 else Run(0, 0)
+        self.counted = layout.shard(axis.index) if policy.replica.index == 0 else Run(0, 0)
         self.owned = layout.shard(axis.index) if stage >= 1 and sharded else layout.whole
         owned_numel = self.owned.stop - self.owned.start
-        gathers = stage == 3 and (sharded or new_shard is not None) and not layout.resident
+        gathers = stage == 3 and (sharded or new_shard is not None) and not layout.persistent
         self.keeps_weights = not gathers
         self.weights = torch.zeros(layout.padded_numel, dtype=dtype, device=device) if weights is None else weights
         self.weight_shard: FlatArray
@@ -295,9 +297,9 @@ class Bucket:
         # Offloaded state has its gradient on the host: a single device, too, need not keep the whole of it.
         on_device = self.master.place == "device"
         self.keeps_gradients = layout.trains and (stage < 2 or (not sharded and on_device))
-        self.reduces_in_place = self.keeps_gradients and on_device and keeping.accumulate_dtype == torch.float32
+        self.reduces_in_place = self.keeps_gradients and on_device and policy.accumulate_dtype == torch.float32
         # A CPU has large blocks mapped page by page every time; what is not sent need not be large (`ShardedParameters`).
-        self.lends_gradient = self.reduces_in_place and (device.type != "cpu" or not keeping.sends)
+        self.lends_gradient = self.reduces_in_place and (device.type != "cpu" or not policy.sends)
         self.full_gradient: Tensor | None = None
         self.gradient = torch.zeros(0)
         if not self.reduces_in_place:
@@ -307,17 +309,17 @@ class Bucket:
         if not self.layout.trains:
             return torch.zeros(0)
         if self.master.place != "device":
-            return in_host_memory(owned_numel, torch.float32, pin=self.keeping.pins_memory).tensor
-        return torch.zeros(owned_numel, device=self.keeping.device)
+            return in_host_memory(owned_numel, torch.float32, pin=self.policy.pins_memory).tensor
+        return torch.zeros(owned_numel, device=self.policy.device)
 
     @property
     def full_gradient_bytes(self) -> int:
         """Bytes of `full_gradient` while it is there."""
-        return self.layout.padded_numel * self.keeping.accumulate_dtype.itemsize if self.keeps_gradients else 0
+        return self.layout.padded_numel * self.policy.accumulate_dtype.itemsize if self.keeps_gradients else 0
 
     def take_gradient(self) -> Tensor:
         """Memory for the whole gradients of a step, [padded]; what is in it is undefined."""
-        full = torch.empty(self.layout.padded_numel, dtype=self.keeping.accumulate_dtype, device=self.keeping.device)
+        full = torch.empty(self.layout.padded_numel, dtype=self.policy.accumulate_dtype, device=self.policy.device)
         self.full_gradient = full
         if self.reduces_in_place:
             self.gradient = full[self.owned.start : self.owned.stop]

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_map
 from megazero.comm.collectives import Pending, all_gather
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Slot
+from megazero.zero.param_proxy import UngatheredParameter
 from megazero.zero.storage import Transfer
-from megazero.zero.ungathered import UngatheredParameter
 from megazero.zero.units import Unit
 
 Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation" or "backward", unit)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from megazero.comm.collectives import Pending, all_reduce, arriving_elements, reduce_scatter
 from megazero.layers.gemm import add_product
-from megazero.layers.linear import WeightGradients
+from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, intersect
 
@@ -34,7 +34,7 @@ _REDUCTIONS_IN_FLIGHT = 2  # more would hide no more of the network and hold mor
 _NORM_BLOCK = 256  # as fast as longer blocks here, and 30 times closer
 
 
-class _Rounds:
+class _BucketProgress:
     """What has come for one bucket in this step."""
 
     def __init__(self, bucket: Bucket) -> None:
@@ -111,7 +111,7 @@ class _Reduction:
         self.pending, self.bucket, self.result, self.adds, self.busy = pending, bucket, result, adds, busy
 
 
-class _Landings:
+class _HostGradientCopies:
     """Gradients on their way from the device to host memory, where offloaded optimizer state is stepped.
 
     On a CPU the two are one and nothing waits.  On a GPU a copy is added only when later ones are under way, so that the
@@ -182,23 +182,23 @@ class GradientReducer:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
         if not self.buckets:
             raise ValueError("no parameter requires a gradient: there is nothing to train on this rank")
-        keeping = self.buckets[0].keeping
-        self._shard, self._replica, self._tp, self._ties = keeping.shard, keeping.replica, tp, ties
+        policy = self.buckets[0].policy
+        self._shard, self._replica, self._tp, self._ties = policy.shard, policy.replica, tp, ties
         self._device, self._accumulate_dtype, self._reduce_dtype = (
-            keeping.device,
-            keeping.accumulate_dtype,
+            policy.device,
+            policy.accumulate_dtype,
             reduce_dtype,
         )
-        self._all_reduces = keeping.zero_stage == 0
+        self._all_reduces = policy.zero_stage == 0
         self._every_round = every_micro_batch
-        rounds = [_Rounds(bucket) for bucket in self.buckets]
+        rounds = [_BucketProgress(bucket) for bucket in self.buckets]
         self._at = {
             slot.info.name: (of_bucket, index)
             for of_bucket in rounds
             for index, slot in enumerate(of_bucket.bucket.layout.slots)
         }
         # The order in which a backward completes them: a bucket is complete with its first unit's gradients.
-        self._order: dict[int, list[_Rounds]] = {}
+        self._order: dict[int, list[_BucketProgress]] = {}
         for one in sorted(rounds, key=lambda one: -one.bucket.layout.unit):
             self._order.setdefault(one.bucket.layout.chunk, []).append(one)
         self._name_of: dict[int, str] = {}
@@ -208,35 +208,36 @@ class GradientReducer:
         self.last_round = 1
         self.holds = False  # while set, rounds add up where they are
         self._in_flight: deque[_Reduction] = deque()
-        self._landings = _Landings()
+        self._landings = _HostGradientCopies()
         self._lendable = max(bucket.layout.padded_numel for bucket in self.buckets)
         arriving = arriving_elements(self._lendable, self._shard, self._device)
         self._needs_scratch, self._arriving = arriving > 0, max(arriving, self._lendable // self._shard.size)
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._lent: set[int] = set()  # addresses of what comes back to the pool
 
-    def attach(self, parameters: Mapping[str, nn.Parameter], waiting: Mapping[str, WeightGradients]) -> None:
-        """Take every gradient that autograd and `WeightGradients` compute for these parameters.
+    def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
+        """Take every gradient that autograd and `WeightGradQueue` compute for these parameters.
 
         Args:
             parameters: by qualified name.
-            waiting: by the same names, what brings the weight gradients of the parameter's chunk here past autograd.  When
-                the schedule splits backwards vectors wait with them: alone they would keep every bucket of the chunk open.
+            wgrad_queues: by the same names, the queue that takes weight gradients of the parameter's chunk past autograd.
+                When the schedule splits backwards, vectors wait with them: alone they would keep every bucket of
+                the chunk open.
         """
-        for brings in set(waiting.values()):
-            brings.places = self
+        for queue in set(wgrad_queues.values()):
+            queue.places = self
         for name, parameter in parameters.items():
             if name in self._at:
                 self._name_of[id(parameter)] = name
-                waits = waiting.get(name) if parameter.dim() == 1 else None
-                parameter.register_post_accumulate_grad_hook(partial(self._take, name, waits))
+                wgrad_queue = wgrad_queues.get(name) if parameter.dim() == 1 else None
+                parameter.register_post_accumulate_grad_hook(partial(self._take, name, wgrad_queue))
 
-    def _take(self, name: str, waits: WeightGradients | None, parameter: Tensor) -> None:
+    def _take(self, name: str, wgrad_queue: WeightGradQueue | None, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        if waits is not None and waits.deferring:
-            waits.keep(parameter, gradient)
+        if wgrad_queue is not None and wgrad_queue.deferring:
+            wgrad_queue.keep(parameter, gradient)
         else:
             self.accumulate(name, gradient)
 
@@ -349,7 +350,7 @@ class GradientReducer:
         self._sum_partial_over_tp()
         self._sum_tied()
 
-    def _reduce(self, rounds: _Rounds) -> None:
+    def _reduce(self, rounds: _BucketProgress) -> None:
         bucket = rounds.bucket
         if rounds.full is None:
             rounds.fill(self._lend_for(rounds))
@@ -366,7 +367,7 @@ class GradientReducer:
         self._drain(_REDUCTIONS_IN_FLIGHT - 1)
         self._in_flight.append(self._start(rounds, full, first))
 
-    def _start(self, rounds: _Rounds, full: Tensor, first: bool) -> _Reduction:
+    def _start(self, rounds: _BucketProgress, full: Tensor, first: bool) -> _Reduction:
         bucket = rounds.bucket
         busy = []
         if not bucket.keeps_gradients and (lent := rounds.full) is not None:
@@ -392,7 +393,7 @@ class GradientReducer:
         pending = reduce_scatter(result, wire, self._shard, scratch)
         return _Reduction(pending, bucket, None if arrives else result, not first, busy)
 
-    def _lend_for(self, rounds: _Rounds) -> Tensor:
+    def _lend_for(self, rounds: _BucketProgress) -> Tensor:
         """A buffer for a bucket's gradients: from the pool where it is reduced soon, else of its size, for this step."""
         if rounds.bucket.keeps_gradients:
             return rounds.bucket.take_gradient()

@@ -20,7 +20,7 @@ import torch
 from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import BucketLayout, Keeping
+from megazero.zero.bucket import BucketLayout, ShardingPolicy
 from megazero.zero.storage import (
     FileStore,
     FlatArray,
@@ -56,9 +56,9 @@ class OffloadPlan:
         """Whether stage 3's shards lie elsewhere, so that even one rank gathers unit by unit."""
         return self.config.parameters != "none"
 
-    def place(self, layouts: Sequence[BucketLayout], keeping: Keeping) -> Offload:
+    def place(self, layouts: Sequence[BucketLayout], policy: ShardingPolicy) -> Offload:
         """Find room for the buckets.  Raises: StorageError, on every rank, where one has none."""
-        make = partial(Offload, layouts, keeping, self.config, self.moments, self.rank)
+        make = partial(Offload, layouts, policy, self.config, self.moments, self.rank)
         return agree(make, self.world, StorageError)
 
 
@@ -67,7 +67,7 @@ class Offload:
 
     Args:
         layouts: this rank's buckets.
-        keeping: stage, dtypes and axes.
+        policy: stage, dtypes and axes.
         config: no key of it is "auto".
         moments: arrays of optimizer state per element.
         rank: this rank, for the file's name.
@@ -79,14 +79,14 @@ class Offload:
     def __init__(
         self,
         layouts: Sequence[BucketLayout] = (),
-        keeping: Keeping | None = None,
+        policy: ShardingPolicy | None = None,
         config: OffloadConfig | None = None,
         moments: int = 0,
         rank: int = 0,
     ) -> None:
         config = config or OffloadConfig()
         self._pins = config.pin_memory
-        self._dtype = keeping.dtype if keeping is not None else torch.float32
+        self._dtype = policy.dtype if policy is not None else torch.float32
         self._weights_at = config.parameters
         self._masters: dict[str, str] = {}
         trained = [layout for layout in layouts if layout.trains]
@@ -97,12 +97,12 @@ class Offload:
                 self._masters[layout.name] = config.optimizer
                 taken += layout.numel
         self.store: FileStore | None = None
-        if keeping is not None and "nvme" in (config.optimizer, config.parameters):
-            size = sum(self._file_bytes(layout, keeping, moments) for layout in layouts)
+        if policy is not None and "nvme" in (config.optimizer, config.parameters):
+            size = sum(self._file_bytes(layout, policy, moments) for layout in layouts)
             self.store = FileStore(Path(config.nvme_path or "."), rank, size)
 
-    def _file_bytes(self, layout: BucketLayout, keeping: Keeping, moments: int) -> int:
-        sharded = keeping.zero_stage >= 1 and layout.shards > 1
+    def _file_bytes(self, layout: BucketLayout, policy: ShardingPolicy, moments: int) -> int:
+        sharded = policy.zero_stage >= 1 and layout.shards > 1
         owned = layout.shard_numel if sharded else layout.padded_numel
         total = 0
         if self._masters.get(layout.name) == "nvme":
@@ -110,7 +110,7 @@ class Offload:
             parts = len(list(layout.runs(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
             total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
         if self._weights_at == "nvme":
-            total += region_bytes(owned, keeping.dtype)
+            total += region_bytes(owned, policy.dtype)
         return total
 
     def master(self, layout: BucketLayout) -> Callable[[int], FlatArray] | None:
@@ -121,7 +121,7 @@ class Offload:
     def shares_weights(self, layout: BucketLayout) -> bool:
         """Whether a gathered bucket's fp32 weight shard lies where its master weights would, and so is both."""
         same_place = self._masters.get(layout.name) == self._weights_at == "cpu"
-        return same_place and self._dtype == torch.float32 and not layout.resident
+        return same_place and self._dtype == torch.float32 and not layout.persistent
 
     def weights(self) -> Callable[[int], FlatArray] | None:
         """Makes the array of a gathered bucket's weight shard; None keeps it on the device."""
@@ -146,7 +146,7 @@ class Offload:
 
 def without_auto(
     config: OffloadConfig,
-    keeping: Keeping,
+    policy: ShardingPolicy,
     elements: int,
     moments: int,
     world: Axis,
@@ -157,7 +157,7 @@ def without_auto(
 
     Args:
         config: may say "auto".
-        keeping: stage, dtypes and axes.
+        policy: stage, dtypes and axes.
         elements: parameters of this rank's model.
         moments: arrays of optimizer state per element.
         world: all ranks; the poorest one decides.
@@ -169,9 +169,9 @@ def without_auto(
     """
     if "auto" not in (config.optimizer, config.parameters):
         return config
-    stage, shards, width = keeping.zero_stage, keeping.shard.size, keeping.dtype.itemsize
+    stage, shards, width = policy.zero_stage, policy.shard.size, policy.dtype.itemsize
     owned = -(-elements // shards) if stage >= 1 else elements
-    masters = 0 if keeping.dtype == torch.float32 else _MASTER_BYTES
+    masters = 0 if policy.dtype == torch.float32 else _MASTER_BYTES
     gradients = 4 * (owned if stage >= 2 else elements)
     movable = {
         "optimizer": owned * (4 * moments + masters) + (4 * owned if stage >= 2 else 0),
@@ -195,7 +195,7 @@ def without_auto(
         later = sum(movable[other] for other in movable if other > key and getattr(config, other) == "auto")
         on_host, on_disk = extra[key]
         free_disk = None if disk is None else disk - on_disk
-        answers = gather_objects(_choose(needed, size, later, free(keeping.device), host - on_host, free_disk), world)
+        answers = gather_objects(_choose(needed, size, later, free(policy.device), host - on_host, free_disk), world)
         refusals = [text for text in answers if text not in _ORDER]
         if refusals:
             raise ValueError("zero.offload auto: " + "\n".join(dict.fromkeys(refusals)))

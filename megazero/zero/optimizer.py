@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.optim.optimizers import Lion, check_elementwise, make_optimizer, state_names
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
-from megazero.zero.optimizers import Lion, check_elementwise, make_optimizer, state_names
 from megazero.zero.storage import FlatArray, Transfer
 
 # torch's fused kernels of these divide gradients by `grad_scale`; another class may only say that it is fused.

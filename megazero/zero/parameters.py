@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from megazero.comm.collectives import agree, all_gather, broadcast
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, Keeping, ParamInfo, intersect, plan_buckets
-from megazero.zero.deferred import DeferredParameter
+from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.gradients import tie_of
+from megazero.zero.meta_init import MetaParameter
 from megazero.zero.offload import OffloadPlan
 from megazero.zero.storage import StorageError
 from megazero.zero.units import Described, Unit
@@ -45,7 +45,7 @@ class ShardedParameters:
         units: the modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
         described: every parameter once, in forward order.  Parameters may be on the meta device: their values are drawn,
             adopted or loaded shard by shard.
-        keeping: stage, dtypes and axes.
+        policy: stage, dtypes and axes.
         bucket_bytes: size of a bucket, in bytes of fp32 gradients; on a CPU less where nothing is sent.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         gather_policy: how long ZeRO-3 keeps a gathered unit.
@@ -57,7 +57,7 @@ class ShardedParameters:
         self,
         units: Sequence[Unit],
         described: Sequence[Described],
-        keeping: Keeping,
+        policy: ShardingPolicy,
         *,
         bucket_bytes: int,
         ties: Mapping[str, Axis],
@@ -65,29 +65,29 @@ class ShardedParameters:
         resident_elements: int = 0,
         offload: OffloadPlan | None = None,
     ) -> None:
-        self.keeping, offload = keeping, offload or OffloadPlan()
-        wants_units = keeping.zero_stage == 3
+        self.policy, offload = policy, offload or OffloadPlan()
+        wants_units = policy.zero_stage == 3
         infos, alone = _assign(units, described, resident_elements if wants_units else 0)
-        by_unit = wants_units and (keeping.shard.size > 1 or offload.moves_weights)
-        if keeping.device.type == "cpu" and not keeping.sends:
+        by_unit = wants_units and (policy.shard.size > 1 or offload.moves_weights)
+        if policy.device.type == "cpu" and not policy.sends:
             bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
-        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=keeping.shard.size)
-        self.offload = offload.place(layouts, keeping)
+        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=policy.shard.size)
+        self.offload = offload.place(layouts, policy)
         chunk_of = [unit.chunk for unit in units]
         starts = [chunk_of.index(chunk) for chunk in chunk_of]  # the first unit of each unit's chunk
         keys = {
             layout.name: _buffer_key(layout, gather_policy, starts, alone)
             for layout in layouts
-            if by_unit and not layout.resident
+            if by_unit and not layout.persistent
         }
-        self.gather_buffers = _make_gather_buffers(layouts, keys, keeping)
+        self.gather_buffers = _make_gather_buffers(layouts, keys, policy)
         self.buckets: list[Bucket] = []
         agree(partial(self._make_buckets, layouts, keys, ties), offload.world, StorageError)
         self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
-        self._deferred = {one.name: one.parameter for one in described if isinstance(one.parameter, DeferredParameter)}
+        self._deferred = {one.name: one.parameter for one in described if isinstance(one.parameter, MetaParameter)}
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)
-        self.gatherer = UnitGatherer(units, self._home(), self.by_name, keeping.shard) if by_unit else None
+        self.gatherer = UnitGatherer(units, self._home(), self.by_name, policy.shard) if by_unit else None
 
     def _make_buckets(self, layouts: Sequence[BucketLayout], keys: Mapping[str, str], ties: Mapping[str, Axis]) -> None:
         for layout in layouts:
@@ -95,7 +95,7 @@ class ShardedParameters:
             self.buckets.append(
                 Bucket(
                     layout,
-                    self.keeping,
+                    self.policy,
                     None if buffer is None else buffer[: layout.padded_numel],
                     self.offload.master(layout),
                     self.offload.weights() if buffer is not None else None,
@@ -130,18 +130,18 @@ class ShardedParameters:
                 parameter = part._parameters[key]
                 part._parameters[key] = bound.get(id(parameter), parameter)
 
-    def draw(self, seed: int, tp: Axis) -> None:
+    def init_weights(self, seed: int, tp: Axis) -> None:
         """Give every parameter its initial value, a function of (seed, canonical name, element) alone."""
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 run = intersect(slot.run, bucket.owned)
                 if run is not None:
-                    part = torch.empty(run.stop - run.start, device=self.keeping.device)
-                    slot.info.spec.draw(part, run.start - slot.start, tp.index, tp.size, seed)
+                    part = torch.empty(run.stop - run.start, device=self.policy.device)
+                    slot.info.spec.init_weights(part, run.start - slot.start, tp.index, tp.size, seed)
                     bucket.write(bucket.master, run, part)
-        self.refresh()
+        self.sync_from_master()
 
-    def adopt(self, seed: int, dp: Axis, tp: Axis, ties: Mapping[str, Axis]) -> None:
+    def load_from_module(self, seed: int, dp: Axis, tp: Axis, ties: Mapping[str, Axis]) -> None:
         """Take over the values that the model was built with; those of the first data-parallel rank count.
 
         Args:
@@ -156,7 +156,7 @@ class ShardedParameters:
         # Holders of tied parameters meet them in different orders of their own; names are one order for all.
         for bucket in sorted(self.buckets, key=lambda bucket: tie_of(bucket) if bucket.layout.tied else ""):
             layout = bucket.layout
-            flat = torch.zeros(layout.padded_numel, device=self.keeping.device)
+            flat = torch.zeros(layout.padded_numel, device=self.policy.device)
             for slot in layout.slots:
                 values = self._initial(slot.info.name, seed, is_source=dp.index == 0)
                 if values is not None:
@@ -172,7 +172,7 @@ class ShardedParameters:
                 if tie_of(bucket) in ties:
                     broadcast(flat, ties[tie_of(bucket)]).wait()
             self.overwrite(bucket, flat)
-        self.publish()
+        self.all_gather_weights()
 
     def _initial(self, name: str, seed: int, *, is_source: bool) -> Tensor | None:
         """A parameter's values, and its memory back; None on a rank whose values do not count."""
@@ -194,7 +194,7 @@ class ShardedParameters:
         if bucket.master is not bucket.weight_shard:
             bucket.write(bucket.weight_shard, bucket.owned, mine)
 
-    def refresh(self, *, gathers: bool = True) -> None:
+    def sync_from_master(self, *, gathers: bool = True) -> None:
         """Let modules see master weights that were drawn or loaded.
 
         Args:
@@ -205,12 +205,12 @@ class ShardedParameters:
         for bucket in self.buckets:
             if bucket.master is not bucket.weight_shard:
                 bucket.write(bucket.weight_shard, bucket.owned, bucket.read(bucket.master, bucket.owned))
-        self.publish(gathers=gathers)
+        self.all_gather_weights(gathers=gathers)
 
-    def publish(self, *, gathers: bool = True) -> None:
-        """Let modules see the weights that this rank and others own, after they have changed; argument as `refresh`."""
+    def all_gather_weights(self, *, gathers: bool = True) -> None:
+        """Let modules see the weights that this rank and others own, after they have changed; see `sync_from_master`."""
         pendings = [
-            all_gather(bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop], self.keeping.shard)
+            all_gather(bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop], self.policy.shard)
             for bucket in self.buckets
             if gathers and bucket.keeps_weights and bucket.owned != bucket.layout.whole
         ]
@@ -266,13 +266,13 @@ def _assign(
         if not one.parameter.is_floating_point():
             raise ValueError(f"parameter {one.name} is {one.parameter.dtype}; only floating-point parameters can train")
         shape = tuple(one.parameter.shape)
-        resident = numel(shape) <= resident_elements
-        if not resident and (len(used_by) > 1 or units[used_by[0]].spans_others):
+        persistent = numel(shape) <= resident_elements
+        if not persistent and (len(used_by) > 1 or units[used_by[0]].spans_others):
             alone.add(one.name)
         first = used_by[0]
         infos.append(
             ParamInfo(
-                one.name, shape, one.spec, first, units[first].chunk, one.group, one.parameter.requires_grad, resident,
+                one.name, shape, one.spec, first, units[first].chunk, one.group, one.parameter.requires_grad, persistent,
                 one.name in alone,
             )
         )  # fmt: skip
@@ -289,11 +289,11 @@ def _buffer_key(layout: BucketLayout, policy: GatherPolicy, starts: Sequence[int
 
 
 def _make_gather_buffers(
-    layouts: Sequence[BucketLayout], keys: Mapping[str, str], keeping: Keeping
+    layouts: Sequence[BucketLayout], keys: Mapping[str, str], policy: ShardingPolicy
 ) -> dict[str, Tensor]:
     sizes: dict[str, int] = {}
     for layout in layouts:
         if layout.name in keys:
             key = keys[layout.name]
             sizes[key] = max(sizes.get(key, 0), layout.padded_numel)
-    return {key: torch.zeros(size, dtype=keeping.dtype, device=keeping.device) for key, size in sizes.items()}
+    return {key: torch.zeros(size, dtype=policy.dtype, device=policy.device) for key, size in sizes.items()}

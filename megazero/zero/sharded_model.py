@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
-from megazero.layers.linear import WeightGradients
+from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.bucket import Keeping
+from megazero.zero.bucket import ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
 from megazero.zero.offload import OffloadPlan, without_auto
@@ -40,7 +40,7 @@ class ShardedModel:
         zero, precision: the sections of a configuration.
         recipe: makes the optimizer.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
-        waiting: by name of a parameter, what brings its chunk's weight gradients past autograd.
+        wgrad_queues: by name of a parameter, what brings its chunk's weight gradients past autograd.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
@@ -60,11 +60,11 @@ class ShardedModel:
         recipe: OptimizerRecipe,
         *,
         ties: Mapping[str, Axis],
-        waiting: Mapping[str, WeightGradients] | None = None,
+        wgrad_queues: Mapping[str, WeightGradQueue] | None = None,
     ) -> None:
         self.state, self.ties = state, ties
         agree(lambda: _check_trains(described, state.at.pp), state.world, ValueError)
-        self.keeping = Keeping(
+        self.policy = ShardingPolicy(
             zero.stage,
             DTYPES[precision.dtype],
             state.shard,
@@ -75,12 +75,12 @@ class ShardedModel:
         )
         elements = sum(one.parameter.numel() for one in described)
         moments = len(recipe.states)
-        where = without_auto(zero.offload, self.keeping, elements, moments, state.world, state.neighbours)
+        where = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
         self.offload = where
         self.parameters = ShardedParameters(
             units,
             described,
-            self.keeping,
+            self.policy,
             bucket_bytes=zero.bucket_bytes,
             ties=ties,
             gather_policy=zero.gather_policy,
@@ -95,7 +95,7 @@ class ShardedModel:
             every_micro_batch=zero.reduce == "micro_batch",
             reduce_dtype=DTYPES[precision.reduce_dtype],
         )
-        self.reducer.attach(self.parameters.by_name, waiting or {})
+        self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
         self.optimizer = ShardedOptimizer(self.parameters.buckets, recipe, self.parameters.offload)
         self.sharded_state = ShardedState(self.parameters.buckets, self.optimizer)
         self.scaler: LossScaler | None = None
@@ -151,7 +151,7 @@ class ShardedModel:
             clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
             # Unscaled by the scale that was used; it changes only afterwards.
             self.optimizer.step(clip / self.scale)
-            self.parameters.publish()
+            self.parameters.all_gather_weights()
         if self.scaler is not None:
             self.scaler.update(overflowed)
         return not overflowed
@@ -161,11 +161,11 @@ class ShardedModel:
 
         Args:
             loss_scaler: as the scaler's `state_dict` gave it, or None.
-            gathers: see `ShardedParameters.refresh`.
+            gathers: see `ShardedParameters.sync_from_master`.
         """
         if self.scaler is not None and loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
-        self.parameters.refresh(gathers=gathers)
+        self.parameters.sync_from_master(gathers=gathers)
         self.begin_step(1)
 
     def optimizer_scalars(self) -> dict[str, dict[str, float]]:

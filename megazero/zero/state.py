@@ -40,7 +40,7 @@ class ShardedState:
 
     def dtype(self, kind: str) -> torch.dtype:
         """Dtype in which a kind is kept."""
-        return self.buckets[0].keeping.dtype if kind == MODEL else torch.float32
+        return self.buckets[0].policy.dtype if kind == MODEL else torch.float32
 
     def holds(self, kind: str, bucket: Bucket) -> bool:
         """Whether a bucket has this kind; frozen parameters have weights only."""

@@ -60,7 +60,7 @@ def _run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to
 def _run_on(
     at: ParallelState, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None
 ) -> list[float]:
-    engine = engine_on(at.rank, run, draw=origin is None, state=at)
+    engine = engine_on(at.rank, run, init_weights=origin is None, state=at)
     if origin is not None:
         state = load_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
         assert state.step == steps.start
@@ -179,7 +179,7 @@ def test_transformers_loads_a_step_directory_and_gives_our_logits(model: str, tm
 
 def _logits(rank: int, run: ResolvedRun, origin: Path) -> Any:
     """Our model's logits [batch, seq, vocab], computed over tp."""
-    engine = engine_on(rank, run, draw=False)
+    engine = engine_on(rank, run, init_weights=False)
     load_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
     engine.sharded_model.loaded(None)
     batches = [replace(batch, labels=None) for batch in micro_batches(run, engine.state, 0)]

@@ -22,7 +22,7 @@ def _go_on(
     rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None
 ) -> tuple[list[float], str]:
     """Load or draw, do some steps, save; the losses, or why the checkpoint was refused."""
-    engine = engine_on(rank, run, draw=origin is None, state=state_on(rank, run, on_one_machine=True))
+    engine = engine_on(rank, run, init_weights=origin is None, state=state_on(rank, run, on_one_machine=True))
     if origin is not None:
         try:
             assert engine.load(origin, "data") == Position(steps.start, steps.start * 8, 0)

@@ -78,7 +78,7 @@ def _edit(index: dict[str, str], random_: random.Random) -> None:
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """One rank that loads whatever it is given."""
-    return engine_on(0, run_of(1, model=LLAMA), draw=False)
+    return engine_on(0, run_of(1, model=LLAMA), init_weights=False)
 
 
 def _refused(engine: Engine, directory: Path, file: str) -> None:
@@ -133,7 +133,7 @@ def test_an_index_edited_by_hand_is_refused(engine: Engine, saved: Path, tmp_pat
 
 
 def test_files_in_each_others_place_are_refused_where_only_sizes_are_checked(saved: Path, tmp_path: Path) -> None:
-    engine = engine_on(0, run_of(1, model=LLAMA, checkpoint={"verify": "size"}), draw=False)
+    engine = engine_on(0, run_of(1, model=LLAMA, checkpoint={"verify": "size"}), init_weights=False)
     engine.load(saved / "step-00000001", "data")
     moments = ("exp_avg-00001-of-00002.safetensors", "exp_avg_sq-00001-of-00002.safetensors")
     for case, (step, name, other) in enumerate([("2", moments[0], moments[1]), ("1", moments[0], moments[0])]):
@@ -151,7 +151,7 @@ def _resume(rank: int, run: ResolvedRun) -> tuple[int, str | None, list[str]]:
     state = state_on(rank, run)
     checkpoints = Checkpoints(run.config, state, "data", lines.append)
     assert checkpoints.find()
-    engine = engine_on(rank, run, draw=False, state=state)
+    engine = engine_on(rank, run, init_weights=False, state=state)
     position = checkpoints.resume(engine)
     checkpoints.save(engine, replace(position, step=2), None)
     checkpoints.finish()
@@ -246,7 +246,7 @@ def _begun_elsewhere(saved: Path, root: Path) -> tuple[ResolvedRun, ParallelStat
 
 def test_a_run_begun_from_a_path_falls_back_among_its_own_steps(saved: Path, tmp_path: Path) -> None:
     run, state = _begun_elsewhere(saved, tmp_path)
-    engine = engine_on(0, run, draw=False, state=state)
+    engine = engine_on(0, run, init_weights=False, state=state)
     with Checkpoints(run.config, state, "data", print) as checkpoints:
         assert checkpoints.find()
         position = checkpoints.resume(engine)
@@ -270,7 +270,7 @@ def test_a_run_begun_from_a_path_falls_back_among_its_own_steps(saved: Path, tmp
 def test_going_back_never_loads_what_another_run_left_in_the_directory(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "step-00000001", tmp_path / "step-00000001")
     run, state = _begun_elsewhere(saved, tmp_path)
-    engine = engine_on(0, run, draw=False, state=state)
+    engine = engine_on(0, run, init_weights=False, state=state)
     checkpoints = Checkpoints(run.config, state, "data", print)
     assert checkpoints.find()
     checkpoints.resume(engine)

@@ -268,7 +268,7 @@ SKIPPED = [step in OVERFLOWS for step in range(len(TRACE))]
 
 def _scaled_run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None) -> dict[str, Any]:
     """Steps of which some overflow on rank 0."""
-    engine = engine_on(rank, run, draw=origin is None)
+    engine = engine_on(rank, run, init_weights=origin is None)
     if origin is not None:
         assert engine.load(origin, "data").step == steps.start
     if rank == 0:

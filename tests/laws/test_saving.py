@@ -182,7 +182,7 @@ def test_a_full_disk_is_told_with_the_bytes_needed_and_training_goes_on(small_di
 
 def _count_reads(rank: int, origin: Path, run: ResolvedRun) -> int:
     """Bytes of tensor files that this rank reads to load a checkpoint."""
-    engine = engine_on(rank, run, draw=False)
+    engine = engine_on(rank, run, init_weights=False)
     read = 0
     original = folders._MappedFile.read
 

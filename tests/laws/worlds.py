@@ -114,9 +114,9 @@ def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False) -> Pa
     )
 
 
-def engine_on(rank: int, run: ResolvedRun, *, draw: bool = True, state: ParallelState | None = None) -> Engine:
+def engine_on(rank: int, run: ResolvedRun, *, init_weights: bool = True, state: ParallelState | None = None) -> Engine:
     """One rank's engine; `state` is that of an earlier engine of the same shape, if there was one."""
-    return initialize(run.config, state or state_on(rank, run), draw=draw)
+    return initialize(run.config, state or state_on(rank, run), init_weights=init_weights)
 
 
 def on_one_state(rank: int, runs: Sequence[ResolvedRun], body: Callable[..., Any], *args: Any) -> list[Any]:

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from megazero.api.optimizer import EngineOptimizer
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import (
     LATEST,
@@ -34,7 +33,8 @@ from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import agree, gather_objects
-from megazero.config.deepspeed import DeepSpeedConfig
+from megazero.deepspeed.config import DeepSpeedConfig
+from megazero.deepspeed.engine_optimizer import EngineOptimizer
 from megazero.zero.sharded_model import ShardedModel
 
 CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers.safetensors"

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.config.deepspeed_check import Written, check_keys
-from megazero.config.deepspeed_rules import (
+from megazero.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
+from megazero.deepspeed.config_check import Written, check_keys
+from megazero.deepspeed.config_rules import (
     ACCUMULATION,
     MICRO,
     OPTIMIZER_OFFLOAD,
@@ -25,8 +26,7 @@ from megazero.config.deepspeed_rules import (
     device_of,
     nvme_paths,
 )
-from megazero.config.problem import ConfigError, Problem
-from megazero.config.schema import LARGEST_COUNT, OffloadConfig, PrecisionConfig, ZeroConfig
+from megazero.settings import LARGEST_COUNT, ConfigError, Problem
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
 _BYTES_PER_ELEMENT = 4  # buckets hold fp32 gradients

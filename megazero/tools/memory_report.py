@@ -26,15 +26,15 @@ from numpy.typing import NDArray
 
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
-from megazero.config.problem import Problem
 from megazero.engine import Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Action, Kind
+from megazero.settings import Problem
+from megazero.tools.live_memory import START, live_memory
+from megazero.tools.memory_formula import Keeping, sent_bytes, sent_terms, state_bytes, state_terms, state_text
 from megazero.training.batches import read_batches
 from megazero.training.launch import run_ranks
-from megazero.training.live_memory import START, live_memory
-from megazero.training.memory_formula import Keeping, sent_bytes, sent_terms, state_bytes, state_terms, state_text
 from megazero.zero.bucket import Bucket
 from megazero.zero.loss_scaler import LossScaleError
 
@@ -63,7 +63,7 @@ _LR = 1e-4
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReportRequest:
     """What to measure.
 
     Args:
@@ -262,7 +262,7 @@ class Plan:
     iterations: int
 
 
-def plan(wish: Wish, started: int | None = None) -> Plan:
+def plan(wish: ReportRequest, started: int | None = None) -> Plan:
     """The runs of all combinations, checked.
 
     Args:
@@ -293,14 +293,14 @@ def plan(wish: Wish, started: int | None = None) -> Plan:
     return Plan(tuple(combinations), tuple(runs), wish.steps, wish.iterations)
 
 
-def _combinations(wish: Wish) -> Iterator[Combination]:
+def _combinations(wish: ReportRequest) -> Iterator[Combination]:
     for precision in wish.precisions:
         for stage in wish.stages:
             for offload in wish.offloads:
                 yield Combination(precision, int(stage), offload)
 
 
-def _resolve(wish: Wish, overrides: Iterable[str], one: Combination, started: int | None) -> ResolvedRun:
+def _resolve(wish: ReportRequest, overrides: Iterable[str], one: Combination, started: int | None) -> ResolvedRun:
     varied = [
         f"zero.stage={one.stage}",
         f"zero.offload.optimizer={one.offload}",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megazero.api.training_engine import TrainingEngine
 from megazero.checkpoint.index import CheckpointError
-from megazero.config.deepspeed import DeepSpeedConfig
+from megazero.deepspeed.config import DeepSpeedConfig
+from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.zero.sharded_model import ShardedModel
 
 
@@ -51,7 +51,7 @@ class ModuleEngine(TrainingEngine):
 
     def _cast(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(self.sharded_model.keeping.dtype)
+            return value.to(self.sharded_model.policy.dtype)
         return value
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import cos, pi
 
-from megazero.config.schema import LrScheduleConfig
+from megazero.optim.config import LrScheduleConfig
 
 
 def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:

@@ -23,15 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from megazero.api.data import make_dataloader
-from megazero.api.lr_schedulers import make_lr_scheduler
-from megazero.api.module_engine import ModuleEngine
-from megazero.api.pipeline_engine import PipelineEngine
-from megazero.api.training_engine import TrainingEngine
 from megazero.comm.collectives import broadcast, gather_objects
-from megazero.config.deepspeed import DeepSpeedConfig, load_deepspeed_config
+from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
+from megazero.deepspeed.data import make_dataloader
+from megazero.deepspeed.lr_schedulers import make_lr_scheduler
+from megazero.deepspeed.module_engine import ModuleEngine
+from megazero.deepspeed.pipeline_engine import PipelineEngine
+from megazero.deepspeed.pipeline_module import LayerChunk, PipelineModule
+from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.layers.spec import ParamSpec, whole_spec
-from megazero.models.pipeline_module import LayerChunk, PipelineModule
 from megazero.parallel_state import TIMEOUT, Axis, ParallelState, local_device, parallel_state_of
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
 from megazero.zero.sharded_model import DTYPES, ShardedModel
@@ -100,7 +100,7 @@ def initialize(
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
     _place_buffers(model, settings, state)
     sharded = ShardedModel(units_of(chunks), described, state, settings.zero, settings.precision, recipe, ties=ties)
-    sharded.parameters.adopt(_SEED if settings.seed is None else settings.seed, state.dp, state.tp, ties)
+    sharded.parameters.load_from_module(_SEED if settings.seed is None else settings.seed, state.dp, state.tp, ties)
     engine: TrainingEngine
     if isinstance(model, PipelineModule):
         engine = PipelineEngine(model, sharded, settings, say)

@@ -13,8 +13,8 @@ from torch import Tensor
 from megazero.comm.collectives import all_gather, broadcast
 from megazero.zero.bucket import Bucket
 from megazero.zero.gradients import tie_of
+from megazero.zero.param_proxy import UngatheredParameter
 from megazero.zero.sharded_model import ShardedModel
-from megazero.zero.ungathered import UngatheredParameter
 
 
 class HasModel(Protocol):
@@ -77,7 +77,7 @@ def gathered_parameters(
             broadcast(flat, model.ties[tie_of(bucket)]).wait()
         for one in copies[key]:
             model.parameters.overwrite(one, flat)
-    model.parameters.publish()
+    model.parameters.all_gather_weights()
 
 
 def _aliases(engine: HasModel) -> dict[str, str]:
@@ -117,10 +117,10 @@ def _key(bucket: Bucket) -> str:
 
 def _whole(bucket: Bucket) -> Tensor:
     """fp32 [padded]: every rank's part of the master weights."""
-    keeping = bucket.keeping
-    flat = torch.zeros(bucket.layout.padded_numel, device=keeping.device)
+    policy = bucket.policy
+    flat = torch.zeros(bucket.layout.padded_numel, device=policy.device)
     mine = flat[bucket.owned.start : bucket.owned.stop]
     mine.copy_(bucket.read(bucket.master, bucket.owned))
     if bucket.owned != bucket.layout.whole:
-        all_gather(flat, mine, keeping.shard).wait()
+        all_gather(flat, mine, policy.shard).wait()
     return flat

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from megazero.config.deepspeed_keys import keys_by_path
-from megazero.config.deepspeed_kinds import Fate, Key
-from megazero.config.problem import Problem
+from megazero.deepspeed.config_keys import keys_by_path
+from megazero.deepspeed.config_kinds import Key, KeyStatus
+from megazero.settings import Problem
 
 _MANY = 3  # so many keys of one name say nothing about which was meant
 _OFF_WHEN_FALSE = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
@@ -65,7 +65,7 @@ class Written:
         for path, value in self.values.items():
             key = self.keys.get(path)
             off = key is not None and path.endswith("enabled") and value == key.default
-            if key is not None and key.fate is Fate.NO_EFFECT and not off:
+            if key is not None and key.fate is KeyStatus.NO_EFFECT and not off:
                 lines.append(f"{path} has no effect: {key.text}")
         return lines
 
@@ -144,10 +144,10 @@ def _check_value(value: object, path: str, place: str, written: Written) -> None
         written.wrong.add(path)
     else:
         written.values[path] = key.kind.canonical(value)
-        if isinstance(value, Mapping) and key.fate is Fate.HONOURED:  # parameters, checked by who reads them
+        if isinstance(value, Mapping) and key.fate is KeyStatus.HONOURED:  # parameters, checked by who reads them
             found = [name for name, item in value.items() if item == "auto"]
             written.problems.extend(_placeholder(f"{path}.{name}", f"{place}.{name}", "auto") for name in found)
-        if key.fate is Fate.REFUSED and not _asks_for_nothing(written.values[path], key):
+        if key.fate is KeyStatus.REFUSED and not _asks_for_nothing(written.values[path], key):
             written.problems.append(Problem(place, value, f"is not supported: {key.text}", "leave it out"))
 
 
@@ -162,7 +162,7 @@ def _placeholder(path: str, place: str, value: str, key: Key | None = None) -> P
     rule = f"is a placeholder for what Hugging Face's Trainer computes or was given ({argument})"
     if key is None:
         return Problem(place, value, rule, "write the value itself")
-    what = "leave it out" if key.fate is Fate.NO_EFFECT else f"write the value itself: {key.kind}"
+    what = "leave it out" if key.fate is KeyStatus.NO_EFFECT else f"write the value itself: {key.kind}"
     return Problem(place, value, rule, what)
 
 

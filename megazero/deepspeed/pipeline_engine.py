@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from megazero.api.training_engine import TrainingEngine
 from megazero.comm.collectives import all_reduce, gather_objects
-from megazero.config.deepspeed import DeepSpeedConfig
+from megazero.deepspeed.config import DeepSpeedConfig
+from megazero.deepspeed.pipeline_module import LayerChunk, PipelineModule
+from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.stage_runner import ChunkRunner, StageRunner
-from megazero.models.pipeline_module import LayerChunk, PipelineModule
 from megazero.schedules.action import Action, Kind
 from megazero.schedules.executor import Executor, Message
 from megazero.schedules.generators import forward_only
@@ -49,7 +49,7 @@ class PipelineEngine(TrainingEngine):
         super().__init__(module, model, config, lambda name: names[name], show)
         self._pipeline = module
         self._chunks = [chunk for chunk in module.chunks if isinstance(chunk, LayerChunk)]
-        self._dtype = model.keeping.dtype
+        self._dtype = model.policy.dtype
         self._shapes: dict[bool, list[Shapes]] = {}  # by trains: what enters each virtual stage
         self._executors: dict[bool, Executor] = {}
         if module.loss_fn is None:

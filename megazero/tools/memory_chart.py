@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.table import Table
 
-from megazero.training.memory_formula import sent_terms
-from megazero.training.memory_report import POINTS, STATE_KINDS, STEP, Report, Row, ratio
+from megazero.tools.memory_formula import sent_terms
+from megazero.tools.memory_report import POINTS, STATE_KINDS, STEP, Report, Row, ratio
 
 _WIDTH, _NOTES = 200, 120
 

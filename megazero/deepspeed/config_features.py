@@ -7,7 +7,7 @@
 The words are those of `deepspeed_keys`, where the rest of the table is.
 """
 
-from megazero.config.deepspeed_kinds import (
+from megazero.deepspeed.config_kinds import (
     ANYTHING,
     BOOLEAN,
     COUNT,

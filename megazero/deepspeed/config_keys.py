@@ -10,8 +10,8 @@ reads beside them; keys of older versions stand here too. A name may have dots. 
 `[]` for the items of a list.
 """
 
-from megazero.config.deepspeed_features import DATA, MODEL, MONITORS, REMOVED, STORAGE
-from megazero.config.deepspeed_kinds import (
+from megazero.deepspeed.config_features import DATA, MODEL, MONITORS, REMOVED, STORAGE
+from megazero.deepspeed.config_kinds import (
     ANYTHING,
     BOOLEAN,
     COUNT,

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Literal
 
-from megazero.config.schema import LARGEST_COUNT
+from megazero.settings import LARGEST_COUNT
 
 Base = Literal["", "boolean", "integer", "size", "number", "string", "list", "table", "anything"]
 _TYPES: dict[Base, type | tuple[type, ...]] = {
@@ -137,7 +137,7 @@ TABLE = Kind("table")
 ANYTHING = Kind("anything")
 
 
-class Fate(Enum):
+class KeyStatus(Enum):
     """What becomes of a key."""
 
     HONOURED = "honoured"
@@ -155,7 +155,7 @@ class Key:
     kind: Kind
     default: object
     """What DeepSpeed documents; None where there is no value, and then null is taken too."""
-    fate: Fate
+    fate: KeyStatus
     text: str
     """Honoured: into which setting. No effect or refused: why. Follows: the key that it goes with."""
     harmless: tuple[object, ...] = ()
@@ -179,19 +179,19 @@ def block(path: str, *keys: Key, title: str = "") -> Block:
 
 def honoured(name: str, kind: Kind, default: object, text: str) -> Key:
     """Describe a key that sets something."""
-    return Key(name, kind, default, Fate.HONOURED, text)
+    return Key(name, kind, default, KeyStatus.HONOURED, text)
 
 
 def no_effect(name: str, kind: Kind, default: object, text: str) -> Key:
     """Describe a key that tunes what is done another way here."""
-    return Key(name, kind, default, Fate.NO_EFFECT, text)
+    return Key(name, kind, default, KeyStatus.NO_EFFECT, text)
 
 
 def refused(name: str, kind: Kind, default: object, text: str, harmless: tuple[object, ...] = ()) -> Key:
     """Describe a key that cannot be ignored silently."""
-    return Key(name, kind, default, Fate.REFUSED, text, harmless)
+    return Key(name, kind, default, KeyStatus.REFUSED, text, harmless)
 
 
 def follows(switch: str, *rows: tuple[str, Kind, object]) -> tuple[Key, ...]:
     """Describe keys that say how to do what another key of the block asks for."""
-    return tuple(Key(name, kind, default, Fate.FOLLOWS, switch) for name, kind, default in rows)
+    return tuple(Key(name, kind, default, KeyStatus.FOLLOWS, switch) for name, kind, default in rows)

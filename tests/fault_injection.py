@@ -76,7 +76,7 @@ class _Counted:
     events: int = 0
 
 
-class Executioner:
+class FaultInjector:
     """Counts events in this process and ends it at the one that was chosen.
 
     Args:

@@ -23,7 +23,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A rank's sign of life.
 
     Args:
@@ -56,15 +56,15 @@ class Beat:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod
-    def from_json(text: bytes) -> Beat:
+    def from_json(text: bytes) -> Heartbeat:
         """The inverse."""
-        return Beat(**json.loads(text))
+        return Heartbeat(**json.loads(text))
 
 
-Beats = Mapping[int, Beat]
+Heartbeats = Mapping[int, Heartbeat]
 
 
-def what_became_of(axis: str, ranks: Sequence[int], mine: Beat, before: Beats, after: Beats) -> str:
+def what_became_of(axis: str, ranks: Sequence[int], mine: Heartbeat, before: Heartbeats, after: Heartbeats) -> str:
     """Say which ranks a collective is missing.
 
     Args:
@@ -93,31 +93,31 @@ def what_became_of(axis: str, ranks: Sequence[int], mine: Beat, before: Beats, a
     return _listed([_of_living(rank, after[rank]) for rank in causes])
 
 
-def is_gone(rank: int, before: Beats, after: Beats) -> bool:
+def is_gone(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
     """Whether a rank has given no sign of life between two moments, although it has not said that it leaves."""
     if rank not in after:
         return True
     return not after[rank].ended and rank in before and before[rank].count == after[rank].count
 
 
-def _takes_part(axis: str, mine: Beat, other: Beat) -> bool:
+def _takes_part(axis: str, mine: Heartbeat, other: Heartbeat) -> bool:
     if axis in _IN_STEP:
         return other.begun.get(axis, 0) >= mine.begun.get(axis, 0)
     return other.is_inside and other.axis == axis
 
 
-def _of_gone(rank: int, beat: Beat | None, now: float) -> str:
+def _of_gone(rank: int, beat: Heartbeat | None, now: float) -> str:
     if beat is None:
         return f"rank {rank} is gone (it gave no sign of life)"
     ago = max(0.0, now - beat.at)  # clocks of hosts may differ a little
     return f"rank {rank} is gone (its last sign of life, {ago:.0f} s before, was in step {beat.step})"
 
 
-def _of_left(rank: int, beat: Beat) -> str:
+def _of_left(rank: int, beat: Heartbeat) -> str:
     return f"rank {rank} ended in step {beat.step}: {beat.ended}"
 
 
-def _of_living(rank: int, beat: Beat) -> str:
+def _of_living(rank: int, beat: Heartbeat) -> str:
     if beat.ended:
         return f"rank {rank} has lost a peer itself: {beat.ended}"
     doing = {TRAINING: f"in step {beat.step}", SAVING: f"saving step {beat.step}"}.get(beat.phase, beat.phase)
@@ -133,7 +133,7 @@ def _listed(texts: Sequence[str]) -> str:
     return "; ".join(texts[:_SHOWN]) + more
 
 
-class Board:
+class HeartbeatStore:
     """Where the ranks of a run leave their signs of life: a corner of the store.
 
     Args:
@@ -149,15 +149,15 @@ class Board:
                 store.set_timeout(timedelta(seconds=10))
         self._store = PrefixStore(f"megazero/{run}", store)
 
-    def put(self, rank: int, beat: Beat) -> None:
+    def put(self, rank: int, beat: Heartbeat) -> None:
         """Leave a rank's sign of life, over the one before."""
         self._store.set(str(rank), beat.as_json())
 
-    def read(self, ranks: Iterable[int]) -> dict[int, Beat]:
+    def read(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         """The signs of these ranks, of those that have left one."""
         found = [rank for rank in ranks if self._store.check([str(rank)])]
         texts = self._store.multi_get([str(rank) for rank in found]) if found else []
-        return {rank: Beat.from_json(text) for rank, text in zip(found, texts, strict=True)}
+        return {rank: Heartbeat.from_json(text) for rank, text in zip(found, texts, strict=True)}
 
     def call(self, *, is_over: bool) -> None:
         """Ask everyone for a sign at every tick, for good.

@@ -10,8 +10,8 @@ A table like this stands under a heading for each block.
 import json
 import math
 
-from megazero.config.deepspeed_keys import BLOCKS
-from megazero.config.deepspeed_kinds import Fate, Key
+from megazero.deepspeed.config_keys import BLOCKS
+from megazero.deepspeed.config_kinds import Key, KeyStatus
 
 
 def to_markdown_deepspeed() -> str:
@@ -38,4 +38,4 @@ def _number(key: Key) -> str:
 
 
 def _becomes(key: Key) -> str:
-    return f"goes with `{key.text}`" if key.fate is Fate.FOLLOWS else f"{key.fate.value}: {key.text}"
+    return f"goes with `{key.text}`" if key.fate is KeyStatus.FOLLOWS else f"{key.fate.value}: {key.text}"

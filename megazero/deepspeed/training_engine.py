@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from megazero.api.data import RepeatingLoader
-from megazero.api.saved_engine import SavedEngine
 from megazero.comm.collectives import all_reduce, gather_objects
-from megazero.config.deepspeed import DeepSpeedConfig
+from megazero.deepspeed.config import DeepSpeedConfig
+from megazero.deepspeed.data import RepeatingLoader
+from megazero.deepspeed.saved_engine import SavedEngine
 from megazero.engine.gpt import NonFiniteError
 from megazero.zero.sharded_model import ShardedModel
 

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from megazero.config.problem import divisors, nearest_of, nearest_text
 from megazero.models.stages import cut_evenly
 from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.schedules.action import Schedule
 from megazero.schedules.generators import FAMILIES, Family, family_of
+from megazero.settings import divisors, nearest_of, nearest_text
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 PARTITION_METHODS = ("parameters", "uniform", "type:regex")
@@ -118,10 +118,10 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
     # best[start]: cost of the weights from `start` on in k runs, and where the first run ends; k grows
     best: dict[int, tuple[tuple[int, int], int]] = {count: ((0, 0), count)}
     ends: list[dict[int, int]] = []
-    for later in range(parts):
+    for wgrad_queue in range(parts):
         step: dict[int, tuple[tuple[int, int], int]] = {}
-        for start in range(count - later):
-            for stop in range(start + 1, count - later + 1):
+        for start in range(count - wgrad_queue):
+            for stop in range(start + 1, count - wgrad_queue + 1):
                 if (weight := sums[stop] - sums[start]) > limit:
                     break
                 if stop in best:

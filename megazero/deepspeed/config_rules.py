@@ -8,8 +8,8 @@ A rule that reads a key already known to be wrong is left out, as in `rules`: it
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megazero.config.deepspeed_check import Written
-from megazero.config.problem import Problem, divisors, nearest_multiples, nearest_of, nearest_text
+from megazero.deepspeed.config_check import Written
+from megazero.settings import Problem, divisors, nearest_multiples, nearest_of, nearest_text
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ZERO = "zero_optimization"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.keywords import check_keywords, keywords_of, unknown_name
+from megazero.optim.keywords import check_keywords, keywords_of, unknown_name
 
 
 class Lion(torch.optim.Optimizer):

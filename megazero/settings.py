@@ -1,17 +1,39 @@
-"""What a configuration error says: place, value, rule, and what to write instead.
+"""What a section of a run file is, how its values are written, and what is said when one is wrong.
 
-    training.global_batch_size = 30: must divide by micro_batch_size*dp=8; the nearest are 24 and 32
-    [--------- place --------]  [v]  [--------------- rule -------------]  [-------- hint --------]
+    training.global_batch_size = 30: must be divisible by micro_batch_size*dp=8; the nearest are 24 and 32
+    [--------- key -----------]  [v]  [------------------ rule ------------------]  [-------- hint --------]
 
 All problems of one file are reported together, so a run is started twice at most.
 """
 
+import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from megazero.config.values import toml_value
+from pydantic import BaseModel, ConfigDict, Field
+
+# No count of a run comes near it, and below it the search for divisors is short.
+LARGEST_COUNT = 2**40
+
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Positive = Annotated[float, Field(gt=0)]
+PositiveOrZero = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 _SHOWN_CHARACTERS = 80
+
+
+class Section(BaseModel):
+    """A table of a run file: strict types, no unknown keys, never changed; a key's docstring documents it."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 @dataclass(frozen=True)
@@ -79,3 +101,27 @@ def divisors(number: int) -> list[int]:
     """Give every divisor of a positive number, in ascending order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
+
+
+def toml_value(value: object) -> str:
+    """Write one value as TOML; reading the text gives an equal value back.
+
+    Args:
+        value: what TOML can hold: bool, int, float, str, date or time, and lists and string-keyed dicts of these.
+    """
+    match value:
+        case bool():  # before int: True is an int in Python
+            return "true" if value else "false"
+        case str():
+            # JSON strings are TOML strings, but for one control character that JSON lets through.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return f"[{', '.join(map(toml_value, value))}]"
+        case dict():
+            return "{ " + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + " }"
+        case _:
+            return str(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_value(name)

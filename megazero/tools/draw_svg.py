@@ -6,8 +6,8 @@ from statistics import median
 from xml.sax.saxutils import escape
 
 from megazero.schedules.action import Action, Kind, Schedule
-from megazero.schedules.draw import by_rank, kinds_of, number, ticks, title
 from megazero.schedules.simulate import Timeline
+from megazero.tools.draw import by_rank, kinds_of, number, ticks, title
 
 _FILL_RGB = {Kind.FORWARD: 0xCFE3F8, Kind.BACKWARD: 0xD5EDD3, Kind.WEIGHT: 0xFBE3C0}
 _EDGE_RGB = {Kind.FORWARD: 0x5B92C9, Kind.BACKWARD: 0x5F9E5A, Kind.WEIGHT: 0xC98F35}

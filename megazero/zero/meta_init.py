@@ -57,14 +57,14 @@ class _Result:
     number: int
 
 
-class DeferredParameter(nn.Parameter):
+class MetaParameter(nn.Parameter):
     """A parameter on the meta device that remembers what is done to it."""
 
     history: _History
     number: int
 
     @staticmethod
-    def of(parameter: nn.Parameter, make: Callable[[], Tensor]) -> DeferredParameter:
+    def of(parameter: nn.Parameter, make: Callable[[], Tensor]) -> MetaParameter:
         """Give a parameter's memory back.
 
         Args:
@@ -121,19 +121,19 @@ class DeferredParameter(nn.Parameter):
         return values
 
 
-def _proxy(meta: Tensor, history: _History, number: int, requires_grad: bool) -> DeferredParameter:
-    made: DeferredParameter = torch.Tensor._make_subclass(DeferredParameter, meta.detach(), requires_grad)
+def _proxy(meta: Tensor, history: _History, number: int, requires_grad: bool) -> MetaParameter:
+    made: MetaParameter = torch.Tensor._make_subclass(MetaParameter, meta.detach(), requires_grad)
     made.history, made.number = history, number
     return made
 
 
 def _remember(value: Any) -> Any:
-    return _Result(value.number) if isinstance(value, DeferredParameter) else value
+    return _Result(value.number) if isinstance(value, MetaParameter) else value
 
 
 def _as_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.to("meta") if not isinstance(value, DeferredParameter) else value.as_subclass(Tensor)
+        return value.to("meta") if not isinstance(value, MetaParameter) else value.as_subclass(Tensor)
     return value
 
 
@@ -151,7 +151,7 @@ class Init(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._made and getattr(func, "__name__", "") not in _HARMLESS:
             for leaf in tree_leaves((args, kwargs)):  # it may get other values than it was made with
-                if isinstance(leaf, Tensor) and not isinstance(leaf, DeferredParameter):
+                if isinstance(leaf, Tensor) and not isinstance(leaf, MetaParameter):
                     self._made.pop(_storage_of(leaf), None)
         result = func(*args, **kwargs)
         if getattr(func, "__name__", "") in _FACTORIES and type(result) is Tensor and result.is_floating_point():
@@ -176,13 +176,13 @@ class Init(TorchFunctionMode):
         name: str,  # noqa: ARG002
         parameter: nn.Parameter | None,
     ) -> nn.Parameter | None:
-        if parameter is None or isinstance(parameter, DeferredParameter) or parameter.is_meta:
+        if parameter is None or isinstance(parameter, MetaParameter) or parameter.is_meta:
             return parameter
         made = self._made.get(_storage_of(parameter))
         if made is None or made[0]._version > 0:
             values = parameter.detach().clone()  # computed by other means: they have to be kept
-            return DeferredParameter.of(parameter, values.clone)
-        return DeferredParameter.of(parameter, made[1])
+            return MetaParameter.of(parameter, values.clone)
+        return MetaParameter.of(parameter, made[1])
 
 
 def _storage_of(tensor: Tensor) -> int:
