@@ -4,25 +4,32 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: quickstart test chaos lint types bench clean
+.PHONY: help quickstart test test-fast chaos lint types bench clean
+.DEFAULT_GOAL := help
 
-quickstart: $(VENV)/.run
+help: ## what the targets do
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+quickstart: $(VENV)/.run ## set up, then train a small Llama on eight ranks (a few minutes, no download of data)
 	$(BIN)/megazero train examples/quickstart.toml
 
-test: $(VENV)/.test
+test: $(VENV)/.test ## set up, then run the whole suite (under ten minutes on two cores)
 	$(BIN)/python -m pytest
 
-chaos: $(VENV)/.test
+test-fast: $(VENV)/.test ## the laws in small: one shape of each kind (under two minutes on two cores)
+	$(BIN)/python -m pytest --small
+
+chaos: $(VENV)/.test ## 50 rounds of runs that are killed at random moments and resumed on other shapes
 	$(BIN)/python tests/chaos.py
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(VENV)/.dev
+types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy
 
-bench: $(VENV)/.bench
+bench: $(VENV)/.bench ## time a step beside DDP, FSDP2, DeepSpeed, DTensor and torch pipelines
 	$(BIN)/python -m benchmarks.all
 
 $(VENV)/bin/python:
@@ -46,5 +53,5 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation -e '.[bench]'
 	touch $@ $(VENV)/.run
 
-clean:
+clean: ## remove the environment, runs and caches
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "laws")]
 
 # Worlds have more ranks than there are cores.  While a rank sends, gloo's loop thread spins on a lock that the sending
@@ -12,3 +14,19 @@ if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # OpenMP's threads must not spin either while they wait for one that has no core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--small", action="store_true", help="the first case of every test, without those marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`make test-fast`: a law that holds for one shape is quick evidence; `make test` proves it for all."""
+    if not config.getoption("--small"):
+        return
+    first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+    kept = [
+        item for item in items if first[item.nodeid.partition("[")[0]] is item and not item.get_closest_marker("slow")
+    ]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
