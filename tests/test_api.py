@@ -32,7 +32,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import megazero
 from megazero.checkpoint.index import CheckpointError
 from megazero.deepspeed.initialize import _place
-from megazero.engine.gpt import NonFiniteError
+from megazero.engine import NonFiniteError
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.spec import Section
 from megazero.parallel_state import ParallelState, RankGrid
