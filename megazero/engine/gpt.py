@@ -183,14 +183,10 @@ class Engine:
             statistics = self.try_step(batches, lr)
         finally:
             self.on_action = None
-        ran = [
-            (action, begin - start, end - start)
-            for (action, begin), (_, end) in zip(marks[::2], marks[1::2], strict=True)
-        ]
         spans = {
             (rank, action): (begin, end)
-            for rank, actions in enumerate(gather_objects(ran, self.state.pp))
-            for action, begin, end in actions
+            for rank, ran in enumerate(gather_objects([(action, at - start) for action, at in marks], self.state.pp))
+            for (action, begin), (_, end) in zip(ran[::2], ran[1::2], strict=True)
         }
         executor = self._executors.get(len(batches), _samples_of(batches), trains=True)
         return statistics, Timeline(executor.schedule, spans)
