@@ -31,8 +31,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import megazero
 from megazero.checkpoint.index import CheckpointError
-from megazero.deepspeed.initialize import _place
-from megazero.engine.gpt import NonFiniteError
+from megazero.deepspeed.initialize import _parallel_state
+from megazero.engine import NonFiniteError
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.spec import Section
 from megazero.parallel_state import ParallelState, RankGrid
@@ -1440,7 +1440,7 @@ def test_a_state_on_the_cpu_of_a_machine_whose_ranks_talk_over_cuda_is_an_error(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    refuses(ValueError, "cuda:0.*parallel_state_of", lambda: _place(Net(), state))
+    refuses(ValueError, "cuda:0.*parallel_state_of", lambda: _parallel_state(Net(), state))
 
 
 def test_parameters_of_another_model_are_an_error_and_those_of_no_group_do_not_train() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from megazero.deepspeed.pipeline_module import LayerSpec, PipelineModule, TiedLayerSpec, partition_balanced
+from megazero.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, partition_balanced
+from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.schedules.generators import gpipe
 

@@ -27,7 +27,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: the engine forgets gradients when a step ends."""
+        """Do nothing: the engine clears gradients when a step ends."""
 
     def state_dict(self) -> NoReturn:
         """Refused: it would be this rank's shards of flat buckets.  Raises: RuntimeError."""
@@ -36,7 +36,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ARG002
-        """Refused: it would take the place of the state that the engine steps.  Raises: RuntimeError."""
+        """Refused: it would replace the state that the engine steps.  Raises: RuntimeError."""
         raise RuntimeError(
             "the optimizer's state is cut over the ranks; engine.load_checkpoint(dir) reads it, on any number of ranks"
         )
@@ -48,8 +48,8 @@ class EngineOptimizer(torch.optim.Optimizer):
             "optimizer that has it)"
         )
 
-    def note_step(self) -> None:
-        """Hear that the engine has stepped, which torch's schedules want to know."""
+    def count_step(self) -> None:
+        """Record that the engine has stepped; torch's schedules check it."""
         self._opt_called = True
 
     def __repr__(self) -> str:

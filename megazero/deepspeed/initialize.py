@@ -26,10 +26,11 @@ from torch.utils.data import Dataset
 from megazero.comm.collectives import broadcast, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from megazero.deepspeed.data import make_dataloader
+from megazero.deepspeed.layer_chunk import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
 from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
-from megazero.deepspeed.pipeline_module import LayerChunk, PipelineModule
+from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.layers.spec import ParamSpec, whole_spec
 from megazero.parallel_state import TIMEOUT, Axis, ParallelState, local_device, parallel_state_of
@@ -56,7 +57,7 @@ def initialize(
     config: str | Path | Mapping[str, Any] | None = None,
     config_params: Mapping[str, Any] | None = None,
 ) -> tuple[TrainingEngine, torch.optim.Optimizer, Any, Any]:
-    """Bring a script written for DeepSpeed under ZeRO here.
+    """Make an engine of a script's model, optimizer and DeepSpeed configuration.
 
     Args:
         args: may have `deepspeed_config`, the path of the configuration, instead of `config`.
@@ -67,7 +68,7 @@ def initialize(
         training_data: makes `training_dataloader`, cut over the data-parallel ranks.
         lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
         distributed_port: for DeepSpeed's scripts; without effect, the launcher knows the port.
-        mpu: this rank's place and groups, of `parallel_state_of`, where the model is built of tensor-parallel layers.
+        mpu: this rank's groups and device, from `parallel_state_of`, if the model is built of tensor-parallel layers.
         dist_init_required: False where the script has initialised torch.distributed itself.
         collate_fn: for `training_data`.
         config, config_params: a DeepSpeed configuration: the path of its JSON, or what is in it.
@@ -83,29 +84,29 @@ def initialize(
         raise ValueError("initialize needs a model")
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    state = _place(model, mpu)
+    state = _parallel_state(model, mpu)
     settings = load_deepspeed_config(_config_source(args, config, config_params), state.dp.size)
     state = _with_shard_groups(state, settings, model, mpu)
-    say = partial(print, flush=True)
+    show = partial(print, flush=True)
     if state.world.size > 1:
         atexit.register(_leave, state)
     if state.rank == 0:
         for note in settings.notes:
-            say(f"note: {note}")
+            show(f"note: {note}")
         if settings.dump_state:
-            say(str(settings))
+            show(str(settings))
     described, ties = _describe(model, state)
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
     _check_ties(described, state)
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
-    _place_buffers(model, settings, state)
+    _move_buffers(model, settings, state)
     sharded = ShardedModel(units_of(chunks), described, state, settings.zero, settings.precision, recipe, ties=ties)
     sharded.parameters.load_from_module(_SEED if settings.seed is None else settings.seed, state.dp, state.tp, ties)
     engine: TrainingEngine
     if isinstance(model, PipelineModule):
-        engine = PipelineEngine(model, sharded, settings, say)
+        engine = PipelineEngine(model, sharded, settings, show)
     else:
-        engine = ModuleEngine(model, sharded, settings, say)
+        engine = ModuleEngine(model, sharded, settings, show)
     engine.lr_scheduler = _schedule(lr_scheduler, engine, settings)
     if training_data is not None:
         engine.training_dataloader = make_dataloader(
@@ -139,9 +140,9 @@ def init_distributed(
 
 
 def _leave(state: ParallelState) -> None:
-    """Let go of the process groups before the interpreter takes gloo's threads down, which else aborts the process.
+    """Destroy the process groups before the interpreter ends gloo's threads, which would abort the process.
 
-    After a failure nothing is done: NCCL would wait for peers that may be gone.
+    After a failure nothing is done: NCCL would wait for peers that may have died.
     """
     if hasattr(sys, "last_value"):
         return
@@ -166,8 +167,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 def _config_source(
     args: argparse.Namespace | None, config: str | Path | Mapping[str, Any] | None, params: Mapping[str, Any] | None
 ) -> str | Path | Mapping[str, Any]:
-    of_args = getattr(args, "deepspeed_config", None)
-    given = [source for source in (config, params, of_args) if source is not None]
+    given = [one for one in (config, params, getattr(args, "deepspeed_config", None)) if one is not None]
     if not given:
         raise ValueError("initialize needs config=, a path or a dict (or args.deepspeed_config)")
     if len(given) > 1:
@@ -175,33 +175,33 @@ def _config_source(
     return given[0]
 
 
-def _place(model: nn.Module, mpu: ParallelState | None) -> ParallelState:
+def _parallel_state(model: nn.Module, mpu: ParallelState | None) -> ParallelState:
+    """This rank's groups and device, as the script made them or made here.
+
+    Raises:
+        TypeError, ValueError: `mpu` does not fit, or computes on the CPU although the ranks communicate over CUDA.
+    """
+    if mpu is not None and not isinstance(mpu, ParallelState):
+        raise TypeError(f"mpu must be a megazero ParallelState, got {type(mpu).__name__}")
     if isinstance(model, PipelineModule):
         if mpu is not None and mpu is not model.parallel_state:
             raise ValueError("the PipelineModule has a parallel state of its own; give mpu to it instead")
-        return _checked_place(model.parallel_state)
+        mpu = model.parallel_state
     if mpu is None:
         return parallel_state_of()
-    if not isinstance(mpu, ParallelState):
-        raise TypeError(f"mpu must be a megazero ParallelState, got {type(mpu).__name__}")
-    return _checked_place(mpu)
-
-
-def _checked_place(state: ParallelState) -> ParallelState:
-    """A state as the script made it.  Raises: ValueError, it leaves the GPU idle."""
     uses_nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    if state.device.type == "cpu" and uses_nccl and torch.cuda.is_available():
+    if mpu.device.type == "cpu" and uses_nccl and torch.cuda.is_available():
         raise ValueError(
             f"the parallel state computes on the CPU, but there is CUDA and nccl is up; give it device={local_device()}, "
             "make it by megazero.parallel_state_of(grid), or initialise torch.distributed with gloo alone"
         )
-    return state
+    return mpu
 
 
 def _with_shard_groups(
     state: ParallelState, settings: DeepSpeedConfig, model: nn.Module, mpu: ParallelState | None
 ) -> ParallelState:
-    """The rank's place with the groups of ranks that share a copy of the state, where the configuration wants some."""
+    """The parallel state, with the groups of ranks that share a copy of the model state if the configuration has them."""
     size = settings.zero.shard_group_size
     if size in (0, state.shard.size):
         return state
@@ -233,13 +233,11 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
 
 
 def _check_ties(described: list[Described], state: ParallelState) -> None:
-    """All copies of a tied parameter must be stepped alike.  Raises: ValueError, on every rank."""
-    mine = [(one.spec.sections[0].name, one.group, one.parameter.requires_grad) for one in described if one.spec.tied]
-    how: dict[str, set[tuple[int, bool]]] = {}
-    for name, group, trains in (entry for entries in gather_objects(mine, state.pp) for entry in entries):
-        how.setdefault(name, set()).add((group, trains))
-    for name, kinds in how.items():
-        if len(kinds) > 1:
+    """Make sure that the optimizer treats all copies of a tied parameter alike.  Raises: ValueError, on every rank."""
+    own = [(one.spec.sections[0].name, one.group, one.parameter.requires_grad) for one in described if one.spec.tied]
+    treatment: dict[str, tuple[int, bool]] = {}
+    for name, group, trains in (entry for entries in gather_objects(own, state.pp) for entry in entries):
+        if treatment.setdefault(name, (group, trains)) != (group, trains):
             raise ValueError(
                 f"the copies of the tied parameter {name} are in different optimizer groups, or some are frozen; "
                 "they would not stay equal. Give all of them to one group"
@@ -261,24 +259,24 @@ def _optimizer(
     model_parameters: Iterable[Any] | None,
     settings: DeepSpeedConfig,
 ) -> tuple[list[Described], OptimizerRecipe]:
-    """The recipe of the optimizer, and the parameters with the group that each belongs to."""
+    """The parameters, each with its optimizer group, and the optimizer's recipe."""
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
             _check_same(optimizer, model_parameters)
-        described = _grouped(described, optimizer.param_groups, type(optimizer).__name__)
-        return described, recipe_of(optimizer, allow_untested=settings.allow_untested_optimizer)
-    groups = _groups(model, model_parameters)
-    if optimizer is not None:
+        owner, made = type(optimizer).__name__, optimizer
+    else:
+        groups = _groups(model, model_parameters)
+        if optimizer is None:
+            if settings.optimizer is None:
+                raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
+            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            recipe = recipe_by_name(settings.optimizer.type, settings.optimizer.params, options)
+            return _grouped(described, groups, "model_parameters"), recipe
         if not callable(optimizer):
             raise TypeError(f"optimizer must be a torch optimizer or a callable, got {type(optimizer).__name__}")
-        made = optimizer(groups)
-        described = _grouped(described, made.param_groups, "optimizer")
-        return described, recipe_of(made, allow_untested=settings.allow_untested_optimizer)
-    if settings.optimizer is None:
-        raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
-    described = _grouped(described, groups, "model_parameters")
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return described, recipe_by_name(settings.optimizer.type, settings.optimizer.params, options)
+        owner, made = "optimizer", optimizer(groups)
+    described = _grouped(described, made.param_groups, owner)
+    return described, recipe_of(made, allow_untested=settings.allow_untested_optimizer)
 
 
 def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
@@ -301,7 +299,7 @@ def _check_same(optimizer: torch.optim.Optimizer, model_parameters: Iterable[Any
 
 
 def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], owner: str) -> list[Described]:
-    """Parameters with their group's number; those of no group are frozen."""
+    """The parameters with the numbers of their groups; those of no group are frozen."""
     group_of: dict[int, int] = {}
     known = {id(one.parameter): one.name for one in described}
     for number, group in enumerate(groups):
@@ -321,9 +319,9 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
     return [replace(one, group=group_of.get(id(one.parameter), 0)) for one in described]
 
 
-def _place_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:
-    """Buffers on the device, equal on all of dp, and the floating-point ones in the format of the weights, as
-    `module.half()` has them; a shared one stays shared."""
+def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:
+    """Move buffers to the device with the values of the first dp rank; floating-point ones get the dtype of the weights, as
+    with `module.half()`.  A shared buffer stays shared."""
     dtype = DTYPES[settings.precision.dtype]
     for path, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -331,17 +329,17 @@ def _place_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelS
                 f"buffer {path} is on the meta device, without values; build the model under zero.Init(), which leaves "
                 "buffers as they are"
             )
-    placed: dict[int, tuple[Tensor, Tensor]] = {}  # with the one it stands for, so that no other gets its id
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the old one, kept so that its id stays taken, and the new one
     for part in model.modules():
-        for name, one in part._buffers.items():
-            if one is None:
+        for name, old in part._buffers.items():
+            if old is None:
                 continue
-            if id(one) not in placed:
-                casts = one.is_floating_point() and dtype != torch.float32
-                new = one.detach().to(state.device, dtype if casts else None).contiguous()
+            if id(old) not in moved:
+                casts = old.is_floating_point() and dtype != torch.float32
+                new = old.detach().to(state.device, dtype if casts else None).contiguous()
                 broadcast(new.view(-1).view(torch.uint8), state.dp).wait()
-                placed[id(one)] = one, new
-            part._buffers[name] = placed[id(one)][1]
+                moved[id(old)] = old, new
+            part._buffers[name] = moved[id(old)][1]
 
 
 def _schedule(given: Any, engine: TrainingEngine, settings: DeepSpeedConfig) -> Any:

@@ -3,13 +3,12 @@
     WarmupLR  /‾‾‾‾    WarmupDecayLR  /\\     WarmupCosineLR  /‾\\_    OneCycle  /\\__    LRRangeTest  /
              /                       /  \\                   /                 /                    /
 
-Step 0 is the value after the first call of `step()`; an engine calls it at the end of each optimizer step, so that the
-very first optimizer step runs with the value the constructor sets.  Each class maps the step to one learning rate for
-each parameter group, writes it into the group, and keeps nothing but the step.
+Step 0 is the value after the first call of `step()`.  An engine calls it at the end of each optimizer step, so the first
+step runs with the value that the constructor sets.  A schedule maps the step to one learning rate for each parameter group,
+writes it into the group, and stores nothing but the step.
 
-Differences from DeepSpeed 0.19, all deliberate: an unknown warmup_type is an error, there it becomes "log" with a
-warning; the constructor and `load_state_dict` write the learning rate of their step into the groups; the differences
-of one schedule stand in its docstring.
+Deliberate differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it becomes "log", with a warning); the
+constructor and `load_state_dict` write the learning rate of their step into the groups; see also each schedule's docstring.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from inspect import isclass
 from math import cos, log, pi
 from typing import Any, Protocol
@@ -79,19 +79,48 @@ def range_test_factor(step: int, step_size: int, step_rate: float, staircase: bo
     return 1.0 + step_rate * intervals
 
 
+LEAST_COUNT = {
+    "last_batch_iteration": -1,
+    "warmup_num_steps": 1,
+    "total_num_steps": 1,
+    "cycle_first_step_size": 1,
+    "cycle_second_step_size": 0,
+    "cycle_first_stair_count": 0,
+    "cycle_second_stair_count": 0,
+    "decay_step_size": 0,
+    "lr_range_test_step_size": 1,
+}
+"""Parameters that are whole numbers, each with its least value."""
+NOT_NEGATIVE = ("decay_lr_rate", "lr_range_test_step_rate")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class LRSchedule(ABC):
-    """A learning rate for each parameter group as a function of the step.
+    """A learning rate for each parameter group as a function of the step.  Subclasses list their parameters as fields.
 
     Args:
         optimizer: anything with `param_groups`; the groups are changed in place.
         last_batch_iteration: steps already done minus 1; -1 starts from the beginning.
     """
 
-    def __init__(self, optimizer: HasParamGroups, last_batch_iteration: int) -> None:
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(optimizer).__name__}")
-        self.optimizer = optimizer
-        self.last_batch_iteration = _count("last_batch_iteration", last_batch_iteration, least=-1)
+    optimizer: HasParamGroups = field(kw_only=False)
+    last_batch_iteration: int = -1
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.optimizer, "param_groups"):
+            raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(self.optimizer).__name__}")
+        for name in (parameter.name for parameter in fields(self)):
+            value = getattr(self, name)
+            if name in LEAST_COUNT and value is not None:
+                setattr(self, name, _count(name, value, least=LEAST_COUNT[name]))
+            if name in NOT_NEGATIVE and value < 0:
+                raise ValueError(f"{name}={value} must be at least 0")
+        self._prepare()
+        self._write()
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Check the parameters and give each group its own.  Raises: ValueError."""
 
     @abstractmethod
     def lr_at(self, step: int) -> list[float]:
@@ -107,9 +136,8 @@ class LRSchedule(ABC):
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next step, or to the one given, and write its learning rates into the groups."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._write()
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,9 +157,9 @@ class LRSchedule(ABC):
             else:
                 group["lr"] = lr
 
-    def _per_group(self, name: str, value: PerGroup) -> list[float]:
-        """One number for each group, of a number or a list."""
-        groups = len(self.optimizer.param_groups)
+    def _per_group(self, name: str) -> list[float]:
+        """The parameter of this name for each group; it may be one number or a list."""
+        value, groups = getattr(self, name), len(self.optimizer.param_groups)
         values: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * groups
         if len(values) != groups:
             raise ValueError(f"{name} has {len(values)} numbers for {groups} parameter groups; give one for each")
@@ -141,39 +169,50 @@ class LRSchedule(ABC):
         return [float(number) for number in values]
 
     def _own_lrs(self) -> list[float]:
-        """The rates that the groups came with, kept in them as torch's schedulers do, so that they outlive a resume."""
+        """The groups' initial rates, stored in the groups as torch's schedulers do, so that they survive a resume."""
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", _plain(group["lr"]))
         return [_plain(group["initial_lr"]) for group in self.optimizer.param_groups]
 
 
-class WarmupLR(LRSchedule):
+@dataclass(kw_only=True, eq=False, repr=False)
+class _WarmupSchedule(LRSchedule):
+    warmup_num_steps: int = 1000
+    warmup_type: str = "log"
+
+    def _prepare(self) -> None:
+        self.warmup_num_steps = max(2, self.warmup_num_steps)
+        if self.warmup_type not in ("log", "linear"):
+            raise unknown_name("warmup_type", self.warmup_type, ("linear", "log"))
+
+    def _check_total(self, total_num_steps: int) -> None:
+        if total_num_steps < self.warmup_num_steps:
+            warnings.warn(
+                f"total_num_steps={total_num_steps} is less than warmup_num_steps={self.warmup_num_steps}: the rate ends "
+                "before its peak",
+                stacklevel=4,
+            )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class WarmupLR(_WarmupSchedule):
     """From warmup_min_lr up to warmup_max_lr over warmup_num_steps steps, then constant.
 
     Args:
-        optimizer: anything with `param_groups`.
+        optimizer, last_batch_iteration: as for LRSchedule.
         warmup_min_lr: the first rate, one for all groups or one for each.
         warmup_max_lr: the greatest rate, likewise; None takes each group's own.
         warmup_num_steps: at least 1; 1 counts as 2, as in DeepSpeed.
         warmup_type: "log" or "linear".
-        last_batch_iteration: -1 starts from the beginning.
     """
 
-    def __init__(
-        self,
-        optimizer: HasParamGroups,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
-        self.max_lrs = self._own_lrs() if warmup_max_lr is None else self._per_group("warmup_max_lr", warmup_max_lr)
-        self.warmup_num_steps = max(2, _count("warmup_num_steps", warmup_num_steps, least=1))
-        self.warmup_type = _warmup_type(warmup_type)
-        self._write()
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = None
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._min_lrs = self._per_group("warmup_min_lr")
+        self._max_lrs = self._own_lrs() if self.warmup_max_lr is None else self._per_group("warmup_max_lr")
 
     def factor_at(self, step: int) -> float:
         """Share of the way from the least to the greatest rate."""
@@ -181,32 +220,24 @@ class WarmupLR(LRSchedule):
 
     def lr_at(self, step: int) -> list[float]:
         """Learning rate of each group at a step."""
-        factor = self.factor_at(step)
-        return [low + (high - low) * factor for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return _between(self._min_lrs, self._max_lrs, self.factor_at(step))
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class WarmupDecayLR(WarmupLR):
     """As WarmupLR, then linearly down to warmup_min_lr at total_num_steps, where it stays.
 
     Args:
-        optimizer: anything with `param_groups`.
-        total_num_steps: steps of the whole run; a warm-up longer than it is warned of.
-        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for WarmupLR.
+        total_num_steps: steps of the whole run; a longer warm-up gives a warning.
+        warmup_max_lr: the greatest rate, one for all groups or one for each; None takes each group's own.
     """
 
-    def __init__(
-        self,
-        optimizer: HasParamGroups,
-        total_num_steps: int,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        warmup_num_steps = _count("warmup_num_steps", warmup_num_steps, least=1)
-        self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+    total_num_steps: int
+    warmup_max_lr: PerGroup | None = 0.001
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._check_total(self.total_num_steps)
 
     def factor_at(self, step: int) -> float:
         """Share of the way from the least to the greatest rate."""
@@ -215,143 +246,110 @@ class WarmupDecayLR(WarmupLR):
         return linear_decay_factor(step, self.warmup_num_steps, self.total_num_steps)
 
 
-class WarmupCosineLR(LRSchedule):
+@dataclass(kw_only=True, eq=False, repr=False)
+class WarmupCosineLR(_WarmupSchedule):
     """Each group's own rate times a ratio: from warmup_min_ratio up to 1, then along a cosine down to cos_min_ratio.
 
     Args:
-        optimizer: anything with `param_groups`.
-        total_num_steps: steps of the whole run; a warm-up longer than it is warned of.
+        total_num_steps: steps of the whole run; a longer warm-up gives a warning.
         warmup_min_ratio: the first ratio, one for all groups or one for each.
-        warmup_num_steps: at least 1; 1 counts as 2, as in DeepSpeed.
+        warmup_num_steps, warmup_type: as for WarmupLR.
         cos_min_ratio: the last ratio, kept from total_num_steps on.
-        warmup_type: "log" or "linear".
-        last_batch_iteration: -1 starts from the beginning.
 
     Before the first step the ratio is warmup_min_ratio, as documented; DeepSpeed sets 0 there.
     """
 
-    def __init__(
-        self,
-        optimizer: HasParamGroups,
-        total_num_steps: int,
-        warmup_min_ratio: PerGroup = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        self.warmup_num_steps = max(2, _count("warmup_num_steps", warmup_num_steps, least=1))
-        self.total_num_steps = _total_steps(total_num_steps, warmup_num_steps)
-        self.warmup_min_ratios = self._per_group("warmup_min_ratio", warmup_min_ratio)
-        self.warmup_type = _warmup_type(warmup_type)
-        if not 0 <= cos_min_ratio <= 1:
-            raise ValueError(f"cos_min_ratio={cos_min_ratio} must lie between 0 and 1")
-        self.cos_min_ratio = cos_min_ratio
-        self.base_lrs = self._own_lrs()
-        self._write()
+    total_num_steps: int
+    warmup_min_ratio: PerGroup = 0.0
+    cos_min_ratio: float = 0.0001
 
-    def ratio_at(self, step: int, least: float) -> float:
-        """Factor on a group's own rate; `least` is its warmup_min_ratio."""
-        if step < self.warmup_num_steps:
-            return least + (1.0 - least) * warmup_factor(step, self.warmup_num_steps, self.warmup_type)
-        left = cosine_decay_factor(step, self.warmup_num_steps, self.total_num_steps)
-        return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * left
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._check_total(self.total_num_steps)
+        self._min_ratios = self._per_group("warmup_min_ratio")
+        if not 0 <= self.cos_min_ratio <= 1:
+            raise ValueError(f"cos_min_ratio={self.cos_min_ratio} must lie between 0 and 1")
+        self._base_lrs = self._own_lrs()
 
     def lr_at(self, step: int) -> list[float]:
         """Learning rate of each group at a step."""
-        return [
-            lr * self.ratio_at(step, least) for lr, least in zip(self.base_lrs, self.warmup_min_ratios, strict=True)
-        ]
+        if step < self.warmup_num_steps:
+            factor = warmup_factor(step, self.warmup_num_steps, self.warmup_type)
+            ratios = [least + (1.0 - least) * factor for least in self._min_ratios]
+        else:
+            left = cosine_decay_factor(step, self.warmup_num_steps, self.total_num_steps)
+            ratios = [self.cos_min_ratio + (1.0 - self.cos_min_ratio) * left] * len(self._base_lrs)
+        return [lr * ratio for lr, ratio in zip(self._base_lrs, ratios, strict=True)]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OneCycle(LRSchedule):
     """One cycle of the learning rate up and down again, momentum the other way, then a slow decay (Smith 2018).
 
     Args:
-        optimizer: anything with `param_groups`.
         cycle_min_lr, cycle_max_lr: the rates at the ends and at the top, one for all groups or one for each.
         decay_lr_rate: after the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size).
-        cycle_first_step_size: steps up.
-        cycle_second_step_size: steps down; None for as many as up.
-        cycle_first_stair_count: stairs on the way up; 0 moves at every step.
-        cycle_second_stair_count: stairs on the way down; None for as many as up.
+        cycle_first_step_size, cycle_second_step_size: steps up and steps down; None for as many as up.
+        cycle_first_stair_count, cycle_second_stair_count: stairs on the way up and on the way down; 0 moves at every step,
+            None for as many as up.
         decay_step_size: steps of one unit of decay; 0 for none.
         cycle_momentum: whether beta1 goes from cycle_max_mom down to cycle_min_mom and back.
         cycle_min_mom, cycle_max_mom: one for all groups or one for each.
         decay_mom_rate: after the cycle beta1 is cycle_max_mom * (1 + decay_mom_rate * steps / decay_step_size).
-        last_batch_iteration: -1 starts from the beginning.
 
-    Momentum is beta1 of groups with `betas`; without them it is left alone, with a warning.  Two differences from
+    Momentum is beta1 of groups with `betas`; without them it stays as it is, with a warning.  Two differences from
     DeepSpeed: beta2 stays the group's own (there it becomes 0.99), and before the first step beta1 is cycle_max_mom,
     as the cycle has it (there cycle_min_mom, for one step).  A decay that takes beta1 out of [0, 1) is an error.
     """
 
-    def __init__(
-        self,
-        optimizer: HasParamGroups,
-        cycle_min_lr: PerGroup,
-        cycle_max_lr: PerGroup,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: PerGroup = 0.8,
-        cycle_max_mom: PerGroup = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        if cycle_second_step_size is None:
-            cycle_second_step_size = cycle_first_step_size
-        if cycle_second_stair_count is None:
-            cycle_second_stair_count = cycle_first_stair_count
-        self._shape = (
-            _count("cycle_first_step_size", cycle_first_step_size, least=1),
-            _count("cycle_second_step_size", cycle_second_step_size, least=0),
-            _count("cycle_first_stair_count", cycle_first_stair_count, least=0),
-            _count("cycle_second_stair_count", cycle_second_stair_count, least=0),
-        )
-        self.total_size = self._shape[0] + self._shape[1]
-        self.decay_step_size = _count("decay_step_size", decay_step_size, least=0)
-        if decay_lr_rate < 0:
-            raise ValueError(f"decay_lr_rate={decay_lr_rate} must be at least 0")
-        self.decay_lr_rate = decay_lr_rate
-        self.decay_mom_rate = decay_mom_rate
-        self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
-        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
-        self.min_moms = self._momenta("cycle_min_mom", cycle_min_mom)
-        self.max_moms = self._momenta("cycle_max_mom", cycle_max_mom)
-        self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
-        if cycle_momentum and not self.cycle_momentum:
-            warnings.warn("OneCycle leaves momentum alone: the optimizer's groups have no betas", stacklevel=2)
-        self._write()
+    cycle_min_lr: PerGroup
+    cycle_max_lr: PerGroup
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: PerGroup = 0.8
+    cycle_max_mom: PerGroup = 0.9
+    decay_mom_rate: float = 0.0
+
+    def _prepare(self) -> None:
+        up, down = self.cycle_first_step_size, self.cycle_second_step_size
+        stairs_up, stairs_down = self.cycle_first_stair_count, self.cycle_second_stair_count
+        self._shape = (up, up if down is None else down, stairs_up, stairs_up if stairs_down is None else stairs_down)
+        self._total_size = self._shape[0] + self._shape[1]
+        self._min_lrs, self._max_lrs = self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr")
+        self._min_moms, self._max_moms = self._per_group("cycle_min_mom"), self._per_group("cycle_max_mom")
+        for name, momenta in (("cycle_min_mom", self._min_moms), ("cycle_max_mom", self._max_moms)):
+            if max(momenta, default=0.0) >= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be below 1")
+        if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
+            warnings.warn("OneCycle leaves momentum alone: the optimizer's groups have no betas", stacklevel=4)
+            self.cycle_momentum = False
 
     def lr_at(self, step: int) -> list[float]:
         """Learning rate of each group at a step."""
-        if step >= self.total_size:
-            divisor = 1.0 + self.decay_lr_rate * self._decay_units(step)
-            return [low / divisor for low in self.min_lrs]
-        height = cycle_height(step, *self._shape)
-        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        if step < self._total_size:
+            return _between(self._min_lrs, self._max_lrs, cycle_height(step, *self._shape))
+        divisor = 1.0 + self.decay_lr_rate * self._decay_units(step)
+        return [low / divisor for low in self._min_lrs]
 
     def mom_at(self, step: int) -> list[float]:
         """beta1 of each group at a step."""
-        if step < self.total_size:
+        if step < self._total_size:
             height = cycle_height(step, *self._shape)
-            return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+            return [high - (high - low) * height for low, high in zip(self._min_moms, self._max_moms, strict=True)]
         factor = 1.0 + self.decay_mom_rate * self._decay_units(step)
-        momenta = [high * factor for high in self.max_moms]
+        momenta = [high * factor for high in self._max_moms]
         if not all(0 <= momentum < 1 for momentum in momenta):
             rate = f"decay_mom_rate={self.decay_mom_rate}"
             raise ValueError(f"{rate} takes momentum to {momenta} at step {step}, out of [0, 1); 0 keeps cycle_max_mom")
         return momenta
 
     def get_mom(self) -> list[float] | None:
-        """beta1 of each group at the current step; None where momentum is left alone."""
+        """beta1 of each group at the current step; None where momentum stays as it is."""
         return self.mom_at(self.last_batch_iteration) if self.cycle_momentum else None
 
     def _write(self) -> None:
@@ -360,48 +358,32 @@ class OneCycle(LRSchedule):
             group["betas"] = (momentum, *group["betas"][1:])
 
     def _decay_units(self, step: int) -> float:
-        return (step - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
-
-    def _momenta(self, name: str, value: PerGroup) -> list[float]:
-        momenta = self._per_group(name, value)
-        if max(momenta, default=0.0) >= 1:
-            raise ValueError(f"{name}={value} must be below 1")
-        return momenta
+        return (step - self._total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LRRangeTest(LRSchedule):
     """A rate that only grows, to find the greatest one that trains (Smith 2018).
 
     Args:
-        optimizer: anything with `param_groups`.
         lr_range_test_min_lr: the first rate, one for all groups or one for each.
         lr_range_test_step_size: steps of one interval.
         lr_range_test_step_rate: growth in one interval, in units of the first rate.
         lr_range_test_staircase: grow once every interval instead of at every step.
-        last_batch_iteration: -1 starts from the beginning.
     """
 
-    def __init__(
-        self,
-        optimizer: HasParamGroups,
-        lr_range_test_min_lr: PerGroup = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(optimizer, last_batch_iteration)
-        step_size = _count("lr_range_test_step_size", lr_range_test_step_size, least=1)
-        if lr_range_test_step_rate < 0:
-            raise ValueError(f"lr_range_test_step_rate={lr_range_test_step_rate} must be at least 0")
-        self.min_lrs = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
-        self._growth = (step_size, lr_range_test_step_rate, lr_range_test_staircase)
-        self._write()
+    lr_range_test_min_lr: PerGroup = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+
+    def _prepare(self) -> None:
+        self._min_lrs = self._per_group("lr_range_test_min_lr")
 
     def lr_at(self, step: int) -> list[float]:
         """Learning rate of each group at a step."""
-        factor = range_test_factor(step, *self._growth)
-        return [low * factor for low in self.min_lrs]
+        growth = (self.lr_range_test_step_size, self.lr_range_test_step_rate, self.lr_range_test_staircase)
+        return [low * range_test_factor(step, *growth) for low in self._min_lrs]
 
 
 SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
@@ -450,20 +432,9 @@ def _count(name: str, value: int, *, least: int) -> int:
     return int(value)
 
 
-def _total_steps(total_num_steps: int, warmup_num_steps: int) -> int:
-    total = _count("total_num_steps", total_num_steps, least=1)
-    if total < warmup_num_steps:
-        warnings.warn(
-            f"total_num_steps={total} is less than warmup_num_steps={warmup_num_steps}: the rate ends before its peak",
-            stacklevel=3,
-        )
-    return total
-
-
-def _warmup_type(name: str) -> str:
-    if name not in ("log", "linear"):
-        raise unknown_name("warmup_type", name, ("linear", "log"))
-    return name
+def _between(lows: Sequence[float], highs: Sequence[float], share: float) -> list[float]:
+    """Numbers that have gone this share of the way from low to high."""
+    return [low + (high - low) * share for low, high in zip(lows, highs, strict=True)]
 
 
 def _plain(lr: float | Tensor) -> float:

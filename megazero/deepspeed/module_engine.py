@@ -46,7 +46,7 @@ class ModuleEngine(TrainingEngine):
         """The module's own forward; floating-point inputs are cast to the format of the weights."""
         if self._casts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
-        with self._timed("forward"):
+        with self._report.timed("forward"):
             return self.module(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
@@ -78,7 +78,7 @@ class ModuleEngine(TrainingEngine):
         is_last = self.is_gradient_accumulation_boundary() and not reducer.holds
         reducer.last_round = self._passes + (1 if is_last else 2)
         counted = loss / self.config.accumulation if scale_wrt_gas else loss
-        with self._timed("backward"):
+        with self._report.timed("backward"):
             # Divided by dp before the backward: the sum over ranks is the mean.
             (counted.float() * (model.scale / self.parallel_state.dp.size)).backward(retain_graph=retain_graph)
             self._passes += 1
@@ -103,8 +103,6 @@ class ModuleEngine(TrainingEngine):
         if not self._passes:
             raise RuntimeError("engine.step() without engine.backward(loss): there are no gradients")
         loss_sum, self._loss_sum = self._loss_sum, torch.zeros_like(self._loss_sum)
-        if self.parallel_state.at.tp:
-            loss_sum.zero_()  # every tensor-parallel rank has the same loss
         self._passes, self._ended, self._wants_step = 0, 0, False
         self.micro_steps += 1  # also where the step fails: whoever goes on begins a whole one
         self._finish_step(loss_sum, self.dp_world_size)

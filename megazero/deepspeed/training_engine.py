@@ -1,16 +1,16 @@
-"""What the engines of a user's own script have in common: the end of a step, its report, what a script may ask.
+"""What the engines of a user's own script have in common: the end of a step, its report, checkpoints, what a script may ask.
 
-    gradients of one step in the buckets -> norm over the world -> clip, step (or skip) -> schedule -> counters -> report
+    gradients of one step in the buckets -> engine/step.py: norm, clip, step (or skip) -> schedule -> counters -> report
 
 The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is different.
 """
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,21 +18,36 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from megazero.comm.collectives import all_reduce, gather_objects
+from megazero.checkpoint.index import CheckpointError
+from megazero.comm.collectives import agree, all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.data import RepeatingLoader
-from megazero.deepspeed.saved_engine import SavedEngine
-from megazero.engine.gpt import NonFiniteError
+from megazero.deepspeed.engine_optimizer import EngineOptimizer
+from megazero.deepspeed.script_checkpoints import ScriptCheckpoints
+from megazero.deepspeed.step_report import StepReport
+from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks, update
 from megazero.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class TrainingEngine(SavedEngine):
-    """Base of `ModuleEngine` and `PipelineEngine`; arguments as `SavedEngine`.
+class TrainingEngine(nn.Module):
+    """Base of `ModuleEngine` and `PipelineEngine`.
+
+    Args:
+        module: the user's; its parameters are bound to `model`.
+        model: its parameters, gradients and optimizer under ZeRO.
+        config: the resolved configuration.
+        canonical: of a name in the module, the name in a checkpoint.
+        show: prints a line; used on rank 0.
 
     Attributes:
+        module: the user's.
+        optimizer: the torch optimizer that steps the flat shards; its groups are the user's.
+        lr_scheduler: stepped after every update that was not skipped, or None.
         training_dataloader: made from `training_data`, or None.
+        global_steps, global_samples, micro_steps, skipped_steps: counters, restored from checkpoints.
     """
 
     def __init__(
@@ -43,18 +58,18 @@ class TrainingEngine(SavedEngine):
         canonical: Callable[[str], str],
         show: Callable[[str], None],
     ) -> None:
-        super().__init__(module, model, config, canonical, show)
+        super().__init__()
+        self.module, self.config = module, config
+        self.sharded_model, self.parallel_state = model, model.state
+        self.optimizer = EngineOptimizer(model.optimizer.torch_optimizer)
+        self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self._grad_norm: float | None = None
-        self._reported = time.perf_counter()
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._show = show if model.state.rank == 0 else lambda _: None
+        self._checkpoints = ScriptCheckpoints(module, model, config, canonical, self._show)
+        self._report = StepReport(config, model, self._show)
+        self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._events: Any = None
-        if config.tensorboard is not None and model.state.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = Path(config.tensorboard.output_path or ".") / config.tensorboard.job_name
-            self._events = SummaryWriter(str(folder))
 
     # --- The end of a step.
 
@@ -62,7 +77,7 @@ class TrainingEngine(SavedEngine):
         """Reduce what is left, step, report.
 
         Args:
-            loss_sum: fp64, of this rank's losses; 0 where the loss is computed elsewhere.
+            loss_sum: fp64, of this rank's losses; 0 where another stage computes the loss.
             losses: number of losses in the whole step, over all ranks.
 
         Returns: the mean loss.
@@ -72,82 +87,36 @@ class TrainingEngine(SavedEngine):
             LossScaleError, StorageError: see `ShardedModel.update`.
         """
         model = self.sharded_model
-        with self._timed("reduce"):
+        with self._report.timed("reduce"):
             model.finish_gradients()
-            share = torch.stack([model.square_sum(), loss_sum])
-            all_reduce(share, self.parallel_state.world).wait()
-            squared, total = share.tolist()
-        norm, loss = model.norm_of(squared), total / losses
-        scale = model.scale
-        if model.scaler is None and not abs(norm) < float("inf"):
+            measured = sum_over_ranks(model, model.square_sum(), loss_sum, losses)
+        # A script's loss may be infinite while its gradients are finite; only the gradients decide.
+        measured = replace(measured, finite=model.scaler is not None or isfinite(measured.grad_norm))
+        try:
+            check_finite(measured)
+            self._last_step = measured
+            with self._report.timed("step"):
+                self._last_step = statistics = update(model, measured, self.config.grad_clip)
+        except Exception:
             model.begin_step(self.config.accumulation)
-            raise NonFiniteError(
-                f"grad_norm={norm} must be finite (loss={loss}); the weights were not changed. "
-                "Resume from the last checkpoint with a lower learning rate or other data"
-            )
-        self._grad_norm = norm
-        with self._timed("step"):
-            try:
-                changed = model.update(norm, self.config.grad_clip)
-            except Exception:
-                model.begin_step(self.config.accumulation)
-                raise
+            raise
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
-        if changed:
-            self.optimizer.note_step()
-            if self.lr_scheduler is not None:
-                self._step_schedule(loss)
-        else:
+        if statistics.skipped:
             self.skipped_steps += 1
             self._show(
-                f"step {self.global_steps}: skipped, gradients overflow at loss scale {scale:g}; "
+                f"step {self.global_steps}: skipped, gradients overflow at loss scale {statistics.loss_scale:g}; "
                 f"the next has {self.loss_scale:g}"
             )
-        model.begin_step(self.config.accumulation)
-        self._report(loss)
-        return loss
-
-    def _step_schedule(self, loss: float) -> None:
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
-            self.lr_scheduler.step(loss)
         else:
-            self.lr_scheduler.step()
-
-    def _report(self, loss: float) -> None:
-        every = self.config.steps_per_print or (1 if self.config.wall_clock_breakdown else None)
-        if every is not None and self.global_steps % every == 0:
-            rates = ", ".join(f"{lr:.4g}" for lr in self.get_lr())
-            parts = [f"step {self.global_steps}", f"loss {loss:.4f}", f"lr {rates}"]
-            if self._grad_norm is not None:
-                parts.append(f"grad norm {self._grad_norm:.3g}")
-            seconds, self._reported = time.perf_counter() - self._reported, time.perf_counter()
-            parts.append(f"{every * self.config.train_batch_size / seconds:,.1f} samples/s")
-            if self.sharded_model.scaler is not None:
-                parts.append(f"loss scale {self.loss_scale:g}, {self.skipped_steps} skipped")
-            if self.config.wall_clock_breakdown:
-                parts += [f"{name} {1e3 * seconds / every:.1f} ms" for name, seconds in self._seconds.items()]
-                self._seconds.clear()
-            self._show(", ".join(parts))
-        if self._events is not None:
-            values = {"Train/Samples/train_loss": loss, "Train/Samples/lr": self.get_lr()[0]}
-            if self.sharded_model.scaler is not None:
-                values["Train/Samples/loss_scale"] = self.loss_scale
-            values |= {f"sent_bytes/{axis}": sent for axis, sent in self.parallel_state.traffic.by_axis().items()}
-            for name, value in values.items():
-                self._events.add_scalar(name, value, self.global_samples)
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """Count the time of a phase, where the configuration asks for a breakdown."""
-        if not self.config.wall_clock_breakdown:
-            yield
-            return
-        self._synchronize()
-        started = time.perf_counter()
-        yield
-        self._synchronize()
-        self._seconds[name] += time.perf_counter() - started
+            self.optimizer.count_step()
+            if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+                self.lr_scheduler.step(statistics.loss)
+            elif self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        model.begin_step(self.config.accumulation)
+        self._report.step(self.global_steps, self.global_samples, statistics, self.get_lr())
+        return statistics.loss
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -170,26 +139,28 @@ class TrainingEngine(SavedEngine):
             self._repeating = RepeatingLoader(self.training_dataloader)
         return self._repeating
 
-    def _on_every_rank(self, take: Callable[[], T]) -> T:
-        """What `take` gives; where it fails on one rank, all raise before a step begins, and none waits for another.
+    def _on_every_rank(self, read: Callable[[], T]) -> T:
+        """The result of `read`; if it fails on one rank, all raise before a step begins, and no rank waits for another.
+
+        Unlike `agree`, it gathers no objects while nothing fails, and a rank that failed raises its own error.
 
         Raises:
-            StopIteration: on ranks that have not failed themselves, data ended elsewhere and nothing else is wrong.
-            ValueError: there, with the texts of the failures.
+            StopIteration: on the other ranks, if the data of a rank ended and nothing else failed.
+            ValueError: on the other ranks, with the texts of the failures.
         """
         failure: Exception | None = None
-        taken: list[T] = []
+        results: list[T] = []
         try:
-            taken.append(take())
+            results.append(read())
         except Exception as error:
             failure = error
         world = self.parallel_state.world
         failed = torch.tensor(float(failure is not None), device=self.device)
         all_reduce(failed, world, "max").wait()
         if not failed:
-            return taken[0]
-        mine = None if failure is None else (str(failure) or repr(failure), isinstance(failure, StopIteration))
-        found = [one for one in gather_objects(mine, world) if one is not None]
+            return results[0]
+        own = None if failure is None else (str(failure) or repr(failure), isinstance(failure, StopIteration))
+        found = [one for one in gather_objects(own, world) if one is not None]
         if failure is not None:
             raise failure
         kind = StopIteration if all(ended for _, ended in found) else ValueError
@@ -200,19 +171,103 @@ class TrainingEngine(SavedEngine):
         all_reduce(loss, self.parallel_state.dp).wait()
         return loss.float() / self.dp_world_size
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def close(self) -> None:
         """Give back files and writers.  The engine cannot be used afterwards.
 
-        An asynchronous checkpoint becomes durable first; where it failed, that has been told.
+        An asynchronous checkpoint becomes durable first; a failure of it has been reported already.
         """
-        self._wait_for_saver()
+        self._checkpoints.wait()
         self.sharded_model.close()
-        if self._events is not None:
-            self._events.close()
+        self._report.close()
+
+    # --- Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        asynchronous: bool = False,
+    ) -> bool:
+        """Write everything to `save_dir/tag`.  Called on every rank with the same arguments.
+
+        Args:
+            save_dir: a directory that all ranks share, or a URL such as s3://bucket/run.
+            tag: name of the checkpoint; `global_step<n>` when None.
+            client_state: the script's own: numbers, strings, tensors and containers of them.  Rank 0's is saved.
+            save_latest: let `latest` name it.
+            asynchronous: return once the state is copied to host memory; see `finish_saving`.
+
+        Raises:
+            CheckpointError: on every rank; older checkpoints are untouched.  Also if the call comes within a step.
+        """
+        agree(self._check_between_steps, self.parallel_state.world, CheckpointError)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        self._checkpoints.save(
+            save_dir,
+            tag,
+            counters,
+            self.lr_scheduler,
+            client_state,
+            moves_latest=save_latest,
+            asynchronous=asynchronous,
+        )
+        return True
+
+    def finish_saving(self) -> None:
+        """Wait until the last asynchronous checkpoint is durable; the end of the script waits for it, too.
+
+        Raises:
+            CheckpointError: on every rank, it could not be written.
+        """
+        self._checkpoints.finish_saving()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint that any number of ranks, at any stage and precision, has written.
+
+        Args:
+            load_dir: as given to `save_checkpoint`.
+            tag: which one; the one that `latest` names when None.
+            load_optimizer_states: load the optimizer's state and its groups' settings; otherwise they start anew.
+            load_lr_scheduler_states: load the schedule's step.
+            load_module_only: load the weights and buffers alone.
+
+        Returns: the checkpoint's directory and the `client_state` that was saved; (None, {}) where there is none yet.
+
+        Raises:
+            CheckpointError: on every rank, and nothing has changed: it is damaged, or of another model.
+        """
+        loaded = self._checkpoints.load(
+            load_dir,
+            tag,
+            self.lr_scheduler,
+            with_optimizer=load_optimizer_states and not load_module_only,
+            with_schedule=load_lr_scheduler_states and not load_module_only,
+            with_loss_scale=not load_module_only,
+        )
+        if loaded is None:
+            return None, {}
+        directory, client_state, counters = loaded
+        if not load_module_only:
+            for name, value in counters.items():
+                setattr(self, name, value)
+        self._forget_micro_batches()
+        return directory, client_state
+
+    def _forget_micro_batches(self) -> None:
+        """Begin a whole step."""
+
+    def _check_between_steps(self) -> None:
+        """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""
 
     # --- What a script asks.
 
@@ -252,7 +307,7 @@ class TrainingEngine(SavedEngine):
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last step's gradients over the whole model, before clipping; None before the first step."""
-        return self._grad_norm
+        return None if self._last_step is None else self._last_step.grad_norm
 
     def train_batch_size(self) -> int:
         """Samples in an optimizer step."""
@@ -292,10 +347,10 @@ class TrainingEngine(SavedEngine):
 
     def was_step_applied(self) -> bool:
         """Whether the last step changed the weights."""
-        return self._grad_norm is not None and abs(self._grad_norm) < float("inf")
+        return self._last_step is not None and isfinite(self._last_step.grad_norm)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state on this rank, by kind and, off the device, place."""
+        """Bytes of model state on this rank, by kind; kinds off the device name where they are."""
         return self.sharded_model.memory_bytes()
 
     def module_state_dict(self) -> dict[str, Tensor]:

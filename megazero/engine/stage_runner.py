@@ -1,8 +1,8 @@
 """Runs a rank's chunks on the micro-batches of one step, for the schedule's executor.
 
-forward(chunk, m, x)      keeps the graph, not the output: once it is sent nothing needs its values
-backward(chunk, m, grad)  runs the graph; on the last stage from the loss, whose gradient is what makes sums means
-backward_weight(chunk, m) the weight gradients that a schedule with W left for later
+forward(chunk, m, x)      keeps the graph, not the output: after the send nothing needs its values
+backward(chunk, m, grad)  runs the graph; on the last stage it starts from the loss, with a gradient that makes sums means
+backward_weight(chunk, m) computes the weight gradients that a schedule with W has deferred
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ChunkRunner:
         forward: (micro-batch, what the previous stage sent, or None on the first) -> what the next stage needs; on the last
             stage the loss, a scalar.
         is_last: its result is the loss.
-        wgrad_queue: brings its weight gradients to the buckets, at once or when the schedule asks for them.
+        wgrad_queue: takes its weight gradients to the buckets, at once or when the schedule asks for them.
     """
 
     forward: Callable[[int, Message | None], Message]
@@ -36,13 +36,13 @@ class ChunkRunner:
 
 
 class StageRunner:
-    """What the executor runs in one step.
+    """What the executor runs in one step; see `Stage` in schedules/executor.py.
 
     Args:
         chunks: this rank's chunks.
-        model: takes gradients, and brings the weights under ZeRO-3.
+        model: reduces the gradients, and gathers the weights under ZeRO-3.
         trains: keep what the backward needs.
-        loss_gradient: gradient of the step's scaled loss by each micro-batch's; asked for when the first backward begins.
+        loss_gradient: gradient of the step's scaled loss by each micro-batch's; called when the first backward begins.
 
     Attributes:
         loss_sum: of the micro-batches' losses, fp64; 0 where there is no last stage.
@@ -62,11 +62,8 @@ class StageRunner:
                 tensor.requires_grad_()
         y = self._chunks[chunk].forward(microbatch, x)
         if self._trains:
-            edges = [
-                get_gradient_edge(tensor) if tensor.requires_grad else None
-                for tensor in y
-                if tensor.is_floating_point()
-            ]
+            floating = [tensor for tensor in y if tensor.is_floating_point()]
+            edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating]
             self._saved[chunk, microbatch] = (inputs, edges)
         if not self._chunks[chunk].is_last:
             return y
@@ -86,7 +83,7 @@ class StageRunner:
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
         wgrad_queue = self._chunks[chunk].wgrad_queue
-        if wgrad_queue.deferring:  # else the backward has given all there is
+        if wgrad_queue.deferring:  # otherwise `backward` has computed all gradients
             wgrad_queue.run_oldest()
             self._model.reducer.close_pass(chunk)
 

@@ -450,11 +450,11 @@ def _watched_step(
 
     engine.state.traffic.reset()
     mark(START)
-    engine.watch = watch
+    engine.on_action = watch
     try:
         engine.compute_gradients(batches)
     finally:
-        engine.watch = None
+        engine.on_action = None
     note(BACKWARD)
     updated = engine.update(_LR)
     note(STEP)

@@ -156,10 +156,10 @@ def _failing_on_the_way(rank: int, run: ResolvedRun) -> tuple[list[float], list[
         if backwards == 2:  # called before and after: the first backward has ended
             raise RuntimeError("on purpose")
 
-    engine.watch = fail
+    engine.on_action = fail
     with pytest.raises(RuntimeError, match="on purpose"):
         engine.compute_gradients(micro_batches(run, engine.state, 0))
-    engine.watch = None
+    engine.on_action = None
     statistics = [engine.train_step(micro_batches(run, engine.state, step), LR) for step in range(STEPS)]
     return [one.loss for one in statistics], [one.grad_norm for one in statistics]
 

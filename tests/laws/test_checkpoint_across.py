@@ -13,7 +13,7 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.checkpoint.index import CheckpointError
 from megazero.config import ResolvedRun
-from megazero.engine.gpt import Position
+from megazero.engine import Position
 
 TIED = LLAMA | {"tie_embeddings": True, "num_layers": 4}
 

@@ -27,8 +27,7 @@ from worlds import (
 )
 
 from megazero.config import ResolvedRun
-from megazero.engine import Engine
-from megazero.engine.gpt import NonFiniteError, Position
+from megazero.engine import Engine, NonFiniteError, Position
 from megazero.zero.loss_scaler import LossScaleError
 
 TIED = LLAMA | {"tie_embeddings": True}

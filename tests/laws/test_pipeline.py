@@ -45,7 +45,7 @@ def _watched_on(engine: Engine, run: ResolvedRun, repeat: int = 1) -> dict[str, 
 
     engine.state.traffic.reset()
     engine.state.traffic.add = add
-    engine.watch = watch
+    engine.on_action = watch
     engine.train_step(micro_batches(run, engine.state, 1) * repeat, LR)
     engine.state.traffic.add = count
     layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]

@@ -1,0 +1,138 @@
+"""The layers of one virtual stage as a module: their names on any cut, their recomputation, how they pass tensors on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megazero.deepspeed.layer_specs import AppliedLayer, describe_value, name_of
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CanonicalParameter:
+    """A parameter of a chunk, under the name that it has on any shape.
+
+    Args:
+        name: "layers.{index of the layer}.<name in the layer>"; of a tied parameter, that in the first layer of its key.
+        owner, attribute: the module that holds it, and as what.
+        parameter: the parameter.
+        tied: layers share it.
+        first_copy: this is the first layer's copy, the only one that norms and checkpoints count.
+    """
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    parameter: nn.Parameter
+    tied: bool
+    first_copy: bool
+
+
+class _Writable(torch.autograd.Function):
+    """The identity, as a non-leaf: layers may write in place to what another stage sent, although it needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class LayerChunk(nn.Module):
+    """The layers of one virtual stage.
+
+    Args:
+        stage: number of the virtual stage.
+        stages: number of all virtual stages.
+        layers: (index in the whole pipeline, layer), in order.
+        tied: names of the tied parameters, by id of the parameter.
+        first_copies: of these names, those whose first layer is here.
+        checkpoint_interval: layers that are recomputed together in the backward; 0 recomputes none.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        layers: Sequence[tuple[int, Callable[[Any], Any]]],
+        tied: Mapping[int, str],
+        first_copies: Iterable[str],
+        checkpoint_interval: int,
+    ) -> None:
+        super().__init__()
+        self.stage, self.is_first, self.is_last = stage, stage == 0, stage == stages - 1
+        self.indices = range(layers[0][0], layers[-1][0] + 1)
+        self.checkpoint_interval = checkpoint_interval
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in layers if isinstance(layer, nn.Module)})
+        self._functions = {index: layer for index, layer in layers if not isinstance(layer, nn.Module)}
+        self.canonical_names = dict(self._name_tensors(tied))
+        self._tied, self._first_copies = frozenset(tied.values()), frozenset(first_copies)
+
+    def _name_tensors(self, tied: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+        """Qualified and canonical name of every parameter and buffer; engines may swap the tensors, the names stay."""
+        for index, layer in self.layers.items():
+            added = "module." if isinstance(layer, AppliedLayer) else ""
+            tensors = chain(layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False))
+            for name, tensor in tensors:
+                canonical = tied.get(id(tensor), f"layers.{index}.{name.removeprefix(added)}")
+                yield f"layers.{index}.{name}", canonical
+
+    def named_canonical_parameters(self) -> Iterator[CanonicalParameter]:
+        """Every parameter once, in forward order."""
+        for qualified, parameter in self.named_parameters():
+            name = self.canonical_names[qualified]
+            path, _, attribute = qualified.rpartition(".")
+            tied = name in self._tied
+            first = not tied or name in self._first_copies
+            yield CanonicalParameter(name, self.get_submodule(path), attribute, parameter, tied, first)
+
+    def units(self) -> list[nn.Module]:
+        """The modules that ZeRO-3 gathers one at a time, in forward order: the layers that have parameters."""
+        return [layer for layer in self.layers.values() if next(layer.parameters(), None) is not None]
+
+    def forward(self, x: Tensors) -> Tensors:
+        """Apply the layers in order.
+
+        Args:
+            x: what the stage before returned, or the inputs of a micro-batch.
+
+        Raises:
+            TypeError: a layer returned something that cannot pass between stages.
+        """
+        if not self.is_first:
+            x = tuple(_Writable.apply(tensor) if tensor.requires_grad else tensor for tensor in x)
+        if not (self.checkpoint_interval and torch.is_grad_enabled()):
+            return self._run(self.indices, *x)
+        for start in range(0, len(self.indices), self.checkpoint_interval):
+            together = self.indices[start : start + self.checkpoint_interval]
+            x = checkpoint(self._recomputable, together, *x, use_reentrant=False)
+        return x
+
+    def _recomputable(self, indices: range, *x: Tensor) -> Tensors:
+        """Run layers that the recomputation will run again from `x`, so that they must not write to it."""
+        parts = chain.from_iterable(self.layers[str(i)].modules() for i in indices if i not in self._functions)
+        if any(getattr(part, "inplace", False) for part in parts):
+            x = tuple(tensor.clone() for tensor in x)
+        return self._run(indices, *x)
+
+    def _run(self, indices: range, *x: Tensor) -> Tensors:
+        for index in indices:
+            layer = self._functions[index] if index in self._functions else self.layers[str(index)]
+            y = layer(x[0] if len(x) == 1 else x)
+            x = (y,) if isinstance(y, Tensor) else tuple(y) if isinstance(y, tuple | list) else ()
+            if not x or not all(isinstance(part, Tensor) for part in x):
+                raise TypeError(
+                    f"layer {index} ({name_of(layer)}) returned {describe_value(y)}; every layer of a pipeline returns a "
+                    "tensor or a tuple of tensors, since any two may be on different ranks"
+                )
+        return x

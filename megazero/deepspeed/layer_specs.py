@@ -1,0 +1,246 @@
+"""The layers of a pipeline as a list of specs, modules and callables, and how the list is cut into stages.
+
+layers     0    1    2   |   3    4   |   5    6   |   7        a layer is a LayerSpec, an nn.Module or a callable
+stages        range(3)   | range(3,5) | range(5,7) | range(7,8)  balanced by parameters, by count, or by name
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import accumulate, chain, pairwise
+from typing import Any, TypeAlias
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from megazero.models.stages import cut_evenly
+
+PARTITION_METHODS = ("parameters", "uniform", "type:regex")
+
+
+class LayerSpec:
+    """A layer to be built later, on the ranks that run it.
+
+    Args:
+        typename: the class of the layer, an nn.Module.
+        module_args, module_kwargs: what it is built with.
+    """
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise TypeError(
+                f"a LayerSpec takes a class of nn.Module and its arguments, got {typename!r}; "
+                "list a module or a callable as it is"
+            )
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self) -> nn.Module:
+        """Make the layer."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        arguments = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(arguments)})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares parameters with the other layers of its key; see [Note: tied layers].
+
+    Args:
+        key: the name that the sharing layers have in common.
+        typename, module_args, module_kwargs: as in `LayerSpec`.
+        forward_fn: (module, input) -> output, called instead of the module; None calls the module.
+        tied_weight_attr: the shared parameter or parameters, as "weight" or "part.weight"; properties count.  Layers of one
+            key may name theirs differently; they are paired in order.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
+
+
+class AppliedLayer(nn.Module):
+    """A tied layer called through its `forward_fn`; a module of its own, so that hooks see this use and no other."""
+
+    def __init__(self, module: nn.Module, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self.module, x)
+
+
+Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]
+
+
+def partition_layers(
+    layers: Sequence[Layer], stages: int, method: str, trainable: Callable[[int, Layer], int]
+) -> list[range]:
+    """Cut layers into virtual stages.
+
+    Args:
+        layers: at least one for each stage.
+        stages: number of virtual stages.
+        method: one of PARTITION_METHODS, in any case of letters; see `PipelineModule`.
+        trainable: (index, layer) -> number of its trainable parameters.
+
+    Raises:
+        ValueError: an unknown method, or an expression that matches no layer.
+    """
+    lower = method.lower()
+    if lower == "uniform":
+        return [layout.layers for layout in cut_evenly(len(layers), stages)]
+    if lower == "parameters":
+        return partition_balanced([trainable(index, layer) for index, layer in enumerate(layers)], stages)
+    if lower.startswith("type:"):
+        return partition_balanced(_matches(layers, method[len("type:") :]), stages)
+    if lower == "profile":
+        raise ValueError(f'partition_method="profile" does not exist (nor in DeepSpeed); {hint(PARTITION_METHODS)}')
+    raise ValueError(f"partition_method={method!r} is unknown; {hint(PARTITION_METHODS, method)}")
+
+
+def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
+    """Cut a row of weights into non-empty runs whose heaviest is as light as can be.
+
+    Args:
+        weights: not negative, in order.
+        parts: number of runs.
+
+    Among the cuts with the lightest heaviest run, the most even one (least sum of squares, of weights and then of lengths)
+    is taken; of equals, the one with the longer runs first.
+
+    Raises:
+        ValueError: fewer weights than parts.
+    """
+    if not 1 <= parts <= len(weights):
+        raise ValueError(f"{parts} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}")
+    limit = _lightest_limit(weights, parts)
+    sums, count = [0, *accumulate(weights)], len(weights)
+    # best[start]: cost of the weights from `start` on in k runs, and the end of the first run; k grows
+    best: dict[int, tuple[tuple[int, int], int]] = {count: ((0, 0), count)}
+    ends: list[dict[int, int]] = []
+    for runs_after in range(parts):
+        step: dict[int, tuple[tuple[int, int], int]] = {}
+        for start in range(count - runs_after):
+            for stop in range(start + 1, count - runs_after + 1):
+                if (weight := sums[stop] - sums[start]) > limit:
+                    break
+                if stop in best:
+                    rest, length = best[stop][0], stop - start
+                    cost = (rest[0] + weight * weight, rest[1] + length * length)
+                    if start not in step or cost <= step[start][0]:
+                        step[start] = (cost, stop)
+        best = step
+        ends.append({start: stop for start, (_, stop) in step.items()})
+    borders = [0]
+    for step_ends in reversed(ends):
+        borders.append(step_ends[borders[-1]])
+    return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+def _lightest_limit(weights: Sequence[int], parts: int) -> int:
+    """The least limit under which filling runs greedily needs no more than `parts`; more runs never need a higher one."""
+    low, high = max(weights), sum(weights)
+    while low < high:
+        limit = (low + high) // 2
+        runs, filled = 1, 0
+        for weight in weights:
+            filled += weight
+            if filled > limit:
+                runs, filled = runs + 1, weight
+        low, high = (low, limit) if runs <= parts else (limit + 1, high)
+    return low
+
+
+def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
+    """The layers as a list.
+
+    Raises:
+        TypeError: something in it is no layer.
+        ValueError: layers share a parameter without a key, or one is lazy.
+    """
+    if not isinstance(layers, Iterable) or isinstance(layers, Mapping | nn.ModuleDict | str):
+        raise TypeError(f"layers must be a list of layers or an nn.Sequential, got {describe_value(layers)}")
+    checked = list(layers)
+    owners: dict[int, int] = {}
+    for index, layer in enumerate(checked):
+        if problem := _problem_with(layer):
+            raise TypeError(f"layer {index} {problem}")
+        if not isinstance(layer, nn.Module):
+            continue
+        for name, tensor in chain(without_lazy(index, layer).named_parameters(), layer.named_buffers()):
+            first = owners.setdefault(id(tensor), index)
+            if first != index:
+                raise ValueError(
+                    f"layers {first} and {index} share {name!r}, which different ranks cannot; write both as "
+                    "TiedLayerSpec with one key"
+                )
+    return checked
+
+
+def _problem_with(layer: object) -> str:
+    """The reason why something in the list is no layer; "" if it is one."""
+    if isinstance(layer, LayerSpec | nn.Module):
+        return ""
+    if isinstance(layer, type):
+        name = layer.__name__
+        return f"is the class {name} itself; write LayerSpec({name}, ...), or an object of it"
+    owner = getattr(layer, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return f"is a method of a {type(owner).__name__}, whose parameters would not be trained; give the module itself"
+    return "" if callable(layer) else f"is {describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
+
+
+def without_lazy(index: int, module: nn.Module) -> nn.Module:
+    """The module.  Raises: ValueError, it has parameters without a shape."""
+    if any(is_lazy(tensor) for tensor in chain(module.parameters(), module.buffers())):
+        raise ValueError(
+            f"layer {index} ({type(module).__name__}) gets its shapes from its first input; give them when it is built"
+        )
+    return module
+
+
+def _matches(layers: Sequence[Layer], expression: str) -> list[int]:
+    """1 for each layer whose name the expression finds, 0 for the others."""
+    try:
+        pattern = re.compile(expression, re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(f'partition_method="type:{expression}" is no regular expression: {error}') from error
+    found = [int(pattern.search(name_of(layer)) is not None) for layer in layers]
+    if not any(found):
+        names = ", ".join(dict.fromkeys(map(name_of, layers)))
+        raise ValueError(f'partition_method="type:{expression}" matches none of the layers, which are {names}')
+    return found
+
+
+def name_of(layer: object) -> str:
+    """Name of a layer's class or function."""
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    if isinstance(layer, AppliedLayer):
+        return type(layer.module).__name__
+    return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+
+
+def describe_value(value: object) -> str:
+    """A wrong value in a few words."""
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of ({', '.join(type(part).__name__ for part in value)})"
+    return f"a {type(value).__name__}"
+
+
+def hint(known: Iterable[str], word: str = "") -> str:
+    """What to write instead of a word that is not known."""
+    close = get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"it must be one of {', '.join(known)}"

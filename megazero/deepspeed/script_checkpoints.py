@@ -1,0 +1,311 @@
+"""Checkpoints of a script's own module, under DeepSpeed's calls; see docs/deepspeed.md for what is different.
+
+save_dir/tag/   weights, masters and optimizer state as `megazero train` writes them, and beside them
+                client_state.pt, lr_scheduler.pt, buffers.safetensors
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from megazero.checkpoint.folder import Folder, folder_at
+from megazero.checkpoint.index import LATEST, CheckpointError, TrainerState, is_complete, read_trainer_state
+from megazero.checkpoint.load import fills_weights, load_checkpoint
+from megazero.checkpoint.save import save_checkpoint
+from megazero.checkpoint.saver import Saver, SaveReport
+from megazero.comm.collectives import agree, gather_objects
+from megazero.deepspeed.config import DeepSpeedConfig
+from megazero.engine.trainer_state import Position, trainer_state
+from megazero.zero.sharded_model import ShardedModel
+
+CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers.safetensors"
+_SAVING_SECONDS = 3600  # how long a rank may wait for a peer that is writing
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What a checkpoint holds beside the sharded state."""
+
+    trainer: TrainerState
+    client: dict[str, Any]
+    schedule: dict[str, Any] | None
+    buffers: dict[str, Tensor]
+
+
+class ScriptCheckpoints:
+    """Saves and loads one engine's model, optimizer and schedule.  Every method is called on every rank.
+
+    Args:
+        module: the user's; its parameters are bound to `model`.
+        model: its state under ZeRO.
+        config: the resolved configuration.
+        canonical: of a name in the module, the name in a checkpoint.
+        show: prints a line, on rank 0.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: ShardedModel,
+        config: DeepSpeedConfig,
+        canonical: Callable[[str], str],
+        show: Callable[[str], None],
+    ) -> None:
+        self._module, self._model, self._config = module, model, config
+        self._state, self._world = model.state, model.state.world
+        self._groups = model.optimizer.torch_optimizer.param_groups
+        self._canonical, self._show = canonical, show
+        self._saver: Saver | None = None
+
+    def save(
+        self,
+        save_dir: str | Path,
+        tag: str,
+        counters: Mapping[str, int],
+        schedule: Any,
+        client_state: Mapping[str, Any] | None,
+        *,
+        moves_latest: bool,
+        asynchronous: bool,
+    ) -> None:
+        """Write everything to `save_dir/tag`; arguments as `TrainingEngine.save_checkpoint`.
+
+        Args:
+            counters: the engine's, by name.
+            schedule: the learning-rate schedule, or None.
+
+        Raises: CheckpointError.
+        """
+        self._check_tag(tag)
+        trainer = trainer_state(
+            self._model,
+            Position(counters["global_steps"], counters["global_samples"]),
+            self._config.zero.stage,
+            data_fingerprint="",
+            model={"module": type(self._module).__name__},
+            config={"zero_stage": self._config.zero.stage, "dtype": self._config.precision.dtype},
+            script={"counters": dict(counters), "groups": [_plain_settings(group) for group in self._groups]},
+        )
+        buffers = self._gather_buffers()
+
+        def make_files() -> dict[str, bytes]:
+            if self._state.rank != 0:
+                return {}
+            files = {BUFFERS: save(buffers)} if buffers else {}
+            if schedule is not None:
+                files[SCHEDULE] = _to_bytes(schedule.state_dict(), "the schedule's state_dict()")
+            return files | {CLIENT_STATE: _to_bytes(dict(client_state or {}), "client_state")}
+
+        files = agree(make_files, self._world, CheckpointError)
+        folder, source = folder_at(save_dir).child(tag), self._model.sharded_state
+        if asynchronous:
+            self._background_saver().save(folder, trainer, files, moves_latest=moves_latest)
+        else:
+            self.wait()
+            save_checkpoint(folder, source, self._state, trainer, files, moves_latest=moves_latest)
+
+    def _background_saver(self) -> Saver:
+        if self._saver is None:
+            self._saver = Saver(
+                self._model.sharded_state,
+                self._state,
+                host_memory_bytes=None,
+                timeout_seconds=_SAVING_SECONDS,
+                report=self._report_failure,
+            )
+            atexit.register(_finish_at_exit, self._saver)
+        return self._saver
+
+    def _report_failure(self, report: SaveReport) -> None:
+        if report.error is not None:
+            self._show(report.error)
+
+    def finish_saving(self) -> None:
+        """Wait until the last asynchronous checkpoint is durable.  Raises: CheckpointError, it could not be written."""
+        if self._saver is not None:
+            self._saver.finish()
+
+    def wait(self) -> None:
+        """Wait for the last asynchronous checkpoint; a failure of it has been reported already."""
+        with suppress(CheckpointError):
+            self.finish_saving()
+
+    def load(
+        self,
+        load_dir: str | Path,
+        tag: str | None,
+        schedule: Any,
+        *,
+        with_optimizer: bool,
+        with_schedule: bool,
+        with_loss_scale: bool,
+    ) -> tuple[str, dict[str, Any], dict[str, int]] | None:
+        """Load a checkpoint that any number of ranks, at any stage and precision, has written.
+
+        Args:
+            load_dir, tag: as given to `save`; without a tag, the one that `latest` names.
+            schedule: the learning-rate schedule, or None.
+            with_optimizer: load the optimizer's state and its groups' settings.
+            with_schedule: load the schedule's step.
+            with_loss_scale: load the loss scale.
+
+        Returns: the checkpoint's directory, its client state and its counters; None where there is no checkpoint yet.
+
+        Raises: CheckpointError, on every rank, and nothing has changed.
+        """
+        self.wait()
+        name = agree(
+            lambda: _newest_tag(folder_at(load_dir)) if tag is None else str(tag), self._world, CheckpointError
+        )
+        if name is None:
+            self._show(f"{load_dir} holds no checkpoint: it has no file {LATEST!r}; starting anew")
+            return None
+        directory = folder_at(load_dir).child(name)
+        found = agree(lambda: _read(directory), self._world, CheckpointError)
+        saved_schedule = found.schedule if with_schedule else None
+        if with_schedule and (found.schedule is None) != (schedule is None):
+            self._show(
+                "note: the checkpoint has no schedule; this run's starts anew"
+                if found.schedule is None
+                else "note: the checkpoint's schedule is left out; this run has none"
+            )
+        groups = found.trainer.script["groups"] if with_optimizer else None
+
+        def check() -> None:
+            self._check_groups(groups)
+            self._check_buffers(found.buffers)
+            if saved_schedule is not None and schedule is not None:
+                _check_schedule(saved_schedule, schedule)
+
+        agree(check, self._world, CheckpointError)
+        load_checkpoint(directory, self._model.sharded_state, self._state, with_optimizer=with_optimizer)
+        gathers = not fills_weights(directory, self._state)
+        self._model.loaded(found.trainer.loss_scaler if with_loss_scale else None, gathers=gathers)
+        for path, buffer in self._named_buffers():
+            buffer.copy_(found.buffers[self._canonical(path)])
+        if groups is not None:
+            self._set_groups(groups)
+        if saved_schedule is not None and schedule is not None:
+            schedule.load_state_dict(saved_schedule)
+        return str(directory), found.client, found.trainer.script["counters"]
+
+    def _check_tag(self, tag: str) -> None:
+        tags = gather_objects(tag, self._world)
+        if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
+            raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
+        if len(set(tags)) > 1:
+            raise CheckpointError(f"every rank must save under one tag; there are {', '.join(sorted(set(tags)))}")
+
+    def _check_groups(self, saved: Sequence[Any] | None) -> None:
+        if saved is not None and len(saved) != len(self._groups):
+            raise CheckpointError(
+                f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(self._groups)}"
+            )
+
+    def _check_buffers(self, saved: Mapping[str, Tensor]) -> None:
+        for path, buffer in self._named_buffers():
+            name = self._canonical(path)
+            found = f"one of shape {list(saved[name].shape)}" if name in saved else "none"
+            if name not in saved or saved[name].shape != buffer.shape:
+                raise CheckpointError(
+                    f"buffer {name} has shape {list(buffer.shape)}, the checkpoint has {found}: it is of another model"
+                )
+
+    def _set_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        for group, settings in zip(self._groups, saved, strict=True):
+            for key, value in settings.items():
+                # how a step is computed belongs to this machine, not to the run
+                if key in group and key not in ("fused", "foreach", "capturable"):
+                    group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+    def _named_buffers(self) -> list[tuple[str, Tensor]]:
+        """The persistent buffers."""
+        if next(self._module.buffers(), None) is None:
+            return []  # `state_dict` would gather the weights under stage 3
+        persistent = self._module.state_dict(keep_vars=True).keys()
+        return [(path, buffer) for path, buffer in self._module.named_buffers() if path in persistent]
+
+    def _gather_buffers(self) -> dict[str, Tensor]:
+        """The buffers of all stages, as the first rank of each stage has them, on every rank."""
+        at = self._state.at
+        own = {}
+        if at.tp == at.dp == at.cp == 0:
+            own = {self._canonical(path): buffer.detach().cpu().contiguous() for path, buffer in self._named_buffers()}
+        return {name: buffer for part in gather_objects(own, self._world) for name, buffer in part.items()}
+
+
+def _finish_at_exit(saver: Saver) -> None:
+    """Wait for a checkpoint before the process groups end; not after a failure, since peers may have died."""
+    if not hasattr(sys, "last_value"):
+        saver.finish()
+
+
+def _newest_tag(directory: Folder) -> str | None:
+    return directory.read(LATEST).decode().strip() if directory.has(LATEST) else None
+
+
+def _read(directory: Folder) -> _Loaded:
+    if not is_complete(directory):
+        raise CheckpointError(f"{directory} is not a complete checkpoint")
+    trainer = read_trainer_state(directory)
+    if not trainer.script:
+        raise CheckpointError(f"{directory} was written by `megazero train`, not by an engine of a script")
+    return _Loaded(
+        trainer,
+        _from_bytes(directory.read(CLIENT_STATE)),
+        _from_bytes(directory.read(SCHEDULE)) if directory.has(SCHEDULE) else None,
+        load(directory.read(BUFFERS)) if directory.has(BUFFERS) else {},
+    )
+
+
+def _check_schedule(saved: Mapping[str, Any], schedule: Any) -> None:
+    differ = sorted(map(str, saved.keys() ^ schedule.state_dict().keys()))
+    if differ:
+        raise CheckpointError(
+            f"the checkpoint's schedule is of another class than this run's {type(schedule).__name__}: only one of them "
+            f"has {', '.join(differ)}. Give the same schedule, or load_lr_scheduler_states=False"
+        )
+
+
+def _plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group that JSON can hold: numbers, strings, lists and dicts of them."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.item()
+        if isinstance(value, tuple | list):
+            return [plain(one) for one in value]
+        if isinstance(value, Mapping):
+            return {str(key): plain(one) for key, one in value.items()}
+        return value
+
+    found = {key: plain(value) for key, value in values.items() if key != "params"}
+    return {key: value for key, value in found.items() if isinstance(value, int | float | str | list | dict | None)}
+
+
+def _from_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _to_bytes(values: dict[str, Any], what: str) -> bytes:
+    file = io.BytesIO()
+    try:
+        torch.save(values, file)
+        _from_bytes(file.getvalue())
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} holds something that cannot be read back safely ({str(error).splitlines()[0]}); "
+            "give numbers, strings, tensors, and lists and dicts of them"
+        ) from error
+    return file.getvalue()

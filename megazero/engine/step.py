@@ -1,0 +1,105 @@
+"""The end of a step, for a GPT and for a script's own module alike.
+
+    buckets hold the gradients -> one all-reduce over the world: (squared norm, loss, tokens, stop)
+        -> not finite, no loss scale:     no update; NonFiniteError, or `StepStatistics.finite` says so
+        -> overflow under a loss scale:   no update, a smaller scale
+        -> otherwise:                     unscale, clip, sharded optimizer step, all-gather of the weights
+
+Every rank takes the same branch, because every rank decides by the same reduced numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import all_reduce, numbers_of
+from megazero.zero.sharded_model import ShardedModel
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is not a number; no weight has changed."""
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What a step measured over the whole global batch.
+
+    Args:
+        loss: mean nats per counted token; for a script's own module, its mean loss.
+        grad_norm: global L2 norm before clipping; 0 in evaluation, not finite after an overflow under fp16.
+        tokens: counted (unmasked) tokens; for a script's own module, the number of losses.
+        loss_scale: what the loss was multiplied by, under fp16.
+        skipped: the weights did not change, because of an overflow or a number that is not finite.
+        finite: loss and norm are numbers. Always true under fp16, where the loss scale handles overflows.
+        stop: a rank wants the run to end after this step; the same on all ranks.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    loss_scale: float = 1.0
+    skipped: bool = False
+    finite: bool = True
+    stop: bool = False
+
+
+def sum_over_ranks(
+    model: ShardedModel, square_sum: Tensor, loss_sum: Tensor, count: Tensor | int, *, stop: bool = False
+) -> StepStatistics:
+    """The one collective at the end of a step.
+
+    Args:
+        model: knows the ranks and the loss scale.
+        square_sum: this rank's share of the squared norm of the scaled gradients, fp64 scalar.
+        loss_sum: sum of this rank's losses, fp64 scalar; 0 where another stage computes the loss.
+        count: this rank's counted tokens, fp64 scalar; or a number of losses that all ranks know.
+        stop: this rank wants the run to end; only with tokens.
+
+    Raises:
+        ValueError: on every rank, no token of the global batch is counted.
+    """
+    shares = [square_sum, loss_sum]
+    if isinstance(count, Tensor):
+        shares += [count, torch.full_like(count, stop)]
+    total = torch.stack(shares)
+    if model.state.at.tp:  # all tensor-parallel ranks have the same losses and tokens; the first one counts
+        total[1:3].zero_()
+    all_reduce(total, model.state.world).wait()
+    squared, loss, *counted = numbers_of(total, model.state.world)
+    tokens, stops = counted or (count, 0)
+    if not tokens:
+        raise ValueError("every token of the global batch is masked: there is no loss to compute")
+    loss, norm = loss / float(tokens), model.norm_of(squared)
+    finite = model.scaler is not None or (isfinite(loss) and isfinite(norm))
+    return StepStatistics(loss, norm, int(tokens), model.scale, finite=finite, stop=stops > 0)
+
+
+def check_finite(statistics: StepStatistics) -> StepStatistics:
+    """The same statistics.  Raises: NonFiniteError, they are not finite."""
+    if not statistics.finite:
+        raise NonFiniteError(
+            f"loss={statistics.loss} and grad_norm={statistics.grad_norm} must be finite; the weights were not changed. "
+            "Resume from the last checkpoint with a lower learning rate or other data"
+        )
+    return statistics
+
+
+def update(model: ShardedModel, statistics: StepStatistics, max_norm: float) -> StepStatistics:
+    """Clip by the measured norm and step the optimizer, unless the step is not finite or overflowed.
+
+    Args:
+        model: its buckets hold the step's gradients.
+        statistics: as measured.
+        max_norm: gradients are scaled down to this norm; 0 leaves them as they are.
+
+    Returns: the statistics, with `skipped` set where the weights did not change.
+
+    Raises:
+        LossScaleError, StorageError: see `ShardedModel.update`.
+    """
+    changed = statistics.finite and model.update(statistics.grad_norm, max_norm)
+    return replace(statistics, skipped=not changed)
