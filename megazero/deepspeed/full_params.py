@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megazero.comm.collectives import all_gather, broadcast
 from megazero.zero.bucket import Bucket
-from megazero.zero.gradients import tie_of
 from megazero.zero.param_proxy import UngatheredParameter
 from megazero.zero.sharded_model import ShardedModel
 
@@ -50,7 +49,7 @@ def gathered_parameters(
         raise ValueError(f"modifier_rank={modifier_rank} must be one of the {dp.size} data-parallel ranks")
     asked = [names] if isinstance(names, str) else names
     found = dict(_find(model, _aliases(engine), asked))
-    elsewhere = [name for name, (bucket, _) in found.items() if bucket.layout.tied and tie_of(bucket) in model.ties]
+    elsewhere = [name for name, (bucket, _) in found.items() if bucket.layout.tied and bucket.layout.tie in model.ties]
     if modifier_rank is not None and names is not None and elsewhere:
         raise ValueError(f"{elsewhere[0]} has a copy on another stage; edit it with names=None, on all ranks")
     flats: dict[str, Tensor] = {}
@@ -67,14 +66,14 @@ def gathered_parameters(
     for bucket in model.parameters.buckets:
         copies.setdefault(_key(bucket), []).append(bucket)
     # Holders of tied parameters meet them in different orders of their own; names are one order for all.
-    for key in sorted(flats, key=lambda key: tie_of(copies[key][0]) if copies[key][0].layout.tied else ""):
+    for key in sorted(flats, key=lambda key: copies[key][0].layout.tie if copies[key][0].layout.tied else ""):
         flat, bucket = flats[key], copies[key][0]
         broadcast(flat, dp, modifier_rank).wait()
         for is_whole, run in bucket.layout.runs(lambda info: info.spec.split is None):
             if is_whole:  # every rank of tp holds a copy
                 broadcast(flat[run.start : run.stop], model.state.tp).wait()
-        if bucket.layout.tied and tie_of(bucket) in model.ties:
-            broadcast(flat, model.ties[tie_of(bucket)]).wait()
+        if bucket.layout.tied and bucket.layout.tie in model.ties:
+            broadcast(flat, model.ties[bucket.layout.tie]).wait()
         for one in copies[key]:
             model.parameters.overwrite(one, flat)
     model.parameters.all_gather_weights()
@@ -112,7 +111,7 @@ def _find(
 
 def _key(bucket: Bucket) -> str:
     """What this rank's copies of a tied weight have in common; any other bucket's own name."""
-    return f"tied {tie_of(bucket)}" if bucket.layout.tied else bucket.layout.name
+    return f"tied {bucket.layout.tie}" if bucket.layout.tied else bucket.layout.name
 
 
 def _whole(bucket: Bucket) -> Tensor:
