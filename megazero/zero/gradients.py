@@ -24,127 +24,10 @@ from torch import Tensor, nn
 
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import WeightGradQueue
-from megazero.zero.bucket import Bucket, Slot
+from megazero.zero.accumulation import BucketGradients, GradientBuffer
+from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.reductions import ReductionQueue
-
-
-class BucketProgress:
-    """Which gradients of a bucket have come in this step.
-
-    Args:
-        slots: the bucket's parameters.
-
-    Attributes:
-        complete: rounds of which all gradients have come; a round is one micro-batch.
-    """
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
-        self._counts = [0] * len(slots)
-        self._advance_to(0)
-
-    def add(self, slot: int, expected: int) -> None:
-        """Count a gradient.  Raises: RuntimeError, it came more than `expected` times."""
-        if self._counts[slot] == expected:
-            raise RuntimeError(
-                f"gradient of {self._slots[slot].info.name} came more than {expected} times in a step of {expected} "
-                "micro-batches: backward ran more often than that, or within itself (checkpointing needs "
-                "use_reentrant=False)"
-            )
-        self._counts[slot] += 1
-        if self._counts[slot] == self.complete + 1:
-            self._missing -= 1
-            if self._missing == 0:
-                self._advance_to(self.complete + 1)
-
-    def close(self, rounds: int) -> None:
-        """Count what has not come in the first `rounds` rounds as zero."""
-        if self.complete < rounds:
-            self._counts = [max(count, rounds) for count in self._counts]
-            self._advance_to(rounds)
-
-    def _advance_to(self, rounds: int) -> None:
-        self.complete = rounds
-        self._missing = self._counts.count(rounds)  # gradients that have not come in the next round
-
-
-class GradientBuffer:
-    """The memory in which the gradients of one bucket add up until they are reduced.
-
-    Args:
-        bucket: it lends its `full_gradient` where it keeps one; otherwise the memory comes from the pool.
-        pool: of working buffers.
-        shared_numel: size of a buffer that serves every bucket in turn.
-    """
-
-    def __init__(self, bucket: Bucket, pool: BufferPool, shared_numel: int) -> None:
-        self._bucket, self._pool, self._shared_numel = bucket, pool, shared_numel
-        self._use(None)
-
-    def _use(self, memory: Tensor | None) -> None:
-        slots = self._bucket.layout.slots if memory is not None else ()
-        self._memory = memory
-        self._parts = [memory[slot.start : slot.stop].view(slot.info.shape) for slot in slots if memory is not None]
-        self._is_empty = [True] * len(slots)
-
-    def begin_step(self, *, frees: bool) -> None:
-        """Forget all gradients; `frees` lets the bucket free its memory until the first one comes."""
-        if not self._bucket.keeps_gradients and self._memory is not None:
-            self._pool.release(self._memory)
-        if frees:
-            self._bucket.free_gradient()
-        if self._memory is not self._bucket.full_gradient:
-            self._use(self._bucket.full_gradient)
-        self._is_empty = [True] * len(self._parts)
-
-    def open(self, *, is_reduced_soon: bool) -> None:
-        """Have memory; what is reduced only at the end of the step gets memory of the bucket's own size."""
-        if self._memory is not None:
-            return
-        numel, dtype = self._bucket.layout.padded_numel, self._bucket.policy.accumulate_dtype
-        if self._bucket.keeps_gradients:
-            self._use(self._bucket.allocate_gradient())
-        elif is_reduced_soon:
-            self._use(self._pool.acquire(self._shared_numel, dtype))
-        else:
-            self._use(self._pool.acquire(numel, dtype, reusable=False))
-
-    def part(self, slot: int) -> tuple[Tensor, bool]:
-        """A parameter's part, in its shape, and whether it is empty: to be overwritten, not added to."""
-        is_empty, self._is_empty[slot] = self._is_empty[slot], False
-        return self._parts[slot], is_empty
-
-    def take(self) -> Tensor:
-        """The memory, with zeros in the padding and where no gradient has come; the next gradients overwrite it."""
-        memory, layout = self._memory, self._bucket.layout
-        assert memory is not None
-        for part, is_empty in zip(self._parts, self._is_empty, strict=True):
-            if is_empty:
-                part.zero_()
-        memory[layout.numel : layout.padded_numel].zero_()
-        self._is_empty = [True] * len(self._parts)
-        if not self._bucket.keeps_gradients:  # whoever has taken it releases it
-            self._use(None)
-        return memory
-
-
-class _BucketGradients:
-    """The gradients of one bucket in this step.
-
-    Attributes:
-        launched: rounds whose reduction was started, or left for a later one.
-        reduced: rounds that are in `bucket.gradient`, or on their way there.
-    """
-
-    def __init__(self, bucket: Bucket, buffer: GradientBuffer) -> None:
-        self.bucket, self.buffer = bucket, buffer
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Expect the first round."""
-        self.progress = BucketProgress(self.bucket.layout.slots)
-        self.launched = self.reduced = 0
 
 
 class _LaunchOrder:
@@ -154,7 +37,7 @@ class _LaunchOrder:
         buckets: in the order in which a backward completes them.
     """
 
-    def __init__(self, buckets: Sequence[_BucketGradients]) -> None:
+    def __init__(self, buckets: Sequence[BucketGradients]) -> None:
         self.buckets = buckets
         self.begin_step()
 
@@ -172,7 +55,7 @@ class _LaunchOrder:
         for one in self.buckets:
             one.progress.close(rounds)
 
-    def due(self, rounds: int) -> Iterator[_BucketGradients]:
+    def due(self, rounds: int) -> Iterator[BucketGradients]:
         """Buckets that are complete and come next, until one is incomplete or `rounds` rounds are launched."""
         while self._round < rounds:
             one = self.buckets[self._next]
@@ -214,12 +97,12 @@ class GradientReducer:
         self._every_round, self._rounds, self.accumulate_only = every_micro_batch, 1, False
         largest = max(bucket.layout.padded_numel for bucket in self.buckets)
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
-        order: dict[int, list[_BucketGradients]] = {}
+        order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
-            one = _BucketGradients(bucket, GradientBuffer(bucket, self.pool, largest))
+            one = BucketGradients(bucket, GradientBuffer(bucket, self.pool, largest))
             order.setdefault(bucket.layout.chunk, []).append(one)
         self._orders = {chunk: _LaunchOrder(buckets) for chunk, buckets in order.items()}
-        self._owner: dict[int, tuple[_LaunchOrder, _BucketGradients, int]] = {}  # by identity of a parameter
+        self._owner: dict[int, tuple[_LaunchOrder, BucketGradients, int]] = {}  # by identity of a parameter
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
         """Take every gradient that autograd and `WeightGradQueue` compute for these parameters.
@@ -327,7 +210,7 @@ class GradientReducer:
             if not self.accumulate_only and (each_round or one.launched == self._rounds):
                 self._reduce(one)
 
-    def _reduce(self, one: _BucketGradients) -> None:
+    def _reduce(self, one: BucketGradients) -> None:
         one.buffer.open(is_reduced_soon=self._every_round and not self.accumulate_only)
         self._reductions.start(one.bucket, one.buffer.take(), adds=one.reduced > 0)
         one.reduced = one.progress.complete

@@ -98,7 +98,7 @@ class Offload:
         owned = layout.shard_numel if sharded else layout.padded_numel
         total = 0
         if self._masters.get(layout.name) == "nvme":
-            # moments are kept for parts of a bucket: each optimizer group's, cut to what is stepped at a time
+            # moments are stored for parts of a bucket: each optimizer group's, cut to what is stepped at a time
             parts = len(list(layout.runs(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
             total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
         if self._weights_device == "nvme":

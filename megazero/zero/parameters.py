@@ -144,41 +144,59 @@ class ShardedParameters:
         Raises:
             ValueError: a parameter has no values.
         """
-        shared: dict[str, Tensor] = {}
-        # Ranks meet tied parameters in different orders of their own; the order of their names is the same for all.
-        for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.tie if bucket.layout.tied else ""):
-            layout = bucket.layout
-            flat = torch.zeros(layout.padded_numel, device=self.policy.device)
-            for slot in layout.slots:
-                original = self._originals.pop(slot.info.name, None)
-                if dp.index > 0:
-                    continue
-                values = deferred(slot.info.name) if original is None else original
-                if values is None:
-                    raise ValueError(
-                        f"parameter {slot.info.name} is on the meta device, without values; build the model under "
-                        "zero.Init()"
-                    )
-                flat[slot.start : slot.stop].copy_(values.detach().reshape(-1))
-            broadcast(flat, dp).wait()
-            for whole, run in layout.runs(lambda info: info.spec.split is None):
-                if whole:
-                    broadcast(flat[run.start : run.stop], tp).wait()
-            if layout.tied and layout.tie in shared:
-                flat = shared[layout.tie]  # another copy on this rank
-            elif layout.tied:
-                shared[layout.tie] = flat
-                if layout.tie in ties:
-                    broadcast(flat, ties[layout.tie]).wait()
-            self.overwrite(bucket, flat)
+        for copies in self.distinct_buckets():
+            flats = [self._whole_values(bucket, deferred, is_source=dp.index == 0) for bucket in copies]
+            self.overwrite(copies, flats[0], dp, tp, ties)
         self.all_gather_weights()
 
-    def overwrite(self, bucket: Bucket, flat: Tensor) -> None:
-        """Replace a bucket's master weights, and the weights that this rank owns, by whole values, [padded]."""
-        mine = flat[bucket.owned.start : bucket.owned.stop]
-        bucket.write(bucket.master, bucket.owned, mine)
-        if bucket.master is not bucket.weight_shard:
-            bucket.write(bucket.weight_shard, bucket.owned, mine)
+    def _whole_values(self, bucket: Bucket, deferred: DeferredValues, *, is_source: bool) -> Tensor:
+        """fp32 [padded]: the values that a bucket's parameters were built with; zeros where this rank is no source."""
+        flat = torch.zeros(bucket.layout.padded_numel, device=self.policy.device)
+        for slot in bucket.layout.slots:
+            name = slot.info.name
+            values = self._originals.pop(name, None)
+            if is_source:
+                values = deferred(name) if values is None else values
+                if values is None:
+                    raise ValueError(
+                        f"parameter {name} is on the meta device, without values; build the model under zero.Init()"
+                    )
+                flat[slot.start : slot.stop].copy_(values.detach().reshape(-1))
+        return flat
+
+    def distinct_buckets(self) -> list[list[Bucket]]:
+        """Buckets that hold different values, each with all copies of it on this rank, in an order that all ranks share."""
+        found: dict[str, list[Bucket]] = {}
+        # Ranks meet tied parameters in different orders of their own; the order of their names is the same for all.
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.tie if bucket.layout.tied else ""):
+            key = f"tied {bucket.layout.tie}" if bucket.layout.tied else bucket.layout.name
+            found.setdefault(key, []).append(bucket)
+        return list(found.values())
+
+    def overwrite(
+        self, copies: Sequence[Bucket], flat: Tensor, dp: Axis, tp: Axis, ties: Mapping[str, Axis], source: int = 0
+    ) -> None:
+        """Make one rank's values the master weights and weight shards of every rank.  A collective call.
+
+        Args:
+            copies: one of `distinct_buckets`.
+            flat: its whole values, fp32 [padded].
+            dp, tp: whose ranks must be equal; tp for what each of its ranks holds whole.
+            ties: by logical name of a tied parameter, the ranks that hold a copy.
+            source: the data-parallel rank whose values count.
+        """
+        layout = copies[0].layout
+        broadcast(flat, dp, source).wait()
+        for whole, run in layout.runs(lambda info: info.spec.split is None):
+            if whole:
+                broadcast(flat[run.start : run.stop], tp).wait()
+        if layout.tied and layout.tie in ties:
+            broadcast(flat, ties[layout.tie]).wait()
+        for bucket in copies:
+            mine = flat[bucket.owned.start : bucket.owned.stop]
+            bucket.write(bucket.master, bucket.owned, mine)
+            if bucket.master is not bucket.weight_shard:
+                bucket.write(bucket.weight_shard, bucket.owned, mine)
 
     def sync_from_master(self, *, gathers: bool = True) -> None:
         """Let modules see master weights that were initialised or loaded.

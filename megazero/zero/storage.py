@@ -25,7 +25,7 @@ Location: TypeAlias = Literal["device", "host", "file"]
 
 
 class StorageError(RuntimeError):
-    """State could not be kept where the configuration wants it: which file and operation, how many bytes, what to do."""
+    """State does not fit, or cannot be read or written, where the configuration wants it."""
 
 
 class PendingCopy:
