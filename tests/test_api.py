@@ -31,13 +31,13 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import megazero
 from megazero.checkpoint.index import CheckpointError
+from megazero.deepspeed.full_params import gathered_parameters
 from megazero.deepspeed.initialize import _parallel_state
 from megazero.engine import NonFiniteError
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.spec import Section
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from megazero.zero.full_params import gathered_parameters
 from megazero.zero.loss_scaler import LossScaleError
 
 WIDTH, HIDDEN, OUT, BATCH = 6, 10, 3, 8

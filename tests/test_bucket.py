@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megazero.layers.spec import ParamSpec, Section
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, ShardingPolicy, intersect, plan_buckets
+from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, intersect, plan_buckets
+from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import InMemory
 
 laws = settings(deadline=None, max_examples=75)
@@ -37,7 +38,7 @@ def policy(zero_stage: int, axis: Axis, dtype: torch.dtype = torch.float32, repl
 @st.composite
 def models(draw) -> list[ParamInfo]:
     """Parameters in forward order: unit indices rise, some units are empty, units of later chunks follow those of earlier
-    ones; one in eight parameters is tied, as many are frozen, resident or alone."""
+    ones; one in eight parameters is tied, as many are frozen, persistent or alone."""
     infos, unit, chunk = [], 0, 0
     for index in range(draw(st.integers(1, 25))):
         step = draw(st.sampled_from([0, 0, 0, 1, 2]))
@@ -265,13 +266,13 @@ def test_a_rank_keeps_what_the_paper_says(zero_stage, dtype):
         assert weights.untyped_storage().nbytes() // dtype.itemsize == (shard if zero_stage == 3 else whole)
         if zero_stage < 2:
             assert bucket.full_gradient is None  # before the first gradient of a step
-            assert bucket.take_gradient() is bucket.full_gradient
+            assert bucket.allocate_gradient() is bucket.full_gradient
             assert bucket.full_gradient_bytes == bucket.full_gradient.nbytes == whole * 4
         assert bucket.gradient.untyped_storage().nbytes() // 4 == (shard if zero_stage >= 2 else whole)
         assert bucket.master.numel == (shard if zero_stage >= 1 else whole)
         assert bucket.gradient.numel() == bucket.weight_shard.numel == bucket.master.numel
         assert bucket.master.dtype == bucket.gradient.dtype == torch.float32
-        bucket.drop_gradient()
+        bucket.free_gradient()
         assert (bucket.full_gradient is not None) == (zero_stage < 2)  # blocks that are sent are large; they stay
         assert (master.data_ptr() == weights.data_ptr()) == (dtype == torch.float32)
         assert bucket.counted == Run(rank * shard, (rank + 1) * shard)
@@ -285,8 +286,8 @@ def test_without_peers_every_stage_keeps_the_whole_in_one_copy(zero_stage):
     assert bucket.owned == bucket.counted == Run(0, 15)
     assert bucket.master.tensor.data_ptr() == bucket.weights.data_ptr()
     assert bucket.reduces_in_place
-    assert bucket.take_gradient().data_ptr() == bucket.gradient.data_ptr()
-    bucket.drop_gradient()
+    assert bucket.allocate_gradient().data_ptr() == bucket.gradient.data_ptr()
+    bucket.free_gradient()
     assert bucket.full_gradient is None
     assert bucket.gradient.numel() == 0
 
@@ -297,10 +298,10 @@ def test_off_the_cpu_whole_gradients_are_given_back_whoever_gets_them(zero_stage
     here = policy(zero_stage, Axis("dp", (0, 1), 1))
     bucket = Bucket(layout, dataclasses.replace(here, device=torch.device("meta")))
     if zero_stage < 2:
-        assert bucket.take_gradient().shape == (64,)
+        assert bucket.allocate_gradient().shape == (64,)
         assert bucket.gradient.shape == ((64,) if zero_stage == 0 else (32,))
         assert bucket.gradient.untyped_storage().nbytes() == 64 * 4
-    bucket.drop_gradient()
+    bucket.free_gradient()
     assert bucket.full_gradient is None
     assert bucket.gradient.numel() == (0 if zero_stage < 2 else 32)
 
@@ -310,9 +311,9 @@ def test_ranks_with_the_whole_state_send_gradients_to_one_another():
     for replicas, stays in ((1, False), (2, True)):
         here = dataclasses.replace(policy(0, Axis("shard")), replica=Axis("replica", tuple(range(replicas))))
         bucket = Bucket(layout, here)
-        assert here.sends == stays
-        bucket.take_gradient()
-        bucket.drop_gradient()
+        assert here.sends_gradients == stays
+        bucket.allocate_gradient()
+        bucket.free_gradient()
         assert (bucket.full_gradient is not None) == stays
 
 
@@ -349,11 +350,11 @@ def test_state_beside_offloaded_master_weights_lies_where_they_are():
 
     bucket = Bucket(layout, policy(1, Axis("dp", (0, 1), 1)), None, in_host)
     assert made == [32]
-    assert bucket.master.place == "host"
-    assert bucket.weight_shard.place == "device"
-    assert bucket.gradient.data_ptr() != bucket.take_gradient()[32:].data_ptr()
+    assert bucket.master.location == "host"
+    assert bucket.weight_shard.location == "device"
+    assert bucket.gradient.data_ptr() != bucket.allocate_gradient()[32:].data_ptr()
     assert not bucket.reduces_in_place
-    bucket.drop_gradient()
+    bucket.free_gradient()
     assert bucket.gradient.numel() == 32
 
 

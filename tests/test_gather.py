@@ -26,8 +26,8 @@ from zero_worlds import (
     seeded,
 )
 
+from megazero.zero.file_store import FileStore
 from megazero.zero.gather import UnitGatherer
-from megazero.zero.storage import FileStore
 
 WIDTH = 8
 
@@ -439,9 +439,9 @@ def test_how_long_a_unit_stays_changes_nothing(make: Callable[[], nn.Module], po
     run_world(2, _trains, make, 3, {"gather_policy": policy})
 
 
-@pytest.mark.parametrize("resident", [1, 12, 100, 10_000])
+@pytest.mark.parametrize("persistent", [1, 12, 100, 10_000])
 @pytest.mark.parametrize("make", [_RootParameters, _PartlyFrozen], ids=["RootParameters", "PartlyFrozen"])
-def test_what_stays_resident_changes_nothing(make: Callable[[], nn.Module], persistent: int) -> None:
+def test_persistent_parameters_change_nothing(make: Callable[[], nn.Module], persistent: int) -> None:
     run_world(2, _trains, make, 3, {"resident_elements": persistent})
 
 
@@ -696,12 +696,11 @@ def test_from_the_second_step_on_every_unit_but_the_first_has_been_started_when_
         assert gatherer is not None
         steps: list[list[tuple[int, bool]]] = []
 
-        def need(self: UnitGatherer, index: int) -> None:
-            started = all(self._holds.get(bucket.weights.data_ptr()) is bucket for bucket in self._needs[index])
-            steps[-1].append((index, started))
-            plain_need(self, index)
+        def wait(self: UnitGatherer, index: int) -> None:
+            steps[-1].append((index, self.is_unsharded(index)))
+            plain_wait(self, index)
 
-        plain_need, UnitGatherer.need = UnitGatherer.need, need
+        plain_wait, UnitGatherer.wait_for_unshard = UnitGatherer.wait_for_unshard, wait
         for step in random_batches(3, 2, 2, 4, WIDTH):
             steps.append([])
             sharded.step(step[rank])
@@ -709,14 +708,14 @@ def test_from_the_second_step_on_every_unit_but_the_first_has_been_started_when_
 
     for first, *others in run_world(2, law):
         assert len(first) == 2 * 2 * 8
-        for wgrad_queue in others:
-            assert [index for index, _ in wgrad_queue] == [index for index, _ in first]
+        for later in others:
+            assert [index for index, _ in later] == [index for index, _ in first]
             # 2, 2 and 4 follow one another in one buffer: 2 is there the second time, 4 can only come when 2 is done
-            late = [place for place, (_, started) in enumerate(wgrad_queue) if not started]
+            late = [place for place, (_, started) in enumerate(later) if not started]
             assert late[0] == 0
             for place in late[1:]:
-                before, index = wgrad_queue[place - 1][0], wgrad_queue[place][0]
-                assert before % 2 == index % 2, (place, wgrad_queue)
+                before, index = later[place - 1][0], later[place][0]
+                assert before % 2 == index % 2, (place, later)
 
 
 @pytest.mark.parametrize("make", [_Chain, _Twice, _RootParameters, _Skips], ids=["Chain", "Twice", "Root", "Skips"])
@@ -732,7 +731,7 @@ def test_prefetching_gathers_nothing_more_than_the_first_step_does(make: Callabl
 
     for first, *others in run_world(2, law):
         assert first > 0
-        assert all(wgrad_queue <= first for wgrad_queue in others)
+        assert all(later <= first for later in others)
         assert len(set(others)) == 1
 
 

@@ -1,4 +1,4 @@
-"""Flat state on the device, in host memory and in a file: one behaviour in three places, and failures that are told."""
+"""Flat state on the device, in host memory and in a file: one behaviour in three locations, and reported failures."""
 
 import errno
 import gc
@@ -21,29 +21,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megazero.zero.storage import (
-    ALIGN_BYTES,
-    FileStore,
-    FlatArray,
-    InMemory,
-    StorageError,
-    choose_place,
-    free_memory_bytes,
-    in_host_memory,
-    region_bytes,
-)
+from megazero.zero.auto_offload import choose_location, free_memory_bytes
+from megazero.zero.file_store import ALIGN_BYTES, FileStore, region_bytes
+from megazero.zero.storage import FlatArray, InMemory, StorageError, in_host_memory
 
 Usage = namedtuple("Usage", "total used free")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-PLACES = ["device", "host", "file"]
+LOCATIONS = ["device", "host", "file"]
 N = 5000  # fp32: neither a page nor a multiple of one
 
 
 @contextmanager
-def make(place: str, numel: int, dtype: torch.dtype, directory: Path) -> Iterator[FlatArray]:
-    if place == "device":
+def make(location: str, numel: int, dtype: torch.dtype, directory: Path) -> Iterator[FlatArray]:
+    if location == "device":
         yield InMemory(torch.zeros(numel, dtype=dtype, device=DEVICES[-1]), "device")
-    elif place == "host":
+    elif location == "host":
         yield in_host_memory(numel, dtype, pin=True)
     else:
         with FileStore(directory, 0, region_bytes(numel, dtype)) as store:
@@ -75,52 +67,52 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int) -> None:
     monkeypatch.setattr(os, name, fail)
 
 
-# --- One behaviour in three places.
+# --- One behaviour in three locations.
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("place", PLACES)
-def test_what_is_written_is_read(place: str, dtype: torch.dtype, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("location", LOCATIONS)
+def test_what_is_written_is_read(location: str, dtype: torch.dtype, device: str, tmp_path: Path) -> None:
     values = torch.randn(N, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with make(place, N, dtype, tmp_path) as array:
-        assert (array.place, array.numel, array.dtype, array.nbytes) == (place, N, dtype, values.nbytes)
+    with make(location, N, dtype, tmp_path) as array:
+        assert (array.location, array.numel, array.dtype, array.nbytes) == (location, N, dtype, values.nbytes)
         assert torch.equal(array.read(0, N).cpu(), torch.zeros(N, dtype=dtype))
         array.write(0, values.to(device))
         assert torch.equal(array.read(0, N).cpu(), values)
         out = torch.empty(1001, dtype=dtype, device=device)
-        transfer = array.start_read(out, 13)
-        transfer.wait()
+        copy = array.start_read(out, 13)
+        copy.wait()
         out_then = out.clone()
         array.start_write(13, torch.zeros(7, device=device)).wait()
-        transfer.wait()  # again: it must not copy again
+        copy.wait()  # again: it must not copy again
         assert torch.equal(out.cpu(), values[13:1014])
         assert torch.equal(out, out_then)
         assert array.read(12, 21).cpu().tolist() == [values[12], *[0] * 7, values[20]]
         array.flush()
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_elements_in_memory_are_not_copied(place: str, tmp_path: Path) -> None:
-    with make(place, N, torch.float32, tmp_path) as array:
+@pytest.mark.parametrize("location", ["device", "host"])
+def test_elements_in_memory_are_not_copied(location: str, tmp_path: Path) -> None:
+    with make(location, N, torch.float32, tmp_path) as array:
         assert array.tensor is not None
         array.read(3, 5).fill_(2)
         assert array.tensor[2:6].tolist() == [0, 2, 2, 0]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_values_of_another_dtype_and_of_any_strides_are_converted(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("location", LOCATIONS)
+def test_values_of_another_dtype_and_of_any_strides_are_converted(location: str, tmp_path: Path) -> None:
     values = torch.arange(24.0, dtype=torch.float64).view(4, 6).T.requires_grad_()
-    with make(place, 40, torch.bfloat16, tmp_path) as array:
+    with make(location, 40, torch.bfloat16, tmp_path) as array:
         array.write(3, values)
         array.write(30, torch.arange(10.0)[::2])
         assert array.read(3, 27).tolist() == values.flatten().tolist()
         assert array.read(30, 35).tolist() == [0, 2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_ranges_and_buffers_that_do_not_fit_are_refused(place: str, tmp_path: Path) -> None:
-    with make(place, 10, torch.float32, tmp_path) as array:
+@pytest.mark.parametrize("location", LOCATIONS)
+def test_ranges_and_buffers_that_do_not_fit_are_refused(location: str, tmp_path: Path) -> None:
+    with make(location, 10, torch.float32, tmp_path) as array:
         assert array.read(10, 10).numel() == 0
         array.write(10, torch.empty(0))
         for call in (
@@ -136,33 +128,33 @@ def test_ranges_and_buffers_that_do_not_fit_are_refused(place: str, tmp_path: Pa
                 array.start_read(out, 0)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("location", LOCATIONS)
 @settings(deadline=None, max_examples=40)
 @given(
     numel=st.integers(1, 3000),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 2999), st.integers(0, 3000), st.booleans()), max_size=30),
 )
-def test_any_sequence_of_transfers_is_that_of_an_array(
-    place: str, numel: int, steps: list[tuple[bool, int, int, bool]], tmp_path_factory: pytest.TempPathFactory
+def test_any_sequence_of_copies_is_that_of_an_array(
+    location: str, numel: int, steps: list[tuple[bool, int, int, bool]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Transfers that nobody waits for, in any ranges, act in the order in which they were started."""
     expected, reads = np.zeros(numel, np.float32), []
-    with make(place, numel, torch.float32, tmp_path_factory.getbasetemp()) as array:
+    with make(location, numel, torch.float32, tmp_path_factory.getbasetemp()) as array:
         for step, (writes, begin, length, waits) in enumerate(steps, 1):
             start = begin % numel
             stop = min(start + length, numel)
             if writes:
                 values = torch.arange(start, stop, dtype=torch.float32) + step / 64
                 expected[start:stop] = values.numpy()
-                transfer = array.start_write(start, values)
+                copy = array.start_write(start, values)
             else:
                 out = torch.full((stop - start,), -1.0)
-                transfer = array.start_read(out, start)
-                reads.append((transfer, out, expected[start:stop].copy()))
+                copy = array.start_read(out, start)
+                reads.append((copy, out, expected[start:stop].copy()))
             if waits:
-                transfer.wait()
-        for transfer, out, then in reads:
-            transfer.wait()
+                copy.wait()
+        for copy, out, then in reads:
+            copy.wait()
             np.testing.assert_array_equal(out.numpy(), then)
         np.testing.assert_array_equal(array.read(0, numel).cpu().numpy(), expected)
 
@@ -207,15 +199,15 @@ def test_arrays_of_one_file_do_not_touch(store: FileStore) -> None:
         assert torch.equal(array.read(0, array.numel), torch.full((array.numel,), float(index + 1)))
 
 
-def test_a_finished_transfer_keeps_no_memory(store: FileStore) -> None:
+def test_a_finished_copy_keeps_no_memory(store: FileStore) -> None:
     array, memory = store.allocate(10, torch.float32), np.ones(10, np.float32)
     alive, values = weakref.ref(memory), torch.from_numpy(memory)
-    transfers = [array.start_write(0, values), array.start_write(5, values[5:])]
+    copies = [array.start_write(0, values), array.start_write(5, values[5:])]
     array.flush()
     del values, memory
     gc.collect()
     assert alive() is None
-    assert len(transfers) == 2
+    assert len(copies) == 2
 
 
 @pytest.mark.parametrize("limit", [1, 3, 4097])
@@ -245,7 +237,7 @@ def test_a_file_that_does_not_fit_is_refused_before_it_is_made(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_another_rank_has_filled_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_another_rank_has_filled_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors = os.listdir("/proc/self/fd")
     failing(monkeypatch, "posix_fallocate", errno.ENOSPC)
     with pytest.raises(StorageError, match=r"rank7.*reserving 8192 bytes .*No space left on device; free space on"):
@@ -254,7 +246,7 @@ def test_a_disk_that_another_rank_has_filled_is_told(tmp_path: Path, monkeypatch
     assert len(os.listdir("/proc/self/fd")) == len(descriptors)
 
 
-def test_a_directory_that_is_missing_or_closed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_missing_or_closed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"nowhere: no such directory; create it or set zero.offload.nvme_path"):
         FileStore(tmp_path / "nowhere", 0, 8192)
 
@@ -268,7 +260,7 @@ def test_a_directory_that_is_missing_or_closed_is_told(tmp_path: Path, monkeypat
 
 def test_without_fallocate_the_file_is_written_with_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, "posix_fallocate", errno.EOPNOTSUPP)
-    monkeypatch.setattr("megazero.zero.storage._ZEROS", 10_000)
+    monkeypatch.setattr("megazero.zero.file_store._ZEROS", 10_000)
     with FileStore(tmp_path, 0, 6 * ALIGN_BYTES) as store:
         status = os.fstat(store.descriptor)
         assert status.st_size == 6 * ALIGN_BYTES
@@ -290,18 +282,20 @@ def test_an_empty_store_is_a_store(tmp_path: Path) -> None:
         array.flush()
 
 
-def test_a_failed_write_is_told_at_its_wait_and_ever_after(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_reported_at_its_wait_and_ever_after(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     array, other = store.allocate(100, torch.float32), store.allocate(100, torch.float32)
     with monkeypatch.context() as patch:
         failing(patch, "pwritev", errno.ENOSPC)
-        transfer = array.start_write(10, torch.ones(50))
+        copy = array.start_write(10, torch.ones(50))
         with pytest.raises(StorageError) as caught:
-            transfer.wait()
+            copy.wait()
     message = str(caught.value)
     assert message.startswith(str(store.path))
     assert "writing 200 bytes at byte 40 failed: No space left on device; free space on " in message
     assert message.endswith("set zero.offload.nvme_path to another disk; the newest checkpoint is untouched")
-    for call in (transfer.wait, lambda: array.read(0, 1), array.flush, lambda: array.write(0, torch.ones(1))):
+    for call in (copy.wait, lambda: array.read(0, 1), array.flush, lambda: array.write(0, torch.ones(1))):
         with pytest.raises(StorageError) as caught:
             call()
         assert str(caught.value) == message
@@ -310,7 +304,7 @@ def test_a_failed_write_is_told_at_its_wait_and_ever_after(store: FileStore, mon
 
 
 @pytest.mark.parametrize("tell", ["read", "flush", "close"])
-def test_a_failed_write_that_nobody_waited_for_is_told(
+def test_a_failed_write_that_nobody_waited_for_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: str
 ) -> None:
     store = FileStore(tmp_path, 0, 8192)
@@ -320,11 +314,11 @@ def test_a_failed_write_that_nobody_waited_for_is_told(
     call = {"read": lambda: array.read(0, 100), "flush": array.flush, "close": store.close}[tell]
     with pytest.raises(StorageError, match="writing 400 bytes at byte 0 failed: Input/output error; check the disk"):
         call()
-    store.close()  # told once, so no more
+    store.close()  # raised once, so not again
     store.close()
 
 
-def test_a_disk_that_fails_late_is_told_by_flush(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_late_is_reported_by_flush(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel writes its cache to the disk after pwritev has returned; only fdatasync reports what became of it."""
     array = store.allocate(100, torch.float32)
     array.write(0, torch.ones(100))
@@ -338,17 +332,17 @@ def test_a_failed_read_is_one_clear_error(store: FileStore, monkeypatch: pytest.
     array.write(0, torch.ones(100))
     with monkeypatch.context() as patch:
         failing(patch, "preadv", errno.EIO)
-        transfer = array.start_read(torch.empty(25), 75)
+        copy = array.start_read(torch.empty(25), 75)
         with pytest.raises(
             StorageError, match="reading 100 bytes at byte 300 failed: Input/output error; check"
         ) as caught:
-            transfer.wait()
+            copy.wait()
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
     assert array.read(0, 100).sum() == 100  # the elements themselves are unharmed
 
 
-def test_a_file_that_has_shrunk_is_told(store: FileStore) -> None:
+def test_a_file_that_has_shrunk_is_reported(store: FileStore) -> None:
     array = store.allocate(2048, torch.float32)
     os.ftruncate(store.descriptor, 4096)
     with pytest.raises(StorageError, match="the file ended 4096 bytes early"):
@@ -361,16 +355,16 @@ def test_a_file_that_has_shrunk_is_told(store: FileStore) -> None:
 def test_closing_waits_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors, threads = os.listdir("/proc/self/fd"), threading.active_count()
     store = FileStore(tmp_path, 0, 8192)
-    copy = os.dup(store.descriptor)  # as a forked process has it
+    duplicate = os.dup(store.descriptor)  # as a forked process has it
     array = store.allocate(100, torch.float32)
     around(monkeypatch, "pwritev", slow)
-    transfers = [array.start_write(0, torch.ones(100)) for _ in range(5)]
+    copies = [array.start_write(0, torch.ones(100)) for _ in range(5)]
     store.close()
     store.close()
-    for transfer in transfers:
-        transfer.wait()
-    assert os.fstat(copy).st_blocks == 0
-    os.close(copy)
+    for copy in copies:
+        copy.wait()
+    assert os.fstat(duplicate).st_blocks == 0
+    os.close(duplicate)
     assert list(tmp_path.iterdir()) == []
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (len(descriptors), threads)
     with pytest.raises(StorageError, match="reading 4 bytes at byte 0 failed: the file is closed"):
@@ -379,7 +373,7 @@ def test_closing_waits_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_process_that_dies_leaves_no_file(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys, torch; from pathlib import Path; from megazero.zero.storage import FileStore;"
+        "import os, signal, sys, torch; from pathlib import Path; from megazero.zero.file_store import FileStore;"
         "array = FileStore(Path(sys.argv[1]), 0, 8192).allocate(10, torch.float32); array.write(0, torch.ones(10));"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -391,7 +385,7 @@ def test_a_process_that_dies_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("needed", "offloadable", "free", "place"),
+    ("needed", "offloadable", "free", "location"),
     [
         (90, 60, (100, 0, None), "none"),
         (91, 60, (100, 0, 60), "nvme"),
@@ -402,10 +396,10 @@ def test_a_process_that_dies_leaves_no_file(tmp_path: Path) -> None:
         (0, 0, (0, 0, None), "none"),
     ],
 )
-def test_the_fastest_place_that_fits_is_chosen(
-    needed: int, offloadable: int, free: tuple[int, int, int | None], place: str
+def test_the_fastest_location_that_fits_is_chosen(
+    needed: int, offloadable: int, free: tuple[int, int, int | None], location: str
 ) -> None:
-    assert choose_place(needed, offloadable, *free) == place
+    assert choose_location(needed, offloadable, *free) == location
 
 
 @pytest.mark.parametrize(
@@ -420,7 +414,7 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(
     needed: int, offloadable: int, free: tuple[int, int, int | None], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        choose_place(needed, offloadable, *free)
+        choose_location(needed, offloadable, *free)
 
 
 def write_all(directory: Path, files: dict[str, str]) -> None:
@@ -494,19 +488,19 @@ def test_host_memory_is_locked_to_the_byte_for_as_long_as_it_lives(monkeypatch: 
     assert runtime.locked == {}
 
 
-def test_memory_that_cannot_be_locked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_locked_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with_runtime(monkeypatch, Runtime(2))
     with pytest.raises(StorageError, match=r"locking 4000 bytes failed with CUDA error 2; .*pin_memory=false"):
         in_host_memory(1000, torch.float32, pin=True)
 
 
-def test_memory_that_cannot_be_had_is_told() -> None:
+def test_memory_that_cannot_be_had_is_reported() -> None:
     with pytest.raises(StorageError, match=r"no 4611686018427387904 bytes"):
         in_host_memory(2**60, torch.float32, pin=False)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_streams_see_each_others_transfers() -> None:
+def test_streams_see_each_others_copies() -> None:
     """Written on one stream and read on another, part by part: the order is that of the calls."""
     array, streams = in_host_memory(2**22, torch.float32, pin=True), [torch.cuda.Stream() for _ in range(2)]
     assert array.tensor.is_pinned()

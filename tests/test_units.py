@@ -44,7 +44,7 @@ def _found(*models: nn.Module) -> list[tuple[str, int, set[str], bool]]:
         (
             modules[unit.module],
             unit.chunk,
-            {names[id(part._parameters[key])] for part, key in unit.places},
+            {names[id(part._parameters[key])] for part, key in unit.attributes},
             unit.spans_others,
         )
         for unit in units_of(models)
@@ -82,7 +82,7 @@ def test_the_units_of_the_picture() -> None:
 )
 def test_every_parameter_is_in_one_unit(make) -> None:
     model = make()
-    places = [(part, key) for unit in units_of([model]) for part, key in unit.places]
+    places = [(part, key) for unit in units_of([model]) for part, key in unit.attributes]
     assert len({(id(part), key) for part, key in places}) == len(places)
     assert {id(part._parameters[key]) for part, key in places} == {id(p) for p in model.parameters()}
 
@@ -91,7 +91,7 @@ def test_a_shared_parameter_is_in_each_unit_that_has_it_and_described_once() -> 
     model = _Model()
     model.head.weight = model.embedding.weight
     in_units = [
-        sum(part._parameters[key] is model.head.weight for part, key in unit.places) for unit in units_of([model])
+        sum(part._parameters[key] is model.head.weight for part, key in unit.attributes) for unit in units_of([model])
     ]
     assert in_units == [0, 1, 0, 0, 0, 1]
     described = list(describe(model))

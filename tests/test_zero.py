@@ -15,11 +15,14 @@ from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig
 from megazero.layers.spec import Init, ParamSpec, Section
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import ShardingPolicy
-from megazero.zero.gradients import GradientReducer, square_sum
+from megazero.zero.bucket import Bucket
+from megazero.zero.gradient_sums import gradient_square_sum, square_sum
+from megazero.zero.gradients import GradientReducer
 from megazero.zero.offload import Offload
 from megazero.zero.optimizer import ShardedOptimizer, recipe_by_name
 from megazero.zero.parameters import ShardedParameters
+from megazero.zero.policy import ShardingPolicy
+from megazero.zero.reductions import ReductionQueue
 from megazero.zero.units import Described, Unit, describe, units_of
 
 STAGES = [0, 1, 2, 3]
@@ -57,7 +60,7 @@ class _Model:
         policy = ShardingPolicy(zero_stage, torch.float32, self.state.shard, self.state.replica, torch.device("cpu"))
         self.parameters = ShardedParameters(units_of([self.layers]), described, policy, bucket_bytes=1024, ties={})
         buckets = self.parameters.buckets
-        self.reducer = GradientReducer(buckets, self.state.tp, {})
+        self.reducer = GradientReducer(buckets)
         self.reducer.attach(self.parameters.by_name, {})
         recipe = recipe_by_name("adamw", {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}, [{}])
         self.optimizer = ShardedOptimizer(buckets, recipe, Offload())
@@ -107,21 +110,21 @@ def test_a_parameter_unused_in_a_step_gets_no_gradient_of_an_earlier_one(zero_st
             assert any(values) == (name.endswith("weight") and bool(values)), name
 
 
-def _there(model: _Model) -> set[bool]:
+def _exists(model: _Model) -> set[bool]:
     return {bucket.full_gradient is not None for bucket in model.parameters.buckets}
 
 
 def test_a_forward_without_gradients_to_add_to_has_their_memory() -> None:
     model = _Model(0, 1, 0)
-    assert _there(model) == {False}
+    assert _exists(model) == {False}
     for micro_batches in (1, 2):
         model.step([_input(0, index) for index in range(micro_batches)])
-        assert _there(model) == {True}
+        assert _exists(model) == {True}
     model.reducer.begin_step(2)
-    assert _there(model) == {True}  # the second forward would find them there anyway
+    assert _exists(model) == {True}  # the second forward would find them there anyway
     first = model.gradients()
     model.reducer.begin_step(1)
-    assert _there(model) == {False}
+    assert _exists(model) == {False}
     model.step([_input(0, 0)])
     model.step([_input(0, 0), _input(0, 1)])
     assert model.gradients() == first
@@ -153,7 +156,7 @@ def _three_steps(rank: int, world: int, zero_stage: int, disturbed: bool) -> tup
             with pytest.raises(RuntimeError, match="on purpose"):
                 model.forward(_input(rank, 60), fails_at=step)
         model.step([_input(rank, 2 * step), _input(rank, 2 * step + 1)])
-        norm = model.reducer.square_sum()
+        norm = gradient_square_sum(model.reducer.buckets, model.state.tp)
         model.optimizer.step(1.0)
         model.parameters.all_gather_weights()
     layouts = [(bucket.owned.start, bucket.layout.numel) for bucket in model.parameters.buckets]
@@ -187,7 +190,7 @@ def test_a_gradient_that_comes_too_often_is_refused() -> None:
         model.forward(_input(0, 1)).backward()
 
 
-def _keeping() -> ShardingPolicy:
+def _policy() -> ShardingPolicy:
     return ShardingPolicy(0, torch.float32, Axis("dp"), Axis("replica"), torch.device("cpu"))
 
 
@@ -198,7 +201,7 @@ def test_a_parameter_outside_every_unit_is_refused() -> None:
         ShardedParameters(
             [unit],
             [Described("stray", stray, ParamSpec((Section("stray", 3),)))],
-            _keeping(),
+            _policy(),
             bucket_bytes=1024,
             ties={},
         )
@@ -208,7 +211,7 @@ def test_a_parameter_that_is_no_floating_point_is_refused() -> None:
     layer = nn.Module()
     layer.mask = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
     with pytest.raises(ValueError, match=r"mask is torch\.int32"):
-        ShardedParameters(units_of([layer]), list(describe(layer)), _keeping(), bucket_bytes=1024, ties={})
+        ShardedParameters(units_of([layer]), list(describe(layer)), _policy(), bucket_bytes=1024, ties={})
 
 
 def test_nothing_to_train_is_refused() -> None:
@@ -293,13 +296,13 @@ def test_reductions_start_in_one_order_whichever_parameters_are_used(zero_stage:
         sharded = Sharded(seeded(_Experts), zero_stage, rank, 2)
         assert len(sharded.parameters.buckets) > 3
         launched = []
-        plain = GradientReducer._reduce
+        plain = ReductionQueue.start
 
-        def spy(self: GradientReducer, rounds: Any) -> None:
-            launched.append(rounds.bucket.layout.name)
-            plain(self, rounds)
+        def spy(self: ReductionQueue, bucket: Bucket, buffer: Tensor, *, adds: bool) -> None:
+            launched.append(bucket.layout.name)
+            plain(self, bucket, buffer, adds=adds)
 
-        GradientReducer._reduce = spy
+        ReductionQueue.start = spy
         for step in EXPERT_BATCHES:
             sharded.step(step[rank])
         rounds = 2 if zero_stage >= 2 else 1
@@ -342,12 +345,12 @@ def test_what_is_held_adds_up_without_traffic_and_goes_with_the_next_reduction(z
             mine = [*step[rank], *step[rank]]  # four, of which the last alone is reduced
             sharded.zero.begin_step(len(mine))
             sharded.state.traffic.reset()
-            sharded.reducer.holds = True
+            sharded.reducer.accumulate_only = True
             for batch in mine[:-1]:
                 sharded.module(batch).backward()
                 sharded.reducer.close_pass(0)
             assert _reduced_bytes(sharded) == 0
-            sharded.reducer.holds = False
+            sharded.reducer.accumulate_only = False
             sharded.module(mine[-1]).backward()
             sharded.reducer.close_pass(0)
             sharded.zero.finish_gradients()
@@ -368,7 +371,7 @@ def test_what_is_held_to_the_end_is_reduced_at_the_end(zero_stage: int) -> None:
             for step in EXPERT_BATCHES:
                 sharded.zero.begin_step(2)
                 for index, batch in enumerate(step[rank]):
-                    sharded.reducer.holds = index >= held_from
+                    sharded.reducer.accumulate_only = index >= held_from
                     sharded.module(batch).backward()
                     sharded.reducer.close_pass(0)
                 sharded.zero.finish_gradients()
@@ -496,8 +499,8 @@ def test_the_gradient_norm_counts_every_element_once() -> None:
         assert sum(shares) == pytest.approx(exact, rel=1e-5)
 
 
-@pytest.mark.parametrize("resident", [16, 1000])
-def test_resident_parameters_are_whole_on_every_rank_and_no_traffic_of_a_pass(persistent: int) -> None:
+@pytest.mark.parametrize("persistent", [16, 1000])
+def test_persistent_parameters_are_whole_on_every_rank_and_no_traffic_of_a_pass(persistent: int) -> None:
     def law(rank: int) -> None:
         batches = random_batches(3, 2, 2, 4, 16)
         sharded = assert_trains_as_plain(rank, 2, _Deep, 3, batches, resident_elements=persistent)

@@ -66,7 +66,7 @@ class Sharded:
     Args:
         module: becomes ZeRO's; all ranks start with rank 0's values.
         stage: 0 ... 3.
-        rank, world: this rank's place; all ranks are data-parallel.
+        rank, world: this rank and their number; all ranks are data-parallel.
         optimizer: made from parameter groups.
         groups: parameter groups of the module; by default one.
         precision, shard_group_size, zero: what differs from the plain case.
@@ -103,7 +103,7 @@ class Sharded:
             ties={},
         )
         self.parameters, self.reducer = self.zero.parameters, self.zero.reducer
-        self.parameters.load_from_module(0, self.state.dp, self.state.tp, {})
+        self.parameters.load_from_module(self.state.dp, self.state.tp, {})
 
     def accumulate(self, batches: Sequence[Any]) -> None:
         """Gradients of one step."""

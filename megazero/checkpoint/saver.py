@@ -24,9 +24,10 @@ from megazero.checkpoint.index import CheckpointError, TrainerState
 from megazero.checkpoint.save import save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.parallel_state import ParallelState
+from megazero.zero.auto_offload import free_memory_bytes
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.state import ShardedState
-from megazero.zero.storage import StorageError, free_memory_bytes, in_host_memory
+from megazero.zero.storage import StorageError, in_host_memory
 
 _REMEDY = "set checkpoint.asynchronous = false"
 

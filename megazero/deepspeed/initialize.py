@@ -28,6 +28,7 @@ from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from megazero.deepspeed.data import make_dataloader
 from megazero.deepspeed.layer_chunk import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
+from megazero.deepspeed.meta_init import deferred_values
 from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.deepspeed.pipeline_module import PipelineModule
@@ -35,7 +36,8 @@ from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.layers.spec import ParamSpec, whole_spec
 from megazero.parallel_state import TIMEOUT, Axis, ParallelState, local_device, parallel_state_of
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
-from megazero.zero.sharded_model import DTYPES, ShardedModel
+from megazero.zero.policy import DTYPES
+from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import Described, describe, units_of
 
 Groups: TypeAlias = list[dict[str, Any]]
@@ -101,7 +103,8 @@ def initialize(
     chunks = list(model.chunks) if isinstance(model, PipelineModule) else [model]
     _move_buffers(model, settings, state)
     sharded = ShardedModel(units_of(chunks), described, state, settings.zero, settings.precision, recipe, ties=ties)
-    sharded.parameters.load_from_module(_SEED if settings.seed is None else settings.seed, state.dp, state.tp, ties)
+    seed = _SEED if settings.seed is None else settings.seed
+    sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
     engine: TrainingEngine
     if isinstance(model, PipelineModule):
         engine = PipelineEngine(model, sharded, settings, show)

@@ -75,8 +75,8 @@ class ModuleEngine(TrainingEngine):
             raise RuntimeError("the step's last micro-batch is done; call engine.step() before the next backward")
         model, reducer = self.sharded_model, self.sharded_model.reducer
         # A reduction of stages 0 and 1 starts in the last round; before it there is always one more to come.
-        is_last = self.is_gradient_accumulation_boundary() and not reducer.holds
-        reducer.last_round = self._passes + (1 if is_last else 2)
+        is_last = self.is_gradient_accumulation_boundary() and not reducer.accumulate_only
+        reducer.expect_rounds(self._passes + (1 if is_last else 2))
         counted = loss / self.config.accumulation if scale_wrt_gas else loss
         with self._report.timed("backward"):
             # Divided by dp before the backward: the sum over ranks is the mean.
@@ -94,7 +94,7 @@ class ModuleEngine(TrainingEngine):
             RuntimeError: no backward came before, or `no_sync` is open.
             NonFiniteError, LossScaleError, StorageError: see `TrainingEngine`.
         """
-        if self.sharded_model.reducer.holds:
+        if self.sharded_model.reducer.accumulate_only:
             raise RuntimeError("engine.step() inside no_sync(): leave it for the last micro-batch of a step")
         if not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
@@ -121,11 +121,11 @@ class ModuleEngine(TrainingEngine):
     def no_sync(self) -> Iterator[None]:
         """Micro-batches in here add up where they are, with no traffic; at stages 2 and 3 in whole buffers."""
         reducer = self.sharded_model.reducer
-        reducer.holds = True
+        reducer.accumulate_only = True
         try:
             yield
         finally:
-            reducer.holds = False
+            reducer.accumulate_only = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  as torch has it
         """Forget the micro-batches since the last step; the next one is the first of a step."""

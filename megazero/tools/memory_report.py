@@ -403,7 +403,7 @@ def _measure(run: ResolvedRun, state: ParallelState, steps: int, iterations: int
         elements=sum(bucket.layout.numel for bucket in buckets),
         distinct=_distinct(buckets, state.at.tp),
         padding=sum(bucket.layout.padded_numel - bucket.layout.numel for bucket in buckets),
-        offloaded=sum(bucket.layout.numel for bucket in buckets if bucket.master.place != "device"),
+        offloaded=sum(bucket.layout.numel for bucket in buckets if bucket.master.location != "device"),
         counted=counted,
         live={point: live.live[point] for point in POINTS},
         peak=live.peak,

@@ -1,17 +1,13 @@
 """ZeRO: state sharded over data-parallel ranks.  For scripts: `Init` and `gathered_parameters`."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megazero.zero.full_params import gathered_parameters
-    from megazero.zero.meta_init import Init
-
-_HOME = {"Init": "megazero.zero.meta_init", "gathered_parameters": "megazero.zero.full_params"}
-__all__ = ["Init", "gathered_parameters"]
+# Only scripts with DeepSpeed's calls need them, so they live in that room and are imported when they are asked for.
+_FOR_SCRIPTS = {"Init": "megazero.deepspeed.meta_init", "gathered_parameters": "megazero.deepspeed.full_params"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+    if name in _FOR_SCRIPTS:
+        return getattr(import_module(_FOR_SCRIPTS[name]), name)
     raise AttributeError(f"module megazero.zero has no attribute {name!r}")

@@ -1,16 +1,10 @@
-"""Flat storage for the parameters of one bucket, and what of it a rank keeps at each ZeRO stage.
+"""Flat storage for the parameters of one bucket.
 
     parameters   | w0      | w1   | b1 |pad|
     flat buffer  [---------+------+----+---]
     shards       [  rank 0   |   rank 1    ]      borders fall anywhere, so memory is even
 
-    zero_stage      weights     gradients    master weights and moments      (Rajbhandari et al. 2020, figure 1)
-        0           whole       whole        whole
-        1           whole       whole        shard
-        2           whole       shard        shard
-        3           shard       shard        shard
-
-Parameters are sorted by their traits, so that each optimizer group, the gradient norm and the sums over TP act on a few
+Parameters are sorted by their traits, so that each optimizer group, the gradient norm and the sums over tp act on a few
 contiguous runs of a bucket instead of on parameters, and one collective serves the whole bucket.
 """
 
@@ -25,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megazero.layers.spec import ParamSpec, numel
-from megazero.parallel_state import Axis
+from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import FlatArray, InMemory, in_host_memory
 
 K = TypeVar("K", bound=Hashable)
@@ -41,11 +35,11 @@ class ParamInfo:
         name: qualified name of the module's parameter.
         shape: local shape, after TP.
         spec: what the parameter is, globally.
-        unit: index of the unit that uses it first, in forward order.
+        unit: index of the first unit that uses it, in forward order.
         chunk: the model chunk of this rank that holds it.
         group: the optimizer group that steps it.
         trains: it has a gradient; a frozen parameter is only sharded and saved.
-        persistent: stage 3 keeps it whole.
+        persistent: stage 3 keeps it whole on every rank.
         alone: under stage 3 it has a bucket of its own.
     """
 
@@ -93,9 +87,9 @@ class BucketLayout:
     Args:
         name: for messages.
         slots: the parameters, contiguous from element 0.
-        shards: number of equal parts the padded bucket divides into.
-        tied: the bucket is a copy of a parameter that several stages share.
-        unit: the first unit that uses it.
+        shards: number of equal parts of the padded bucket.
+        tied: the bucket holds a copy of one parameter that several stages or chunks share.
+        unit: the first unit that uses one of the parameters.
     """
 
     name: str
@@ -140,6 +134,11 @@ class BucketLayout:
         """Whether stage 3 keeps its parameters whole."""
         return self.slots[0].info.persistent
 
+    @property
+    def tie(self) -> str:
+        """The logical name that all copies of a tied bucket's parameter share."""
+        return self.slots[0].info.spec.sections[0].name
+
     def shard(self, index: int) -> Run:
         """Elements that shard `index` holds."""
         return Run(index * self.shard_numel, (index + 1) * self.shard_numel)
@@ -177,10 +176,10 @@ def plan_buckets(
 
     Args:
         parameters: in forward order.
-        by_unit: one bucket per unit, in forward order (what ZeRO-3 gathers at once); otherwise, and for resident
+        by_unit: one bucket per unit, in forward order (what ZeRO-3 gathers at once); otherwise, and for persistent
             parameters, buckets are filled up to `bucket_elements` in the order in which the backward completes gradients.
-        bucket_elements: a bucket takes parameters until it holds as many, and so exceeds it by less than one parameter.
-        shards: equal parts a bucket must divide into.
+        bucket_elements: a bucket takes parameters until it holds so many elements, or more by part of a parameter.
+        shards: number of equal parts of each bucket.
 
     No bucket spans two chunks, or holds both frozen and trained parameters.  A tied parameter has its own bucket, equal on
     all stages that hold it.
@@ -202,61 +201,33 @@ def plan_buckets(
     return tuple(_layout(members, shards) for members in [*groups, *single])
 
 
-@dataclass(frozen=True)
-class ShardingPolicy:
-    """How the ranks keep their buckets.
-
-    Args:
-        zero_stage: 0 ... 3.
-        dtype: of the weights that modules compute with.
-        shard: the axis over which buckets are sharded.
-        replica: the axis of ranks that keep the same shard, where sharding stays within a part of dp.
-        device: where modules compute.
-        accumulate_dtype: of gradients on their way to the shards.
-        pins_memory: page-lock the host memory of offloaded state.
-    """
-
-    zero_stage: int
-    dtype: torch.dtype
-    shard: Axis
-    replica: Axis
-    device: torch.device
-    accumulate_dtype: torch.dtype = torch.float32
-    pins_memory: bool = True
-
-    @property
-    def sends(self) -> bool:
-        """Whether gradients go to other ranks."""
-        return self.shard.size > 1 or self.replica.size > 1
-
-
 class Bucket:
     """The tensors of one bucket on one rank.
 
     Args:
         layout: where each parameter lies.
         policy: stage, dtypes, axes.
-        weights: flat buffer for the whole weights, [padded]; made here unless ZeRO-3 lends a gather buffer.
-        new_master: makes the array of master weights, and thereby says where they, their moments and the gradient that
-            steps them lie; None keeps them on the device, where fp32 weights are their own masters.
-        new_shard: makes the array of ZeRO-3's shard of the weights; None keeps it on the device.
+        weights: buffer of the whole weights, [padded]; ZeRO-3 gives a gather buffer, None makes a new one.
+        new_master: makes the array of master weights in another location; the moments and the gradient that steps them
+            follow.  None keeps them on the device, where fp32 weights are their own masters.
+        new_shard: makes the array of ZeRO-3's shard of the weights in another location; None keeps it on the device.
         shares_weights: fp32 weights off the device are their own masters, too.
-        is_second_copy: of a tied parameter whose first copy is elsewhere: not counted in the norm, not written.
+        is_second_copy: of a tied parameter whose first copy is elsewhere: not counted in the norm, not saved.
 
     Attributes:
-        owned: elements whose master weights and moments this rank keeps.
+        owned: elements whose master weights and moments this rank holds.
         counted: elements that this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
         weights: [padded] in the weights' dtype; with ZeRO-3 valid only while gathered.
         weight_shard: [owned] in the weights' dtype.
         master: fp32 [owned]; may be the same array as `weight_shard` when the weights are fp32, and always is for
             frozen parameters.
-        full_gradient: [padded] in the accumulation dtype, from the first gradient of a step on; None where a rank keeps only
-            its shard.
-        gradient: fp32 [owned], the reduced gradient, beside the master weights; where it is part of `full_gradient` as
-            long as that is there.  Empty for frozen parameters.
+        full_gradient: [padded] in the accumulation dtype, from the first gradient of a step on; None where a rank holds
+            only its shard.
+        gradient: fp32 [owned], the reduced gradient, beside the master weights.  Empty for frozen parameters.
+        keeps_weights: the whole weights stay on this rank.
         keeps_gradients: a step's gradients add up whole.
-        reduces_in_place: `gradient` is part of `full_gradient`.
-        lends_gradient: its memory can be given back between steps.
+        reduces_in_place: `gradient` is a part of `full_gradient`, and exists only together with it.
+        frees_gradient: the memory of `full_gradient` is freed between steps.
     """
 
     def __init__(
@@ -270,66 +241,61 @@ class Bucket:
         is_second_copy: bool = False,
     ) -> None:
         self.layout, self.policy, self.is_second_copy = layout, policy, is_second_copy
-        stage, dtype, device, axis = policy.zero_stage, policy.dtype, policy.device, policy.shard
-        sharded = axis.size > 1
+        device, axis = policy.device, policy.shard
         self.counted = layout.shard(axis.index) if policy.replica.index == 0 else Run(0, 0)
-        self.owned = layout.shard(axis.index) if stage >= 1 and sharded else layout.whole
+        self.owned = layout.shard(axis.index) if policy.shards_master else layout.whole
         owned_numel = self.owned.stop - self.owned.start
-        gathers = stage == 3 and (sharded or new_shard is not None) and not layout.persistent
+        gathers = policy.zero_stage == 3 and (axis.size > 1 or new_shard is not None) and not layout.persistent
         self.keeps_weights = not gathers
-        self.weights = torch.zeros(layout.padded_numel, dtype=dtype, device=device) if weights is None else weights
+        self.weights = (
+            torch.zeros(layout.padded_numel, dtype=policy.dtype, device=device) if weights is None else weights
+        )
         self.weight_shard: FlatArray
         if self.keeps_weights:
             self.weight_shard = InMemory(self.weights[self.owned.start : self.owned.stop], "device")
         elif new_shard is not None:
             self.weight_shard = new_shard(owned_numel)
         else:
-            self.weight_shard = InMemory(torch.zeros(owned_numel, dtype=dtype, device=device), "device")
+            self.weight_shard = InMemory(torch.zeros(owned_numel, dtype=policy.dtype, device=device), "device")
+        is_own_master = policy.dtype == torch.float32 and (self.weight_shard.location == "device" or shares_weights)
         self.master: FlatArray
-        if not layout.trains:
+        if not layout.trains or (new_master is None and is_own_master):
             self.master = self.weight_shard
         elif new_master is not None:
             self.master = new_master(owned_numel)
-        elif dtype == torch.float32 and (self.weight_shard.place == "device" or shares_weights):
-            self.master = self.weight_shard
         else:
             self.master = InMemory(torch.zeros(owned_numel, device=device), "device")
         # Offloaded state has its gradient on the host: a single device, too, need not keep the whole of it.
-        on_device = self.master.place == "device"
-        self.keeps_gradients = layout.trains and (stage < 2 or (not sharded and on_device))
+        on_device = self.master.location == "device"
+        self.keeps_gradients = layout.trains and (policy.zero_stage < 2 or (axis.size == 1 and on_device))
         self.reduces_in_place = self.keeps_gradients and on_device and policy.accumulate_dtype == torch.float32
-        # A CPU has large blocks mapped page by page every time; what is not sent need not be large (`ShardedParameters`).
-        self.lends_gradient = self.reduces_in_place and (device.type != "cpu" or not policy.sends)
+        # A CPU maps large blocks page by page every time; blocks that are not sent are small (`ShardedParameters`).
+        self.frees_gradient = self.reduces_in_place and (device.type != "cpu" or not policy.sends_gradients)
         self.full_gradient: Tensor | None = None
-        self.gradient = torch.zeros(0)
-        if not self.reduces_in_place:
-            self.gradient = self._new_gradient(owned_numel)
-
-    def _new_gradient(self, owned_numel: int) -> Tensor:
-        if not self.layout.trains:
-            return torch.zeros(0)
-        if self.master.place != "device":
-            return in_host_memory(owned_numel, torch.float32, pin=self.policy.pins_memory).tensor
-        return torch.zeros(owned_numel, device=self.policy.device)
+        if not layout.trains or self.reduces_in_place:
+            self.gradient = torch.zeros(0)
+        elif on_device:
+            self.gradient = torch.zeros(owned_numel, device=device)
+        else:
+            self.gradient = in_host_memory(owned_numel, torch.float32, pin=policy.pins_memory).tensor
 
     @property
     def full_gradient_bytes(self) -> int:
-        """Bytes of `full_gradient` while it is there."""
+        """Bytes of `full_gradient` while it exists."""
         return self.layout.padded_numel * self.policy.accumulate_dtype.itemsize if self.keeps_gradients else 0
 
-    def take_gradient(self) -> Tensor:
-        """Memory for the whole gradients of a step, [padded]; what is in it is undefined."""
+    def allocate_gradient(self) -> Tensor:
+        """Memory for the whole gradients of a step, [padded]; its content is undefined."""
         full = torch.empty(self.layout.padded_numel, dtype=self.policy.accumulate_dtype, device=self.policy.device)
         self.full_gradient = full
         if self.reduces_in_place:
             self.gradient = full[self.owned.start : self.owned.stop]
         return full
 
-    def drop_gradient(self) -> None:
-        """Give that memory back, where it is worth it: a forward needs it for its activations."""
-        if not self.lends_gradient:
-            return
-        self.full_gradient, self.gradient = None, torch.zeros(0)
+    def free_gradient(self) -> None:
+        """Free that memory, where `frees_gradient`: a forward needs it for its activations."""
+        if self.frees_gradient:
+            self.full_gradient, self.gradient = None, torch.zeros(0)
 
     def owned_part(self, flat: Tensor, run: Run) -> Tensor:
         """Elements `run` of a tensor that covers the owned elements."""
@@ -346,7 +312,7 @@ class Bucket:
     def module_view(self, slot: Slot) -> Tensor:
         """The slot's part of the whole weights, in the parameter's shape, for a module to compute with.
 
-        `.data` gives the view a version counter of its own: gathering into the buffer again must not look to autograd like
-        a change of the weights it has saved, which come back to the same address with the same values.
+        `.data` gives the view a version counter of its own.  Gathering into the buffer again must not look to autograd
+        like a change of the weights it has saved, which come back to the same address with the same values.
         """
         return self.weights.data[slot.start : slot.stop].view(slot.info.shape)

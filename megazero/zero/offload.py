@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,21 +16,14 @@ from pathlib import Path
 
 import torch
 
-from megazero.comm.collectives import agree, gather_objects
+from megazero.comm.collectives import agree
 from megazero.config.schema import OffloadConfig
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import BucketLayout, ShardingPolicy
-from megazero.zero.storage import (
-    FileStore,
-    FlatArray,
-    StorageError,
-    choose_place,
-    free_memory_bytes,
-    in_host_memory,
-    region_bytes,
-)
+from megazero.zero.bucket import BucketLayout
+from megazero.zero.file_store import FileStore, region_bytes
+from megazero.zero.policy import ShardingPolicy
+from megazero.zero.storage import FlatArray, StorageError, in_host_memory
 
-_MASTER_BYTES = 4
 FILE_PART_ELEMENTS = 1 << 22  # how many elements of a file are stepped at a time
 
 
@@ -56,14 +48,14 @@ class OffloadPlan:
         """Whether stage 3's shards lie elsewhere, so that even one rank gathers unit by unit."""
         return self.config.parameters != "none"
 
-    def place(self, layouts: Sequence[BucketLayout], policy: ShardingPolicy) -> Offload:
-        """Find room for the buckets.  Raises: StorageError, on every rank, where one has none."""
+    def allocate(self, layouts: Sequence[BucketLayout], policy: ShardingPolicy) -> Offload:
+        """Reserve space for the buckets.  Raises: StorageError, on every rank, if one rank has too little."""
         make = partial(Offload, layouts, policy, self.config, self.moments, self.rank)
         return agree(make, self.world, StorageError)
 
 
 class Offload:
-    """Where the state of each bucket lies.  Without arguments: everything on the device.
+    """Where the state of each bucket is allocated.  Without arguments: everything on the device.
 
     Args:
         layouts: this rank's buckets.
@@ -87,7 +79,7 @@ class Offload:
         config = config or OffloadConfig()
         self._pins = config.pin_memory
         self._dtype = policy.dtype if policy is not None else torch.float32
-        self._weights_at = config.parameters
+        self._weights_device = config.parameters
         self._masters: dict[str, str] = {}
         trained = [layout for layout in layouts if layout.trains]
         wanted = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
@@ -106,114 +98,39 @@ class Offload:
         owned = layout.shard_numel if sharded else layout.padded_numel
         total = 0
         if self._masters.get(layout.name) == "nvme":
-            # moments are kept for parts of a bucket: each optimizer group's, cut to what is stepped at a time
+            # moments are stored for parts of a bucket: each optimizer group's, cut to what is stepped at a time
             parts = len(list(layout.runs(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
             total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
-        if self._weights_at == "nvme":
+        if self._weights_device == "nvme":
             total += region_bytes(owned, policy.dtype)
         return total
 
     def master(self, layout: BucketLayout) -> Callable[[int], FlatArray] | None:
         """Makes the bucket's array of master weights; None keeps them on the device."""
-        place = self._masters.get(layout.name)
-        return None if place is None or self.shares_weights(layout) else partial(self._new, place, torch.float32)
+        device = self._masters.get(layout.name)
+        return None if device is None or self.shares_weights(layout) else partial(self._new, device, torch.float32)
 
     def shares_weights(self, layout: BucketLayout) -> bool:
         """Whether a gathered bucket's fp32 weight shard lies where its master weights would, and so is both."""
-        same_place = self._masters.get(layout.name) == self._weights_at == "cpu"
-        return same_place and self._dtype == torch.float32 and not layout.persistent
+        both_on_host = self._masters.get(layout.name) == self._weights_device == "cpu"
+        return both_on_host and self._dtype == torch.float32 and not layout.persistent
 
     def weights(self) -> Callable[[int], FlatArray] | None:
         """Makes the array of a gathered bucket's weight shard; None keeps it on the device."""
-        return None if self._weights_at == "none" else partial(self._new, self._weights_at, self._dtype)
+        return None if self._weights_device == "none" else partial(self._new, self._weights_device, self._dtype)
 
     def moment(self, numel: int) -> FlatArray:
         """An array of zeros in the file, for optimizer state."""
         return self._new("nvme", torch.float32, numel)
 
-    def _new(self, place: str, dtype: torch.dtype, numel: int) -> FlatArray:
-        if place == "cpu":
+    def _new(self, device: str, dtype: torch.dtype, numel: int) -> FlatArray:
+        if device == "cpu":
             return in_host_memory(numel, dtype, pin=self._pins)
         if self.store is None:
-            raise ValueError(f"nothing is kept in files here, and an array was asked for at {place}")
+            raise ValueError(f"this rank has no file, and an array on {device} was asked for")
         return self.store.allocate(numel, dtype)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Free the file."""
         if self.store is not None:
             self.store.close()
-
-
-def without_auto(
-    config: OffloadConfig,
-    policy: ShardingPolicy,
-    elements: int,
-    moments: int,
-    world: Axis,
-    neighbours: int,
-    free: Callable[[torch.device], int] = free_memory_bytes,
-) -> OffloadConfig:
-    """Choose what the configuration leaves to the memory that is free now, on all ranks alike.
-
-    Args:
-        config: may say "auto".
-        policy: stage, dtypes and axes.
-        elements: parameters of this rank's model.
-        moments: arrays of optimizer state per element.
-        world: all ranks; the poorest one decides.
-        neighbours: ranks of this machine, which share its memory and its disk.
-        free: measures the free bytes of a device.
-
-    Raises:
-        ValueError: on every rank, when it fits nowhere on one.
-    """
-    if "auto" not in (config.optimizer, config.parameters):
-        return config
-    stage, shards, width = policy.zero_stage, policy.shard.size, policy.dtype.itemsize
-    owned = -(-elements // shards) if stage >= 1 else elements
-    masters = 0 if policy.dtype == torch.float32 else _MASTER_BYTES
-    gradients = 4 * (owned if stage >= 2 else elements)
-    movable = {
-        "optimizer": owned * (4 * moments + masters) + (4 * owned if stage >= 2 else 0),
-        "parameters": owned * width if stage == 3 else 0,
-    }
-    state = owned * (4 * moments + _MASTER_BYTES)
-    # Beyond what leaves the device: on the host, gradients and, with fp32 weights, masters that are then separate.
-    extra = {
-        "optimizer": (state + 4 * owned - movable["optimizer"], state - movable["optimizer"]),
-        "parameters": (0, 0),
-    }
-    left = (0 if stage == 3 else elements * width) + gradients - (4 * owned if stage >= 2 else 0)
-    needed = left + sum(size for key, size in movable.items() if getattr(config, key) in ("none", "auto"))
-    host = free(torch.device("cpu")) // neighbours
-    disk = shutil.disk_usage(config.nvme_path).free // neighbours if config.nvme_path else None
-    chosen = {}
-    for key, size in movable.items():
-        if getattr(config, key) != "auto":
-            continue
-        # what can still follow counts as movable too: only if everything that may move were not enough is there an error
-        later = sum(movable[other] for other in movable if other > key and getattr(config, other) == "auto")
-        on_host, on_disk = extra[key]
-        free_disk = None if disk is None else disk - on_disk
-        answers = gather_objects(_choose(needed, size, later, free(policy.device), host - on_host, free_disk), world)
-        refusals = [text for text in answers if text not in _ORDER]
-        if refusals:
-            raise ValueError("zero.offload auto: " + "\n".join(dict.fromkeys(refusals)))
-        chosen[key] = max(answers, key=_ORDER.index)
-        if chosen[key] != "none":
-            needed -= size
-            host -= size + on_host if chosen[key] == "cpu" else 0
-    return config.model_copy(update=chosen)
-
-
-_ORDER = ("none", "cpu", "nvme")
-
-
-def _choose(needed: int, size: int, later: int, free_device: int, free_host: int, free_disk: int | None) -> str:
-    failure = ""
-    for movable in (size, size + later):  # this kind alone, or only together with what follows
-        try:
-            return choose_place(needed, movable, free_device, free_host, free_disk)
-        except ValueError as error:
-            failure = str(error)
-    return failure

@@ -1,9 +1,9 @@
 """The optimizer step on flat fp32 shards, wherever they lie, with one factor for clipping and loss scaling.
 
-    place of a bucket's state      one turn of the step
-    device                         all of them at once: torch's fused kernel sees a few long tensors
-    host                           a bucket at a time, each followed by the copy of its new weights to the device
-    file                           a part at a time; the next is read and the last written meanwhile
+    location of a bucket's state   stepped at once
+    device                         all of them: torch's fused kernel sees a few long tensors
+    host                           a bucket, followed by the copy of its new weights to the device
+    file                           a part of a bucket (`FileStepper`); the next is read and the last written meanwhile
 
 Each group of the user's optimizer stays its own: a bucket is stepped run by run, and a run belongs to one group.
 """
@@ -11,7 +11,7 @@ Each group of the user's optimizer stays its own: a bucket is stepped run by run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from megazero.optim.optimizers import Lion, check_elementwise, make_optimizer, state_names
 from megazero.zero.bucket import Bucket, Run, intersect
+from megazero.zero.file_stepper import FileStepper, Part
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
-from megazero.zero.storage import FlatArray, Transfer
+from megazero.zero.parameters import memory_kind
+from megazero.zero.storage import PendingCopy
 
 # torch's fused kernels of these divide gradients by `grad_scale`; another class may only say that it is fused.
 _SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
-# Their state at the start is known, so it can be there, and be counted, before the first step.
+# Their state at the start is known, so it can exist, and be counted, before the first step.
 _KNOWN_START = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion)
 
 
@@ -77,7 +79,7 @@ def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False)
         ValueError: it has stepped, or cannot run on shards.
     """
     check_elementwise(optimizer, allow_untested)
-    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's is there before its first step
+    if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's exists before its first step
         raise ValueError(f"the {type(optimizer).__name__} has stepped already; hand it over before its first step")
 
     def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
@@ -87,21 +89,6 @@ def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False)
         return optimizer
 
     return OptimizerRecipe(len(optimizer.param_groups), *state_names(optimizer), build)
-
-
-@dataclass(eq=False)
-class _Part:
-    """Elements of one bucket that one optimizer group steps."""
-
-    bucket: Bucket
-    run: Run
-    group: int
-    parameter: nn.Parameter
-    arrays: dict[str, FlatArray] = field(default_factory=dict)  # its state, where it lies in the file
-
-    @property
-    def numel(self) -> int:
-        return self.run.stop - self.run.start
 
 
 class ShardedOptimizer:
@@ -126,13 +113,13 @@ class ShardedOptimizer:
         self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and all(
             group.get("fused") for group in groups
         )
-        self._window = _Window(self._parts, self._states, offload)
+        self._file = FileStepper(self._parts, self._states, offload)
         self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
         if self._known_start:
             for part in self._parts:
                 self._start_state(part)
-        self._on_device = [part for part in self._parts if part.bucket.master.place == "device"]
-        on_host = [bucket for bucket in self._buckets if bucket.master.place == "host"]
+        self._on_device = [part for part in self._parts if part.bucket.master.location == "device"]
+        on_host = [bucket for bucket in self._buckets if bucket.master.location == "host"]
         self._on_host = {bucket: [part for part in self._parts if part.bucket is bucket] for bucket in on_host}
 
     def step(self, factor: float) -> None:
@@ -141,21 +128,21 @@ class ShardedOptimizer:
         if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
             for bucket in self._buckets:
                 bucket.gradient.mul_(factor)
-        turn = partial(self._turn, None if factor == 1.0 else 1.0 / factor)
-        arriving: list[Transfer] = []
+        step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
+        copies: list[PendingCopy] = []
         if self._on_device:
-            turn(self._on_device)
+            step(self._on_device)
         for bucket in self._buckets:
             if bucket in self._on_host:
-                turn(self._on_host[bucket])
+                step(self._on_host[bucket])
             tensor = bucket.master.tensor
             if bucket.master is not bucket.weight_shard and tensor is not None:
-                arriving.append(bucket.weight_shard.start_write(0, tensor))
-        self._window.step(turn, self.torch_optimizer)
-        for transfer in arriving:
-            transfer.wait()
+                copies.append(bucket.weight_shard.start_write(0, tensor))
+        self._file.step(step, self.torch_optimizer)
+        for copy in copies:
+            copy.wait()
 
-    def _turn(self, scale: float | None, parts: Sequence[_Part]) -> None:
+    def _step_parts(self, scale: float | None, parts: Sequence[Part]) -> None:
         """Step some parts; a fused kernel divides their gradients by `scale`."""
         optimizer: Any = self.torch_optimizer
         for part in parts:
@@ -163,12 +150,12 @@ class ShardedOptimizer:
         if self._scales_inside:
             # Made where it is used: a copy from the device would not wait for the host's kernel to read it.
             device = parts[0].parameter.device
-            optimizer.grad_scale = None if scale is None else torch.full((), scale, device=device)  # no wait for a copy
+            optimizer.grad_scale = None if scale is None else torch.full((), scale, device=device)
         optimizer.step()
         for part in parts:
             part.parameter.grad = None
 
-    def _start_state(self, part: _Part) -> None:
+    def _start_state(self, part: Part) -> None:
         """Give a part the state it has before its first step."""
         on_device = self._scales_inside and part.parameter.device.type != "cpu"
         device = part.parameter.device if on_device else torch.device("cpu")
@@ -196,11 +183,11 @@ class ShardedOptimizer:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def memory(self, name: str, bucket: Bucket, run: Run) -> Tensor | None:
-        """Elements `run` of one state, to be overwritten; None where they are not there, or not in one piece of memory."""
+        """Elements `run` of one state, to be overwritten; None where they do not exist, or not in one piece of memory."""
         found = self._covering(bucket, run)
         if (
             len(found) > 1
-            or bucket.master.place == "file"
+            or bucket.master.location == "file"
             or name not in self.torch_optimizer.state[found[0][0].parameter]
         ):
             return None
@@ -211,24 +198,25 @@ class ShardedOptimizer:
         """Overwrite elements `run` of one state; state that does not exist yet begins to."""
         for part, piece in self._covering(bucket, run):
             mine = values[piece.start - run.start : piece.stop - run.start]
-            if part.bucket.master.place == "file":
-                self._window.array(part, name).write(piece.start - part.run.start, mine)
+            if part.bucket.master.location == "file":
+                part.arrays[name].write(piece.start - part.run.start, mine)
                 self.torch_optimizer.state[part.parameter].setdefault(name, torch.empty(0))  # it exists from now on
                 continue
             if name not in self.torch_optimizer.state[part.parameter]:
                 self._start_state(part)
             self._state_of(part, name, piece).copy_(mine)
 
-    def _covering(self, bucket: Bucket, run: Run) -> list[tuple[_Part, Run]]:
+    def _covering(self, bucket: Bucket, run: Run) -> list[tuple[Part, Run]]:
+        """The parts that hold elements `run` of a bucket, and which of the elements each holds."""
         found = [(part, piece) for part in self._parts if part.bucket is bucket and (piece := intersect(part.run, run))]
         if sum(piece.stop - piece.start for _, piece in found) != run.stop - run.start:
             raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
         return found
 
-    def _state_of(self, part: _Part, name: str, piece: Run) -> Tensor:
+    def _state_of(self, part: Part, name: str, piece: Run) -> Tensor:
         start, stop = piece.start - part.run.start, piece.stop - part.run.start
-        if part.bucket.master.place == "file":
-            return self._window.array(part, name).read(start, stop)
+        if part.bucket.master.location == "file":
+            return part.arrays[name].read(start, stop)
         state: Tensor = self.torch_optimizer.state[part.parameter][name]
         return state[start:stop]
 
@@ -250,7 +238,7 @@ class ShardedOptimizer:
         self.steps_taken = steps_taken
         for part in self._parts:
             state = self.torch_optimizer.state[part.parameter]
-            if not state and part.bucket.master.place != "file":
+            if not state and part.bucket.master.location != "file":
                 self._start_state(part)
             saved = scalars.get(str(part.group), {})
             for name in self._scalars:
@@ -261,7 +249,7 @@ class ShardedOptimizer:
                     state[name] = torch.tensor(value)
 
     def reset(self) -> None:
-        """Forget all state, as before the first step."""
+        """Forget all state: what follows is the first step."""
         self.steps_taken = 0
         self.torch_optimizer.state.clear()
         for part in self._parts:
@@ -271,29 +259,28 @@ class ShardedOptimizer:
                 self._start_state(part)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of the element-wise state, by place, and of the buffers through which a file is stepped."""
+        """Bytes of the element-wise state, by location, and of the buffers through which a file is stepped."""
         sizes = {"optimizer": 0}
         for part in self._parts:
-            place = part.bucket.master.place
-            key = "optimizer" if place == "device" else f"optimizer on {place}"
-            if place == "file":
+            key = memory_kind("optimizer", part.bucket.master.location)
+            if part.bucket.master.location == "file":
                 nbytes = 4 * part.numel * len(self._states)
             else:
                 state = self.torch_optimizer.state.get(part.parameter, {})
                 nbytes = sum(state[name].nbytes for name in self._states if name in state)
             sizes[key] = sizes.get(key, 0) + nbytes
-        if self._window.nbytes:
-            sizes["optimizer_buffers on host"] = self._window.nbytes
+        if self._file.nbytes:
+            sizes["optimizer_buffers on host"] = self._file.nbytes
         return sizes
 
 
-def _cut(buckets: Sequence[Bucket]) -> list[_Part]:
-    """The owned elements of every trained bucket, by optimizer group; what lies in a file in parts of bounded size."""
+def _cut(buckets: Sequence[Bucket]) -> list[Part]:
+    """The owned elements of every trained bucket, by optimizer group; what lies in a file is cut to bounded sizes."""
     parts = []
     for bucket in buckets:
         if not bucket.layout.trains:
             continue
-        in_file = bucket.master.place == "file"
+        in_file = bucket.master.location == "file"
         for group, whole in bucket.layout.runs(lambda info: info.group):
             run = intersect(whole, bucket.owned)
             if run is None:
@@ -302,87 +289,5 @@ def _cut(buckets: Sequence[Bucket]) -> list[_Part]:
             for start in range(run.start, run.stop, length):
                 piece = Run(start, min(start + length, run.stop))
                 values = torch.empty(0) if in_file else bucket.read(bucket.master, piece)
-                parts.append(_Part(bucket, piece, group, nn.Parameter(values.data, requires_grad=False)))
+                parts.append(Part(bucket, piece, group, nn.Parameter(values.data, requires_grad=False)))
     return parts
-
-
-class _Window:
-    """Steps the parts that lie in a file, through three sets of buffers: one read, one stepped, one written.
-
-    Args:
-        parts: all parts; those in a file are picked.
-        states: names of the element-wise state.
-        offload: has the file.
-    """
-
-    def __init__(self, parts: Sequence[_Part], states: Sequence[str], offload: Offload) -> None:
-        self._parts = [part for part in parts if part.bucket.master.place == "file"]
-        self._states = tuple(states)
-        for part in self._parts:
-            part.arrays = {name: offload.moment(part.numel) for name in states}
-        largest = max((part.numel for part in self._parts), default=0)
-        count = min(3, len(self._parts))
-        self._sets = [{name: torch.zeros(largest) for name in ("master", *states)} for _ in range(count)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
-
-    def array(self, part: _Part, name: str) -> FlatArray:
-        """Where one state of a part lies."""
-        return part.arrays[name]
-
-    def step(self, turn: Callable[[Sequence[_Part]], None], optimizer: torch.optim.Optimizer) -> None:
-        """Step every part.
-
-        Args:
-            turn: steps parts whose parameters and state are in memory.
-            optimizer: its state is bound to the buffers meanwhile.
-
-        Raises:
-            StorageError: the file could not be read or written.
-        """
-        reading: list[list[Transfer]] = [self._read(0)] if self._parts else []
-        writing: list[list[Transfer]] = []
-        for index, part in enumerate(self._parts):
-            if len(writing) > 1:  # the set that the next part is read into
-                _wait(writing.pop(0))
-            if index + 1 < len(self._parts):
-                reading.append(self._read(index + 1))
-            _wait(reading.pop(0))
-            buffers = {name: buffer[: part.numel] for name, buffer in self._sets[index % len(self._sets)].items()}
-            part.parameter.data = buffers["master"]
-            state = optimizer.state[part.parameter]
-            is_new = not state
-            if not is_new:
-                state.update({name: buffers[name] for name in self._states})
-            turn([part])
-            if is_new:  # the optimizer has made its state itself
-                for name in self._states:
-                    buffers[name].copy_(state[name])
-            for name in self._states:
-                state[name] = torch.empty(0)
-            part.parameter.data = torch.empty(0)
-            writing.append(self._write(part, buffers))
-        for transfers in writing:
-            _wait(transfers)
-
-    def _read(self, index: int) -> list[Transfer]:
-        part, buffers = self._parts[index], self._sets[index % len(self._sets)]
-        start = part.run.start - part.bucket.owned.start
-        transfers = [part.bucket.master.start_read(buffers["master"][: part.numel], start)]
-        return transfers + [part.arrays[name].start_read(buffers[name][: part.numel], 0) for name in self._states]
-
-    def _write(self, part: _Part, buffers: dict[str, Tensor]) -> list[Transfer]:
-        start = part.run.start - part.bucket.owned.start
-        transfers = [part.bucket.master.start_write(start, buffers["master"])]
-        transfers += [part.arrays[name].start_write(0, buffers[name]) for name in self._states]
-        if part.bucket.weight_shard is not part.bucket.master:
-            transfers.append(part.bucket.weight_shard.start_write(start, buffers["master"]))
-        return transfers
-
-
-def _wait(transfers: Sequence[Transfer]) -> None:
-    for transfer in transfers:
-        transfer.wait()

@@ -1,8 +1,8 @@
-"""What stands in a module in place of a parameter that stage 3 has not gathered.
+"""What a module has instead of a parameter that stage 3 has not gathered.
 
-It has the parameter's shape, dtype and device, and no values.  Code that reads it outside its unit's forward (a tied output
-projection, `state_dict`, a penalty on weights) gets a whole copy, gathered for it alone, through which gradients flow; code
-that would change it gets an error, since a change of a copy would be lost.
+The proxy has the parameter's shape, dtype and device, and no values.  Code that reads it outside its unit's forward (a
+tied output projection, `state_dict`, a penalty on weights) gets a whole copy, gathered for it alone, through which gradients
+flow.  Code that would change it gets an error, since a change of a copy would be lost.
 """
 
 from __future__ import annotations
@@ -23,18 +23,8 @@ _METADATA = {
     "is_same_size", "__hash__",
 }  # fmt: skip
 _VIEWS = {
-    "view",
-    "view_as",
-    "reshape",
-    "flatten",
-    "__getitem__",
-    "select",
-    "narrow",
-    "t",
-    "transpose",
-    "squeeze",
-    "unsqueeze",
-}
+    "view", "view_as", "reshape", "flatten", "__getitem__", "select", "narrow", "t", "transpose", "squeeze", "unsqueeze",
+}  # fmt: skip
 _VALUES = {
     "data",
     "T",
@@ -43,7 +33,7 @@ _VALUES = {
     "mH",
     "real",
     "imag",
-}  # attributes that are tensors; the others tell of the parameter
+}  # attributes that are tensors; the others describe the parameter
 
 
 class _GatherWhole(torch.autograd.Function):
@@ -59,7 +49,7 @@ class _GatherWhole(torch.autograd.Function):
 
 
 class UngatheredParameter(nn.Parameter):
-    """Stands in for a parameter while its weights are spread over the ranks; see the module's text."""
+    """Proxy of a parameter while its weights are spread over the ranks; see the module's text."""
 
     label: str
     stands_for: nn.Parameter
@@ -68,11 +58,11 @@ class UngatheredParameter(nn.Parameter):
 
     @staticmethod
     def of(name: str, parameter: nn.Parameter, gather: Gather) -> UngatheredParameter:
-        """A stand-in.
+        """The proxy of a parameter.
 
         Args:
             name: of the parameter, for messages.
-            parameter: what it stands for.
+            parameter: the real one.
             gather: makes a whole copy; a collective call of all ranks that share the weights.
         """
         empty = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
@@ -117,7 +107,7 @@ class _ReadOnly(Tensor):
 
     @staticmethod
     def of(result: Any, label: str) -> Any:
-        """The same, refusing changes."""
+        """The same values, which refuse changes."""
         if not isinstance(result, Tensor):
             return result
         made = result.as_subclass(_ReadOnly)
@@ -160,7 +150,7 @@ def _warn(value: Any) -> None:
         value.warned = True
         warnings.warn(
             f"{value.label} is used outside the forward of the module that ZeRO-3 gathers it for; each such use gathers it "
-            "once more (zero.resident_elements keeps small ones whole)",
+            "once more (zero.persistent_elements keeps small ones whole)",
             stacklevel=3,
         )
 

@@ -1,14 +1,10 @@
 """A model's parameters in flat buckets: how they get there, how modules see them, what of them a rank holds.
 
-    modules --describe--> buckets --bind--> every module's parameter is a view of its bucket
-    draw / adopt          initial values, into the shards that this rank owns
-    publish               master weights -> weights, gathered where every rank keeps them whole
-
-A policy is which units of stage 3 share a gather buffer, and with it how long a gathered unit stays:
-    action    two buffers for all units: every forward and backward gathers anew; least memory
-    chunk     units at the same place of different chunks: a chunk stays until another chunk runs
-    step      each unit its own: gathered once per step; the memory of whole weights
-A parameter that several units use, or that is in use while others run, has a buffer of its own.
+modules --describe--> buckets --bind--> every module's parameter is a view of its bucket
+init_weights          new values, or
+load_from_module      the module's own values, into the shards that this rank owns
+sync_from_master      master weights -> weight shards, and then
+all_gather_weights    weight shards -> weights, where every rank holds them whole
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +20,37 @@ from torch import Tensor, nn
 from megazero.comm.collectives import agree, all_gather, broadcast
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
+from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, intersect, plan_buckets
 from megazero.zero.gather import UnitGatherer
-from megazero.zero.gradients import tie_of
-from megazero.zero.meta_init import MetaParameter
+from megazero.zero.gather_buffers import GatherPolicy, buffer_keys, make_gather_buffers
 from megazero.zero.offload import OffloadPlan
-from megazero.zero.storage import StorageError
+from megazero.zero.policy import ShardingPolicy
+from megazero.zero.storage import Location, StorageError
 from megazero.zero.units import Described, Unit
 
-GatherPolicy: TypeAlias = Literal["action", "chunk", "step"]
-
-# Gradients up to this size find room where the backward has freed activations; a larger block the C library maps anew.
+# A CPU finds memory for gradients up to this size where the backward has freed activations; larger blocks are mapped anew.
 _UNSENT_BYTES = 4 * 2**20
 
 
+class DeferredValues(Protocol):
+    """Initial values of parameters that have no memory yet."""
+
+    def __call__(self, name: str) -> Tensor | None:
+        """The values of a parameter, asked for once; None if they are not known here."""
+
+
 class ShardedParameters:
-    """Moves a model's parameters into buckets and keeps the buckets.
+    """Moves a model's parameters into buckets and holds the buckets.
 
     Args:
         units: the modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
-        described: every parameter once, in forward order.  Parameters may be on the meta device: their values are drawn,
-            adopted or loaded shard by shard.
+        described: every parameter once, in forward order.  Parameters may be on the meta device: their values are
+            initialised or loaded shard by shard.
         policy: stage, dtypes and axes.
         bucket_bytes: size of a bucket, in bytes of fp32 gradients; on a CPU less where nothing is sent.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         gather_policy: how long ZeRO-3 keeps a gathered unit.
-        resident_elements: ZeRO-3 keeps parameters of at most so many elements whole.
+        persistent_elements: ZeRO-3 keeps parameters of at most so many elements whole.
         offload: what leaves the device; nothing when None.
     """
 
@@ -62,32 +63,25 @@ class ShardedParameters:
         bucket_bytes: int,
         ties: Mapping[str, Axis],
         gather_policy: GatherPolicy = "action",
-        resident_elements: int = 0,
+        persistent_elements: int = 0,
         offload: OffloadPlan | None = None,
     ) -> None:
         self.policy, offload = policy, offload or OffloadPlan()
-        wants_units = policy.zero_stage == 3
-        infos, alone = _assign(units, described, resident_elements if wants_units else 0)
-        by_unit = wants_units and (policy.shard.size > 1 or offload.moves_weights)
-        if policy.device.type == "cpu" and not policy.sends:
+        infos = _describe_parameters(units, described, persistent_elements if policy.zero_stage == 3 else 0)
+        by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or offload.moves_weights)
+        if policy.device.type == "cpu" and not policy.sends_gradients:
             bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=policy.shard.size)
-        self.offload = offload.place(layouts, policy)
-        chunk_of = [unit.chunk for unit in units]
-        starts = [chunk_of.index(chunk) for chunk in chunk_of]  # the first unit of each unit's chunk
-        keys = {
-            layout.name: _buffer_key(layout, gather_policy, starts, alone)
-            for layout in layouts
-            if by_unit and not layout.persistent
-        }
-        self.gather_buffers = _make_gather_buffers(layouts, keys, policy)
+        self.offload = offload.allocate(layouts, policy)
+        keys = buffer_keys(layouts, [unit.chunk for unit in units], gather_policy) if by_unit else {}
+        self.gather_buffers = make_gather_buffers(layouts, keys, policy)
         self.buckets: list[Bucket] = []
         agree(partial(self._make_buckets, layouts, keys, ties), offload.world, StorageError)
         self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
-        self._deferred = {one.name: one.parameter for one in described if isinstance(one.parameter, MetaParameter)}
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)
-        self.gatherer = UnitGatherer(units, self._home(), self.by_name, policy.shard) if by_unit else None
+        home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
+        self.gatherer = UnitGatherer(units, home, self.by_name, policy) if by_unit else None
 
     def _make_buckets(self, layouts: Sequence[BucketLayout], keys: Mapping[str, str], ties: Mapping[str, Axis]) -> None:
         for layout in layouts:
@@ -105,13 +99,9 @@ class ShardedParameters:
             )
 
     def _is_second(self, layout: BucketLayout, ties: Mapping[str, Axis]) -> bool:
-        name = layout.slots[0].info.spec.sections[0].name
-        return (name in ties and ties[name].index > 0) or any(
-            bucket.layout.tied and tie_of(bucket) == name for bucket in self.buckets
+        return (layout.tie in ties and ties[layout.tie].index > 0) or any(
+            bucket.layout.tied and bucket.layout.tie == layout.tie for bucket in self.buckets
         )
-
-    def _home(self) -> dict[str, Bucket]:
-        return {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
 
     def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[Unit]) -> None:
         """Make every module's parameter a view of its bucket; a shared parameter stays shared."""
@@ -126,7 +116,7 @@ class ShardedParameters:
                 new = original if same_kind else nn.Parameter(view, requires_grad=original.requires_grad)
                 bound[id(original)] = self.by_name[slot.info.name] = new
         for unit in units:
-            for part, key in unit.places:
+            for part, key in unit.attributes:
                 parameter = part._parameters[key]
                 part._parameters[key] = bound.get(id(parameter), parameter)
 
@@ -141,67 +131,80 @@ class ShardedParameters:
                     bucket.write(bucket.master, run, part)
         self.sync_from_master()
 
-    def load_from_module(self, seed: int, dp: Axis, tp: Axis, ties: Mapping[str, Axis]) -> None:
-        """Take over the values that the model was built with; those of the first data-parallel rank count.
+    def load_from_module(
+        self, dp: Axis, tp: Axis, ties: Mapping[str, Axis], deferred: DeferredValues = lambda _: None
+    ) -> None:
+        """Take the values that the model was built with; those of the first data-parallel rank count.
 
         Args:
-            seed: of the random values of a model that was built under `zero.Init`.
             dp, tp: ranks that must start equal: all of dp, and of tp for what each of its ranks holds whole.
             ties: by logical name of a tied parameter, the ranks that hold a copy.
+            deferred: gives the values of parameters on the meta device.
 
         Raises:
             ValueError: a parameter has no values.
         """
-        shared: dict[str, Tensor] = {}
-        # Holders of tied parameters meet them in different orders of their own; names are one order for all.
-        for bucket in sorted(self.buckets, key=lambda bucket: tie_of(bucket) if bucket.layout.tied else ""):
-            layout = bucket.layout
-            flat = torch.zeros(layout.padded_numel, device=self.policy.device)
-            for slot in layout.slots:
-                values = self._initial(slot.info.name, seed, is_source=dp.index == 0)
-                if values is not None:
-                    flat[slot.start : slot.stop].copy_(values.detach().reshape(-1))
-            broadcast(flat, dp).wait()
-            for whole, run in layout.runs(lambda info: info.spec.split is None):
-                if whole:
-                    broadcast(flat[run.start : run.stop], tp).wait()
-            if layout.tied and tie_of(bucket) in shared:
-                flat = shared[tie_of(bucket)]  # another copy on this rank
-            elif layout.tied:
-                shared[tie_of(bucket)] = flat
-                if tie_of(bucket) in ties:
-                    broadcast(flat, ties[tie_of(bucket)]).wait()
-            self.overwrite(bucket, flat)
+        for copies in self.distinct_buckets():
+            flats = [self._whole_values(bucket, deferred, is_source=dp.index == 0) for bucket in copies]
+            self.overwrite(copies, flats[0], dp, tp, ties)
         self.all_gather_weights()
 
-    def _initial(self, name: str, seed: int, *, is_source: bool) -> Tensor | None:
-        """A parameter's values, and its memory back; None on a rank whose values do not count."""
-        value, deferred = self._originals.pop(name, None), self._deferred.pop(name, None)
-        if not is_source:
-            return None
-        if deferred is not None:
-            return deferred.replay(seed, name)
-        if value is None:
-            raise ValueError(
-                f"parameter {name} is on the meta device, without values; build the model under zero.Init()"
-            )
-        return value
+    def _whole_values(self, bucket: Bucket, deferred: DeferredValues, *, is_source: bool) -> Tensor:
+        """fp32 [padded]: the values that a bucket's parameters were built with; zeros where this rank is no source."""
+        flat = torch.zeros(bucket.layout.padded_numel, device=self.policy.device)
+        for slot in bucket.layout.slots:
+            name = slot.info.name
+            values = self._originals.pop(name, None)
+            if is_source:
+                values = deferred(name) if values is None else values
+                if values is None:
+                    raise ValueError(
+                        f"parameter {name} is on the meta device, without values; build the model under zero.Init()"
+                    )
+                flat[slot.start : slot.stop].copy_(values.detach().reshape(-1))
+        return flat
 
-    def overwrite(self, bucket: Bucket, flat: Tensor) -> None:
-        """Replace a bucket's master weights, and the weights that this rank owns, by whole values, [padded]."""
-        mine = flat[bucket.owned.start : bucket.owned.stop]
-        bucket.write(bucket.master, bucket.owned, mine)
-        if bucket.master is not bucket.weight_shard:
-            bucket.write(bucket.weight_shard, bucket.owned, mine)
+    def distinct_buckets(self) -> list[list[Bucket]]:
+        """Buckets that hold different values, each with all copies of it on this rank, in an order that all ranks share."""
+        found: dict[str, list[Bucket]] = {}
+        # Ranks meet tied parameters in different orders of their own; the order of their names is the same for all.
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.layout.tie if bucket.layout.tied else ""):
+            key = f"tied {bucket.layout.tie}" if bucket.layout.tied else bucket.layout.name
+            found.setdefault(key, []).append(bucket)
+        return list(found.values())
 
-    def sync_from_master(self, *, gathers: bool = True) -> None:
-        """Let modules see master weights that were drawn or loaded.
+    def overwrite(
+        self, copies: Sequence[Bucket], flat: Tensor, dp: Axis, tp: Axis, ties: Mapping[str, Axis], source: int = 0
+    ) -> None:
+        """Make one rank's values the master weights and weight shards of every rank.  A collective call.
 
         Args:
-            gathers: take the weights that other ranks own from them; False where they are there already.
+            copies: one of `distinct_buckets`.
+            flat: its whole values, fp32 [padded].
+            dp, tp: whose ranks must be equal; tp for what each of its ranks holds whole.
+            ties: by logical name of a tied parameter, the ranks that hold a copy.
+            source: the data-parallel rank whose values count.
+        """
+        layout = copies[0].layout
+        broadcast(flat, dp, source).wait()
+        for whole, run in layout.runs(lambda info: info.spec.split is None):
+            if whole:
+                broadcast(flat[run.start : run.stop], tp).wait()
+        if layout.tied and layout.tie in ties:
+            broadcast(flat, ties[layout.tie]).wait()
+        for bucket in copies:
+            mine = flat[bucket.owned.start : bucket.owned.stop]
+            bucket.write(bucket.master, bucket.owned, mine)
+            if bucket.master is not bucket.weight_shard:
+                bucket.write(bucket.weight_shard, bucket.owned, mine)
+
+    def sync_from_master(self, *, gathers: bool = True) -> None:
+        """Let modules see master weights that were initialised or loaded.
+
+        Args:
+            gathers: take the weights that other ranks own from them; False where `weights` holds them already.
         """
         self._originals.clear()
-        self._deferred.clear()
         for bucket in self.buckets:
             if bucket.master is not bucket.weight_shard:
                 bucket.write(bucket.weight_shard, bucket.owned, bucket.read(bucket.master, bucket.owned))
@@ -220,80 +223,64 @@ class ShardedParameters:
             self.gatherer.forget()
 
     def absent_gradient_bytes(self) -> int:
-        """Of the bytes in `memory_bytes`, those of gradients of which none has come yet in this step."""
+        """Of the bytes in `memory_bytes`, those of gradients that are not allocated yet in this step."""
         return sum(bucket.full_gradient_bytes for bucket in self.buckets if bucket.full_gradient is None)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state at the end of a step, by kind and, but for the device, place."""
+        """Bytes of model state at the end of a step, by kind and, but for the device, location."""
         sizes: Counter[str] = Counter(parameters=0, gradients=0, gather_buffers=0)
         for bucket in self.buckets:
             if bucket.keeps_weights:
                 sizes["parameters"] += bucket.weights.nbytes
             else:
-                sizes[_at("parameters", bucket.weight_shard.place)] += bucket.weight_shard.nbytes
+                sizes[memory_kind("parameters", bucket.weight_shard.location)] += bucket.weight_shard.nbytes
             if bucket.master is not bucket.weight_shard:
-                sizes[_at("parameters", bucket.master.place)] += bucket.master.nbytes
+                sizes[memory_kind("parameters", bucket.master.location)] += bucket.master.nbytes
             sizes["gradients"] += bucket.full_gradient_bytes
             if not bucket.reduces_in_place:
-                place = "device" if bucket.master.place == "device" else "host"
-                sizes[_at("gradients", place)] += bucket.gradient.nbytes
+                on_device = bucket.master.location == "device"
+                sizes[memory_kind("gradients", "device" if on_device else "host")] += bucket.gradient.nbytes
         sizes["gather_buffers"] += sum(buffer.nbytes for buffer in self.gather_buffers.values())
         if self.gatherer is not None:
             sizes["gather_buffers"] += self.gatherer.staging_bytes()
         return dict(sizes)
 
 
-def _at(kind: str, place: str) -> str:
-    """Key of a kind of memory at a place: `optimizer` on the device, `optimizer on host` elsewhere."""
-    return kind if place == "device" else f"{kind} on {place}"
+def memory_kind(kind: str, location: Location) -> str:
+    """Key of a kind of memory in a location: `optimizer` on the device, `optimizer on host` elsewhere."""
+    return kind if location == "device" else f"{kind} on {location}"
 
 
-def _assign(
-    units: Sequence[Unit], described: Sequence[Described], resident_elements: int
-) -> tuple[list[ParamInfo], set[str]]:
-    """What each parameter is to its bucket, and the names of those that need a gather buffer of their own."""
+def _describe_parameters(
+    units: Sequence[Unit], described: Sequence[Described], persistent_elements: int
+) -> list[ParamInfo]:
+    """What each parameter is to its bucket."""
     users: dict[int, list[int]] = {}
     for index, unit in enumerate(units):
-        for part, key in unit.places:
+        for part, key in unit.attributes:
             uses = users.setdefault(id(part._parameters[key]), [])
             if index not in uses:
                 uses.append(index)
-    infos, alone = [], set()
+    infos = []
     for one in described:
         used_by = users.get(id(one.parameter))
         if not used_by:
             raise ValueError(f"parameter {one.name} belongs to no unit; every parameter must lie in one of the units")
         if not one.parameter.is_floating_point():
             raise ValueError(f"parameter {one.name} is {one.parameter.dtype}; only floating-point parameters can train")
-        shape = tuple(one.parameter.shape)
-        persistent = numel(shape) <= resident_elements
-        if not persistent and (len(used_by) > 1 or units[used_by[0]].spans_others):
-            alone.add(one.name)
-        first = used_by[0]
+        shape, first = tuple(one.parameter.shape), units[used_by[0]]
+        persistent = numel(shape) <= persistent_elements
         infos.append(
             ParamInfo(
-                one.name, shape, one.spec, first, units[first].chunk, one.group, one.parameter.requires_grad, persistent,
-                one.name in alone,
+                name=one.name,
+                shape=shape,
+                spec=one.spec,
+                unit=used_by[0],
+                chunk=first.chunk,
+                group=one.group,
+                trains=one.parameter.requires_grad,
+                persistent=persistent,
+                alone=not persistent and (len(used_by) > 1 or first.spans_others),
             )
-        )  # fmt: skip
-    return infos, alone
-
-
-def _buffer_key(layout: BucketLayout, policy: GatherPolicy, starts: Sequence[int], alone: set[str]) -> str:
-    """Which gather buffer a bucket comes to."""
-    kind = "" if layout.trains else " frozen"
-    if layout.tied or policy == "step" or layout.slots[0].info.name in alone:
-        return layout.name
-    place = layout.unit - starts[layout.unit]
-    return (f"unit {place} of any chunk" if policy == "chunk" else f"unit {place % 2} of two") + kind
-
-
-def _make_gather_buffers(
-    layouts: Sequence[BucketLayout], keys: Mapping[str, str], policy: ShardingPolicy
-) -> dict[str, Tensor]:
-    sizes: dict[str, int] = {}
-    for layout in layouts:
-        if layout.name in keys:
-            key = keys[layout.name]
-            sizes[key] = max(sizes.get(key, 0), layout.padded_numel)
-    return {key: torch.zeros(size, dtype=policy.dtype, device=policy.device) for key, size in sizes.items()}
+        )
+    return infos

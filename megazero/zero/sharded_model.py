@@ -2,7 +2,7 @@
 
 begin_step -> backward passes, gradients reduced as they come -> finish_gradients
            -> square_sum (every rank's share; the engine sums it over the world with what else it wants to know)
-           -> update: overflow? skip : unscale and clip and step -> publish -> adapt the loss scale
+           -> update: overflow? skip : unscale and clip and step -> all_gather_weights -> adapt the loss scale
 """
 
 from __future__ import annotations
@@ -11,43 +11,42 @@ from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.bucket import ShardingPolicy
+from megazero.zero.auto_offload import without_auto
+from megazero.zero.gradient_sums import gradient_square_sum, sum_over_replicas, sum_partial_over_tp, sum_tied
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
-from megazero.zero.offload import OffloadPlan, without_auto
+from megazero.zero.offload import OffloadPlan
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
+from megazero.zero.policy import DTYPES, ShardingPolicy
 from megazero.zero.state import ShardedState
 from megazero.zero.units import Described, Unit
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class ShardedModel:
-    """What one rank keeps of a model, and how it is stepped.
+    """What one rank holds of a model, and how it is stepped.
 
     Args:
         units: see `ShardedParameters`.
         described: every parameter once, in forward order, with its optimizer group.
-        state: the rank's place.
+        state: the rank's coordinates and groups.
         zero, precision: the sections of a configuration.
         recipe: makes the optimizer.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
-        wgrad_queues: by name of a parameter, what brings its chunk's weight gradients past autograd.
+        wgrad_queues: by name of a parameter, the queue that takes its chunk's weight gradients past autograd.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
-        skipped_steps: updates that were left out for an overflow.
+        skipped_steps: updates that were skipped for an overflow.
 
     Raises:
-        ValueError, StorageError: on every rank, the configuration cannot be kept here.
+        ValueError, StorageError: on every rank, the configuration does not fit this machine.
     """
 
     def __init__(
@@ -75,8 +74,7 @@ class ShardedModel:
         )
         elements = sum(one.parameter.numel() for one in described)
         moments = len(recipe.states)
-        where = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
-        self.offload = where
+        self.offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
         self.parameters = ShardedParameters(
             units,
             described,
@@ -84,14 +82,12 @@ class ShardedModel:
             bucket_bytes=zero.bucket_bytes,
             ties=ties,
             gather_policy=zero.gather_policy,
-            resident_elements=zero.resident_elements,
-            offload=OffloadPlan(where, moments, state.rank, state.world),
+            persistent_elements=zero.resident_elements,
+            offload=OffloadPlan(self.offload, moments, state.rank, state.world),
         )
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         self.reducer = GradientReducer(
             self.parameters.buckets,
-            state.tp,
-            ties,
             every_micro_batch=zero.reduce == "micro_batch",
             reduce_dtype=DTYPES[precision.reduce_dtype],
         )
@@ -113,7 +109,7 @@ class ShardedModel:
 
     @property
     def skipped_steps(self) -> int:
-        """Updates that were left out for an overflow."""
+        """Updates that were skipped for an overflow."""
         return 0 if self.scaler is None else self.scaler.skipped_steps
 
     def begin_step(self, micro_batches: int) -> None:
@@ -123,18 +119,22 @@ class ShardedModel:
 
     def finish_gradients(self) -> None:
         """Have the whole step's gradients, times `scale`, in the buckets."""
+        buckets = self.reducer.buckets
         self.reducer.finish()
+        sum_over_replicas(buckets)
+        sum_partial_over_tp(buckets, self.state.tp)
+        sum_tied(buckets, self.ties)
 
     def square_sum(self) -> Tensor:
-        """fp64 scalar: this rank's share of the squared norm of gradients times `scale`; see `GradientReducer`."""
-        return self.reducer.square_sum()
+        """fp64 scalar: this rank's share of the squared norm of gradients times `scale`; see `gradient_square_sum`."""
+        return gradient_square_sum(self.reducer.buckets, self.state.tp)
 
     def norm_of(self, square_sum: float) -> float:
         """The gradient norm, of the squared norm of scaled gradients over all ranks; not finite after an overflow."""
         return sqrt(square_sum) / self.scale if isfinite(square_sum) else square_sum
 
     def update(self, norm: float, max_norm: float) -> bool:
-        """Unscale, clip, step and publish; or, after an overflow under loss scaling, leave everything as it is.
+        """Unscale, clip, step and gather the weights; after an overflow under loss scaling change nothing.
 
         Args:
             norm: of the gradients over all ranks, as `norm_of` gives it.
@@ -157,7 +157,7 @@ class ShardedModel:
         return not overflowed
 
     def loaded(self, loss_scaler: dict[str, Any] | None, *, gathers: bool = True) -> None:
-        """Go on from what was read from a checkpoint: let modules see the master weights, and take its loss scale.
+        """Go on from a checkpoint that was read: let modules see the master weights, and take its loss scale.
 
         Args:
             loss_scaler: as the scaler's `state_dict` gave it, or None.
@@ -176,15 +176,15 @@ class ShardedModel:
         return merged
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state and of the working buffers of ZeRO, by kind; a kind off the device names its place."""
+        """Bytes of model state and of the working buffers of ZeRO, by kind; a kind off the device names its location."""
         return {
             **self.parameters.memory_bytes(),
             **self.optimizer.memory_bytes(),
-            "gradient_buffers": self.reducer.working_bytes(),
+            "gradient_buffers": self.reducer.pool.nbytes,
         }
 
     def close(self) -> None:
-        """Give back what the state holds outside memory."""
+        """Free what the state holds outside memory."""
         self.parameters.offload.close()
 
 

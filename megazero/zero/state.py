@@ -14,7 +14,7 @@ MODEL, MASTER, GRADIENT = "model", "master", "gradient"
 
 
 class ShardedState:
-    """Everything a rank keeps for its parameters.
+    """Everything a rank holds for its parameters.
 
     Args:
         buckets: this rank's buckets.
@@ -39,7 +39,7 @@ class ShardedState:
         return (MODEL,) if self.dtype(MODEL) == torch.float32 else (MODEL, MASTER)
 
     def dtype(self, kind: str) -> torch.dtype:
-        """Dtype in which a kind is kept."""
+        """Dtype of a kind."""
         return self.buckets[0].policy.dtype if kind == MODEL else torch.float32
 
     def holds(self, kind: str, bucket: Bucket) -> bool:

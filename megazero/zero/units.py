@@ -6,7 +6,7 @@
       head                      head
       scale: Parameter          Model, with `scale` alone   it is in use while the others run, and so never shares a buffer
 
-A model may say it itself: `units()` gives its modules in forward order, which together hold every parameter.
+A model may say so itself: its `units()` gives modules in forward order, which together hold every parameter.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Unit:
     """A module whose parameters are gathered for its forward and for its backward.
 
     Args:
-        module: its forward is the time for which they are needed.
-        places: (module, attribute) of each parameter that belongs to it.
+        module: the parameters are needed during its forward.
+        attributes: (module, attribute) of each parameter that belongs to it.
         chunk: the model chunk of this rank that it lies in.
         spans_others: other units run within its forward.
     """
 
     module: nn.Module
-    places: tuple[tuple[nn.Module, str], ...]
+    attributes: tuple[tuple[nn.Module, str], ...]
     chunk: int
     spans_others: bool = False
 
@@ -56,18 +56,18 @@ class Described:
 
 
 def units_of(chunks: Sequence[nn.Module]) -> list[Unit]:
-    """The units of this rank's chunks, in forward order as far as the order of attributes tells it."""
+    """The units of this rank's chunks, in forward order as far as the order of attributes shows it."""
     found = []
     for chunk, model in enumerate(chunks):
         own = getattr(model, "units", None)
         if callable(own):
-            found += [Unit(module, tuple(_places(module)), chunk) for module in own()]
+            found += [Unit(module, tuple(_attributes(module)), chunk) for module in own()]
         else:
             found += _find(model, chunk, False)
     return found
 
 
-def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for part in module.modules():
         for key, parameter in part._parameters.items():
             if parameter is not None:
@@ -82,7 +82,7 @@ def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[Unit]:
     direct = tuple((module, key) for key, parameter in module._parameters.items() if parameter is not None)
     is_container = isinstance(module, _CONTAINERS)
     if not has_container and not is_container and (is_element or direct):
-        yield Unit(module, tuple(_places(module)), chunk)
+        yield Unit(module, tuple(_attributes(module)), chunk)
         return
     if direct:
         yield Unit(module, direct, chunk, spans_others=True)
@@ -91,7 +91,7 @@ def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[Unit]:
 
 
 def describe(model: nn.Module) -> Iterator[Described]:
-    """Every parameter of a module once, in module order; what a module's `specs` does not tell is held whole."""
+    """Every parameter of a module once, in module order; one that `specs` does not name is whole on every tp rank."""
     seen: set[int] = set()
     for prefix, part in model.named_modules():
         specs = getattr(part, "specs", {})

@@ -1,7 +1,7 @@
-"""Models too large for one host: parameters without memory, which remember how they were to be initialised.
+"""Models too large for one host: parameters without memory, which record how they are initialised.
 
-    with zero.Init():                       torch.empty / ones / randn ...   -> remembered, and the memory is given back
-        model = Net()                       uniform_, normal_, fill_ ...     -> remembered, parameter by parameter
+    with zero.Init():                       torch.empty / ones / randn ...   -> recorded, and the memory is freed
+        model = Net()                       uniform_, normal_, fill_ ...     -> recorded, parameter by parameter
     initialize(model=model, ...)            each parameter is replayed alone, cut to its shard, and forgotten
 
 A replay is seeded by (seed, name of the parameter), so that the initial weights are the same on every shape.  Buffers are
@@ -10,7 +10,7 @@ built as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,20 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megazero.layers.counter_rng import derive_key
+from megazero.zero.parameters import DeferredValues
+from megazero.zero.units import Described
 
 _FACTORIES = {
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "randn",
-    "rand",
-    "normal",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "eye",
-}
+    "empty", "zeros", "ones", "full", "randn", "rand", "normal", "empty_like", "zeros_like", "ones_like", "eye",
+}  # fmt: skip
 _METADATA = {
     "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "stride",
     "get_device", "__len__", "__repr__", "__hash__", "__format__", "requires_grad_", "is_contiguous",
@@ -52,24 +44,24 @@ class _History:
 
 @dataclass(frozen=True)
 class _Result:
-    """Stands in a history for what an earlier step gave; 0 is the parameter."""
+    """The result of an earlier step of a history; 0 is the parameter."""
 
     number: int
 
 
 class MetaParameter(nn.Parameter):
-    """A parameter on the meta device that remembers what is done to it."""
+    """A parameter on the meta device that records what is done to it."""
 
     history: _History
     number: int
 
     @staticmethod
     def of(parameter: nn.Parameter, make: Callable[[], Tensor]) -> MetaParameter:
-        """Give a parameter's memory back.
+        """The same parameter without memory.
 
         Args:
             parameter: as its module made it.
-            make: makes its values at that time anew.
+            make: makes the values that it has now once more.
         """
         return _proxy(parameter.data.to("meta"), _History(make), 0, parameter.requires_grad)
 
@@ -91,12 +83,12 @@ class MetaParameter(nn.Parameter):
                 )
             history = next(iter(histories.values())).history
             number = len(history.steps) + 1
-            history.steps.append((func, tree_map(_remember, args), tree_map(_remember, kwargs), number))
+            history.steps.append((func, tree_map(_record, args), tree_map(_record, kwargs), number))
             with torch.no_grad():
                 result = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
             target = args[0] if args else None
             if isinstance(target, cls) and name.endswith("_") and not name.endswith("__"):
-                return target  # in place: the same object goes on
+                return target  # in place: the same object
             return tree_map(
                 lambda value: _proxy(value, history, number, False) if isinstance(value, Tensor) else value, result
             )
@@ -121,13 +113,29 @@ class MetaParameter(nn.Parameter):
         return values
 
 
+def deferred_values(described: Sequence[Described], seed: int) -> DeferredValues:
+    """Replays the parameters of a model that were built under `Init`, each once.
+
+    Args:
+        described: every parameter of the model.
+        seed: of the run.
+    """
+    recorded = {one.name: one.parameter for one in described if isinstance(one.parameter, MetaParameter)}
+
+    def replay(name: str) -> Tensor | None:
+        parameter = recorded.pop(name, None)
+        return None if parameter is None else parameter.replay(seed, name)
+
+    return replay
+
+
 def _proxy(meta: Tensor, history: _History, number: int, requires_grad: bool) -> MetaParameter:
     made: MetaParameter = torch.Tensor._make_subclass(MetaParameter, meta.detach(), requires_grad)
     made.history, made.number = history, number
     return made
 
 
-def _remember(value: Any) -> Any:
+def _record(value: Any) -> Any:
     return _Result(value.number) if isinstance(value, MetaParameter) else value
 
 
@@ -150,7 +158,7 @@ class Init(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._made and getattr(func, "__name__", "") not in _HARMLESS:
-            for leaf in tree_leaves((args, kwargs)):  # it may get other values than it was made with
+            for leaf in tree_leaves((args, kwargs)):  # its values may change after it was made
                 if isinstance(leaf, Tensor) and not isinstance(leaf, MetaParameter):
                     self._made.pop(_storage_of(leaf), None)
         result = func(*args, **kwargs)
@@ -180,12 +188,12 @@ class Init(TorchFunctionMode):
             return parameter
         made = self._made.get(_storage_of(parameter))
         if made is None or made[0]._version > 0:
-            values = parameter.detach().clone()  # computed by other means: they have to be kept
+            values = parameter.detach().clone()  # computed by other means: they must stay in memory
             return MetaParameter.of(parameter, values.clone)
         return MetaParameter.of(parameter, made[1])
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Identity of a tensor's memory; 0 where it has none of the usual kind.  Asked past every mode."""
+    """Identity of a tensor's memory; 0 where it has none of the usual kind.  No mode sees the call."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0

@@ -10,9 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import all_gather, broadcast
+from megazero.comm.collectives import all_gather
 from megazero.zero.bucket import Bucket
-from megazero.zero.gradients import tie_of
 from megazero.zero.param_proxy import UngatheredParameter
 from megazero.zero.sharded_model import ShardedModel
 
@@ -50,46 +49,36 @@ def gathered_parameters(
         raise ValueError(f"modifier_rank={modifier_rank} must be one of the {dp.size} data-parallel ranks")
     asked = [names] if isinstance(names, str) else names
     found = dict(_find(model, _aliases(engine), asked))
-    elsewhere = [name for name, (bucket, _) in found.items() if bucket.layout.tied and tie_of(bucket) in model.ties]
+    elsewhere = [name for name, (bucket, _) in found.items() if bucket.layout.tied and bucket.layout.tie in model.ties]
     if modifier_rank is not None and names is not None and elsewhere:
         raise ValueError(f"{elsewhere[0]} has a copy on another stage; edit it with names=None, on all ranks")
-    flats: dict[str, Tensor] = {}
+    copies_of = {bucket: copies for copies in model.parameters.distinct_buckets() for bucket in copies}
+    flats: dict[Bucket, Tensor] = {}  # by the first of this rank's copies
     whole = {}
     for name, (bucket, index) in found.items():
-        slot, key = bucket.layout.slots[index], _key(bucket)
-        if key not in flats:
-            flats[key] = _whole(bucket)
-        whole[name] = flats[key][slot.start : slot.stop].view(slot.info.shape)
+        slot, first = bucket.layout.slots[index], copies_of[bucket][0]
+        if first not in flats:
+            flats[first] = _whole(bucket)
+        whole[name] = flats[first][slot.start : slot.stop].view(slot.info.shape)
     yield whole
     if modifier_rank is None:
         return
-    copies: dict[str, list[Bucket]] = {}
-    for bucket in model.parameters.buckets:
-        copies.setdefault(_key(bucket), []).append(bucket)
-    # Holders of tied parameters meet them in different orders of their own; names are one order for all.
-    for key in sorted(flats, key=lambda key: tie_of(copies[key][0]) if copies[key][0].layout.tied else ""):
-        flat, bucket = flats[key], copies[key][0]
-        broadcast(flat, dp, modifier_rank).wait()
-        for is_whole, run in bucket.layout.runs(lambda info: info.spec.split is None):
-            if is_whole:  # every rank of tp holds a copy
-                broadcast(flat[run.start : run.stop], model.state.tp).wait()
-        if bucket.layout.tied and tie_of(bucket) in model.ties:
-            broadcast(flat, model.ties[tie_of(bucket)]).wait()
-        for one in copies[key]:
-            model.parameters.overwrite(one, flat)
+    for copies in model.parameters.distinct_buckets():
+        if copies[0] in flats:
+            model.parameters.overwrite(copies, flats[copies[0]], dp, model.state.tp, model.ties, modifier_rank)
     model.parameters.all_gather_weights()
 
 
 def _aliases(engine: HasModel) -> dict[str, str]:
-    """Every name of a parameter in the module, a tied one's others too, with the name it is kept under."""
-    module, kept = getattr(engine, "module", None), engine.sharded_model.names
+    """Every name of a parameter in the module, a tied one's others too, with the name that its bucket knows."""
+    module, names = getattr(engine, "module", None), engine.sharded_model.names
     if module is None:
         return {}
     real = {
         name: one.stands_for if isinstance(one, UngatheredParameter) else one
         for name, one in module.named_parameters(remove_duplicate=False)
     }
-    return {name: kept[id(one)] for name, one in real.items() if id(one) in kept}
+    return {name: names[id(one)] for name, one in real.items() if id(one) in names}
 
 
 def _find(
@@ -108,11 +97,6 @@ def _find(
                 f"{name} is no parameter of this rank's model" + f"; near it are {', '.join(close)}" * bool(close)
             )
         yield name, home[name]
-
-
-def _key(bucket: Bucket) -> str:
-    """What this rank's copies of a tied weight have in common; any other bucket's own name."""
-    return f"tied {tie_of(bucket)}" if bucket.layout.tied else bucket.layout.name
 
 
 def _whole(bucket: Bucket) -> Tensor:

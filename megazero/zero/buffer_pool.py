@@ -1,0 +1,55 @@
+"""Working buffers, used again and again: the allocator is not asked for large blocks within a step.
+
+acquire(numel, dtype)  ->  a free buffer of this size and dtype, or a new one
+release(buffer)        ->  free for the next acquire
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class BufferPool:
+    """Buffers of one device, by size and dtype.
+
+    Args:
+        device: where the buffers lie.
+        pinned: page-lock them; for buffers on the host that a GPU reads or writes.
+    """
+
+    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
+        self._device, self._pinned = device, pinned
+        self._free: list[Tensor] = []
+        self._in_use: dict[int, tuple[int, bool]] = {}  # by address: bytes, and whether it is free again after its use
+
+    def acquire(self, numel: int, dtype: torch.dtype, *, or_larger: bool = False, reusable: bool = True) -> Tensor:
+        """A flat buffer; its content is undefined.
+
+        Args:
+            numel, dtype: of the buffer.
+            or_larger: a larger free buffer will do.
+            reusable: False for a size that is not asked for again soon: a new buffer, which `release` forgets.
+        """
+        fitting = [
+            index
+            for index, free in enumerate(self._free)
+            if free.dtype == dtype and (free.numel() == numel or (or_larger and free.numel() > numel))
+        ]
+        if fitting and reusable:
+            buffer = self._free.pop(fitting[-1])
+        else:
+            buffer = torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
+        self._in_use[buffer.data_ptr()] = (buffer.nbytes, reusable)
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        """Take a buffer back, as `acquire` gave it."""
+        _, is_reusable = self._in_use.pop(buffer.data_ptr())
+        if is_reusable:
+            self._free.append(buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, free and in use."""
+        return sum(buffer.nbytes for buffer in self._free) + sum(nbytes for nbytes, _ in self._in_use.values())

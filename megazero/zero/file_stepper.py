@@ -1,0 +1,119 @@
+"""Steps optimizer state that lies in a file, part by part, through three sets of buffers.
+
+set 0   read part 0 | step 0  | write 0 | read 3  ...
+set 1               | read 1  | step 1  | write 1 ...      one set is read, one stepped, one written
+set 2                         | read 2  | step 2  ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megazero.zero.bucket import Bucket, Run
+from megazero.zero.offload import Offload
+from megazero.zero.storage import FlatArray, PendingCopy
+
+
+@dataclass(eq=False)
+class Part:
+    """Elements of one bucket that one optimizer group steps.
+
+    Args:
+        bucket, run: the elements.
+        group: of the optimizer.
+        parameter: their master weights, as the optimizer sees them.
+        arrays: their element-wise state by name, where it lies in a file.
+    """
+
+    bucket: Bucket
+    run: Run
+    group: int
+    parameter: nn.Parameter
+    arrays: dict[str, FlatArray] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.run.stop - self.run.start
+
+
+class FileStepper:
+    """Brings parts from the file to memory and back.
+
+    Args:
+        parts: all parts; those in a file are picked.
+        states: names of the element-wise state.
+        offload: has the file.
+    """
+
+    def __init__(self, parts: Sequence[Part], states: Sequence[str], offload: Offload) -> None:
+        self._parts = [part for part in parts if part.bucket.master.location == "file"]
+        self._states = tuple(states)
+        for part in self._parts:
+            part.arrays = {name: offload.moment(part.numel) for name in states}
+        largest = max((part.numel for part in self._parts), default=0)
+        count = min(3, len(self._parts))
+        self._sets = [{name: torch.zeros(largest) for name in ("master", *states)} for _ in range(count)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
+
+    def step(self, step_parts: Callable[[Sequence[Part]], None], optimizer: torch.optim.Optimizer) -> None:
+        """Step every part.
+
+        Args:
+            step_parts: steps parts whose parameters and state are in memory.
+            optimizer: its state is bound to the buffers meanwhile.
+
+        Raises:
+            StorageError: the file could not be read or written.
+        """
+        reading = [self._read(0)] if self._parts else []
+        writing: list[list[PendingCopy]] = []
+        for index, part in enumerate(self._parts):
+            if len(writing) > 1:  # the set that the next part is read into
+                _wait(writing.pop(0))
+            if index + 1 < len(self._parts):
+                reading.append(self._read(index + 1))
+            _wait(reading.pop(0))
+            buffers = {name: buffer[: part.numel] for name, buffer in self._sets[index % len(self._sets)].items()}
+            part.parameter.data = buffers["master"]
+            state = optimizer.state[part.parameter]
+            is_new = not state
+            if not is_new:
+                state.update({name: buffers[name] for name in self._states})
+            step_parts([part])
+            if is_new:  # the optimizer has made its state itself
+                for name in self._states:
+                    buffers[name].copy_(state[name])
+            for name in self._states:
+                state[name] = torch.empty(0)
+            part.parameter.data = torch.empty(0)
+            writing.append(self._write(part, buffers))
+        for copies in writing:
+            _wait(copies)
+
+    def _read(self, index: int) -> list[PendingCopy]:
+        part, buffers = self._parts[index], self._sets[index % len(self._sets)]
+        start = part.run.start - part.bucket.owned.start
+        copies = [part.bucket.master.start_read(buffers["master"][: part.numel], start)]
+        return copies + [part.arrays[name].start_read(buffers[name][: part.numel], 0) for name in self._states]
+
+    def _write(self, part: Part, buffers: dict[str, Tensor]) -> list[PendingCopy]:
+        start = part.run.start - part.bucket.owned.start
+        copies = [part.bucket.master.start_write(start, buffers["master"])]
+        copies += [part.arrays[name].start_write(0, buffers[name]) for name in self._states]
+        if part.bucket.weight_shard is not part.bucket.master:
+            copies.append(part.bucket.weight_shard.start_write(start, buffers["master"]))
+        return copies
+
+
+def _wait(copies: Sequence[PendingCopy]) -> None:
+    for copy in copies:
+        copy.wait()

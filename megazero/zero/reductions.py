@@ -1,0 +1,149 @@
+"""The reductions that are under way: a bucket's whole gradients go in, the bucket's own part comes out.
+
+full [padded] --reduce_dtype--> all-reduce (stage 0) or reduce-scatter over the shard axis --> result [owned]
+result --set or add--> bucket.gradient, on the device, or on the host where the optimizer state is offloaded
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, all_reduce, arriving_elements, reduce_scatter
+from megazero.zero.bucket import Bucket
+from megazero.zero.buffer_pool import BufferPool
+
+_IN_FLIGHT = 2  # more would hide no more of the network and hold more buffers
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """One reduction under way.
+
+    Args:
+        pending: the collective.
+        bucket: whose gradient it is.
+        result: what is still to be copied to the bucket's gradient; None where the collective writes there.
+        adds: add the result instead of replacing the gradient.
+        buffers: to be released afterwards.
+    """
+
+    pending: Pending
+    bucket: Bucket
+    result: Tensor | None
+    adds: bool
+    buffers: Sequence[Tensor]
+
+
+class ReductionQueue:
+    """Starts reductions and finishes them in the order of their start, a few at a time.
+
+    Args:
+        buckets: all that will be reduced.
+        reduce_dtype: in which gradients travel.
+        pool: of working buffers.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, pool: BufferPool) -> None:
+        policy = buckets[0].policy
+        self._axis, self._all_reduces = policy.shard, policy.zero_stage == 0 or policy.shard.size == 1
+        self._dtype, self._pool = reduce_dtype, pool
+        self._largest = max(bucket.layout.padded_numel for bucket in buckets)
+        scratch = arriving_elements(self._largest, self._axis, policy.device)
+        self._needs_scratch, self._scratch_numel = scratch > 0, max(scratch, self._largest // self._axis.size)
+        self._in_flight: deque[_Reduction] = deque()
+        self._host_copies = HostGradientCopies()
+
+    def start(self, bucket: Bucket, buffer: Tensor, *, adds: bool) -> None:
+        """Start the reduction of a bucket.
+
+        Args:
+            bucket: its `gradient` gets the result.
+            buffer: begins with the bucket's whole gradients; it is released after the reduction unless the bucket keeps it.
+            adds: add the result to the gradient instead of replacing it.
+        """
+        self._finish_all_but(_IN_FLIGHT - 1)
+        full = buffer[: bucket.layout.padded_numel]
+        buffers = [] if bucket.keeps_gradients else [buffer]
+        sent = full
+        if self._dtype != full.dtype and self._axis.size > 1:
+            buffers.append(self._pool.acquire(self._largest, self._dtype))
+            sent = buffers[-1][: full.numel()].copy_(full)
+        gradient, result = bucket.gradient, None
+        if self._all_reduces:
+            pending = all_reduce(sent, self._axis)
+            if sent is not full or not bucket.reduces_in_place:
+                result = sent[bucket.owned.start : bucket.owned.stop]
+        else:
+            writes_gradient = not adds and gradient.dtype == sent.dtype and gradient.device == sent.device
+            scratch = None
+            if self._needs_scratch or not writes_gradient:
+                scratch = self._pool.acquire(self._scratch_numel, self._dtype)
+                buffers.append(scratch)
+            if scratch is not None and not writes_gradient:
+                result = scratch[: gradient.numel()]
+            pending = reduce_scatter(gradient if result is None else result, sent, self._axis, scratch)
+        self._in_flight.append(_Reduction(pending, bucket, result, adds, buffers))
+
+    def finish(self) -> None:
+        """Wait for all reductions, and for their results on the host."""
+        self._finish_all_but(0)
+        self._host_copies.finish()
+
+    def _finish_all_but(self, count: int) -> None:
+        while len(self._in_flight) > count:
+            reduction = self._in_flight.popleft()
+            reduction.pending.wait()
+            if reduction.result is not None:
+                self._host_copies.start(reduction.result, reduction.bucket.gradient, adds=reduction.adds)
+            for buffer in reduction.buffers:
+                self._pool.release(buffer)
+
+
+class HostGradientCopies:
+    """Copies results to where the optimizer steps them; from a GPU to the host, they run behind the host's back.
+
+    A copy that adds goes through page-locked memory.  It is added only when later copies are under way, so that the host
+    does not wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[Tensor, Tensor, torch.cuda.Event]] = deque()  # staging, gradient, copied
+        self._streams: set[torch.cuda.Stream] = set()  # a run that offloads nothing never waits for the device here
+        self._pool = BufferPool(torch.device("cpu"), pinned=True)
+
+    def start(self, result: Tensor, gradient: Tensor, *, adds: bool) -> None:
+        """Set a gradient to a result, or add the result to it, wherever the gradient lies."""
+        if result.device == gradient.device:
+            if adds:
+                gradient.add_(result)
+            else:
+                gradient.copy_(result)
+            return
+        stream = torch.cuda.current_stream(result.device)
+        self._streams.add(stream)
+        if not adds:
+            gradient.copy_(result, non_blocking=True)
+            return
+        staging = self._pool.acquire(result.numel(), result.dtype, or_larger=True)
+        staging[: result.numel()].copy_(result, non_blocking=True)
+        self._under_way.append((staging, gradient, stream.record_event()))
+        self._add_all_but(_IN_FLIGHT)
+
+    def finish(self) -> None:
+        """Wait until every gradient on the host is complete."""
+        self._add_all_but(0)
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams.clear()
+
+    def _add_all_but(self, count: int) -> None:
+        while len(self._under_way) > count:
+            staging, gradient, copied = self._under_way.popleft()
+            copied.synchronize()
+            gradient.add_(staging[: gradient.numel()])
+            self._pool.release(staging)
