@@ -158,25 +158,25 @@ class Folder(ABC):
         return None
 
 
-Place: TypeAlias = "str | Path | Folder"
+Location: TypeAlias = "str | Path | Folder"
 
 
-def folder_at(place: Place) -> Folder:
+def folder_at(location: Location) -> Folder:
     """The folder of a path or of an fsspec URL such as s3://bucket/run.
 
     Raises:
         ValueError: no such protocol, or its package is not installed; the message says which.
     """
-    if isinstance(place, Folder):
-        return place
-    if "://" not in str(place):
-        return LocalFolder(Path(place))
+    if isinstance(location, Folder):
+        return location
+    if "://" not in str(location):
+        return LocalFolder(Path(location))
     import fsspec
 
     try:
-        system, path = fsspec.core.url_to_fs(str(place))
+        system, path = fsspec.core.url_to_fs(str(location))
     except (ValueError, ImportError) as error:
-        raise ValueError(f"{place} cannot be used: {error}") from error
+        raise ValueError(f"{location} cannot be used: {error}") from error
     if type(system).__name__ == "LocalFileSystem":  # file://
         return LocalFolder(Path(path))
     return RemoteFolder(system, path)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.folder import Place, folder_at
+from megazero.checkpoint.folder import Location, folder_at
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json, versions
 from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
@@ -290,7 +290,7 @@ class Engine:
 
     def save(
         self,
-        place: Place,
+        place: Location,
         position: Position,
         data_fingerprint: str,
         *,
@@ -332,7 +332,7 @@ class Engine:
         else:
             saver.save(folder_at(place), trainer, files)
 
-    def load(self, place: Place, data_fingerprint: str) -> Position:
+    def load(self, place: Location, data_fingerprint: str) -> Position:
         """Take over the state that a run of any shape saved, and say how far it had come.
 
         Args:
@@ -458,7 +458,7 @@ def _names(module: nn.Module) -> list[str]:
 _FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may set anew
 
 
-def _check_origin(origin: Place, config: RunConfig, data_fingerprint: str, trainer: TrainerState) -> None:
+def _check_origin(origin: Location, config: RunConfig, data_fingerprint: str, trainer: TrainerState) -> None:
     """Make sure that a checkpoint is of this model and this data, before anything is loaded."""
     wanted = config.model.model_dump()
     changed = [
