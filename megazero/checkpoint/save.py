@@ -185,7 +185,7 @@ def _commit(task: _Task, written: _WriterResult) -> int:
             reason = f"{error}; it takes {needed:,} bytes{_free(folder)}"
             with suppress(Exception):
                 if not folder.has(MANIFEST):
-                    folder.remove_all()  # buffers for the next
+                    folder.remove_all()  # frees the space for the next one
             raise _not_written(folder, reason)
         if task.moves_latest:  # after the manifest, which decides
             _move_latest(folder)

@@ -211,7 +211,7 @@ class Saver:
     def _write(
         self, folder: Folder, write: Callable[[], int], started: float, ready: float, copied: float | None
     ) -> None:
-        """The thread's work.  Times: of the call, after waiting for the previous save, and after the copy, if there is one."""
+        """The thread's work.  Times: of the call, after waiting for the previous save, after the copy, if there is one."""
         size, error = 0, None
         try:
             size = write()
