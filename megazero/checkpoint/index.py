@@ -28,7 +28,7 @@ from megazero.checkpoint.folder import Folder, Location, folder_at
 
 FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
-_STEP = re.compile(r"step-(\d+)")
+_STEP_NAME = re.compile(r"step-\d+")
 
 
 class CheckpointError(RuntimeError):
@@ -174,18 +174,13 @@ def step_folder(root: Location, step: int) -> Folder:
 
 def is_step_name(name: str) -> bool:
     """Whether a directory's name is that of a step, like step-00000010."""
-    return _STEP.fullmatch(name) is not None
+    return _STEP_NAME.fullmatch(name) is not None
 
 
 def step_folders(root: Location) -> list[Folder]:
     """Every step directory, complete or not, in order of steps."""
     folder = folder_at(root)
-    return [folder.child(name) for name in sorted(folder.folders(), key=_step_number) if _STEP.fullmatch(name)]
-
-
-def _step_number(name: str) -> int:
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else -1
+    return sorted((folder.child(name) for name in folder.folders() if is_step_name(name)), key=step_of)
 
 
 def find_newest(root: Location) -> Folder | None:
@@ -198,7 +193,6 @@ def find_newest(root: Location) -> Folder | None:
 
 def step_of(folder: Folder) -> int:
     """10 for `step-00000010`.  Raises: ValueError for another name."""
-    match = _STEP.fullmatch(folder.name)
-    if match is None:
+    if not is_step_name(folder.name):
         raise ValueError(f"{folder.name} is not the name of a step directory, like step-00000010")
-    return int(match[1])
+    return int(folder.name.removeprefix("step-"))

@@ -224,7 +224,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of `compare_table`; where the schedule is impossible for these numbers, `figures` is None and says why not."""
+    """A row of `compare_table`; `figures` is None if the schedule is impossible for these numbers, `impossible` says why."""
 
     name: str
     chunks: int
