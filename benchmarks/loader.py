@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.data import Corpus, IndexedWriter, open_corpus
+from megazero.data import Corpus, open_corpus
+from megazero.data.writer import IndexedWriter
 from megazero.engine import BatchShare
 from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches

@@ -47,7 +47,7 @@ from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.checkpoint.verify import find_damage
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
-from megazero.data.indexed import IndexedWriter
+from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.training.loop import train
 from megazero.training.metrics import METRICS_FILE

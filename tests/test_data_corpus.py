@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data import IndexedWriter, open_corpus
+from megazero.data import open_corpus
+from megazero.data.writer import IndexedWriter
 
 
 def write_pair(prefix: Path, tokens: np.ndarray, lengths: list[int] | None = None) -> str:
@@ -88,6 +89,7 @@ def test_sources_that_cannot_serve_are_refused_by_name(tmp_path):
 
 def test_the_data_room_is_imported_without_torch_or_what_it_may_not_need():
     slow = {"torch", "tokenizers", "filelock", "multiprocessing.pool", "concurrent.futures.process"}
+    slow |= {"megazero.data.tokenize", "megazero.data.writer"}
     code = f"import sys, megazero.data; print(sorted({slow!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.data import IndexedDataset, IndexedWriter, token_dtype
+from megazero.data import IndexedDataset
+from megazero.data.writer import IndexedWriter, token_dtype
 
 DOCUMENTS = [[5, 6, 7], [], [65535], [1, 2]]
 

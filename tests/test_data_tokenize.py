@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megazero.data import IndexedDataset, build_python_stdlib, stdlib_files, tokenize_files
-from megazero.data.tokenize import Piece, _in_order, cut_into_pieces, find_files
+from megazero.data import IndexedDataset
+from megazero.data.stdlib import build_python_stdlib, stdlib_files
+from megazero.data.tokenize import Piece, _in_order, cut_into_pieces, find_files, tokenize_files
 
 EOD = 256
 
@@ -143,13 +144,13 @@ def test_the_standard_library_comes_without_suites_and_installed_packages():
 
 
 def _build_when_all_are_ready(cache_dir: Path, barrier, results) -> None:
-    import megazero.data.stdlib as room
+    from megazero.data import tokenize
 
     built = []
-    inner = room.tokenize_files
-    room.tokenize_files = lambda *args, **options: built.append(1) or inner(*args, **options)
+    inner = tokenize.tokenize_files
+    tokenize.tokenize_files = lambda *args, **options: built.append(1) or inner(*args, **options)
     barrier.wait(timeout=20)
-    results.put((str(room.build_python_stdlib(cache_dir, "byte")), len(built)))
+    results.put((str(build_python_stdlib(cache_dir, "byte")), len(built)))
 
 
 def test_of_many_processes_that_want_the_standard_library_one_builds_it(tmp_path):
@@ -178,5 +179,5 @@ def test_a_damaged_cache_is_built_again_and_a_whole_one_is_kept(tmp_path, monkey
     Path(f"{prefix}.bin").write_bytes(whole[:-1])
     assert build_python_stdlib(tmp_path, "byte") == prefix
     assert Path(f"{prefix}.bin").read_bytes() == whole
-    monkeypatch.setattr("megazero.data.stdlib.tokenize_files", None)  # a call would fail
+    monkeypatch.setattr("megazero.data.tokenize.tokenize_files", None)  # a call would fail
     assert build_python_stdlib(tmp_path, "byte") == prefix

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from megazero.cli import app
 from megazero.config import load_config
 from megazero.config.document import to_markdown
-from megazero.data import tokenize_files
+from megazero.data.tokenize import tokenize_files
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

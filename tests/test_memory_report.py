@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megazero.cli import app
 from megazero.tools.live_memory import START, live_memory
-from megazero.tools.memory_formula import Keeping, sent_bytes, state_bytes, state_terms, state_text
+from megazero.tools.memory_formula import StateFormula, state_bytes, state_text
 from megazero.tools.memory_report import ReportRequest, plan
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "zero_memory_report.py"
@@ -153,15 +153,15 @@ def test_a_number_of_ranks_that_is_not_the_started_one_is_refused() -> None:
 # Formulas
 
 
-def _keeping(stage: int, **changes: Any) -> Keeping:
+def _formula(stage: int, **changes: Any) -> StateFormula:
     usual = {"shards": 4, "weight_bytes": 2, "accumulate_bytes": 4, "reduce_bytes": 4, "moments": 2, "micro_batches": 1}
-    return Keeping(**{"stage": stage, **usual, "reduces_each": True, "gathers_each": True, **changes})
+    return StateFormula(**{"stage": stage, **usual, "reduces_each": True, "gathers_each": True, **changes})
 
 
 @pytest.mark.parametrize(("stage", "paper"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_formula_gives_the_papers_figure_1(stage: int, paper: float) -> None:
     """7.5 billion parameters on 64 ranks, in GB; the paper's gradients have 2 bytes, and no fp32 copy beside them."""
-    terms = state_terms(_keeping(stage, shards=64), offloads=False)
+    terms = _formula(stage, shards=64).state_terms(offloads=False)
     gradients = 4 if stage < 2 else 4 / 64
     papers = 2 if stage < 2 else 2 / 64
     found = state_bytes(terms, 7_500_000_000, 64, on_device=True) / 1e9
@@ -169,22 +169,22 @@ def test_the_formula_gives_the_papers_figure_1(stage: int, paper: float) -> None
 
 
 def test_the_formula_reads_as_a_sum() -> None:
-    assert state_text(state_terms(_keeping(1), offloads=False), 4) == "6N + 12N/4"
-    assert state_text(state_terms(_keeping(1), offloads=True), 4) == "6N + [16N/4]"
-    assert state_text(state_terms(_keeping(3, weight_bytes=4), offloads=False), 4) == "16N/4"
-    assert state_text(state_terms(_keeping(2, shards=1), offloads=False), 1) == "18N"
-    assert state_text(state_terms(_keeping(2, shards=1), offloads=True), 1) == "2N + [16N]"
-    assert state_text(state_terms(_keeping(0, accumulate_bytes=2), offloads=False), 4) == "20N"
+    assert state_text(_formula(1).state_terms(offloads=False), 4) == "6N + 12N/4"
+    assert state_text(_formula(1).state_terms(offloads=True), 4) == "6N + [16N/4]"
+    assert state_text(_formula(3, weight_bytes=4).state_terms(offloads=False), 4) == "16N/4"
+    assert state_text(_formula(2, shards=1).state_terms(offloads=False), 1) == "18N"
+    assert state_text(_formula(2, shards=1).state_terms(offloads=True), 1) == "2N + [16N]"
+    assert state_text(_formula(0, accumulate_bytes=2).state_terms(offloads=False), 4) == "20N"
 
 
 def test_traffic_grows_with_micro_batches_where_it_must() -> None:
     """(G + 1) N and 3 G N, less what is done once per step."""
     for stage, given in ((0, 2), (1, 2), (2, 5), (3, 12)):
-        keeping = _keeping(stage, weight_bytes=4, micro_batches=4)
-        assert sent_bytes(keeping, 100) == given * 4 * 100 * 3 / 4
-    once = _keeping(3, weight_bytes=4, micro_batches=4, reduces_each=False, gathers_each=False)
-    assert sent_bytes(once, 100) == 2 * 4 * 100 * 3 / 4
-    assert sent_bytes(_keeping(0, shards=1), 100) == 0
+        formula = _formula(stage, weight_bytes=4, micro_batches=4)
+        assert formula.sent_bytes(100) == given * 4 * 100 * 3 / 4
+    once = _formula(3, weight_bytes=4, micro_batches=4, reduces_each=False, gathers_each=False)
+    assert once.sent_bytes(100) == 2 * 4 * 100 * 3 / 4
+    assert _formula(0, shards=1).sent_bytes(100) == 0
 
 
 def test_live_memory_is_that_of_the_last_step() -> None:

@@ -24,7 +24,7 @@ from megazero.checkpoint.index import (
     to_json,
     write_manifest,
 )
-from megazero.checkpoint.retention import Retention, kept_steps, prune, reading, set_aside
+from megazero.checkpoint.retention import Retention, kept_steps, mark_damaged, prune, reading
 from megazero.checkpoint.verify import find_damage
 
 
@@ -179,9 +179,9 @@ def test_a_crash_while_pruning_leaves_only_whole_checkpoints(
     assert [folder.name for folder in step_folders(tmp_path)] == ["step-00000003"]
 
 
-def test_what_is_set_aside_no_longer_counts_but_is_still_there(tmp_path: Path) -> None:
+def test_what_is_mark_damaged_no_longer_counts_but_is_still_there(tmp_path: Path) -> None:
     for step in (1, 2):
         _write(tmp_path, step)
-    set_aside(step_folder(tmp_path, 2))
+    mark_damaged(step_folder(tmp_path, 2))
     assert find_newest(tmp_path) == step_folder(tmp_path, 1)
     assert step_folder(tmp_path, 2).has("model-00001-of-00001.safetensors")

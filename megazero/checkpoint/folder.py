@@ -1,10 +1,10 @@
-"""Where files lie: a directory of a local or shared file system, or a prefix of an object store.
+"""Folders of files: a directory of a local or shared file system, or a prefix of an object store.
 
-    folder_at("runs/a/checkpoints")      LocalFolder     written beside, flushed to disk, renamed into place; read by mapping
-    folder_at("s3://bucket/run")         RemoteFolder    any fsspec URL; an object appears whole when it has been uploaded
+    folder_at("runs/a/checkpoints")      LocalFolder     written under another name, flushed, renamed; read by mapping
+    folder_at("s3://bucket/run")         RemoteFolder    any fsspec URL; an object appears when it has been uploaded
 
-Either way a name is there with all its bytes or not there; nothing relies on renaming a directory.  (fsspec's memory://
-shows files as they grow; there, too, the manifest comes last.)
+Either way a file appears under its name with all its bytes or not at all, and nothing relies on renaming a directory.
+(fsspec's memory:// shows files as they grow; there, too, the manifest is written last.)
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import xxhash
 from torch import Tensor
 
 _READ_BYTES = 1 << 22
-_WRITE_BYTES = 1 << 23  # so many at a time are handed to the disk
+_WRITE_BYTES = 1 << 23  # after each so many bytes the disk begins to write
 _PARTIAL = ".partial"
 
 
 class Output:
-    """A file under way, hashed as it is written.  It appears under its name when it is finished, and not before.
+    """A file that is being written, and hashed on the way.  It appears under its name when it is finished, not before.
 
     Attributes:
         bytes: written so far.
@@ -53,19 +53,19 @@ class Output:
         self._file.close()
 
     def abandon(self) -> None:
-        """Leave nothing behind; never raises."""
+        """Remove what was written; never raises."""
 
 
 class Input(ABC):
-    """A file that is read in parts."""
+    """A file that can be read in parts."""
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
-        """Bytes [start, stop) as uint8 [stop - start]; not to be written to.  Raises: OSError."""
+        """Bytes [start, stop) as uint8 [stop - start]; read-only.  Raises: OSError."""
 
 
 class Folder(ABC):
-    """Files by name, and folders within.  Everything raises OSError where the storage refuses."""
+    """Files and folders by name.  Every method raises OSError if the storage refuses."""
 
     @property
     @abstractmethod
@@ -84,36 +84,32 @@ class Folder(ABC):
 
     @abstractmethod
     def child(self, name: str) -> Folder:
-        """The folder of that name within this one, whether it is there or not."""
+        """The folder of that name within this one; it need not exist."""
 
     @property
     @abstractmethod
     def parent(self) -> Folder:
-        """The folder that this one lies in."""
+        """The folder that holds this one."""
 
     @abstractmethod
     def make(self) -> None:
-        """Make it and what it lies in, where that is needed."""
+        """Make it and its parents, if they do not exist."""
 
     @abstractmethod
-    def files(self) -> list[str]:
-        """Names of the files directly within, sorted; none where the folder is not there."""
-
-    @abstractmethod
-    def folders(self) -> list[str]:
-        """Names of the folders directly within, sorted; none where the folder is not there."""
+    def _entries(self) -> list[tuple[str, bool]]:
+        """(name, whether it is a folder) of everything directly within; empty if the folder does not exist."""
 
     @abstractmethod
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where it is not there."""
+        """Bytes of a file; None if it does not exist."""
 
     @abstractmethod
     def create(self, name: str) -> Output:
-        """Begin a file; one that is there is replaced when the new one is finished."""
+        """Begin a file; an existing one is replaced when the new one is finished."""
 
     @abstractmethod
     def open(self, name: str) -> Input:
-        """A file to read from.  Raises: FileNotFoundError."""
+        """Open a file for reading.  Raises: FileNotFoundError."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -125,14 +121,14 @@ class Folder(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; one that is not there is no error."""
+        """Remove a file, if it exists."""
 
     @abstractmethod
     def remove_all(self) -> None:
-        """Remove the folder with all it holds; one that is not there is no error."""
+        """Remove the folder with all its contents, if it exists."""
 
     def write(self, name: str, data: bytes) -> Output:
-        """A small file at once; its size and hash are in what is returned."""
+        """Write a small file at once; the result has its size and hash."""
         output = self.create(name)
         try:
             output.write(data)
@@ -142,8 +138,16 @@ class Folder(ABC):
             raise
         return output
 
+    def files(self) -> list[str]:
+        """Names of the files directly within, sorted; empty if the folder does not exist."""
+        return sorted(name for name, is_folder in self._entries() if not is_folder)
+
+    def folders(self) -> list[str]:
+        """Names of the folders directly within, sorted; empty if the folder does not exist."""
+        return sorted(name for name, is_folder in self._entries() if is_folder)
+
     def has(self, name: str) -> bool:
-        """Whether a file is there."""
+        """Whether a file exists."""
         return self.size(name) is not None
 
     def hash(self, name: str) -> str:
@@ -154,29 +158,29 @@ class Folder(ABC):
         return digest.hexdigest()
 
     def free_bytes(self) -> int | None:
-        """Room that is left; None where the storage does not tell."""
+        """Free space in bytes; None if the storage does not say."""
         return None
 
 
-Place: TypeAlias = "str | Path | Folder"
+Location: TypeAlias = "str | Path | Folder"
 
 
-def folder_at(place: Place) -> Folder:
+def folder_at(location: Location) -> Folder:
     """The folder of a path or of an fsspec URL such as s3://bucket/run.
 
     Raises:
         ValueError: no such protocol, or its package is not installed; the message says which.
     """
-    if isinstance(place, Folder):
-        return place
-    if "://" not in str(place):
-        return LocalFolder(Path(place))
+    if isinstance(location, Folder):
+        return location
+    if "://" not in str(location):
+        return LocalFolder(Path(location))
     import fsspec
 
     try:
-        system, path = fsspec.core.url_to_fs(str(place))
+        system, path = fsspec.core.url_to_fs(str(location))
     except (ValueError, ImportError) as error:
-        raise ValueError(f"{place} cannot be used: {error}") from error
+        raise ValueError(f"{location} cannot be used: {error}") from error
     if type(system).__name__ == "LocalFileSystem":  # file://
         return LocalFolder(Path(path))
     return RemoteFolder(system, path)
@@ -205,16 +209,10 @@ class LocalFolder(Folder):
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def files(self) -> list[str]:
-        return sorted(entry.name for entry in self._entries() if not entry.is_dir())
-
-    def folders(self) -> list[str]:
-        return sorted(entry.name for entry in self._entries() if entry.is_dir())
-
-    def _entries(self) -> list[os.DirEntry[str]]:
+    def _entries(self) -> list[tuple[str, bool]]:
         try:
             with os.scandir(self.path) as entries:
-                return list(entries)
+                return [(entry.name, entry.is_dir()) for entry in entries]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -262,14 +260,14 @@ class _LocalOutput(Output):
                 self._start_flushing()
 
     def _start_flushing(self) -> None:
-        """Let the disk write what there is while more is on its way: otherwise it begins when `finish` waits for it.
+        """Let the disk begin to write now; otherwise it begins when `finish` waits for it.
 
-        To the system we say that the pages are not needed any more.  It begins to write them and drops those that are
-        clean, which are few.
+        The advice says that the pages are not needed any more.  The system begins to write them and drops the few that
+        are clean.
         """
         if hasattr(os, "posix_fadvise"):
             self._file.flush()
-            with suppress(OSError):  # a file system may know no advice
+            with suppress(OSError):  # a file system may not support the advice
                 os.posix_fadvise(self._file.fileno(), self._started, self.bytes - self._started, os.POSIX_FADV_DONTNEED)
         self._started = self.bytes
 
@@ -288,7 +286,7 @@ class _LocalOutput(Output):
 
 
 def _flush_directory(path: Path) -> None:
-    """Make a rename durable, where the system can."""
+    """Make a rename durable, if the system can."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -340,20 +338,15 @@ class RemoteFolder(Folder):
         with suppress(FileExistsError):
             self._system.makedirs(self._path, exist_ok=True)
 
-    def files(self) -> list[str]:
-        return sorted(path.rsplit("/", 1)[-1] for path, kind in self._listed() if kind != "directory")
-
-    def folders(self) -> list[str]:
-        return sorted(path.rsplit("/", 1)[-1] for path, kind in self._listed() if kind == "directory")
-
-    def _listed(self) -> list[tuple[str, str]]:
+    def _entries(self) -> list[tuple[str, bool]]:
         self._system.invalidate_cache(self._path)
         try:
             entries = self._system.ls(self._path, detail=True)
         except FileNotFoundError:
             return []
-        named = [(entry["name"].rstrip("/"), entry["type"]) for entry in entries]
-        return [(path, kind) for path, kind in named if path.lstrip("/") != self._path.lstrip("/")]
+        paths = {entry["name"].rstrip("/"): entry["type"] == "directory" for entry in entries}
+        own = self._path.lstrip("/")  # some stores list the folder itself
+        return [(path.rsplit("/", 1)[-1], is_folder) for path, is_folder in paths.items() if path.lstrip("/") != own]
 
     def size(self, name: str) -> int | None:
         self._system.invalidate_cache(self._path)
@@ -398,10 +391,10 @@ class _RemoteOutput(Output):
         self._upload.commit()
 
     def abandon(self) -> None:
-        with suppress(Exception):  # whatever the store says of an upload that was given up
+        with suppress(Exception):  # errors of abandoning an upload do not matter
             self._upload.discard()
         with suppress(Exception):
-            self._upload.closed = True  # else its destructor would try to finish it
+            self._upload.closed = True  # otherwise its destructor would try to finish it
 
 
 class _RemoteFile(Input):

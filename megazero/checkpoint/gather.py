@@ -1,4 +1,4 @@
-"""From the shards of a pipeline stage's ranks to whole logical tensors, each on one writer.
+"""Gathering the shards of a pipeline stage's ranks into whole logical tensors, each on one writer.
 
     dp 0 tp 0  [===]                    local flat, tp 0  [======]      sections -> q_proj
     dp 1 tp 0     [===]   -- send -->                                               k_proj
@@ -12,33 +12,33 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange
-from megazero.layers.spec import Block, ParamSpec, numel
+from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis, Coordinate, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot, intersect
 
-_SENDS_IN_FLIGHT = 16  # parameters whose parts may wait for their writer
-_RECEIVED_AHEAD = 2  # parameters that may arrive while their writer works on the ones before
-_SLACK = 1.1  # a writer may have so many times its fair share of elements, where that saves sending them
+_SENDS_IN_FLIGHT = 16  # parameters whose parts are being sent at the same time
+_RECEIVED_AHEAD = 2  # parameters that may arrive while their writer works on earlier ones
+_SLACK = 1.1  # a writer may have so many times its fair share of elements if that saves sending them
 
 
 class Source(Protocol):
-    """What can be written: the state of a rank, or a copy of it."""
+    """State that can be written: that of a rank, or a copy of it."""
 
     buckets: Sequence[Bucket]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What must be saved."""
+        """Kinds of tensors to save."""
 
     def dtype(self, kind: str) -> torch.dtype:
-        """Dtype in which a kind is kept."""
+        """Dtype of a kind."""
 
     def holds(self, kind: str, bucket: Bucket) -> bool:
         """Whether a bucket has this kind."""
@@ -57,13 +57,13 @@ class Assignment:
 
 
 def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assignment, ...]:
-    """Spread the parameters of this rank's stage over its ranks: largest first, to whoever holds most of it.
+    """Spread the parameters of this rank's stage over its ranks: the largest first, to the rank that holds most of it.
 
-    A rank that has its fair share already leaves the parameter to the least loaded one.
+    If that rank already has its fair share, the least loaded rank gets the parameter.
 
     Args:
         buckets: of the stage, with equal layouts on all its ranks; second copies of tied parameters are not written.
-        at: this rank's place.
+        at: this rank.
 
     Returns: assignments in bucket order.
     """
@@ -95,25 +95,41 @@ def _parts(slot: Slot, layout: BucketLayout, at: ParallelState) -> Iterator[tupl
                 yield at.grid.rank(Coordinate(tp=tp, cp=at.at.cp, dp=dp, pp=at.at.pp)), tp, run
 
 
-class Room:
-    """Memory that is used again; new memory, which comes page by page, takes several times as long to fill."""
+class HostBuffers:
+    """Host memory that is used again: new memory comes page by page and takes several times as long to fill."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
-        """At least so many bytes, of any content."""
+        """A buffer of at least so many bytes, with any content."""
         self._free.sort(key=len)
         for index, memory in enumerate(self._free):
             if len(memory) >= size:
                 return self._free.pop(index)
         if self._free:
-            self._free.pop()  # too small, all of them: one makes way, so that there are no more than were in use at once
+            self._free.pop()  # all are too small: drop one, so that there are never more than were in use at once
         return torch.empty(size, dtype=torch.uint8)
 
-    def give(self, memories: Sequence[Tensor]) -> None:
-        """Take back what `take` gave."""
-        self._free += memories
+    def release(self, buffers: Sequence[Tensor]) -> None:
+        """Return what `take` gave."""
+        self._free += buffers
+
+
+@dataclass
+class _Transfers:
+    """What one rank does for one parameter.
+
+    Args:
+        flats: on the writer the flat local tensors of all TP ranks, with its own parts in them.
+        sends, receives: (tensor, the other rank).
+        taken: host buffers in use.
+    """
+
+    flats: list[Tensor]
+    sends: list[tuple[Tensor, int]] = field(default_factory=list)
+    receives: list[tuple[Tensor, int]] = field(default_factory=list)
+    taken: list[Tensor] = field(default_factory=list)
 
 
 def gather_locals(
@@ -122,88 +138,86 @@ def gather_locals(
     assignments: Sequence[Assignment],
     at: ParallelState,
     axis: Axis,
-    room: Room | None = None,
+    buffers: HostBuffers | None = None,
 ) -> Iterator[tuple[Assignment, list[Tensor]]]:
     """On each writer, every parameter assigned to it as the local tensors of all TP ranks, on the CPU.
 
     Args:
-        source: this rank's part; what a rank holds whole is given out as it is, not copied.
+        source: this rank's part; what a rank holds whole is yielded as it is, not copied.
         kind: what to gather.
         assignments: of this stage; equal on all its ranks, all of which must iterate to the end.
-        at: this rank's place.
+        at: this rank.
         axis: the stage's ranks.
-        room: where to assemble; what is yielded holds until the next is asked for.  None for memory of their own.
+        buffers: for the local tensors, which are then valid only until the next is asked for; None for new memory each time.
     """
-    sending: deque[tuple[list[Pending], list[Tensor]]] = deque()
-    arriving: deque[tuple[Assignment, list[Tensor], list[Pending], list[Tensor]]] = deque()
+    sending: deque[tuple[list[Pending], _Transfers]] = deque()  # holds what is sent until it has left
+    arriving: deque[tuple[Assignment, _Transfers, list[Pending]]] = deque()
 
     def arrived() -> Iterator[tuple[Assignment, list[Tensor]]]:
-        assignment, flats, receiving, taken = arriving.popleft()
-        _finish(receiving)
-        yield assignment, [flat.view(assignment.slot.info.shape) for flat in flats]
-        if room is not None:
-            room.give(taken)
+        assignment, transfers, receiving = arriving.popleft()
+        _wait(receiving)
+        yield assignment, [flat.view(assignment.slot.info.shape) for flat in transfers.flats]
+        if buffers is not None:
+            buffers.release(transfers.taken)
 
     for assignment in assignments:
-        taken: list[Tensor] = []
-        flats, sends, receives = _parts_of(source, kind, assignment, at, room or Room(), taken)
-        pendings = exchange(sends, receives, axis)
-        sending.append((pendings[: len(sends)], [tensor for tensor, _ in sends]))
+        transfers = _transfers(source, kind, assignment, at, buffers or HostBuffers())
+        pendings = exchange(transfers.sends, transfers.receives, axis)
+        sent = len(transfers.sends)
+        sending.append((pendings[:sent], transfers))
         while len(sending) > _SENDS_IN_FLIGHT:
-            _finish(sending.popleft()[0])
+            _wait(sending.popleft()[0])
         if assignment.writer == at.rank:
-            arriving.append((assignment, flats, pendings[len(sends) :], taken))
+            arriving.append((assignment, transfers, pendings[sent:]))
         while len(arriving) > _RECEIVED_AHEAD:
             yield from arrived()
     while arriving:
         yield from arrived()
     for pendings, _ in sending:
-        _finish(pendings)
+        _wait(pendings)
 
 
-def _parts_of(
-    source: Source, kind: str, assignment: Assignment, at: ParallelState, room: Room, taken: list[Tensor]
-) -> tuple[list[Tensor], list[tuple[Tensor, int]], list[tuple[Tensor, int]]]:
-    """The local tensors where this rank writes them, with its own parts in place; what to send; where to receive.
-
-    What it takes of the room is added to `taken`.
-    """
+def _transfers(
+    source: Source, kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
+) -> _Transfers:
     bucket, slot, dtype = source.buckets[assignment.bucket], assignment.slot, source.dtype(kind)
-    parts = [one for one in _parts(slot, bucket.layout, at) if at.rank in (one[0], assignment.writer)]
     writes = assignment.writer == at.rank
     count = 1 if slot.info.spec.split is None else at.tp.size
-    flats = [torch.empty(0) for _ in range(count)] if writes else []
-    sends, receives = [], []
-    for rank, tp, run in parts:
+    nbytes = numel(slot.info.shape) * dtype.itemsize
+    transfers = _Transfers([torch.empty(0) for _ in range(count)] if writes else [])
+    flats = transfers.flats
+    for rank, tp, run in _parts(slot, bucket.layout, at):
+        if at.rank not in (rank, assignment.writer):
+            continue
         own = source.read(kind, bucket, run).detach() if rank == at.rank else None
         if own is not None and not writes:
-            sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
+            transfers.sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
             continue
         if own is not None and run == slot.run:
             flats[tp] = own.cpu()
             continue
         if not flats[tp].numel():
-            taken.append(room.take(numel(slot.info.shape) * dtype.itemsize))
-            flats[tp] = taken[-1][: numel(slot.info.shape) * dtype.itemsize].view(dtype)
-        place = flats[tp][run.start - slot.start : run.stop - slot.start]
+            transfers.taken.append(buffers.take(nbytes))
+            flats[tp] = transfers.taken[-1][:nbytes].view(dtype)
+        target = flats[tp][run.start - slot.start : run.stop - slot.start]
         if own is None:
-            receives.append((place, rank))
+            transfers.receives.append((target, rank))
         else:
-            place.copy_(own)
-    return flats, sends, receives
+            target.copy_(own)
+    return transfers
 
 
-def _finish(pendings: Sequence[Pending]) -> None:
+def _wait(pendings: Sequence[Pending]) -> None:
     for pending in pendings:
         pending.wait()
 
 
 def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Whole logical tensors, as a checkpoint stores them; views of `local` where they lie there in one piece.
+    """Whole logical tensors, as a checkpoint stores them; views of `local` if they are contiguous there.
 
     Args:
         spec: of the parameter.
-        local: the local tensors of all TP ranks; one where every rank holds the same.
+        local: the local tensors of all TP ranks; one if every rank holds the same.
     """
     width = spec.width(len(local))
     shapes = spec.logical_shapes()
@@ -211,7 +225,7 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
     for tp, tensor in enumerate(local):
         for block in spec.blocks(tp, len(local)) if tensor.numel() else ():
             rows, source = slice(*block.rows), tensor.view(-1, width)[slice(*block.local_rows)]
-            if _is_all(block, source):
+            if not block.transposed and source.numel() == numel(block.shape):  # all of it, in the order of the file
                 whole[block.name] = source.reshape(shapes[block.name])
                 continue
             target = whole.setdefault(block.name, local[0].new_empty(shapes[block.name]))
@@ -222,11 +236,6 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
             else:
                 target[rows, slice(*block.columns)] = source
     return {name: whole.get(name, local[0].new_empty(shape)) for name, shape in shapes.items()}
-
-
-def _is_all(block: Block, source: Tensor) -> bool:
-    """Whether a block is its logical tensor, element by element in the order in which it is stored."""
-    return not block.transposed and source.numel() == numel(block.shape)
 
 
 def gather_logical(source: Source, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:

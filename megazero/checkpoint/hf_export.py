@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, Place
+from megazero.checkpoint.folder import Folder, Location
 from megazero.checkpoint.hf_config import logical_shapes
 from megazero.checkpoint.hf_tokenizer import GENERATION, token_ids, travelling_files
 from megazero.checkpoint.index import (
@@ -60,7 +60,9 @@ class Exported:
     about_tokenizer: str
 
 
-def export_model(place: Place, out: Place, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9) -> Exported:
+def export_model(
+    place: Location, out: Location, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9
+) -> Exported:
     """Write the model of a checkpoint for transformers.
 
     Args:
@@ -78,7 +80,7 @@ def export_model(place: Place, out: Place, *, dtype: str | None = None, max_shar
         return _export(folder, out, dtype, max_shard_bytes)
 
 
-def _export(folder: Folder, out: Place, dtype: str | None, max_shard_bytes: int) -> Exported:
+def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: int) -> Exported:
     manifest = read_manifest(folder)
     damage = find_damage(folder)
     if damage:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, LocalFolder, Output, Place
+from megazero.checkpoint.folder import Folder, LocalFolder, Location, Output
 from megazero.checkpoint.hf_config import logical_shapes, model_section
 from megazero.checkpoint.hf_tokenizer import TOKENIZER, tokenizer_files
 from megazero.checkpoint.hf_weights import HubWeights
@@ -73,7 +73,7 @@ class Imported:
 
 def import_model(
     source: str | Path,
-    out: Place,
+    out: Location,
     *,
     dtype: str | None = None,
     seq_len: int | None = None,

@@ -8,7 +8,7 @@
       manifest.json                            size and xxh3 of every other file; the directory is complete when it exists
     latest                                     the name of the newest complete directory, for people and scripts
 
-A file is there with all its bytes or not at all; see `folder`.
+A file appears with all its bytes or not at all; see `folder`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import xxhash
 
-from megazero.checkpoint.folder import Folder, Place, folder_at
+from megazero.checkpoint.folder import Folder, Location, folder_at
 
 FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
-_STEP = re.compile(r"step-(\d+)")
+_STEP_NAME = re.compile(r"step-\d+")
 
 
 class CheckpointError(RuntimeError):
@@ -36,7 +36,7 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint's files are not those that were written; the message names them."""
+    """Files of a checkpoint have changed since they were written; the message names them."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands, independent of its shape.
+    """The position of a run and its small state, independent of its shape.
 
     Args:
         step: optimizer steps done.
@@ -58,13 +58,13 @@ class TrainerState:
         optimizer_steps: steps that changed the weights, for the bias correction.
         data_fingerprint: of the data that the samples came from.
         model: the model section of the configuration.
-        config: the whole resolved configuration, for reading only.
-        shape: parallel degrees, ZeRO stage and world size that wrote it, for reading only.
-        versions: of megazero and torch, for reading only.
-        optimizer_scalars: state of the optimizer that is one number, by group.
-        loss_scaler: where the loss scale stands, under fp16.
-        script: what the engine of a user's own script keeps: its counters, groups and schedule.
-        val_loss: mean nats per token of the validation samples, where this very step was evaluated.
+        config: the whole resolved configuration, as information.
+        shape: parallel degrees, ZeRO stage and world size that wrote it, as information.
+        versions: of megazero and torch, as information.
+        optimizer_scalars: optimizer state that is a single number, by group.
+        loss_scaler: state of the loss scale, under fp16.
+        script: state of a DeepSpeed-style engine: its counters, groups and schedule.
+        val_loss: mean nats per token of the validation samples, if this very step was evaluated.
     """
 
     step: int
@@ -95,7 +95,7 @@ def kinds_of(files: Iterable[str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of this package and of torch, for a checkpoint to tell; a package that runs from its folder has none."""
+    """Of this package and of torch; a package that runs from its folder has none."""
     try:
         mine = importlib.metadata.version("megazero")
     except importlib.metadata.PackageNotFoundError:
@@ -104,12 +104,7 @@ def versions() -> dict[str, str]:
 
 
 def to_index(files: Mapping[str, str], total_bytes: int) -> bytes:
-    """The index of one kind, in the form that stock tools read.
-
-    Args:
-        files: the file of each tensor.
-        total_bytes: of all tensors together.
-    """
+    """The index of one kind, as Hugging Face's tools read it, from the file of each tensor and the bytes of all."""
     return to_json({"metadata": {"total_size": total_bytes}, "weight_map": files})
 
 
@@ -122,21 +117,21 @@ def _checksum(files: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
 
 
-def write_manifest(place: Place, files: Mapping[str, FileRecord]) -> None:
-    """Declare a checkpoint complete: `files` is all there is in it.  Raises: OSError."""
+def write_manifest(location: Location, files: Mapping[str, FileRecord]) -> None:
+    """Declare a checkpoint complete; `files` are all its files.  Raises: OSError."""
     listed = {name: asdict(record) for name, record in sorted(files.items())}
     manifest = {"format": FORMAT_VERSION, "checksum": _checksum(listed), "files": listed}
-    folder_at(place).write(MANIFEST, to_json(manifest))
+    folder_at(location).write(MANIFEST, to_json(manifest))
 
 
-def is_complete(place: Place) -> bool:
-    """Whether every file of the checkpoint had been written."""
-    return folder_at(place).has(MANIFEST)
+def is_complete(location: Location) -> bool:
+    """Whether every file of the checkpoint was written."""
+    return folder_at(location).has(MANIFEST)
 
 
 @contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Errors of reading a file, with its name: CheckpointError where the storage fails, DamagedError for what is in it."""
+def read_errors(path: str) -> Iterator[None]:
+    """Name the file in errors of reading it: CheckpointError if the storage fails, DamagedError for its contents."""
     try:
         yield
     except OSError as error:
@@ -145,16 +140,16 @@ def naming(path: str) -> Iterator[None]:
         raise DamagedError(f"{path} is damaged ({error!r}); resume from another step directory") from error
 
 
-def read_manifest(place: Place) -> dict[str, FileRecord]:
-    """Files of a complete checkpoint.  Raises: as `naming`; CheckpointError where there is no manifest."""
-    folder = folder_at(place)
+def read_manifest(location: Location) -> dict[str, FileRecord]:
+    """Files of a complete checkpoint.  Raises: as `read_errors`; CheckpointError if there is no manifest."""
+    folder = folder_at(location)
     if not folder.has(MANIFEST):
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
-    with naming(f"{folder}/{MANIFEST}"):
+    with read_errors(f"{folder}/{MANIFEST}"):
         data = folder.read(MANIFEST)
         manifest = json.loads(data)
         listed = manifest["files"]
-        # byte for byte what we write, so that no flipped bit goes unseen
+        # compared byte for byte, so that no flipped bit goes unseen
         if manifest["checksum"] != _checksum(listed) or to_json(manifest) != data:
             raise ValueError("it is not what was written")
         if manifest["format"] != FORMAT_VERSION:
@@ -162,38 +157,33 @@ def read_manifest(place: Place) -> dict[str, FileRecord]:
         return {name: FileRecord(**record) for name, record in listed.items()}
 
 
-def read_trainer_state(place: Place) -> TrainerState:
-    """Where the run stood.  Raises: as `naming`."""
-    folder = folder_at(place)
-    with naming(f"{folder}/{TRAINER_STATE}"):
+def read_trainer_state(location: Location) -> TrainerState:
+    """The state of the run that wrote it.  Raises: as `read_errors`."""
+    folder = folder_at(location)
+    with read_errors(f"{folder}/{TRAINER_STATE}"):
         stored = json.loads(folder.read(TRAINER_STATE))
         known = {one.name: one for one in fields(TrainerState)}
         needed = {name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING}
         return TrainerState(**{name: stored[name] for name in known if name in stored or name in needed})
 
 
-def step_folder(root: Place, step: int) -> Folder:
+def step_folder(root: Location, step: int) -> Folder:
     """`root/step-00000010` for step 10."""
     return folder_at(root).child(f"step-{step:08d}")
 
 
 def is_step_name(name: str) -> bool:
     """Whether a directory's name is that of a step, like step-00000010."""
-    return _STEP.fullmatch(name) is not None
+    return _STEP_NAME.fullmatch(name) is not None
 
 
-def step_folders(root: Place) -> list[Folder]:
+def step_folders(root: Location) -> list[Folder]:
     """Every step directory, complete or not, in order of steps."""
     folder = folder_at(root)
-    return [folder.child(name) for name in sorted(folder.folders(), key=_step_number) if _STEP.fullmatch(name)]
+    return sorted((folder.child(name) for name in folder.folders() if is_step_name(name)), key=step_of)
 
 
-def _step_number(name: str) -> int:
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else -1
-
-
-def find_newest(root: Place) -> Folder | None:
+def find_newest(root: Location) -> Folder | None:
     """The newest complete step directory, or None.
 
     The manifests decide, not `latest`: a run may have been stopped between the two.
@@ -203,7 +193,6 @@ def find_newest(root: Place) -> Folder | None:
 
 def step_of(folder: Folder) -> int:
     """10 for `step-00000010`.  Raises: ValueError for another name."""
-    match = _STEP.fullmatch(folder.name)
-    if match is None:
+    if not is_step_name(folder.name):
         raise ValueError(f"{folder.name} is not the name of a step directory, like step-00000010")
-    return int(match[1])
+    return int(folder.name.removeprefix("step-"))

@@ -1,14 +1,14 @@
-"""Which checkpoints stay, and how the others go.
+"""Which checkpoints are kept, and how the others are removed.
 
     keep_last = 2, keep_every_steps = 100      step 50  100  150  200  250  260
                                                      x  keep    x keep keep keep
 
-A checkpoint goes manifest first, so one that is half removed is not taken for one.  Nothing goes that someone reads, and
-nothing at all unless one of those that stay is intact.
+The manifest is removed first, so that a checkpoint that is half removed does not count as one.  A checkpoint that is being
+read is not removed, and none is removed unless one of those to keep is intact.
 
-[Note: readers] A reader leaves a marker in `reading/` beside the step directories and looks whether the manifest is still
-there; whoever removes takes the manifest away and looks for markers again before the rest.  So one of the two sees the
-other, on any storage.  A marker of a reader that was killed counts for a day.
+[Note: readers] A reader writes a marker into `reading/` beside the step directories, then looks for the manifest.  Pruning
+removes the manifest, then looks for markers before it removes the rest.  So one of the two sees the other, on any storage.
+The marker of a reader that was killed expires after a day.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
 
-from megazero.checkpoint.folder import Folder, Place, folder_at
+from megazero.checkpoint.folder import Folder, Location, folder_at
 from megazero.checkpoint.index import (
     MANIFEST,
     CheckpointError,
@@ -34,17 +34,17 @@ from megazero.checkpoint.verify import find_damage
 
 _READING = "reading"
 _MARKER_SECONDS = 24 * 3600
-_SET_ASIDE = "damaged-manifest.json"
+_DAMAGED_MANIFEST = "damaged-manifest.json"
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays.
+    """Which checkpoints to keep.
 
     Args:
-        keep_last: so many of the newest; 0 keeps everything.
+        keep_last: how many of the newest; 0 keeps everything.
         keep_every_steps: every step that is a multiple of this; 0 for none.
-        keep_best: so many with the lowest validation loss.
+        keep_best: how many with the lowest validation loss.
     """
 
     keep_last: int = 0
@@ -53,12 +53,7 @@ class Retention:
 
 
 def kept_steps(val_losses: dict[int, float | None], policy: Retention) -> set[int]:
-    """The steps that stay.
-
-    Args:
-        val_losses: of every checkpoint there is, by step; None where it was not evaluated.
-        policy: what stays.
-    """
+    """The steps to keep, of those in `val_losses`: validation loss by step, None if it was not evaluated."""
     steps = sorted(val_losses)
     if not policy.keep_last:
         return set(steps)
@@ -69,17 +64,17 @@ def kept_steps(val_losses: dict[int, float | None], policy: Retention) -> set[in
     return kept | {step for _, step in evaluated[: policy.keep_best]}
 
 
-def prune(root: Place, policy: Retention) -> list[Folder]:
-    """Remove what the policy does not keep, and what killed runs have left half written.  By one process at a time.
+def prune(root: Location, policy: Retention) -> list[Folder]:
+    """Remove what the policy does not keep, and incomplete directories of killed runs.  Called by one process at a time.
 
     Args:
         root: holds the step directories; none of them is being written.
-        policy: what stays.
+        policy: what to keep.
 
-    Returns: what was removed.
+    Returns: the removed directories.
 
     Raises:
-        CheckpointError: none of those that would stay is intact; nothing was removed.
+        CheckpointError: none of those to keep is intact; nothing was removed.
         OSError: the storage refuses.
     """
     if not policy.keep_last:
@@ -87,18 +82,18 @@ def prune(root: Place, policy: Retention) -> list[Folder]:
     folders = step_folders(root)
     complete = [folder for folder in folders if is_complete(folder)]
     kept = kept_steps({step_of(folder): _val_loss(folder, policy) for folder in complete}, policy)
-    going = [folder for folder in complete if step_of(folder) not in kept]
-    staying = [folder for folder in complete if step_of(folder) in kept]
-    if going and not any(_is_whole(folder) for folder in reversed(staying)):
+    to_remove = [folder for folder in complete if step_of(folder) not in kept]
+    to_keep = [folder for folder in complete if step_of(folder) in kept]
+    if to_remove and not any(_is_intact(folder) for folder in reversed(to_keep)):
         raise CheckpointError(
-            f"of the checkpoints to keep in {root} ({_names(staying)}) none is intact: {_names(going)} not removed"
+            f"of the checkpoints to keep in {root} ({_names(to_keep)}) none is intact: {_names(to_remove)} not removed"
         )
     newest = max((step_of(folder) for folder in complete), default=-1)
-    half = [folder for folder in folders if folder not in complete and step_of(folder) < newest]
-    removed = [folder for folder in going if _remove(folder)]
-    for folder in half:
+    incomplete = [folder for folder in folders if folder not in complete and step_of(folder) < newest]
+    removed = [folder for folder in to_remove if _remove(folder)]
+    for folder in incomplete:
         folder.remove_all()
-    return [*removed, *half]
+    return [*removed, *incomplete]
 
 
 def _names(folders: Sequence[Folder]) -> str:
@@ -111,14 +106,14 @@ def _val_loss(folder: Folder, policy: Retention) -> float | None:
     return None
 
 
-def _is_whole(folder: Folder) -> bool:
+def _is_intact(folder: Folder) -> bool:
     with suppress(CheckpointError):
         return not find_damage(folder, by_hash=False)
     return False
 
 
 def _remove(folder: Folder) -> bool:
-    """Remove a complete checkpoint, unless someone reads it; whether it is gone."""
+    """Remove a complete checkpoint unless it is being read; returns whether it was removed."""
     if _is_read(folder):
         return False
     manifest = folder.read(MANIFEST)
@@ -131,19 +126,19 @@ def _remove(folder: Folder) -> bool:
 
 
 @contextmanager
-def reading(place: Place) -> Iterator[Folder]:
-    """Keep a step directory from being pruned while it is read; gives the folder.
+def reading(location: Location) -> Iterator[Folder]:
+    """Protect a step directory from pruning while it is read; yields the folder.
 
-    A directory of another name is never pruned, and no marker is left beside it.
+    A directory with another name is never pruned and needs no marker.
 
     Raises:
-        CheckpointError: it is not complete, or not any more.
+        CheckpointError: it is not complete, or is not any more.
     """
-    folder = folder_at(place)
+    folder = folder_at(location)
     marker = f"{folder.name}.{int(time.time())}.{uuid.uuid4().hex}"
     markers = folder.parent.child(_READING)
     if is_step_name(folder.name):
-        with suppress(OSError):  # where nothing can be written, nothing is pruned from here either
+        with suppress(OSError):  # if nothing can be written there, nothing is pruned either
             markers.make()
             markers.write(marker, b"")
     try:
@@ -156,7 +151,7 @@ def reading(place: Place) -> Iterator[Folder]:
 
 
 def _is_read(folder: Folder) -> bool:
-    markers, now, found = folder.parent.child(_READING), time.time(), False
+    markers, now, is_read = folder.parent.child(_READING), time.time(), False
     for marker in markers.files():
         name, *rest = marker.split(".")
         if name != folder.name:
@@ -164,12 +159,12 @@ def _is_read(folder: Folder) -> bool:
         if len(rest) > 1 and rest[0].isdigit() and now - int(rest[0]) > _MARKER_SECONDS:
             markers.remove(marker)
         else:
-            found = True
-    return found
+            is_read = True
+    return is_read
 
 
-def set_aside(folder: Folder) -> None:
-    """Let a damaged checkpoint no longer count as one; its files stay until its step is saved again, or it is pruned."""
+def mark_damaged(folder: Folder) -> None:
+    """Rename the manifest, so that the checkpoint no longer counts; its files stay until it is saved again or pruned."""
     with suppress(FileNotFoundError):
-        folder.write(_SET_ASIDE, folder.read(MANIFEST))
+        folder.write(_DAMAGED_MANIFEST, folder.read(MANIFEST))
     folder.remove(MANIFEST)

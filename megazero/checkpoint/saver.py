@@ -1,10 +1,10 @@
-"""Saving behind the training: the step pays for a copy of its shards to host memory, a thread does the rest.
+"""Saving in the background: training waits for a copy of its shards to host memory, a thread does the rest.
 
     training   step | copy | step | step | step | ...              copy | step
     thread                 [ gather | write, hash | flush | commit ]   [ gather ...
 
-The thread has communicators of its own, so its messages never meet those of a step.  The copy's memory is used again for
-every checkpoint; one save is under way at a time, and the next waits for it.
+The thread has communicators of its own, so its messages never mix with those of a step.  The copy's memory is used again
+for every checkpoint.  One save runs at a time; the next waits for it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def _counted(bucket: Bucket) -> int:
 
 
 class Snapshot:
-    """A copy in host memory of what a rank gives to a checkpoint.
+    """A copy in host memory of a rank's part of a checkpoint.
 
     Args:
         state: what is copied.
-        device: where the state is computed with; for CUDA the memory is page-locked, so that it copies at full speed.
+        device: of the state; for CUDA the memory is page-locked, so that it copies at full speed.
 
     Attributes:
-        kinds: what the last copy holds.
+        kinds: of the last copy.
     """
 
     def __init__(self, state: ShardedState, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a copy, of all kinds that the state will ever have."""
+        """Bytes of a copy with all kinds that the state will ever have."""
         return sum(_counted(bucket) * self.dtype(kind).itemsize for kind, bucket in self._all())
 
     def _all(self) -> Iterator[tuple[str, Bucket]]:
@@ -65,18 +65,18 @@ class Snapshot:
                     yield kind, bucket
 
     def reserve(self) -> None:
-        """Get the memory.  Raises: StorageError."""
+        """Allocate the memory.  Raises: StorageError."""
         pins = self._device.type == "cuda"
         for kind, bucket in self._all():
             memory = in_host_memory(_counted(bucket), self.dtype(kind), pin=pins, remedy=_REMEDY)
             self._copies[kind, bucket] = memory.tensor
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._copies.clear()
 
     def take(self) -> None:
-        """Copy what the state is now."""
+        """Copy the present state."""
         self.kinds = self._state.kinds
         for kind in self.kinds:
             for bucket in self.buckets:
@@ -88,13 +88,15 @@ class Snapshot:
     def _copy(self, kind: str, bucket: Bucket) -> None:
         first = bucket.counted.start
         copy = self._copies[kind, bucket]
-        for _, part in bucket.layout.runs(lambda info: info.group):  # within one, the optimizer's state is in one piece
+        for _, part in bucket.layout.runs(
+            lambda info: info.group
+        ):  # the optimizer's state is contiguous within a group
             run = intersect(part, bucket.counted)
             if run is not None:
                 copy[run.start - first : run.stop - first].copy_(self._state.read(kind, bucket, run), non_blocking=True)
 
     def dtype(self, kind: str) -> torch.dtype:
-        """Dtype in which a kind is kept."""
+        """Dtype of a kind."""
         return self._state.dtype(kind)
 
     def holds(self, kind: str, bucket: Bucket) -> bool:
@@ -102,20 +104,20 @@ class Snapshot:
         return self._state.holds(kind, bucket)
 
     def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
-        """The elements as they were when the copy was made, 1-D."""
+        """The copied elements, 1-D."""
         first = bucket.counted.start
         return self._copies[kind, bucket][run.start - first : run.stop - first]
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one save took.
+    """Size and times of one save.
 
     Args:
         folder: the step directory.
         bytes: of the tensors in it.
-        waited_seconds: training stood still for the save before this one.
-        copy_seconds: training stood still for the copy, or for everything where there is none.
+        waited_seconds: training waited for the save before this one.
+        copy_seconds: training waited for the copy, or for everything if there is none.
         seconds: from the call until the checkpoint was durable.
         error: why there is no checkpoint, or None.
     """
@@ -129,16 +131,16 @@ class SaveReport:
 
 
 class Saver:
-    """Writes checkpoints of one state.  Made, and called, on every rank.
+    """Writes checkpoints of one state.  Made and called on every rank.
 
     Args:
         state: what is saved.
-        at: this rank's place.
-        host_memory_bytes: largest copy on a rank; None for half of the memory that is free, shared among the ranks of this
-            machine; 0 for none: training waits while a checkpoint is written.
+        at: this rank.
+        host_memory_bytes: largest copy on a rank; None for half of the free memory, shared among the ranks of this
+            machine; 0 for no copy: training waits while a checkpoint is written.
         timeout_seconds: how long a rank may wait for a peer that is writing.
-        report: takes each report on rank 0, from the thread, as soon as there is one.
-        after: called on rank 0 after each checkpoint, before the report; where it raises, that is the report.
+        report: called on rank 0, in the thread, with the report of each save.
+        after: called on rank 0 after each checkpoint, before the report; if it raises, the report has its error.
     """
 
     def __init__(
@@ -156,16 +158,16 @@ class Saver:
         self._snapshot = Snapshot(state, at.device)
         if host_memory_bytes is None:
             host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.neighbours
-        mine = self._make_room(host_memory_bytes)
+        mine = self._reserve(host_memory_bytes)
         everyone = [f"rank {rank} {why}" for rank, why in enumerate(gather_objects(mine, at.world)) if why]
-        self.refusal: str | None = everyone[0] if everyone else None  # why there is no room for a copy
+        self.refusal: str | None = everyone[0] if everyone else None  # why there is no memory for a copy
         if self.refusal is not None:
             self._snapshot.release()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
-    def _make_room(self, limit: int) -> str | None:
-        """Get the memory for the copy; why there is none."""
+    def _reserve(self, limit: int) -> str | None:
+        """Allocate the memory for the copy; returns why that is impossible, or None."""
         needed = self._snapshot.nbytes
         if needed > limit:
             return f"needs {needed:,} bytes of host memory for it and may take {limit:,}"
@@ -178,13 +180,13 @@ class Saver:
     def save(
         self, folder: Folder, trainer: TrainerState, files: Mapping[str, bytes], *, moves_latest: bool = True
     ) -> None:
-        """Begin a checkpoint of what the state is now; arguments as `save_checkpoint`.
+        """Begin a checkpoint of the present state; arguments as `save_checkpoint`.
 
-        Waits for the one before to be durable.  That one's failure has been reported and is forgotten here.
+        Waits until the previous one is durable.  If that one failed, it has been reported and is forgotten here.
 
         Raises:
-            LostPeerError: a rank is gone.
-            Exception: whatever stopped this rank alone; the others wait for it, so it must not go on.
+            LostPeerError: a rank has died.
+            Exception: an error of this rank alone; the others wait for it, so it must not go on.
         """
         started = time.perf_counter()
         self._join()
@@ -210,7 +212,7 @@ class Saver:
     def _write(
         self, folder: Folder, write: Callable[[], int], started: float, ready: float, copied: float | None
     ) -> None:
-        """The thread's work.  Times: of the call, of the end of the save before, and of the copy's end, if there is one."""
+        """The thread's work.  Times: of the call, after waiting for the previous save, after the copy, if there is one."""
         size, error = 0, None
         try:
             size = write()
@@ -225,15 +227,15 @@ class Saver:
             self._report(SaveReport(folder, size, ready - started, (copied or end) - ready, end - started, error))
 
     def _do_after(self, folder: Folder) -> str | None:
-        """What comes after the checkpoint, which is there whatever becomes of this; why it failed, if so."""
+        """Call `after`; returns why it failed, or None.  The checkpoint is complete either way."""
         try:
             self._after(folder)
         except Exception as failure:  # an object store has errors of its own
-            return f"{folder.name} was saved; what comes after it failed: {failure!r}"
+            return f"{folder.name} was saved, but the work after it failed: {failure!r}"
         return None
 
     def _check_in_step(self) -> None:
-        """Raises: a failure that the ranks do not share; one that went on would wait for those that still save."""
+        """Raises: a failure that the ranks do not share; if this rank went on, it would wait for those that still save."""
         if self._failure is not None and not isinstance(self._failure, CheckpointError):
             raise self._failure
 
@@ -243,7 +245,7 @@ class Saver:
             self._thread = None
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is durable.  Raises: where it failed, as `save` or CheckpointError; once."""
+        """Wait until the last checkpoint is durable.  Raises: its failure, as `save` or CheckpointError; once."""
         self._join()
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -1,10 +1,10 @@
-"""Whole tensors from anywhere into safetensors files of a bounded size, one tensor in memory at a time."""
+"""Writing whole tensors into safetensors files of a bounded size, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -12,13 +12,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, Place, folder_at
+from megazero.checkpoint.folder import Folder, Location, folder_at
 from megazero.checkpoint.index import CheckpointError, FileRecord, to_index
 from megazero.checkpoint.tensor_file import SafetensorsWriter
 
 Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
-CHUNK_ELEMENTS = 1 << 22  # looked at at a time
+CHUNK_ELEMENTS = 1 << 22  # compared or checked at a time
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -26,7 +26,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Written:
+class ModelFiles:
     """The files that hold a model.
 
     Args:
@@ -75,20 +75,20 @@ def write_shards(
     *,
     single: str | None = None,
     metadata: Mapping[str, str] | None = None,
-) -> Written:
+) -> ModelFiles:
     """Write a model's tensors as `model-00001-of-0000n.safetensors`.
 
     Args:
-        folder: where the files go.
-        tensors: dtype and shape in which each is written, by name.
-        read: gives a tensor; it is converted, and let go before the next one is asked for.
+        folder: of the files.
+        tensors: dtype and shape of each tensor in the file, by name.
+        read: returns a tensor; it is converted, and released before the next is read.
         limit: bytes of tensors in a file.
-        single: name of the file where one is enough; None numbers it all the same.
-        metadata: strings that each file's header holds.
+        single: name of the file if one is enough; None numbers it all the same.
+        metadata: strings in the header of each file.
 
     Raises:
         OSError: the storage refuses.
-        CheckpointError: a tensor holds what the dtype cannot.
+        CheckpointError: a tensor has values that the dtype cannot hold.
     """
     files = cut(tensors, limit)
     records: dict[str, FileRecord] = {}
@@ -105,53 +105,47 @@ def write_shards(
             writer.abandon()
             raise
         weight_map |= dict.fromkeys(held, file)
-    return Written(records, weight_map, sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values()))
+    return ModelFiles(records, weight_map, sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values()))
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    found = tensor.contiguous().to(dtype)
-    if not _is_finite(found):
+    converted = tensor.contiguous().to(dtype)
+    if not _is_finite(converted):
         if _is_finite(tensor):
             largest = max(float(part.abs().max()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
             wrong = f"has a value of {largest:g}, which {DTYPE_NAMES[dtype]} cannot hold; choose another dtype"
         else:
             wrong = "holds values that are not numbers, or infinite ones"
         raise CheckpointError(f"{name} {wrong}")
-    return found
+    return converted
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Part by part, since the test makes copies."""
+    """Whether all elements are finite; part by part, because the test copies."""
     return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
 
 
 @contextmanager
-def new_folder(place: Place) -> Iterator[Folder]:
-    """A folder that is filled in the block, and left as empty as it was found where that raises.
+def new_folder(location: Location) -> Iterator[Folder]:
+    """A folder that is filled within the block, and emptied again if that raises.
 
     Raises:
-        CheckpointError: there is something in it already, or the storage refuses.
+        CheckpointError: it is not empty, or the storage refuses.
     """
-    folder = folder_at(place)
+    folder = folder_at(location)
     try:
-        there = folder.files() + folder.folders()
-        if there:
-            raise CheckpointError(f"{folder} is not empty: it holds {there[0]}; choose another name, or remove it")
+        names = folder.files() + folder.folders()
+        if names:
+            raise CheckpointError(f"{folder} is not empty: it holds {names[0]}; choose another name, or remove it")
         folder.make()
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written ({error})") from error
     try:
         yield folder
     except BaseException as error:
-        _clear(folder)
+        with suppress(OSError):  # the error that led here says more
+            for name in folder.files():
+                folder.remove(name)
         if isinstance(error, OSError):
             raise CheckpointError(f"{folder} could not be written ({error}); nothing was left there") from error
         raise
-
-
-def _clear(folder: Folder) -> None:
-    try:
-        for name in folder.files():
-            folder.remove(name)
-    except OSError:
-        pass  # the error that led here says more

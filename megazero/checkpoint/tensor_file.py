@@ -2,10 +2,9 @@
 
     u64 header length | JSON header, padded to 8 bytes | bytes of tensor 0 | bytes of tensor 1 | ...
 
-The header also says of which kind and step a file is, so that one put in another's place is refused even where hashes
-are not checked.
+The header also names the kind and step, so that a file copied over another is refused even if hashes are not checked.
 
-Source: the safetensors format.  Its own library reads and writes local files only, and whole ones.
+Source: the safetensors format.  Its own library reads and writes only whole local files.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, Input, Output, Place, folder_at
-from megazero.checkpoint.index import DamagedError, FileRecord, index_name, naming
+from megazero.checkpoint.folder import Folder, Input, Location, Output, folder_at
+from megazero.checkpoint.index import DamagedError, FileRecord, index_name, read_errors
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
@@ -29,16 +28,15 @@ _LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 
 
 class SafetensorsWriter:
-    """Streams tensors into one safetensors file, hashing as it writes; nothing is kept in memory.
+    """Streams tensors into one safetensors file, hashing as it writes.
 
     Args:
-        folder: where the file goes; it appears there only when everything has been written.
-        name: of the file.
+        folder, name: of the file, which appears when everything has been written.
         tensors: name -> (dtype, shape), in the order in which they will be written.
         metadata: strings that the header holds.
 
     Raises:
-        OSError: also by the methods; the storage refuses.
+        OSError: the storage refuses; also by the methods.
     """
 
     def __init__(
@@ -56,24 +54,24 @@ class SafetensorsWriter:
             start = stop
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._name, self._waiting = name, deque(tensors)
+        self._name, self._left = name, deque(tensors)
         self._output: Output = folder.create(name)
         self._output.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor.  Raises: ValueError when it is not the next."""
-        if not self._waiting or self._waiting[0] != name:
+        if not self._left or self._left[0] != name:
             raise ValueError(
-                f"{self._name}: {name} is not the next tensor; {self._waiting[0] if self._waiting else 'none'} is"
+                f"{self._name}: {name} is not the next tensor; {self._left[0] if self._left else 'none'} is"
             )
         if tensor.numel():
             self._output.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-        self._waiting.popleft()
+        self._left.popleft()
 
     def finish(self) -> FileRecord:
-        """Make it durable; size and hash of what was written.  Raises: ValueError where a tensor is missing."""
-        if self._waiting:
-            raise ValueError(f"{self._name}: {self._waiting[0]} was not written")
+        """Make it durable; returns its size and hash.  Raises: ValueError if a tensor is missing."""
+        if self._left:
+            raise ValueError(f"{self._name}: {self._left[0]} was not written")
         self._output.finish()
         return FileRecord(self._output.bytes, self._output.xxh3)
 
@@ -84,7 +82,7 @@ class SafetensorsWriter:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor lies in a file."""
+    """A tensor's dtype, shape and bytes [start, stop) of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -95,18 +93,14 @@ class _Entry:
 class TensorFile:
     """One safetensors file, read row by row.
 
-    Args:
-        folder: where it lies.
-        name: of the file.
-
     Raises:
         CheckpointError: it cannot be read.
-        DamagedError: it is no safetensors file of tensors that we store.
+        DamagedError: it is no safetensors file, or holds dtypes that we do not store.
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
         self._path = f"{folder}/{name}"
-        with naming(self._path):
+        with read_errors(self._path):
             self._input: Input = folder.open(name)
             length = int.from_bytes(self._bytes(0, 8), "little")
             if not 0 < length <= _LONGEST_HEADER:
@@ -116,10 +110,10 @@ class TensorFile:
             self.entries = {tensor: _entry(described, 8 + length) for tensor, described in header.items()}
 
     def _bytes(self, start: int, stop: int) -> bytes:
-        found = self._input.read(start, stop)
-        if found.numel() != stop - start:
+        data = self._input.read(start, stop)
+        if data.numel() != stop - start:
             raise ValueError(f"it ends before byte {stop}")
-        return found.numpy().tobytes()
+        return data.numpy().tobytes()
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows [first, last) of a tensor, [last - first, ...]; not to be written to.
@@ -139,7 +133,7 @@ class TensorFile:
         return self._read(entry, entry.start, entry.stop).view(entry.shape)
 
     def _read(self, entry: _Entry, start: int, stop: int) -> Tensor:
-        with naming(self._path):
+        with read_errors(self._path):
             found = self._input.read(start, stop)
         if found.numel() != stop - start:
             raise DamagedError(f"{self._path} ends before byte {stop}")
@@ -160,22 +154,22 @@ class StoredTensors:
     """The logical tensors of one kind in a checkpoint, read row by row.
 
     Args:
-        place: a complete checkpoint.
+        location: a complete checkpoint.
         kind: "model", "master", "exp_avg", ...
-        step: of the checkpoint, where it is known; files that say otherwise are refused.
+        step: of the checkpoint, if known; files with another one are refused.
 
     Attributes:
         files: the file that holds each tensor.
 
     Raises:
         CheckpointError: a file cannot be read; also by the methods.
-        DamagedError: the kind's index, or a file, is not what it should be; also by the methods.
+        DamagedError: the kind's index or a file is damaged; also by the methods.
     """
 
-    def __init__(self, place: Place, kind: str, step: int | None = None) -> None:
-        self.folder, self._kind = folder_at(place), kind
+    def __init__(self, location: Location, kind: str, step: int | None = None) -> None:
+        self.folder, self._kind = folder_at(location), kind
         self._expected = {"kind": kind} | ({} if step is None else {"step": str(step)})
-        with naming(f"{self.folder}/{index_name(kind)}"):
+        with read_errors(f"{self.folder}/{index_name(kind)}"):
             self.files: dict[str, str] = dict(json.loads(self.folder.read(index_name(kind)))["weight_map"])
         self._open: dict[str, TensorFile] = {}
 
@@ -186,8 +180,8 @@ class StoredTensors:
             for key, value in self._expected.items():
                 if opened.metadata.get(key, value) != value:
                     raise DamagedError(
-                        f"{self.folder}/{file} is of {key} {opened.metadata[key]}, here {key} {value} belongs: a file has "
-                        "been put in another's place"
+                        f"{self.folder}/{file} is of {key} {opened.metadata[key]}, but the file of {key} {value} belongs "
+                        "here: one file was copied over another"
                     )
         if name not in self._open[file].entries:
             raise DamagedError(

@@ -104,7 +104,7 @@ def _verify(folder: Folder) -> bool | None:
     from megazero.checkpoint.verify import find_damage
 
     if not is_complete(folder):
-        print(f"{folder}: incomplete (no {MANIFEST}): not finished, or set aside as damaged")
+        print(f"{folder}: incomplete (no {MANIFEST}): not finished, or marked as damaged")
         return None
     try:
         with reading(folder):
@@ -152,7 +152,7 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
         table.add_column("")
         for one in found.tensors[:rows]:
             count = f"{one.differing:,} of {one.elements:,}" if one.elements else "not compared"
-            cells = one.name, one.kind, one.kept, count, f"{one.max_abs:.3g}", f"{one.relative:.3g}"
+            cells = one.name, one.kind, one.described, count, f"{one.max_abs:.3g}", f"{one.relative:.3g}"
             table.add_row(*cells, "close" if one.is_close else "")
         print_table(table)
         hidden = len(found.tensors[rows:]) if rows is not None else 0

@@ -24,7 +24,7 @@ def tokenize(
     eod_token: Annotated[str | None, typer.Option(help="Token that ends a document, if it cannot be guessed.")] = None,
 ) -> None:
     """Turn text into the indexed format that training reads."""
-    from megazero.data import tokenize_files
+    from megazero.data.tokenize import tokenize_files
 
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from megazero.cli._common import EXIT_CONFIG
 def memory_report(
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the model says.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A run file, for its model and shape; a small Llama else.")
+        Path | None, typer.Option(help="A run file, for its model and shape; a small Llama by default.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks to start; launch.nproc_per_node (4) by default.")] = None,
     stages: Annotated[str, typer.Option(help="ZeRO stages, by commas.")] = "0,1,2,3",
@@ -26,26 +27,25 @@ def memory_report(
     iterations: Annotated[int, typer.Option(help="Steps to time after it.")] = 20,
     out: Annotated[Path, typer.Option(help="Directory for memory.json and memory.svg.")] = Path("runs/memory-report"),
 ) -> None:
-    """Measure what each ZeRO stage keeps, sends and takes, beside the formulas of the papers."""
+    """Measure the memory, traffic and time of each ZeRO stage beside the formulas of the papers."""
     from megazero.config import ConfigError
     from megazero.tools.memory_report import ReportRequest, measure, plan
+    from megazero.training.launch import leave_at_once, run_ranks
 
-    speaks, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
+    prints, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
     try:
         varied = (_words(stages), _words(precision), _words(offload))
-        wish = ReportRequest(*varied, steps, iterations, ranks, config, overrides or [], out)
-        planned = plan(wish, int(world) if world else None)
+        request = ReportRequest(*varied, steps, iterations, ranks, config, overrides or [], out)
+        planned = plan(request, int(world) if world else None)
         out.mkdir(parents=True, exist_ok=True)
     except (ConfigError, ValueError, OSError) as error:
-        if speaks:
+        if prints:
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG) from None
-    report = measure(planned)
+    report = run_ranks(planned.runs[0][1], partial(measure, planned=planned))
     if report is None:
-        from megazero.training.launch import leave_at_once
-
         leave_at_once()
-    if speaks:
+    if prints:
         from megazero.schedules.table import write_text
         from megazero.tools.memory_chart import draw_svg, draw_text
 

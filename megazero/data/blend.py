@@ -1,4 +1,4 @@
-"""Which source the i-th sample comes from, by weight, with no table and no state.
+"""The source of the i-th sample, chosen by weight, with no table and no state.
 
     weights 3 : 1 : 2            (0 1 2)          Of the first n samples that reach a node, round(n * p) go left, where
                                  /     \\          p is the left side's share. So sample n goes left when that number
@@ -80,15 +80,15 @@ class Blend:
         return descend(0, len(self.weights), samples)
 
     def _split(self, first: int, last: int) -> tuple[int, int, int]:
-        """Where a node's sources are halved, the left side's weight, the node's weight."""
+        """The middle of a node's sources, the weight left of it, and the node's weight."""
         middle = (first + last) // 2
         return middle, sum(self.weights[first:middle]), sum(self.weights[first:last])
 
 
 def _count_left(n: NDArray[np.int64], part: int, whole: int) -> NDArray[np.int64]:
     """round(n * part / whole), halves up: exact, with no product beyond 2^62 however large n is."""
-    turns, rest = np.divmod(n, whole)
-    return turns * part + (2 * rest * part + whole) // (2 * whole)
+    rounds, rest = np.divmod(n, whole)
+    return rounds * part + (2 * rest * part + whole) // (2 * whole)
 
 
 def _integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
@@ -105,5 +105,5 @@ def _integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     total = sum(whole)
     if total <= _LARGEST_TOTAL:
         return tuple(whole)
-    room = _LARGEST_TOTAL - len(whole)  # each may be rounded up by one
-    return tuple(ceil(Fraction(weight * room, total)) for weight in whole)
+    target = _LARGEST_TOTAL - len(whole)  # each may be rounded up by one
+    return tuple(ceil(Fraction(weight * target, total)) for weight in whole)

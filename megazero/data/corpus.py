@@ -1,9 +1,9 @@
-"""From the data section of a run to its two streams of samples.
+"""Opening the data of a run: its sources, checked, and their two streams of samples.
 
     "python-stdlib" --find in the cache, or build--> prefix --IndexedDataset--> tokens --split--> training windows
     path/to/prefix  ------------------------------->                                         '--> validation windows
 
-Errors here are the user's, so each names the source and says the numbers.
+Errors here are the user's, so each names the source and the numbers.
 """
 
 import os
@@ -24,7 +24,7 @@ from megazero.data.tokenizer import load_tokenizer
 
 PYTHON_STDLIB: Final = "python-stdlib"
 
-# A source is sampled in this many evenly spaced blocks, the first and the last among them: half a megabyte or so.
+# The fingerprint reads this many evenly spaced blocks of a source, the first and the last among them: about half a megabyte.
 _SAMPLE_BLOCKS: Final = 64
 _SAMPLE_BLOCK_TOKENS: Final = 4096
 
@@ -35,10 +35,10 @@ class Corpus:
 
     Attributes:
         train: endless training samples.
-        validation: validation samples in order, or None when the run holds none out.
-        fingerprint: hex; equal when the tokens, their order and the split are.
-        tokenizer_name: what to give to `load_tokenizer` to read samples.
-        vocab: ids that the tokenizer knows.
+        validation: validation samples in order, or None if the run holds none out.
+        fingerprint: hex; equal if the tokens, their order and the split are equal.
+        tokenizer_name: argument of `load_tokenizer` to decode samples.
+        vocab: number of ids of the tokenizer.
     """
 
     train: SampleStream
@@ -66,8 +66,8 @@ def open_corpus(
         tokenizer: name for `load_tokenizer`.
         seq_len: tokens that a sample predicts.
         seed: chooses the order of the samples.
-        validation_fraction: part of each source's windows, its last ones, that is held out; 0 for none.
-        cache_dir: where "python-stdlib" is kept, a directory of this node.
+        validation_fraction: part of each source's windows, the last ones, that is held out; 0 for none.
+        cache_dir: a directory of this node for "python-stdlib".
         vocab_size: rows of the model's embedding.
         eod_token: see `load_tokenizer`.
 

@@ -1,4 +1,4 @@
-"""Which tokens the i-th sample of a run holds: a pure function of (seed, i).
+"""The tokens of the i-th sample of a run: a pure function of (seed, i).
 
     global sample i  --blend-->  (source, n)                       n counts 0, 1, 2, ... within the source
                                  epoch = n // windows
@@ -8,10 +8,11 @@
     window 0  [t0 t1 t2 t3 t4]                      seq_len + 1 tokens: inputs t0..t3, targets t1..t4
     window 1              [t4 t5 t6 t7 t8]          stride seq_len: every target is predicted once in an epoch
 
-No state and no rank: a resumed run, or one on another cluster shape, asks for the same indices and gets the same
-tokens. Validation takes the last windows of each source and reads them in order, each once.
+There is no state and no rank: a resumed run, or one on another cluster shape, asks for the same indices and gets the same
+tokens.  Validation takes the last windows of each source and reads them in order, each once.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,13 +27,13 @@ from megazero.data.permutation import Permutation
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A run of one source's samples: windows `first` to `first + count` of its token stream.
+    """Consecutive samples of one source: windows `first` to `first + count` of its token stream.
 
     Attributes:
         tokens: [total tokens] the whole stream.
-        seq_len: tokens that a sample predicts; it holds one more.
+        seq_len: tokens that a sample predicts; it has one more.
         first: the first window, counted from the start of the stream.
-        count: how many there are.
+        count: number of windows.
     """
 
     tokens: NDArray[Any]
@@ -63,7 +64,7 @@ class Windows:
         return cls(tokens, seq_len, 0, count)
 
     def read(self, position: int) -> NDArray[Any]:
-        """The sample at `position` in [0, count): [seq_len + 1], where it lies, in the dtype of the file."""
+        """The sample at `position` in [0, count): [seq_len + 1], a view in the dtype of the file."""
         start = (self.first + position) * self.seq_len
         return self.tokens[start : start + self.seq_len + 1]
 
@@ -107,8 +108,48 @@ def _fractions_that_work(count: int) -> str:
     return f"it takes at least 1/{count} = {1 / count:.2g}, or 0 for no validation"
 
 
-class SampleStream:
-    """Training samples without end: sources blended by weight, each shuffled anew in every epoch of its own.
+class _Stream(ABC):
+    """Samples by index over several sources; subclasses say which window an index stands for."""
+
+    def __init__(self, sources: Sequence[Windows]) -> None:
+        self._sources = tuple(sources)
+        lengths = sorted({windows.seq_len for windows in sources})
+        if len(lengths) != 1:
+            raise ValueError(f"a stream needs sources of one seq_len, got {lengths or 'no sources'}")
+        self.seq_len = lengths[0]
+
+    @property
+    def num_windows(self) -> int:
+        """Different samples over all sources."""
+        return sum(windows.count for windows in self._sources)
+
+    @property
+    def tokens(self) -> int:
+        """Different target tokens over all sources."""
+        return self.num_windows * self.seq_len
+
+    @abstractmethod
+    def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(source, window within it) of samples.
+
+        Args:
+            indices: [n] sample indices; see the class for their range.
+
+        Raises:
+            IndexError: an index outside the range.
+        """
+
+    def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
+        """The samples of some indices: int64 [n, seq_len + 1].  Arguments and errors as `locate`."""
+        source, window = self.locate(indices)
+        samples = np.empty((len(source), self.seq_len + 1), np.int64)
+        for row, number, position in zip(samples, source.tolist(), window.tolist(), strict=True):
+            row[:] = self._sources[number].read(position)
+        return samples
+
+
+class SampleStream(_Stream):
+    """Training samples without end, for indices from 0: sources blended by weight, each shuffled anew in each of its epochs.
 
     Args:
         sources: the training windows of each source, all of one seq_len.
@@ -125,45 +166,16 @@ class SampleStream:
     def __init__(self, sources: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
         if len(weights) != len(sources):
             raise ValueError(f"{len(sources)} sources and {len(weights)} weights; give each source one weight")
-        self._sources = tuple(sources)
         self._blend = Blend(weights)
         self._seed = seed
-        self.seq_len = _common_seq_len(self._sources)
-
-    @property
-    def num_windows(self) -> int:
-        """Different samples over all sources."""
-        return sum(windows.count for windows in self._sources)
-
-    @property
-    def tokens(self) -> int:
-        """Different target tokens over all sources."""
-        return self.num_windows * self.seq_len
+        super().__init__(sources)
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, window within it) of global samples.
-
-        Args:
-            indices: [n] global sample indices, 0 or more.
-
-        Raises:
-            IndexError: a negative index.
-        """
+        """See `_Stream.locate`."""
         source, window = self._blend.locate(_sample_indices(indices))
         for number, rows in _rows_by(source):
             window[rows] = self._shuffled(number, window[rows])
         return source, window
-
-    def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """The samples of global indices: int64 [n, seq_len + 1].
-
-        Args:
-            indices: [n] global sample indices, 0 or more.
-
-        Raises:
-            IndexError: a negative index.
-        """
-        return _read(self._sources, self.seq_len, *self.locate(indices))
 
     def _shuffled(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
         count = self._sources[source].count
@@ -173,10 +185,10 @@ class SampleStream:
         return position
 
 
-class ValidationStream:
-    """Validation samples in order, each window of each source exactly once.
+class ValidationStream(_Stream):
+    """Validation samples for indices in [0, len): each window of each source exactly once, in order.
 
-    The sources are interleaved by their size, so the first samples are a fair cut of the whole.
+    The sources are interleaved by their size, so the first samples represent all of them fairly.
 
     Args:
         sources: the validation windows of each source, all of one seq_len.
@@ -186,66 +198,24 @@ class ValidationStream:
     """
 
     def __init__(self, sources: Sequence[Windows]) -> None:
-        self._sources = tuple(sources)
-        self.seq_len = _common_seq_len(self._sources)
+        super().__init__(sources)
         self._blend = Blend([windows.count for windows in self._sources])
 
     def __len__(self) -> int:
         return self.num_windows
 
-    @property
-    def num_windows(self) -> int:
-        """Samples over all sources."""
-        return sum(windows.count for windows in self._sources)
-
-    @property
-    def tokens(self) -> int:
-        """Target tokens over all sources."""
-        return self.num_windows * self.seq_len
-
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, window within it) of samples.
-
-        Args:
-            indices: [n] sample indices in [0, len).
-
-        Raises:
-            IndexError: an index outside.
-        """
+        """See `_Stream.locate`."""
         checked = _sample_indices(indices)
         if checked.size and int(checked.max()) >= len(self):
             raise IndexError(f"validation sample {checked.max()} of {len(self):,}")
         return self._blend.locate(checked)
 
-    def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """The samples at `indices`, each in [0, len): int64 [n, seq_len + 1].
-
-        Raises:
-            IndexError: an index outside.
-        """
-        return _read(self._sources, self.seq_len, *self.locate(indices))
-
-
-def _read(
-    sources: Sequence[Windows], seq_len: int, source: NDArray[np.int64], window: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    samples = np.empty((len(source), seq_len + 1), np.int64)
-    for row, number, position in zip(samples, source.tolist(), window.tolist(), strict=True):
-        row[:] = sources[number].read(position)
-    return samples
-
 
 def _rows_by(values: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    """(value, where it stands) of each different value.  numpy's `unique` is slower for so few, and loads masked arrays."""
+    """(value, mask of its rows) of each different value.  numpy's `unique` is slower for so few, and loads masked arrays."""
     for value in sorted(set(values.tolist())):
         yield value, values == value
-
-
-def _common_seq_len(sources: Sequence[Windows]) -> int:
-    lengths = sorted({windows.seq_len for windows in sources})
-    if len(lengths) != 1:
-        raise ValueError(f"a stream needs sources of one seq_len, got {lengths or 'no sources'}")
-    return lengths[0]
 
 
 def _sample_indices(indices: ArrayLike) -> NDArray[np.int64]:

@@ -1,7 +1,7 @@
-"""A corpus that is on every machine: the running interpreter's own library.
+"""A corpus that every machine has: the standard library of the running interpreter.
 
-About twelve megabytes of real text with no download, enough for a first run, a smoke test or a benchmark. Each node
-builds its own copy, in a second or so with the byte tokenizer; many ranks may ask at once and one of them builds.
+About twelve megabytes of real text without a download, enough for a first run, a smoke test or a benchmark.  Each node
+builds its own copy, in about a second with the byte tokenizer; if many ranks ask at once, one of them builds.
 """
 
 import os
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 from megazero.data.indexed import IndexedDataset
-from megazero.data.tokenize import tokenize_files
 from megazero.data.tokenizer import load_tokenizer
 
 _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
@@ -41,9 +40,9 @@ def stdlib_files() -> list[Path]:
 def build_python_stdlib(
     cache_dir: str | os.PathLike[str], tokenizer: str | os.PathLike[str], eod_token: str | None = None
 ) -> Path:
-    """The prefix of the tokenized standard library, built when it is not in `cache_dir` yet.
+    """The prefix of the tokenized standard library, which is built if it is not in `cache_dir` yet.
 
-    Any number of processes may call it at once: one builds, the others wait for it. Files that are no UTF-8 are
+    Any number of processes may call it at once: one builds, the others wait for it.  Files that are not UTF-8 are
     left out.
 
     Args:
@@ -59,13 +58,15 @@ def build_python_stdlib(
 
     fingerprint = load_tokenizer(os.fspath(tokenizer), eod_token).fingerprint
     prefix = Path(cache_dir) / f"python-stdlib-{platform.python_version()}-{fingerprint}"
-    if _is_whole(prefix):
+    if _is_complete(prefix):
         return prefix
     prefix.parent.mkdir(parents=True, exist_ok=True)
     lock = f"{prefix}.lock"
     try:
         with FileLock(lock, timeout=_LOCK_SECONDS):
-            if not _is_whole(prefix):  # it may have been built while this process waited
+            if not _is_complete(prefix):  # it may have been built while this process waited
+                from megazero.data.tokenize import tokenize_files  # a run that finds its data imports no writer
+
                 files = [path for path in stdlib_files() if _is_utf8(path)]
                 tokenize_files(files, prefix, tokenizer, eod_token=eod_token)
     except Timeout as error:
@@ -75,7 +76,7 @@ def build_python_stdlib(
     return prefix
 
 
-def _is_whole(prefix: Path) -> bool:
+def _is_complete(prefix: Path) -> bool:
     try:
         IndexedDataset(prefix)
     except (FileNotFoundError, ValueError):  # a damaged cache is built again

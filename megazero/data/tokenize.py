@@ -1,11 +1,11 @@
-"""Text files to one `.bin`/`.idx` pair, in several processes.
+"""Tokenizing text files into one `.bin`/`.idx` pair, in several processes.
 
     files, sorted  ->  pieces (path, start, stop)  ->  workers tokenize  ->  one writer, in the order of the pieces
-                       a text file is one piece        any of them           so the output does not depend on how
-                       a .jsonl is cut by bytes                              many workers there were
+                       a text file is one piece        any of them           so the output does not depend on the
+                       a .jsonl is cut by bytes                              number of workers
 
 A line of a `.jsonl` belongs to the piece in which it starts. Every document ends with the tokenizer's
-end-of-document id; a document with no text is left out.
+end-of-document id; an empty document is left out.
 """
 
 import functools
@@ -22,11 +22,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.indexed import IndexedWriter, token_dtype
 from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.data.writer import IndexedWriter, token_dtype
 
 _PIECE_BYTES: Final = 4 << 20
-_PENDING_PER_WORKER: Final = 4  # pieces under way at once: bounds memory when the first of them is slow
+_PENDING_PER_WORKER: Final = 4  # bounds memory if the first piece is slow
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,18 @@ def tokenize_files(
     """Tokenize text and `.jsonl` files into `out_prefix`.bin and .idx.
 
     Args:
-        inputs: files and directories, in the order wanted; directories are walked in sorted order, without names
+        inputs: files and directories, in the order of the output; directories are walked in sorted order, without names
             that start with a dot. A `.jsonl` holds a document on each line, any other file is one document in UTF-8.
-        out_prefix: path of the pair to write, replaced as a whole when all is done.
+        out_prefix: path of the pair to write; it appears, or is replaced, when all is done.
         tokenizer: name for `load_tokenizer`; every worker loads its own.
         workers: processes that tokenize; 1 works in this one.
         jsonl_key: the field of a line that holds its text.
         eod_token: see `load_tokenizer`.
-        on_progress: called in this process with (input bytes done, input bytes in all) after each piece.
+        on_progress: called in this process with (input bytes done, all input bytes) after each piece.
 
     Raises:
         FileNotFoundError: an input does not exist.
-        ValueError: a file that is no UTF-8, a bad line (`file:line: why`), or nothing to write.
+        ValueError: a file that is not UTF-8, a bad line (`file:line: why`), or nothing to write.
         RuntimeError: a worker died.
     """
     if workers < 1:
@@ -107,7 +107,7 @@ def tokenize_files(
 
 
 def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files of `inputs`: each file as it stands, each directory walked in sorted order.
+    """The files of `inputs`; a directory stands for its files in sorted order.
 
     Raises:
         FileNotFoundError: an input does not exist, or there is no file at all.
@@ -146,7 +146,7 @@ def cut_into_pieces(files: Sequence[Path], piece_bytes: int = _PIECE_BYTES) -> l
 def _in_order(
     work: Callable[[Piece], _Tokenized], pieces: Sequence[Piece], workers: int
 ) -> Generator[_Tokenized, None, None]:
-    """`map(work, pieces)` over processes: results in the order of the pieces, a bounded number under way."""
+    """`map(work, pieces)` over processes: results in the order of the pieces, a bounded number at a time."""
     if workers == 1:
         yield from map(work, pieces)
         return
@@ -164,7 +164,7 @@ def _in_order(
                     pending.append(pool.submit(work, following))
         except BrokenProcessPool as error:
             raise RuntimeError(
-                f"one of {workers} tokenizing processes died, perhaps for want of memory; nothing was written; "
+                f"one of {workers} tokenizing processes died, perhaps for lack of memory; nothing was written; "
                 "try again with fewer workers"
             ) from error
         finally:
@@ -195,7 +195,7 @@ def _tokenize_piece(piece: Piece, tokenizer: str, eod_token: str | None, jsonl_k
 
 
 def _documents(piece: Piece, jsonl_key: str) -> Iterator[tuple[Callable[[], str], str]]:
-    """(where, text) of each document of a piece; `where` is asked only when something is wrong."""
+    """(where, text) of each document of a piece; `where` is called only for an error."""
     if piece.path.endswith(".jsonl"):
         for offset, line in _lines(piece):
             where = functools.partial(_line_name, piece.path, offset)

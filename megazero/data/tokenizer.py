@@ -1,10 +1,10 @@
-"""Text to ids and back: one protocol, two kinds of tokenizer.
+"""Converting text to ids and back: one protocol, two tokenizers.
 
     "byte"                  ByteTokenizer   UTF-8 bytes 0..255 and an end-of-document id 256; needs no file
     path/to/tokenizer.json  FileTokenizer   any fast Hugging Face tokenizer
 
-A tokenizer travels by its name, never as an object: each process calls `load_tokenizer` for itself. `fingerprint`
-says what the ids mean, so that a cache made by one tokenizer is never taken for another's.
+A tokenizer is passed by its name, never as an object: each process calls `load_tokenizer` for itself.  `fingerprint`
+names the meaning of the ids, so that data made by one tokenizer is never taken for that of another.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ END_OF_DOCUMENT_TOKENS: Final = (
 
 
 class Tokenizer(Protocol):
-    """What the project asks of a tokenizer."""
+    """What data and training need of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
         """The ids of `text`, int32 [length], with no special token added at either end."""
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of integer ids [length]; special tokens vanish."""
+        """The text of integer ids [length]; special tokens are left out."""
 
 
 class ByteTokenizer:
@@ -60,12 +60,12 @@ class ByteTokenizer:
         """The UTF-8 bytes of `text`: int32 [bytes].
 
         Raises:
-            UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 does not know.
+            UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot encode.
         """
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of byte ids [length]; other ids vanish and bytes that are no UTF-8 become U+FFFD."""
+        """The text of byte ids [length]; other ids are left out and bytes that are not UTF-8 become U+FFFD."""
         array = np.asarray(ids, np.int64)
         return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
@@ -73,8 +73,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face `tokenizers` JSON file.
 
-    Truncation and padding that the file asks for are switched off: a document keeps its length. As in that library,
-    the text of a special token inside a document becomes the special token.
+    The file's truncation and padding are switched off: a document keeps its length.  As in that library, the text of a
+    special token inside a document becomes the special token.
 
     Args:
         path: the `tokenizer.json`.
@@ -87,7 +87,7 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str | Path, eod_token: str | None = None) -> None:
-        import tokenizers  # slow to import, and byte runs do without it
+        import tokenizers  # slow to import, and byte runs do not need it
 
         content = Path(path).read_bytes()
         try:
@@ -103,25 +103,10 @@ class FileTokenizer:
                 f"{path} has no end-of-document token: tried {', '.join(tried)}; "
                 'name the one it has with eod_token="..."'
             )
-        name, self._eod_id = found[0]
-        # Not the library's count: ids may have holes, and the embedding needs a row for the largest.
-        self._vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
-        self._fingerprint = xxhash.xxh3_64_hexdigest(content + b"\0" + name.encode())
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
-        return self._vocab_size
-
-    @property
-    def eod_id(self) -> int:
-        """The id of the end-of-document token."""
-        return self._eod_id
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex xxh3 of the file and of the end-of-document token's name."""
-        return self._fingerprint
+        name, self.eod_id = found[0]
+        # Not the library's count: ids may have gaps, and the embedding needs a row for the largest.
+        self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        self.fingerprint = xxhash.xxh3_64_hexdigest(content + b"\0" + name.encode())
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """The ids of `text`: int32 [length]."""

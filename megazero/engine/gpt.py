@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint.folder import Place, folder_at
+from megazero.checkpoint.folder import Location, folder_at
 from megazero.checkpoint.index import HF_CONFIG, to_json
 from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
@@ -225,7 +225,7 @@ class Engine:
 
     def save(
         self,
-        path: Place,
+        path: Location,
         position: Position,
         data_fingerprint: str,
         *,
@@ -262,7 +262,7 @@ class Engine:
         else:
             saver.save(folder_at(path), trainer, files)
 
-    def load(self, path: Place, data_fingerprint: str) -> Position:
+    def load(self, path: Location, data_fingerprint: str) -> Position:
         """Load the state that a run of any shape saved, and return how far that run had come.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.checkpoint.folder import Place
+from megazero.checkpoint.folder import Location
 from megazero.checkpoint.index import CheckpointError, TrainerState, versions
 from megazero.config import RunConfig
 from megazero.zero.sharded_model import ShardedModel
@@ -51,7 +51,7 @@ def trainer_state(sharded: ShardedModel, position: Position, zero_stage: int, **
     )
 
 
-def check_same_run(path: Place, config: RunConfig, data_fingerprint: str, trainer: TrainerState) -> None:
+def check_same_run(path: Location, config: RunConfig, data_fingerprint: str, trainer: TrainerState) -> None:
     """Make sure that a checkpoint is of this model and this data, before anything is loaded.  Raises: CheckpointError."""
     wanted = config.model.model_dump()
     changed = [

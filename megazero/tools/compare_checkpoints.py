@@ -1,6 +1,6 @@
-"""What two checkpoints do not have in common: tensors by kind and name, and where their runs stood.
+"""The differences between two checkpoints: tensors by kind and name, and the states of their runs.
 
-Rows of two tensors are read side by side, a few million elements at a time.
+Two tensors are read side by side, a few million elements at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, Place
+from megazero.checkpoint.folder import Folder, Location
 from megazero.checkpoint.index import (
     TRAINER_STATE,
     TrainerState,
@@ -26,26 +26,26 @@ from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
 from megazero.checkpoint.tensor_file import StoredTensors
 
-_FOR_READING_ONLY = ("config", "shape", "versions", "val_loss")  # fields of the trainer state that no run goes on from
+_INFORMATION = ("config", "shape", "versions", "val_loss")  # fields of the trainer state that a resumed run ignores
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor that is not the same in both.
+    """One tensor that differs.
 
     Args:
-        kind, name: which.
-        kept: shape and dtype of each, as one text where they agree.
-        elements: of the tensor; 0 where the shapes differ and nothing was compared.
-        differing: elements whose bits differ, after both were widened to fp32.
-        max_abs: the largest |a - b|; infinite where one is not a number.
-        relative: the same as a share of the largest |b|.
+        kind, name: which tensor.
+        described: shape and dtype of each, as one text if they agree.
+        elements: of the tensor; 0 if the shapes differ and nothing was compared.
+        differing: elements whose bits differ after both were converted to fp32.
+        max_abs: the largest |a - b|; infinite if one is not a number.
+        relative: max_abs as a share of the largest |b|.
         is_close: within the tolerances.
     """
 
     kind: str
     name: str
-    kept: str
+    described: str
     elements: int
     differing: int
     max_abs: float
@@ -55,14 +55,14 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """What was found.
+    """The result of `compare`.
 
     Args:
         tensors: those that differ in bits, dtype or shape, the largest relative difference first.
-        only: what one of the two does not have: kinds, tensors, files of a script.
-        fields: of the trainer state, with both values.
-        notes: what differs and belongs to no state: the configuration, the shape of the cluster, releases, other files.
-        compared: tensors that both have.
+        only: kinds, tensors and a script's files that one of the two lacks.
+        fields: of the trainer state that differ, with both values.
+        notes: differences that belong to no state: the configuration, the shape of the cluster, releases, other files.
+        compared: number of tensors that both have.
     """
 
     tensors: list[TensorDifference] = field(default_factory=list)
@@ -73,16 +73,16 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether a run would go on from either in the same way, within the tolerances."""
+        """Whether a run resumed from either would go on in the same way, within the tolerances."""
         return not self.only and not self.fields and all(one.is_close for one in self.tensors)
 
 
-def compare(a: Place, b: Place, *, rtol: float = 0.0, atol: float = 0.0) -> Comparison:
+def compare(a: Location, b: Location, *, rtol: float = 0.0, atol: float = 0.0) -> Comparison:
     """Compare two complete step directories.
 
     Args:
-        a, b: step directories, or URLs of them.
-        rtol, atol: elements are close where |a - b| <= atol + rtol * |b|.  With either, dtypes may differ; with neither,
+        a, b: step directories, or their URLs.
+        rtol, atol: elements are close if |a - b| <= atol + rtol * |b|.  With either, dtypes may differ; with neither,
             every bit counts.
 
     Raises:
@@ -93,43 +93,37 @@ def compare(a: Place, b: Place, *, rtol: float = 0.0, atol: float = 0.0) -> Comp
 
 
 def _compare(folders: tuple[Folder, Folder], rtol: float, atol: float) -> Comparison:
-    manifests = read_manifest(folders[0]), read_manifest(folders[1])
-    states = read_trainer_state(folders[0]), read_trainer_state(folders[1])
-    found = Comparison()
+    manifests = [read_manifest(folder) for folder in folders]
+    a, b = (read_trainer_state(folder) for folder in folders)
+    result = Comparison()
     stored = [
         {kind: StoredTensors(folder, kind) for kind in kinds_of(manifest)}
         for folder, manifest in zip(folders, manifests, strict=True)
     ]
-    found.only += _only("kind", set(stored[0]), set(stored[1]))
-    for kind, of_a in stored[0].items():
-        if kind in stored[1]:
-            _compare_tensors(kind, of_a, stored[1][kind], (rtol, atol), found)
-    found.tensors.sort(key=lambda one: (one.is_close, -one.relative, -one.max_abs, one.kind, one.name))
-    _compare_states(*states, found)
+    result.only += _only("kind", *map(set, stored))
+    for kind in filter(stored[1].__contains__, stored[0]):
+        pair = stored[0][kind], stored[1][kind]
+        names = [set(one.files) for one in pair]
+        result.only += _only(kind, *names)
+        differences = [_difference(kind, name, *pair, rtol, atol) for name in names[0] & names[1]]
+        result.tensors += [one for one in differences if one is not None]
+        result.compared += len(differences)
+    result.tensors.sort(key=lambda one: (one.is_close, -one.relative, -one.max_abs, one.kind, one.name))
+    _compare_states(a, b, result)
     others = [
-        {name: record for name, record in manifest.items() if name not in ours}
-        for manifest, ours in zip(manifests, map(_files_of, stored), strict=True)
+        {name: record for name, record in manifest.items() if name not in _compared_files(kinds)}
+        for manifest, kinds in zip(manifests, stored, strict=True)
     ]
-    told = found.only if states[0].script or states[1].script else found.notes
-    told += _only("file", set(others[0]), set(others[1]))
-    both = sorted(set(others[0]) & set(others[1]))
-    told += [f"file {name} differs" for name in both if others[0][name] != others[1][name]]
-    return found
+    lines = result.only if a.script or b.script else result.notes
+    lines += _only("file", *map(set, others))
+    both = sorted(others[0].keys() & others[1].keys())
+    lines += [f"file {name} differs" for name in both if others[0][name] != others[1][name]]
+    return result
 
 
-def _files_of(kinds: Mapping[str, StoredTensors]) -> set[str]:
+def _compared_files(kinds: Mapping[str, StoredTensors]) -> set[str]:
     """Files whose contents are compared as tensors or fields."""
     return {TRAINER_STATE, *map(index_name, kinds), *(file for one in kinds.values() for file in one.files.values())}
-
-
-def _compare_tensors(
-    kind: str, a: StoredTensors, b: StoredTensors, tolerances: tuple[float, float], found: Comparison
-) -> None:
-    found.only += _only(kind, set(a.files), set(b.files))
-    for name in sorted(set(a.files) & set(b.files)):
-        difference = _difference(kind, name, a, b, *tolerances)
-        found.compared += 1
-        found.tensors += [] if difference is None else [difference]
 
 
 def _only(what: str, a: set[str], b: set[str]) -> Iterator[str]:
@@ -137,16 +131,16 @@ def _only(what: str, a: set[str], b: set[str]) -> Iterator[str]:
     yield from (f"{what} {name} is only in B" for name in sorted(b - a))
 
 
-def _compare_states(a: TrainerState, b: TrainerState, found: Comparison) -> None:
+def _compare_states(a: TrainerState, b: TrainerState, result: Comparison) -> None:
     flat = _flat(asdict(a)), _flat(asdict(b))
     for key in sorted(flat[0].keys() | flat[1].keys()):
         values = flat[0].get(key), flat[1].get(key)
         if values[0] == values[1]:
             continue
-        if key.split(".")[0] not in _FOR_READING_ONLY:
-            found.fields.append((key, *values))
+        if key.split(".")[0] not in _INFORMATION:
+            result.fields.append((key, *values))
         elif key in flat[0] and key in flat[1]:
-            found.notes.append(f"{key}: {values[0]!r}, {values[1]!r}")
+            result.notes.append(f"{key}: {values[0]!r}, {values[1]!r}")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -160,40 +154,36 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _difference(
     kind: str, name: str, a: StoredTensors, b: StoredTensors, rtol: float, atol: float
 ) -> TensorDifference | None:
-    """What two tensors of one name do not have in common; None where that is nothing."""
+    """The difference of two tensors with one name; None if they are equal."""
     shapes, dtypes = (a.shape(name), b.shape(name)), (a.dtype(name), b.dtype(name))
-    kept = [f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in zip(shapes, dtypes, strict=True)]
-    shown = kept[0] if kept[0] == kept[1] else " and ".join(kept)
+    texts = [f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in zip(shapes, dtypes, strict=True)]
+    described = " and ".join(dict.fromkeys(texts))
     if shapes[0] != shapes[1]:
-        return TensorDifference(kind, name, shown, 0, 0, inf, inf, False)
-    differing, largest, scale, is_close = 0, 0.0, 0.0, True
+        return TensorDifference(kind, name, described, 0, 0, inf, inf, False)
+    differing, largest, scale, is_close = 0, 0.0, 0.0, rtol > 0 or atol > 0
     for one, other in _parts(name, a, b):
         scale = max(scale, float(other.abs().max().nan_to_num(inf)))
         apart = one.view(torch.int32) != other.view(torch.int32)
-        count = int(apart.sum())
-        if not count:
+        if not apart.any():
             continue
-        differing += count
+        differing += int(apart.sum())
         x, y = one[apart].double(), other[apart].double()
         gap = (x - y).abs().nan_to_num(nan=inf)
         largest = max(largest, float(gap.max()))
         is_close &= bool((gap <= atol + rtol * y.abs()).all())
-    has_tolerance = rtol > 0 or atol > 0
     if dtypes[0] == dtypes[1] and not differing:
         return None
-    is_close = has_tolerance and is_close
     relative = largest / scale if largest and scale and isfinite(scale) else (inf if largest else 0.0)
-    return TensorDifference(kind, name, shown, prod(shapes[0]), differing, largest, relative, is_close)
+    return TensorDifference(kind, name, described, prod(shapes[0]), differing, largest, relative, is_close)
 
 
 def _parts(name: str, a: StoredTensors, b: StoredTensors) -> Iterator[tuple[Tensor, Tensor]]:
     """Both tensors, some rows at a time, flat and in fp32, which holds every stored number exactly."""
     shape = a.shape(name)
-    if not shape or not prod(shape):
-        if not shape:
-            yield a.whole(name).float().view(1), b.whole(name).float().view(1)
-        return
-    rows = max(1, CHUNK_ELEMENTS // prod(shape[1:]))
-    for first in range(0, shape[0], rows):
-        last = min(first + rows, shape[0])
-        yield tuple(one.rows(name, first, last).float().view(-1) for one in (a, b))  # type: ignore[misc]
+    if not shape:
+        yield a.whole(name).float().view(1), b.whole(name).float().view(1)
+    elif prod(shape):
+        rows = max(1, CHUNK_ELEMENTS // prod(shape[1:]))
+        for first in range(0, shape[0], rows):
+            last = min(first + rows, shape[0])
+            yield a.rows(name, first, last).float().view(-1), b.rows(name, first, last).float().view(-1)

@@ -1,13 +1,13 @@
-"""Pictures of a timeline.  They ask only who computed what from when to when, so a measured one is drawn as a simulated one.
+"""Pictures of a pipeline's timeline.  They need only (rank, action) -> (start, end), measured or simulated.
 
-    draw_text       rank 0 F0F1..B0==B1==       cells in columns of text; idle time as dots
+    draw_text       rank 0 F0F1..B0==B1==       a terminal's columns as time; dots are idle time
                     rank 1 ..F0B0==F1B1==
                     time   |0   |2   |4
     chrome_trace    the same for chrome://tracing and ui.perfetto.dev
-    compare_table   what every family costs for the same numbers
-    draw_around     where in its rank's list a refused action stands
+    compare_table   what every schedule costs for the same numbers
+    draw_around     the actions around the one that a schedule was refused for
 
-Times count from 0.  An activation is one of a rank's whole part of the model: on one of v chunks it counts 1/v.
+Times count from 0.  Activations are counted in micro-batches on all chunks of a rank: on one of v chunks it is 1/v.
 """
 
 from __future__ import annotations
@@ -15,33 +15,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, floor, log10
+from math import ceil
 from textwrap import wrap
-from typing import Any
+from typing import Any, TypeAlias
 
 from megazero.schedules.action import Action, Kind, Schedule
 from megazero.schedules.generators import FAMILIES
 from megazero.schedules.simulate import Costs, ScheduleError, Timeline, peak_activations, simulate
+from megazero.tools.svg import ticks
+
+Span: TypeAlias = tuple[float, float, Action]  # start, end, what ran
 
 MIN_WIDTH = 40
 _FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.WEIGHT: "~"}
 _SHADES = {Kind.FORWARD: (153, 74, 25), Kind.BACKWARD: (157, 71, 28), Kind.WEIGHT: (223, 179, 130)}  # of 256 colours
 
 
-# ---- what every picture says
+# ---- what all pictures say
 
 
 def number(value: float) -> str:
-    """At most three decimals, none that say nothing."""
+    """Up to three decimals, without trailing zeros."""
     return f"{round(value, 3) + 0.0:.3f}".rstrip("0").rstrip(".")
 
 
-def peak_microbatches(schedule: Schedule, rank: int) -> float:
-    """Most activations that a rank holds at once, in micro-batches on all its chunks."""
+def _peak_microbatches(schedule: Schedule, rank: int) -> float:
     return peak_activations(schedule, rank) / schedule.chunks
 
 
 def title(timeline: Timeline) -> str:
+    """The schedule, its numbers, its makespan and its bubble, in one line."""
     schedule = timeline.schedule
     chunks = f", {schedule.chunks} chunks per rank" if schedule.chunks > 1 else ""
     plural = "es" if schedule.microbatches > 1 else ""
@@ -52,27 +55,19 @@ def title(timeline: Timeline) -> str:
 
 
 def kinds_of(schedule: Schedule) -> dict[Kind, str]:
-    """The kinds of action of a schedule, and what they are."""
+    """The kinds of action in a schedule, with their meaning."""
     kinds = {Kind.FORWARD: "forward"}
     if schedule.splits_backward:
         return kinds | {Kind.BACKWARD: "gradient of the input", Kind.WEIGHT: "gradient of the weights"}
     return kinds | ({Kind.BACKWARD: "backward"} if schedule.has_backward else {})
 
 
-def by_rank(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
-    """Spans of each rank, (start, end, action), by time."""
-    rows: list[list[tuple[float, float, Action]]] = [[] for _ in range(timeline.schedule.pp)]
+def spans_of_ranks(timeline: Timeline) -> list[list[Span]]:
+    """The spans of each rank, in order of time."""
+    rows: list[list[Span]] = [[] for _ in range(timeline.schedule.pp)]
     for (rank, action), (start, end) in timeline.spans.items():
         rows[rank].append((start, end, action))
     return [sorted(row, key=lambda span: span[:2]) for row in rows]
-
-
-def ticks(makespan: float, at_most: float) -> list[float]:
-    """Times of an axis: multiples of 1, 2 or 5 times a power of ten, from 0."""
-    least = makespan / max(at_most, 1)
-    power = 10.0 ** floor(log10(least))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
-    return [index * step for index in range(floor(makespan / step + 1e-9) + 1)]
 
 
 # ---- text
@@ -83,65 +78,51 @@ def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
 
     Args:
         timeline: what to draw.
-        width: columns; the rows of the ranks and the scale fill them, no line is longer.
-        colour: colours of a terminal that has 256; without them the text is ASCII, but for the schedule's name.
+        width: columns that the rows and the scale fill; no line is longer.
+        colour: use a terminal's 256 colours; without them the text is ASCII, apart from the schedule's name.
 
     Raises:
         ValueError: fewer columns than `MIN_WIDTH`.
     """
     if width < MIN_WIDTH:
         raise ValueError(f"width={width} must be at least {MIN_WIDTH} columns")
-    schedule = timeline.schedule
+    schedule, makespan = timeline.schedule, timeline.makespan
     margin = len(f"rank {schedule.pp - 1} ")
-    room = width - margin
-    per_time = _columns_per_time(timeline, room)
+    columns = width - margin
+    per_time = _columns_per_time(timeline, columns)
     cell = _coloured_cell if colour else _plain_cell
 
     def column(time: float) -> int:
-        return min(ceil(time * per_time - 0.5), room)  # the first one whose middle is not before `time`
+        return min(ceil(time * per_time - 0.5), columns)  # the first one whose middle is not before `time`
 
     lines = wrap(title(timeline), width)
-    for rank, spans in enumerate(by_rank(timeline)):
-        lines.append(
-            f"rank {rank}".ljust(margin) + _row(spans, schedule.chunks, column, cell, column(timeline.makespan), room)
-        )
-    lines.append("time".ljust(margin) + _scale(timeline.makespan, column, room))
-    lines += _legend(schedule, cell, width)
-    return "\n".join([*lines, "", *_figures_of_ranks(timeline)])
+    for rank, spans in enumerate(spans_of_ranks(timeline)):
+        row, at = f"rank {rank}".ljust(margin), 0
+        for start, end, action in spans:
+            first = max(column(start), at)
+            last = max(column(end), first)
+            row += "." * (first - at) + cell(action, last - first, schedule.chunks)
+            at = last
+        lines.append(row + "." * (column(makespan) - at) + " " * (columns - max(column(makespan), at)))
+    lines.append("time".ljust(margin) + _scale(makespan, column, columns))
+    return "\n".join([*lines, *_legend(schedule, cell, width), "", *_figures_of_ranks(timeline)])
 
 
-def _columns_per_time(timeline: Timeline, room: int) -> float:
-    """Columns of a unit of time: whole ones for every cell where the times have a common measure, else all there are."""
+def _columns_per_time(timeline: Timeline, columns: int) -> float:
+    """Columns per unit of time: a whole number for every cell if the times have a common measure, else all there are."""
     makespan = timeline.makespan
     measure = 0.0
     for time in sorted({time for span in timeline.spans.values() for time in span}, reverse=True):
         rest = time
         while rest > makespan * 1e-6:  # Euclid's algorithm on floats; the nearest multiple, not the one below
             measure, rest = rest, abs(measure - rest * round(measure / rest))
-        if measure * room < makespan * (1 - 1e-6):
-            return room / makespan
-    return room // round(makespan / measure) / measure
-
-
-def _row(
-    spans: list[tuple[float, float, Action]],
-    chunks: int,
-    column: Callable[[float], int],
-    cell: Callable[[Action, int, int], str],
-    end_column: int,
-    room: int,
-) -> str:
-    row, at = "", 0
-    for start, end, action in spans:
-        first = max(column(start), at)
-        last = max(column(end), first)
-        row += "." * (first - at) + cell(action, last - first, chunks)
-        at = last
-    return row + "." * (end_column - at) + " " * (room - max(end_column, at))
+        if measure * columns < makespan * (1 - 1e-6):
+            return columns / makespan
+    return columns // round(makespan / measure) / measure
 
 
 def _plain_cell(action: Action, columns: int, chunks: int) -> str:
-    """F0--, B0==, W0~~; small letters for later chunks; without what does not fit."""
+    """F0--, B0==, W0~~; small letters for chunks above 0; without what does not fit."""
     letter = action.kind.value.lower() if action.chunk else action.kind.value
     short = f"{letter}{action.microbatch}"
     labels = [f"{short}.{action.chunk}"] if action.chunk and chunks > 2 else []
@@ -150,7 +131,7 @@ def _plain_cell(action: Action, columns: int, chunks: int) -> str:
 
 
 def _coloured_cell(action: Action, columns: int, chunks: int) -> str:
-    """The number of the micro-batch, where it fits, on a ground that says kind and chunk."""
+    """The number of the micro-batch if it fits; the background shows kind and chunk."""
     if not columns:
         return ""
     shade = min(action.chunk, 2)
@@ -159,26 +140,25 @@ def _coloured_cell(action: Action, columns: int, chunks: int) -> str:
     return f"\x1b[38;5;{ink};48;5;{_SHADES[action.kind][shade]}m{label.ljust(columns)}\x1b[0m"
 
 
-def _scale(makespan: float, column: Callable[[float], int], room: int) -> str:
+def _scale(makespan: float, column: Callable[[float], int], columns: int) -> str:
     line = ""
     for tick in ticks(makespan, column(makespan) / 10):
         mark = f"|{number(tick)}"
-        if len(line) <= column(tick) <= room - len(mark):
+        if len(line) <= column(tick) <= columns - len(mark):
             line = line.ljust(column(tick)) + mark
-    return line.ljust(room)
+    return line.ljust(columns)
 
 
 def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: int) -> list[str]:
-    """(what to show, its length, what it means), as many in a line as fit."""
+    """Sample cells with their meaning, as many in a line as fit."""
     chunks = schedule.chunks
-    entries = [(cell(Action(kind, 0), 3, chunks), 3, meaning) for kind, meaning in kinds_of(schedule).items()]
+    entries = [(cell(Action(kind, 0), 3, chunks), meaning) for kind, meaning in kinds_of(schedule).items()]
     if chunks > 1:
-        later = "chunk 1" if chunks == 2 else "chunks from 1 on"
-        entries.append((cell(Action(Kind.FORWARD, 0, 1), 3, 2), 3, later))
-    entries.append(("...", 3, "idle"))
+        entries.append((cell(Action(Kind.FORWARD, 0, 1), 3, 2), "chunk 1" if chunks == 2 else "chunks from 1 on"))
+    entries.append(("...", "idle"))
     lines, used = [""], 0
-    for shown, length, meaning in entries:
-        needed = length + 1 + len(meaning)
+    for shown, meaning in entries:
+        needed = 3 + 1 + len(meaning)
         if used and used + 3 + needed > width:
             lines.append("")
             used = 0
@@ -188,13 +168,11 @@ def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: 
 
 
 def _figures_of_ranks(timeline: Timeline) -> list[str]:
-    schedule = timeline.schedule
     lines = ["rank    busy        idle   peak activations"]
-    for rank in range(schedule.pp):
+    for rank in range(timeline.schedule.pp):
         idle = timeline.idle(rank)
-        busy = 1 - idle / timeline.makespan
-        peak = number(peak_microbatches(schedule, rank))
-        lines.append(f"{rank:<4}  {busy:>6.1%}  {number(idle):>10}   {peak}")
+        peak = number(_peak_microbatches(timeline.schedule, rank))
+        lines.append(f"{rank:<4}  {1 - idle / timeline.makespan:>6.1%}  {number(idle):>10}   {peak}")
     return lines
 
 
@@ -211,22 +189,15 @@ def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": timeline.schedule.name}}
     ]
-    for rank, spans in enumerate(by_rank(timeline)):
-        about = {"ph": "M", "pid": 0, "tid": rank}
-        events.append({"name": "thread_name", **about, "args": {"name": f"rank {rank}"}})
-        events.append({"name": "thread_sort_index", **about, "args": {"sort_index": rank}})
+    for rank, spans in enumerate(spans_of_ranks(timeline)):
+        thread = {"pid": 0, "tid": rank}
+        events.append({"name": "thread_name", "ph": "M", **thread, "args": {"name": f"rank {rank}"}})
+        events.append({"name": "thread_sort_index", "ph": "M", **thread, "args": {"sort_index": rank}})
         for start, end, action in spans:
+            times = {"ts": start * unit_us, "dur": (end - start) * unit_us}
+            about = {"microbatch": action.microbatch, "chunk": action.chunk}
             events.append(
-                {
-                    "name": str(action),
-                    "cat": action.kind.name.lower(),
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": rank,
-                    "ts": start * unit_us,
-                    "dur": (end - start) * unit_us,
-                    "args": {"microbatch": action.microbatch, "chunk": action.chunk},
-                }
+                {"name": str(action), "cat": action.kind.name.lower(), "ph": "X", **thread, **times, "args": about}
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -253,14 +224,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of `compare_table`: the figures, or why there are none.
-
-    Args:
-        name: of the schedule.
-        chunks: per rank.
-        figures: None where the schedule is impossible for these numbers.
-        impossible: why.
-    """
+    """A row of `compare_table`; `figures` is None if the schedule is impossible for these numbers, `impossible` says why."""
 
     name: str
     chunks: int
@@ -271,12 +235,12 @@ class Compared:
 def compare_table(
     pp: int, microbatches: int, virtual_stages: int = 1, costs: Costs | None = None, own: Iterable[Schedule] = ()
 ) -> tuple[Compared, ...]:
-    """What every family costs for the same numbers, then schedules of the user's own.
+    """What every named schedule costs for the same numbers, then schedules of the user's own.
 
     Args:
         pp: pipeline ranks.
         microbatches: micro-batches of one step.
-        virtual_stages: chunks of the families that leave their number open.
+        virtual_stages: chunks per rank, for schedules that do not fix their number.
         costs: time of each kind of action.
         own: further schedules.
     """
@@ -292,12 +256,9 @@ def compare_table(
 
 def _compared(schedule: Schedule, costs: Costs | None) -> Compared:
     timeline, ranks = simulate(schedule, costs), range(schedule.pp)
-    figures = Figures(
-        timeline.makespan,
-        max(timeline.idle(rank) for rank in ranks),
-        timeline.bubble_fraction,
-        max(peak_microbatches(schedule, rank) for rank in ranks),
-    )
+    idle = max(timeline.idle(rank) for rank in ranks)
+    peak = max(_peak_microbatches(schedule, rank) for rank in ranks)
+    figures = Figures(timeline.makespan, idle, timeline.bubble_fraction, peak)
     return Compared(schedule.name, schedule.chunks, figures)
 
 
@@ -305,32 +266,31 @@ def _compared(schedule: Schedule, costs: Costs | None) -> Compared:
 
 
 def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
-    """The schedule around the action that it was refused for; empty where there is none."""
+    """The schedule around the action that it was refused for; empty if the error names none."""
     return "" if error.rank is None or error.action is None else draw_around(schedule, error.rank, error.action)
 
 
 def draw_around(schedule: Schedule, rank: int, action: Action) -> str:
-    """The lists of the ranks around an action of a refused schedule, in ASCII.
+    """The actions of the ranks around one action of a refused schedule, in ASCII.
 
-    The action is marked >F3<, the one that it waits for (F3).  Those two ranks are shown around them, the others around the
-    same place of their list; of more than eight ranks only the near ones are shown.
+    The action is marked >F3<, the one that it depends on (F3).  Those two ranks are centred on these actions, the others
+    on the same index of their list.  Of more than eight ranks only the near ones are shown.
 
     Args:
         schedule: what was refused; anything may be wrong with it.
-        rank: where the action stands.
+        rank: the rank of the action.
         action: what was refused; it may be missing from the rank's list.
     """
-    has_stage = (rank, action.chunk) in schedule.placement
-    source = schedule.source(rank, action) if has_stage else None
-    end = len(schedule.ranks[rank])
-    here = _place(
-        schedule, rank, action, _place(schedule, rank, source[1], end) if source and source[0] == rank else end
-    )
+    source = schedule.source(rank, action) if (rank, action.chunk) in schedule.placement else None
+    centre = len(schedule.ranks[rank])
+    if source and source[0] == rank:
+        centre = _index(schedule, rank, source[1], centre)
+    centre = _index(schedule, rank, action, centre)
     shown = [r for r in range(schedule.pp) if schedule.pp <= 8 or abs(r - rank) <= 3 or (source and r == source[0])]
     words: dict[int, list[str]] = {}
     for other in shown:
-        centre = _place(schedule, *source, here) if source and other == source[0] and other != rank else here
-        words[other] = _words_around(schedule, other, centre, (rank, action), source)
+        at = _index(schedule, *source, centre) if source and other == source[0] and other != rank else centre
+        words[other] = _words_around(schedule, other, at, (rank, action), source)
     wide = max((len(word) for row in words.values() for word in row), default=0)
     lines = []
     for before, other in pairwise([shown[0] - 1, *shown]):
@@ -342,7 +302,7 @@ def draw_around(schedule: Schedule, rank: int, action: Action) -> str:
     return "\n".join(lines)
 
 
-def _place(schedule: Schedule, rank: int, action: Action, otherwise: int) -> int:
+def _index(schedule: Schedule, rank: int, action: Action, otherwise: int) -> int:
     actions = schedule.ranks[rank]
     return actions.index(action) if action in actions else otherwise
 
@@ -350,17 +310,14 @@ def _place(schedule: Schedule, rank: int, action: Action, otherwise: int) -> int
 def _words_around(
     schedule: Schedule, rank: int, centre: int, marked: tuple[int, Action], source: tuple[int, Action] | None
 ) -> list[str]:
-    """Four actions on either side of a place, with dots where there are more, at the same columns for every rank."""
+    """Four actions on either side of an index, with dots if there are more, at the same columns for every rank."""
     actions = schedule.ranks[rank]
     words = ["..." if centre > 4 and actions else ""]
     for index in range(centre - 4, centre + 5):
-        action = actions[index] if 0 <= index < len(actions) else None
-        if action is None:
+        if not 0 <= index < len(actions):
             words.append("")
-        elif (rank, action) == marked:
-            words.append(f">{action}<")
-        elif (rank, action) == source:
-            words.append(f"({action})")
-        else:
-            words.append(f" {action} ")
+            continue
+        action = actions[index]
+        form = ">{}<" if (rank, action) == marked else "({})" if (rank, action) == source else " {} "
+        words.append(form.format(action))
     return [*words, "..." if centre + 5 < len(actions) else ""]

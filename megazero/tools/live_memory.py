@@ -1,11 +1,11 @@
-"""Bytes of live tensors at the points of a step, measured by the allocator and not by adding up what should be there.
+"""Bytes of live tensors at points of a step, as the allocator counts them.
 
     start ... pass ... pass ... backward ... step        marks of one step; a new start forgets the step before
-             |--------- most of them -----|
+             |---- the largest of them --|
 
-CUDA's allocator knows what is allocated.  The CPU's does not, but tells torch's profiler of every allocation and every
-release: their sum up to a mark is what was live there.  Only what the thread that measures has allocated since it began is
-counted, which is all there is if it begins before the engine is built.
+CUDA's allocator knows how much is allocated.  The CPU's does not, but it reports every allocation and release to torch's
+profiler: their sum up to a mark is what was live there.  Only what the measuring thread allocates inside the context is
+counted, so enter it before the engine is built.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -24,33 +25,42 @@ _MARK = "megazero: "
 _QUIET = "9"  # above every level of the profiler's own messages
 
 
-class LiveMemory(Protocol):
-    """Use as a context; read when it is left."""
+class LiveMemory(ABC):
+    """Use as a context; read the results after it.
 
-    live: dict[str, int]
-    """Bytes at each point of the last step: the most, where it was marked more than once."""
-    peak: int
-    """Most bytes at any time since the last start."""
+    Attributes:
+        live: bytes at each point of the last step; the largest if it was marked more than once.
+        peak: most bytes at any time since the last start.
+    """
 
+    def __init__(self) -> None:
+        self.live: dict[str, int] = {}
+        self.peak = 0
+
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
     def mark(self, point: str) -> None:
         """Note what is live now."""
 
-    def __enter__(self) -> Self: ...
-
+    @abstractmethod
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
+    def _note(self, point: str, now: int) -> None:
+        self.live[point] = max(self.live.get(point, 0), now)
+
 
 def live_memory(device: torch.device) -> LiveMemory:
-    """A measure for tensors on a device."""
-    return _AllocatorsCount(device) if device.type == "cuda" else _ProfiledEvents()
+    """The meter for tensors on a device."""
+    return _CudaMemory(device) if device.type == "cuda" else _ProfiledMemory()
 
 
-class _AllocatorsCount:
+class _CudaMemory(LiveMemory):
     def __init__(self, device: torch.device) -> None:
-        self.live: dict[str, int] = {}
-        self.peak = 0
+        super().__init__()
         self._device, self._before = device, 0
 
     def __enter__(self) -> Self:
@@ -61,8 +71,7 @@ class _AllocatorsCount:
         if point == START:
             torch.cuda.reset_peak_memory_stats(self._device)
             self.live.clear()
-        now = torch.cuda.memory_allocated(self._device) - self._before
-        self.live[point] = max(self.live.get(point, 0), now)
+        self._note(point, torch.cuda.memory_allocated(self._device) - self._before)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -70,11 +79,7 @@ class _AllocatorsCount:
         self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
 
 
-class _ProfiledEvents:
-    def __init__(self) -> None:
-        self.live: dict[str, int] = {}
-        self.peak = 0
-
+class _ProfiledMemory(LiveMemory):
     def __enter__(self) -> Self:
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -97,20 +102,13 @@ class _ProfiledEvents:
             self._profile.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
         changes = [(event["ts"], "", event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"]
-        marks = [
-            (event["ts"], event["name"].removeprefix(_MARK), 0)
-            for event in events
-            if event["name"].startswith(_MARK) and event.get("ph") == "X"
-        ]
-        self._add_up(sorted(changes + marks))
-
-    def _add_up(self, events: list[tuple[float, str, int]]) -> None:
-        """Events are (time, point or "", change in bytes), in order of time."""
+        found = [event for event in events if event["name"].startswith(_MARK) and event.get("ph") == "X"]
+        marks = [(event["ts"], event["name"].removeprefix(_MARK), 0) for event in found]
         now = 0
-        for _, point, change in events:
+        for _, point, change in sorted(changes + marks):
             now += change
             if point == START:
                 self.live, self.peak = {}, now
             if point:
-                self.live[point] = max(self.live.get(point, 0), now)
+                self._note(point, now)
             self.peak = max(self.peak, now)

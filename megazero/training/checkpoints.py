@@ -24,7 +24,7 @@ from megazero.checkpoint.index import (
     step_folders,
     step_of,
 )
-from megazero.checkpoint.retention import Retention, prune, reading, set_aside
+from megazero.checkpoint.retention import Retention, mark_damaged, prune, reading
 from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
 from megazero.config import RunConfig
@@ -113,7 +113,9 @@ class Checkpoints:
                 damaged, older = origin, self._drop(origin)
                 if older is None:
                     raise CheckpointError(f"{error}\nno older checkpoint is left in {self._root}") from error
-                self._say(f"{error}\n{damaged.name} is set aside; going back to {older.name} (checkpoint.on_damage)")
+                self._say(
+                    f"{error}\n{damaged.name} is marked as damaged; going back to {older.name} (checkpoint.on_damage)"
+                )
                 origin = older
             else:
                 self._last, self.newest = origin, str(origin)
@@ -130,7 +132,7 @@ class Checkpoints:
         """Set a damaged checkpoint aside; what is left to go on from, which may be where this run began."""
 
         def drop() -> Folder | None:
-            set_aside(damaged)
+            mark_damaged(damaged)
             newest, wish = find_newest(self._root), self._config.checkpoint.resume
             if wish in ("auto", "never") or (newest is not None and _beginning_of(newest) == wish):
                 return newest

@@ -172,7 +172,7 @@ def test_a_run_falls_back_to_the_newest_good_one_where_it_may(saved: Path, tmp_p
     assert [result[0] for result in results] == [1, 1]
     assert step == 1
     assert "exp_avg-00002-of-00002.safetensors has changed since it was written" in lines[0]
-    assert "step-00000002 is set aside; going back to step-00000001" in lines[0]
+    assert "step-00000002 is marked as damaged; going back to step-00000001" in lines[0]
     assert newest == str(root / "step-00000002")  # its step could be saved again
     assert find_newest(root) == folder_at(root / "step-00000002")
 
@@ -258,13 +258,13 @@ def test_a_run_begun_from_a_path_falls_back_among_its_own_steps(saved: Path, tmp
     again = Checkpoints(run.config, state, "data", lines.append)
     assert again.find()
     assert again.resume(engine).step == 4
-    assert "step-00000006 is set aside; going back to step-00000004" in lines[0]
+    assert "step-00000006 is marked as damaged; going back to step-00000004" in lines[0]
     shutil.copytree(saved / "step-00000001", tmp_path / "step-00000001")  # of another run
     (tmp_path / "step-00000004" / "config.json").unlink()
     last = Checkpoints(run.config, state, "data", lines.append)
     assert last.find()
     assert last.resume(engine).step == 2
-    assert "step-00000004 is set aside; going back to step-00000002" in lines[-2]
+    assert "step-00000004 is marked as damaged; going back to step-00000002" in lines[-2]
 
 
 def test_going_back_never_loads_what_another_run_left_in_the_directory(saved: Path, tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def _stumble(rank: int, root: Path) -> str:
         def no_memory(*_: Any) -> None:
             raise RuntimeError("no memory")
 
-        gather.Room.take = no_memory  # type: ignore[method-assign]
+        gather.HostBuffers.take = no_memory  # type: ignore[method-assign]
         threading.excepthook = lambda _: None
     engine.save(root / "a", Position(), "data", saver=saver)
     try:

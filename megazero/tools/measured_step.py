@@ -1,0 +1,192 @@
+"""Memory, traffic and time of one engine's step, measured on this rank.
+
+The tokens are random: neither memory nor traffic depends on them.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megazero.comm.collectives import gather_objects
+from megazero.config import ResolvedRun
+from megazero.engine import BatchShare, Engine, initialize
+from megazero.models.gpt import MicroBatch
+from megazero.parallel_state import ParallelState
+from megazero.schedules.action import Action, Kind
+from megazero.tools.live_memory import START, live_memory
+from megazero.zero.bucket import Bucket
+from megazero.zero.loss_scaler import LossScaleError
+
+POINTS = FORWARD, BACKWARD, STEP = ("forward", "backward", "step")
+STATE_KINDS = ("parameters", "gradients", "optimizer")
+_OVERFLOWS = 30  # that fp16 may have before its first step
+_LR = 1e-4
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank measured.
+
+    Args:
+        elements: parameters in this rank's part of the model, without padding.
+        distinct: those of them that count once although other ranks of tp or pp hold copies.
+        padding: further elements of the flat buffers.
+        offloaded: parameters whose optimizer state is off the device.
+        counted: bytes of model state and of ZeRO's buffers by point and kind, as the engine counts them.
+        live: bytes of all live tensors, by point.
+        peak: most bytes of live tensors within the step.
+        sent: bytes sent in the step, by axis and collective.
+        seconds: of all timed steps.
+        skipped: steps before the measured one that overflowed.
+    """
+
+    elements: int
+    distinct: int
+    padding: int
+    offloaded: int
+    counted: dict[str, dict[str, int]]
+    live: dict[str, int]
+    peak: int
+    sent: dict[str, dict[str, int]]
+    seconds: float
+    skipped: int
+
+    def state_bytes(self) -> int:
+        """Model state after a step, on the device and off it."""
+        return sum(count for kind, count in self.counted[STEP].items() if kind.split(" on ")[0] in STATE_KINDS)
+
+    def buffer_bytes(self) -> int:
+        """ZeRO's buffers after a step."""
+        return sum(self.counted[STEP].values()) - self.state_bytes()
+
+    def off_device_bytes(self) -> int:
+        """The part of the model state that is in host memory or in a file."""
+        return sum(count for kind, count in self.counted[STEP].items() if " on " in kind)
+
+
+def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations: int) -> RankFigures:
+    """Build an engine, measure its step number `steps`, and time as many `iterations` after it.  Called on every rank.
+
+    Raises:
+        LossScaleError: fp16 overflowed in every step.
+    """
+    gc.collect()
+    live = live_memory(state.device)
+    with live:
+        engine = initialize(run.config, state)
+        batches = _random_batches(run, engine.share)
+        for step in range(steps + _OVERFLOWS):
+            counted, updated = _watched_step(engine, batches, live.mark)
+            if step + 1 >= steps and updated:
+                break
+        else:
+            raise LossScaleError(
+                f"{steps + _OVERFLOWS} steps and each overflowed; set precision.initial_scale_power to a smaller number"
+            )
+    sent: dict[str, dict[str, int]] = {}
+    for (axis, operation), count in sorted(state.traffic.sent_bytes.items()):
+        if count:
+            sent.setdefault(axis, {})[operation] = count
+    seconds = _timed(engine, batches, iterations)
+    buckets = engine.sharded_model.parameters.buckets
+    figures = RankFigures(
+        elements=sum(bucket.layout.numel for bucket in buckets),
+        distinct=_distinct(buckets, state.at.tp),
+        padding=sum(bucket.layout.padded_numel - bucket.layout.numel for bucket in buckets),
+        offloaded=sum(bucket.layout.numel for bucket in buckets if bucket.master.location != "device"),
+        counted=counted,
+        live={point: live.live[point] for point in POINTS},
+        peak=live.peak,
+        sent=sent,
+        seconds=seconds,
+        skipped=engine.sharded_model.skipped_steps,
+    )
+    engine.sharded_model.close()
+    del engine, buckets, batches
+    gc.collect()  # hooks and modules refer to one another
+    return figures
+
+
+def _random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
+    """This rank's micro-batches of one global batch; sample i is drawn from i alone, so tp and pp ranks agree."""
+    model, size = run.config.model, run.micro_batch_size
+    first = share.dp.index * run.accumulation * size
+    indices = range(first, first + run.accumulation * size)
+    sample_ids = torch.from_numpy(np.arange(indices.start, indices.stop)).to(share.device)
+    batches = []
+    for start in range(0, len(indices), size):
+        tokens = labels = None
+        if share.tokens or share.labels:
+            generators = [np.random.default_rng(index) for index in indices[start : start + size]]
+            drawn = [generator.integers(model.vocab_size, size=model.seq_len + 1) for generator in generators]
+            samples = torch.from_numpy(np.stack(drawn)).t().contiguous().to(share.device)  # [seq + 1, batch]
+            tokens, labels = samples[:-1] if share.tokens else None, samples[1:] if share.labels else None
+        batches.append(MicroBatch(sample_ids[start : start + size], tokens, labels))
+    return batches
+
+
+def _distinct(buckets: Sequence[Bucket], tp_rank: int) -> int:
+    """Parameters that no other rank of tp, and no other stage, counts."""
+    return sum(
+        slot.stop - slot.start
+        for bucket in buckets
+        for slot in bucket.layout.slots
+        if not bucket.is_second_copy and (slot.info.spec.split is not None or tp_rank == 0)
+    )
+
+
+def _watched_step(
+    engine: Engine, batches: list[MicroBatch], mark: Callable[[str], None]
+) -> tuple[dict[str, dict[str, int]], bool]:
+    """One step, marked at its points; bytes by point and kind as the engine counts them, and whether weights changed."""
+    counted: dict[str, dict[str, int]] = {}
+    under_way: list[Action] = []
+
+    def note(point: str) -> None:
+        mark(point)
+        now = engine.memory_bytes()
+        now["gradients"] -= engine.sharded_model.parameters.absent_gradient_bytes()
+        if sum(now.values()) >= sum(counted.get(point, {}).values()):
+            counted[point] = now
+
+    def watch(action: Action) -> None:  # before and after every action
+        if under_way and under_way.pop() == action:
+            if action.kind == Kind.FORWARD:
+                note(FORWARD)
+        else:
+            under_way.append(action)
+
+    engine.state.traffic.reset()
+    mark(START)
+    engine.on_action = watch
+    try:
+        engine.compute_gradients(batches)
+    finally:
+        engine.on_action = None
+    note(BACKWARD)
+    updated = engine.update(_LR)
+    note(STEP)
+    return counted, updated
+
+
+def _timed(engine: Engine, batches: list[MicroBatch], iterations: int) -> float:
+    state = engine.state
+
+    def synchronize() -> None:
+        if state.device.type == "cuda":
+            torch.cuda.synchronize(state.device)
+        gather_objects(None, state.world)
+
+    engine.train_step(batches, _LR)  # the first step after measuring also cleans up
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(iterations):
+        engine.train_step(batches, _LR)
+    synchronize()
+    return time.perf_counter() - start

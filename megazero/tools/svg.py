@@ -1,0 +1,51 @@
+"""What the pictures have in common: one style, a document on a light ground, and round numbers for an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import floor, log10
+from xml.sax.saxutils import escape
+
+MARGIN = 20  # pixels
+
+_STYLE = """
+    text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2933; }
+    .head { font-size: 14px; font-weight: 600; }
+    .small { font-size: 11px; fill: #52606d; }
+    .mid { text-anchor: middle; }
+    .end { text-anchor: end; }
+    .card { fill: #ffffff; stroke: #d9dde1; }
+    .idle { fill: #f0f2f4; }
+    .line { stroke: #9aa5b1; fill: none; }
+    .grid { stroke: #d9dde1; fill: none; }
+    .formula { stroke: #b3261e; stroke-width: 2; fill: none; }
+"""
+
+
+def document(width: float, height: int, title: str, body: Iterable[str]) -> str:
+    """An SVG file with this title as its heading."""
+    size = f'viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" height="{height}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_STYLE}</style>",
+        f'<rect class="card" x="0.5" y="0.5" width="{width - 1:.0f}" height="{height - 1}" rx="8"/>',
+        text(MARGIN, 32, title, "head"),
+        *body,
+        "</svg>\n",
+    ]
+    return "\n".join(lines)
+
+
+def text(x: float, y: float, content: str, style: str = "") -> str:
+    """A `<text>` of one of the style's classes."""
+    name = f' class="{style}"' if style else ""
+    return f'<text{name} x="{x:.2f}" y="{y:.2f}">{escape(content)}</text>'
+
+
+def ticks(end: float, at_most: float) -> list[float]:
+    """Values on an axis from 0 to `end`: multiples of 1, 2 or 5 times a power of ten, about `at_most` of them."""
+    least = end / max(at_most, 1)
+    power = 10.0 ** floor(log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
+    return [index * step for index in range(floor(end / step + 1e-9) + 1)]
