@@ -210,7 +210,7 @@ class GradientReducer:
         self._in_flight: deque[_Reduction] = deque()
         self._landings = _HostGradientCopies()
         self._lendable = max(bucket.layout.padded_numel for bucket in self.buckets)
-        arriving = arriving_elements(self._lendable, self._shard, self._device)
+        arriving = arriving_elements(self._lendable, self._shard)
         self._needs_scratch, self._arriving = arriving > 0, max(arriving, self._lendable // self._shard.size)
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
         self._lent: set[int] = set()  # addresses of what comes back to the pool
