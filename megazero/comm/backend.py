@@ -29,14 +29,13 @@ def choose_backend(axis: Axis, group: Group, gather: Gather) -> Backend:
         return TorchBackend()
     if not group.shares_memory or axis.size > _MOST_SHARING_RANKS:
         return GlooBackend()
+    reduce = rendezvous(axis.index, axis.size, AREA_BYTES, gather)
+    gathers = rendezvous(axis.index, axis.size, AREA_BYTES, gather) if reduce else None
+    if reduce is None or gathers is None:
+        if reduce is not None:
+            reduce.close()
+        return GlooBackend()
     of_siblings = (one.backend.poller for one in group.siblings if isinstance(one.backend, SharedMemoryBackend))
     poller = next(of_siblings, None) or Poller()
-    channels: list[Channel] = []
-    for _ in ("reduce", "gather"):
-        neighbours = rendezvous(axis.index, axis.size, AREA_BYTES, gather)
-        if neighbours is None:
-            for channel in channels:
-                channel.close()
-            return GlooBackend()
-        channels.append(Channel(neighbours, axis.index, group.timeout_seconds, poller))
+    channels = [Channel(one, axis.index, group.timeout_seconds, poller) for one in (reduce, gathers)]
     return SharedMemoryBackend(channels[0], channels[1], poller)

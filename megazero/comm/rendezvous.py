@@ -63,7 +63,7 @@ def _close_all(connection: socket.socket, *counters: int) -> None:
 
 
 class Poller:
-    """Waits for the peers of all channels of this rank at once.
+    """Waits for the peers of all channels of this rank at once.  The channels are closed together.
 
     Every signal lets all channels make progress, not only the one that is waited for: two ranks that wait in different
     channels would otherwise wait for each other.
@@ -82,17 +82,6 @@ class Poller:
                 self._peers[descriptor] = peer
                 self._poll.register(descriptor, select.POLLIN)
 
-    def remove(self, progress: Callable[[], None], peers: Sequence[Peer]) -> None:
-        """Stop polling the peers of a channel."""
-        self._channels.remove(progress)
-        for peer in peers:
-            for descriptor in peer.descriptors:
-                self._forget(descriptor)
-
-    def _forget(self, descriptor: int) -> None:
-        if self._peers.pop(descriptor, None) is not None:
-            self._poll.unregister(descriptor)
-
     def poll(self, seconds: float) -> bool:
         """Wait for any peer, then let every channel make progress.  False if nothing happened in time."""
         ready = self._poll.poll(min(max(seconds, 0.0) * 1e3, _LONGEST_POLL))
@@ -101,7 +90,7 @@ class Poller:
             peer.poll()  # what a peer signalled before it died still counts
             if descriptor != peer.descriptors[0]:
                 peer.is_lost = True
-                self._forget(descriptor)
+                self._poll.unregister(descriptor)
         for progress in self._channels:
             progress()
         return bool(ready)
@@ -133,15 +122,15 @@ Gather: TypeAlias = Callable[[Offer], list[Offer]]
 
 
 class Neighbours(NamedTuple):
-    """The ranks of a group, all on this host, in rank order.
-
-    Args:
-        peers: the other ranks.
-        areas: of all ranks, this one's included.
-    """
+    """The other ranks of a group, all on this host, and the areas of all its ranks; both in rank order."""
 
     peers: list[Peer]
     areas: list[mmap.mmap]
+
+    def close(self) -> None:
+        """Disconnect from the peers."""
+        for peer in self.peers:
+            peer.close()
 
 
 def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> Neighbours | None:
@@ -169,10 +158,10 @@ def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> Neighb
             peers[other], areas[other] = peer, area
     if file >= 0:
         os.close(file)
+    neighbours = Neighbours([peers[other] for other in sorted(peers)], [areas[rank] for rank in sorted(areas)])
     if all(gather(offer if len(peers) == size - 1 else None)):
-        return Neighbours([peers[other] for other in sorted(peers)], [areas[rank] for rank in range(size)])
-    for peer in peers.values():
-        peer.close()
+        return neighbours
+    neighbours.close()
     return None
 
 

@@ -92,8 +92,6 @@ class Channel:
 
     def close(self) -> None:
         """Disconnect from the peers."""
-        if self.peers:
-            self._poller.remove(self._progress, self.peers)
         for peer in self.peers:
             peer.close()
         self.peers = []
