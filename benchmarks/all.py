@@ -112,11 +112,10 @@ def document(found: dict[str, Any]) -> str:
         f"Measured with `python -m benchmarks.all` on: {'; '.join(sorted(machines))}.",
         "Step times are medians; ratios are medians over the rounds of one interleaved run, with their least and most. "
         "`megazero` uses the peers' matrix products; `as shipped` is what a run has, on this processor oneDNN's. Ranks of "
-        "megazero on one machine exchange through memory, where the peers take gloo's sockets; `over gloo` is megazero "
-        "on gloo too. Overhead is the time above the floor: a rank's own compute, and in a pipeline the idle time of its "
-        "schedule. The floor is made of the peers' modules, so a faster model of ours counts against the overhead as well: "
-        "`one device` says how much that is. State counts tensors at their full length; pipelines of ours share segments of "
-        "64 MiB with their neighbours, of which only what messages have filled takes memory: it is in the peak.",
+        "megazero on one machine reduce and gather through shared memory, where the peers take gloo's sockets; `over "
+        "gloo` is megazero on gloo too. Overhead is the time above the floor: a rank's own compute, and in a pipeline the "
+        "idle time of its schedule. The floor is made of the peers' modules, so a faster model of ours counts against the "
+        "overhead as well: `one device` says how much that is. State counts tensors at their full length.",
     ]
     for model in MODELS:
         for world in sorted({row["setting"]["world"] for row in found["rows"]}):

@@ -1,12 +1,12 @@
-"""Which rank talks to whom: a grid of ranks, its groups as data, then process groups.
+"""Which ranks communicate with which: a grid of ranks, its groups as data, then process groups.
 
     order "tp-cp-dp-pp", tp=2 dp=2 pp=2            pp 0            pp 1
     rank = tp + 2*dp + 4*pp                     dp 0   dp 1     dp 0   dp 1
                                           tp 0   0      2        4      6
                                           tp 1   1      3        5      7
 
-`RankGrid` is arithmetic and needs no process. `ParallelState` binds one rank of a grid to process groups and is handed
-down by argument. An axis of size 1 has no group, and nothing that runs over it makes a call.
+`RankGrid` is arithmetic and needs no process.  `ParallelState` joins one rank of a grid to its process groups and is
+handed down by argument.  An axis of one rank has no group, and a collective over it makes no call.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 AXES = ("tp", "cp", "dp", "pp")
-TIMEOUT = timedelta(minutes=30)  # of the scripts that start their ranks themselves
+TIMEOUT = timedelta(minutes=30)  # for scripts that start their ranks themselves
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where one rank stands on each axis."""
+    """Position of one rank on each axis."""
 
     tp: int
     cp: int
@@ -84,7 +85,7 @@ class RankGrid:
         return strides
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Place of `rank` on each axis.  Raises: ValueError for a rank outside the grid."""
+        """Position of `rank` on each axis.  Raises: ValueError for a rank outside the grid."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the grid of {self.world_size} ranks")
         return Coordinate(**{axis: rank // self._strides[axis] % self.size(axis) for axis in AXES})
@@ -122,7 +123,7 @@ class RankGrid:
     def embedding_group_of(self, rank: int) -> tuple[int, ...]:
         """First and last pipeline stage at this rank's other coordinates: the two holders of tied embeddings.
 
-        One rank when pp = 1.  The group is defined for every rank; those in between are not members of it.
+        One rank when pp = 1.  Defined for every rank; ranks of other stages are not members of it.
         """
         pipeline = self.group_of(rank, "pp")
         return tuple(sorted({pipeline[0], pipeline[-1]}))
@@ -138,7 +139,7 @@ def _check_axes(axes: Sequence[str]) -> None:
 class Call(NamedTuple):
     """The collective that this rank entered or left last, and when (`time.perf_counter`).
 
-    To enter is to wait for it on the host; what runs beside the computation has not been entered.
+    It is inside while the host waits for it, not while the operation runs beside the computation.
     """
 
     operation: str
@@ -149,9 +150,9 @@ class Call(NamedTuple):
 
 
 class Traffic:
-    """Bytes that this rank sent, by (axis, operation), as ring volume; what it waits for, and how long it has waited.
+    """Counts the bytes that this rank sent, by (axis, operation), as ring volume, and the time that it waited for peers.
 
-    One thread at a time makes the calls that are counted here; any thread may look.
+    One thread at a time makes the calls that are counted here; any thread may read.
 
     Source: ring collectives send (n-1)/n of the full buffer per pass (Rajbhandari et al. 2020, section 7).
     """
@@ -168,12 +169,12 @@ class Traffic:
         self.calls[axis, operation] += 1
 
     def enter(self, axis: Axis, operation: str) -> Call:
-        """Note that the host waits for an operation from now on."""
+        """Note that the host starts to wait for an operation."""
         self.last = Call(operation, axis.name, axis.ranks, True, time.perf_counter())
         return self.last
 
     def leave(self, entered: Call) -> None:
-        """Note that it waits no longer."""
+        """Note that the host has stopped waiting."""
         now = time.perf_counter()
         self.waited_seconds += now - entered.since
         self.last = Call(entered.operation, entered.axis, entered.ranks, False, now)
@@ -191,57 +192,103 @@ class Traffic:
         self.calls.clear()
 
 
-@dataclass
-class Shared:
-    """Memory that ranks of this machine share, by the ranks that do.
+class Work(NamedTuple):
+    """A collective that a backend has started.
 
     Args:
-        timeout_seconds: how long a rank may keep others waiting in it.
-        rooms: by ranks and purpose, made by `comm` when first needed; None for ranks that cannot share any.
-        listening: hears the ranks of all rooms; of `comm`.
+        wait: returns when the peers have done their part.
+        finish: what this rank still does by itself afterwards, for example a local sum.
     """
 
-    timeout_seconds: float
-    rooms: dict[tuple[tuple[int, ...], str], Any] = field(default_factory=dict)
-    listening: Any = None
+    wait: Callable[[], object]
+    finish: Callable[[], None] | None = None
+
+
+class Backend(Protocol):
+    """Carries the reductions and gathers of one group.  `comm` implements it; see `comm/backend.py`.
+
+    Arguments are those of the functions of the same names in `comm/collectives.py`; the axis has at least two ranks.
+
+    Attributes:
+        needs_scratch: `reduce_scatter` uses memory as long as `full`; without `scratch` it allocates some.
+    """
+
+    needs_scratch: bool
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Work:
+        """Replace `tensor` by its sum or maximum."""
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Work:
+        """Concatenate all shards in `out`."""
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None, /) -> Work:
+        """Sum `full` and keep this rank's part in `out`."""
 
     def close(self) -> None:
-        """Leave all of it."""
-        for room in self.rooms.values():
-            if room is not None:
-                room.close()
-        self.rooms.clear()
+        """Release what it holds; operations that are not finished fail."""
+
+
+@dataclass(eq=False)
+class Group:
+    """The communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it.
+
+    Args:
+        process_group: of torch; None once closed.
+        device: of the tensors that it communicates.
+        timeout_seconds: how long an operation may wait for a peer.
+        shares_memory: ranks of one host may communicate through memory.
+        siblings: all groups of this rank.
+        backend: chosen by `comm` at the group's first reduction or gather.
+    """
+
+    process_group: dist.ProcessGroup | None
+    device: torch.device
+    timeout_seconds: float
+    shares_memory: bool
+    siblings: Collection[Group]
+    backend: Backend | None = None
+
+    def close(self) -> None:
+        """Release the backend and the process group."""
+        if self.backend is not None:
+            self.backend.close()
+        self.backend = self.process_group = None
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One rank's view of a group: what every parallel layer and every collective takes as its argument.
+    """One rank's view of a group: the argument of every parallel layer and every collective.
 
     Args:
         name: "tp", "dp", ...; the key under which traffic is counted.
         ranks: global ranks of the group, in order.
-        index: this rank's place among them.
-        group: the process group; None when the axis has one rank.
+        index: position of this rank among them.
+        group: how they communicate; None when the axis has one rank.
         traffic: where collectives count their bytes.
-        shared: what `comm` has found for its ranks on this machine; None where they need a communicator.
     """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     index: int = 0
-    group: dist.ProcessGroup | None = None
+    group: Group | None = None
     traffic: Traffic = field(default_factory=Traffic)
-    shared: Shared | None = None
 
     @property
     def size(self) -> int:
         """Number of ranks on the axis."""
         return len(self.ranks)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's process group of these ranks.  Raises: RuntimeError where there is none, or no longer."""
+        if self.group is None or self.group.process_group is None:
+            raise RuntimeError("this rank has left the process group, or never joined one")
+        return self.group.process_group
+
 
 @dataclass(frozen=True, eq=False)
 class SavingAxes:
-    """The ranks of a stage and all ranks, over communicators that only checkpoints use."""
+    """The ranks of a stage, and all ranks, over communicators that only checkpoints use."""
 
     model: Axis
     world: Axis
@@ -256,15 +303,15 @@ class ParallelState:
         device: where this rank computes.
         timeout_seconds: how long a collective may wait for a peer.
         shard_group_size: neighbours on the dp axis that share one copy of the sharded state; 0 for all of them.
-        neighbours: ranks that run on this machine, this one included.
-        shares_memory: CPU ranks that all run on one machine exchange through memory; False takes their communicator always.
+        neighbours: ranks that run on this host, this one included.
+        shares_memory: CPU ranks of one host reduce and gather through shared memory; False always takes process groups.
 
     Attributes:
         shard, replica: dp cut in two: ranks that hold different shards, and ranks that hold the same one.
 
     Raises:
-        ValueError: `shard_group_size` does not divide dp, the grid does not have as many ranks as were started, or a CUDA
-            run has no backend for CPU tensors.
+        ValueError: `shard_group_size` does not divide dp, the grid does not have as many ranks as were started, or a
+            CUDA run has no backend for CPU tensors.
     """
 
     def __init__(
@@ -295,19 +342,15 @@ class ParallelState:
             )
         self.at = grid.coordinate(rank)
         self.traffic = Traffic()
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
-        self._shared = Shared(timeout_seconds) if shares_memory and self.device.type == "cpu" else None
-        self._axes: list[Axis] = []
+        self._timeout_seconds, self._shares_memory = timeout_seconds, shares_memory
+        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
         self._saving: SavingAxes | None = None
         self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)
-        # Messages down and up the pipeline go over communicators of their own, so that neither waits for the other.
+        # Messages down and up the pipeline have communicators of their own, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
-        self._axes.append(self.pp_up)
         self.model = self._axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._axis("world", tuple(range(grid.world_size)))
-        holders = grid.embedding_group_of(rank)
-        self.embedding = self._part("embedding", holders)
+        self.embedding = self._subset("embedding", grid.embedding_group_of(rank))
         size = shard_group_size or grid.dp
         first = self.dp.index // size * size
         self.shard, self.replica = self.dp, Axis("replica", (rank,), traffic=self.traffic)
@@ -316,83 +359,86 @@ class ParallelState:
             self.replica = self._axis("replica", self.dp.ranks[self.dp.index % size :: size])
 
     def among_stages(self, stages: Sequence[int]) -> Axis:
-        """The ranks of some pipeline stages at this rank's other coordinates; alone where it is in none of them.
+        """The ranks of some pipeline stages at this rank's other coordinates; this rank alone if it is in none of them.
 
-        Every rank of the pipeline makes it, in one order.
+        Every rank of the pipeline calls it, in the same order.
         """
-        return self._part("tied", [self.pp.ranks[stage] for stage in sorted(set(stages))])
-
-    def _part(self, name: str, ranks: Sequence[int]) -> Axis:
-        self._group(tuple(ranks))
-        return self._axis(name, ranks if self.rank in ranks else (self.rank,))
-
-    def _axis(self, name: str, ranks: Sequence[int]) -> Axis:
-        ranks = tuple(ranks)
-        self._axes.append(Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic, self._shared))
-        return self._axes[-1]
+        return self._subset("tied", tuple(self.pp.ranks[stage] for stage in sorted(set(stages))))
 
     def saving_axes(self, timeout_seconds: float) -> SavingAxes:
-        """Communicators of their own for saving behind the training, over host memory.  Every rank makes them, once.
+        """Communicators over host memory, for saving in a thread while training goes on.  Every rank makes them, once.
 
-        To be made before the first step: in the middle of a run the ranks would wait for one that has died meanwhile.
+        Make them before the first step: in the middle of a run the ranks would wait for one that has died meanwhile.
 
         Args:
             timeout_seconds: how long a rank may wait for a peer that is writing.
         """
         if self._saving is None:
-            self._timeout, usual = timedelta(seconds=timeout_seconds), self._timeout
             traffic = Traffic()
-            axes = [
+            model, world = (
                 replace(
                     axis,
                     name=f"saving {axis.name}",
-                    group=self._group(axis.ranks, "save"),
+                    group=self._group(axis.ranks, "save", timeout_seconds),
                     traffic=traffic,
-                    shared=None,  # another thread's
                 )
                 for axis in (self.model, self.world)
-            ]
-            self._timeout = usual
-            self._axes += axes
-            self._saving = SavingAxes(*axes)
+            )
+            self._saving = SavingAxes(model, world)
         return self._saving
 
     def leave(self) -> None:
-        """Let go of every process group; one that is referred to when the interpreter exits would abort the process."""
-        for axis in self._axes:
-            object.__setattr__(axis, "group", None)
-            object.__setattr__(axis, "shared", None)
-        if self._shared is not None:
-            self._shared.close()
+        """Release every process group: one that is still referenced when the interpreter exits aborts the process."""
+        for group in self._groups.values():
+            group.close()
         self._groups.clear()
 
-    def _group(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
+    def _subset(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        self._group(ranks)  # ranks outside take part in making it
+        return self._axis(name, ranks if self.rank in ranks else (self.rank,))
+
+    def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        return Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic)
+
+    def _group(self, ranks: tuple[int, ...], purpose: str = "", timeout_seconds: float | None = None) -> Group | None:
         if len(ranks) == 1:
             return None
-        if len(ranks) == self.grid.world_size and not purpose and self.device.type != "cuda":
-            return dist.group.WORLD  # on CUDA it has the options that whoever made it chose; unused, it costs nothing
         if (ranks, purpose) not in self._groups:
-            # Only members wait for one another, so making a group does not grow with the world.  torch names a group by its
-            # ranks and by how many groups a rank has made: a rank outside makes one of its own, to have made as many.
-            members = ranks if self.rank in ranks else (self.rank,)
-            backend, device = ("gloo", torch.device("cpu")) if purpose == "save" else (None, self.device)
-            group = dist.new_group(
-                list(members),
-                timeout=self._timeout,
-                backend=backend,
-                pg_options=None if purpose == "save" else nccl_options(self.device, self._timeout),
-                use_local_synchronization=True,
+            saves = purpose == "save"
+            device = torch.device("cpu") if saves else self.device
+            timeout = timeout_seconds or self._timeout_seconds
+            self._groups[ranks, purpose] = Group(
+                self._process_group(ranks, purpose, device, timedelta(seconds=timeout)),
+                device,
+                timeout,
+                self._shares_memory and device.type == "cpu" and not saves,  # a channel serves one thread
+                self._groups.values(),
             )
-            # NCCL connects at the first call; here all members are certain to make it.
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-            self._groups[ranks, purpose] = group
         return self._groups[ranks, purpose]
+
+    def _process_group(
+        self, ranks: tuple[int, ...], purpose: str, device: torch.device, timeout: timedelta
+    ) -> dist.ProcessGroup | None:
+        if len(ranks) == self.grid.world_size and not purpose and device.type != "cuda":
+            return dist.group.WORLD  # on CUDA it has the options of whoever made it; unused, it costs nothing
+        # Only members wait for one another, so the time to make a group does not grow with the world.  torch names a group
+        # by its ranks and by how many groups a rank has made: a rank outside makes one of its own to keep count.
+        group = dist.new_group(
+            list(ranks if self.rank in ranks else (self.rank,)),
+            timeout=timeout,
+            backend="gloo" if purpose == "save" else None,
+            pg_options=nccl_options(device, timeout),
+            use_local_synchronization=True,
+        )
+        # NCCL connects at the first call; here all members are certain to make it.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return group
 
 
 def nccl_options(device: torch.device, timeout: timedelta) -> Any:
-    """How process groups of a CUDA run communicate: on streams that go before the computation's; None on other devices.
+    """Options for process groups of a CUDA run: streams of high priority; None on other devices.
 
-    A collective takes few of a GPU's cores, and what waits for it is long: it must not stand behind a queue of kernels.
+    A collective takes few of a GPU's cores and much computation depends on it, so it must not queue behind other kernels.
 
     Args:
         device: where the rank computes.
@@ -401,7 +447,7 @@ def nccl_options(device: torch.device, timeout: timedelta) -> Any:
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # torch warns where it is not the group's
+    options._timeout = timeout  # torch warns if it differs from the group's
     return options
 
 
@@ -412,7 +458,7 @@ def parallel_state_of(
     timeout_seconds: float = TIMEOUT.total_seconds(),
     shard_group_size: int = 0,
 ) -> ParallelState:
-    """This rank's place among those that a launcher such as torchrun has started, or alone.
+    """The state of this rank, started by a launcher such as torchrun or alone.
 
     Args:
         grid: the rank grid; data parallelism over all ranks when None.
@@ -430,7 +476,7 @@ def parallel_state_of(
 
 
 def local_device() -> torch.device:
-    """cuda:LOCAL_RANK where there is CUDA and the ranks can talk over it, else the CPU."""
+    """cuda:LOCAL_RANK if there is CUDA and the ranks can communicate over it, else the CPU."""
     talks = not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" in str(dist.get_backend_config())
     if not (talks and torch.cuda.is_available()):
         return torch.device("cpu")

@@ -64,9 +64,9 @@ def test_every_order_of_the_axes_keeps_members_apart_on_their_axis_only(order):
     grid = RankGrid(tp=2, cp=3, dp=2, pp=3, order=order)
     for axis in AXES:
         for group in grid.groups(axis):
-            places = [vars(grid.coordinate(rank)) for rank in group]
-            assert [place.pop(axis) for place in places] == list(range(getattr(grid, axis)))
-            assert all(place == places[0] for place in places)
+            coordinates = [vars(grid.coordinate(rank)) for rank in group]
+            assert [at.pop(axis) for at in coordinates] == list(range(getattr(grid, axis)))
+            assert all(at == coordinates[0] for at in coordinates)
     innermost = order.split("-")[0]
     assert grid.groups(innermost)[0] == tuple(range(getattr(grid, innermost)))
 
@@ -164,7 +164,7 @@ def test_an_axis_has_a_group_exactly_when_it_has_peers(started, rank):
         assert axis.ranks[axis.index] == rank
         assert (axis.group is None) == (axis.size == 1)
         if axis.group is not None:
-            assert dist.get_process_group_ranks(axis.group) == list(axis.ranks)
+            assert dist.get_process_group_ranks(axis.process_group) == list(axis.ranks)
     assert (state.tp.ranks, state.dp.ranks, state.pp.ranks) == tuple(grid.group_of(rank, a) for a in ("tp", "dp", "pp"))
     assert state.cp.size == 1
     assert state.model.ranks == tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
@@ -178,7 +178,7 @@ def test_equal_sets_of_ranks_share_one_group(started):
     assert state.dp.group is state.model.group
     assert state.pp.ranks == state.embedding.ranks
     assert state.pp.group is state.embedding.group
-    assert state.world.group is dist.group.WORLD
+    assert state.world.process_group is dist.group.WORLD
 
 
 @pytest.mark.parametrize("running", [1, 4])

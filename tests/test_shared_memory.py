@@ -1,18 +1,26 @@
-"""Collectives of ranks that share memory: what they compute, in any order of waiting, and what they say of a lost rank."""
+"""Collectives of ranks that share memory: their results, in any order of waiting, and how they report a lost rank."""
 
 from __future__ import annotations
 
 import gc
 import os
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
 from megazero.comm import rendezvous
-from megazero.comm.collectives import LostPeerError, Pending, all_gather, all_reduce, arriving_elements, reduce_scatter
-from megazero.comm.shared_memory import HALF_BYTES
+from megazero.comm.collectives import (
+    LostPeerError,
+    Pending,
+    all_gather,
+    all_reduce,
+    arriving_elements,
+    exchange,
+    reduce_scatter,
+)
+from megazero.comm.process_group import GlooBackend
+from megazero.comm.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from tests.harness import run_world
 
@@ -20,8 +28,8 @@ LONG = 3 * HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last o
 LENGTHS = (0, 1, 7, 16_385, LONG)
 
 
-def _axis(rank: int, world: int, timeout_seconds: float = 60) -> Axis:
-    return ParallelState(RankGrid(dp=world), rank, timeout_seconds=timeout_seconds).dp
+def _axis(rank: int, world: int, timeout_seconds: float = 60, shares: bool = True) -> Axis:
+    return ParallelState(RankGrid(dp=world), rank, timeout_seconds=timeout_seconds, shares_memory=shares).dp
 
 
 def _values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -30,10 +38,9 @@ def _values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _collectives(rank: int, world: int, shares: bool) -> None:
-    axis = _axis(rank, world)
-    if not shares:
-        axis = replace(axis, shared=None)
-    assert arriving_elements(64, axis, torch.device("cpu")) == (0 if shares else 64)
+    axis = _axis(rank, world, shares=shares)
+    assert arriving_elements(64, axis) == (0 if shares else 64)
+    assert isinstance(axis.group.backend, SharedMemoryBackend if shares else GlooBackend)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for length in LENGTHS:
             every = [_values(one, length, dtype) for one in range(world)]
@@ -57,6 +64,26 @@ def _collectives(rank: int, world: int, shares: bool) -> None:
 @pytest.mark.parametrize(("world", "shares"), [(2, True), (3, True), (4, True), (2, False), (4, False)])
 def test_collectives_are_exact_in_memory_and_over_gloo(world: int, shares: bool) -> None:
     run_world(world, _collectives, world, shares)
+
+
+def _everyone_to_everyone(rank: int, world: int) -> None:
+    axis = _axis(rank, world)
+    others = [other for other in range(world) if other != rank]
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for index, shape in enumerate(((), (0,), (3,), (2, 5), (64, 33), (3, 1 << 17))):
+            sends = [(torch.full(shape, rank * 5 + index + to).to(dtype), to) for to in others]
+            receives = [(torch.empty(shape, dtype=dtype), source) for source in others]
+            before = axis.traffic.sent_bytes["dp", "send_recv"]
+            for pending in exchange(sends, receives, axis):
+                pending.wait()
+            assert axis.traffic.sent_bytes["dp", "send_recv"] - before == sum(one.nbytes for one, _ in sends)
+            for got, source in receives:
+                assert torch.equal(got, torch.full(shape, source * 5 + index + rank).to(dtype)), (dtype, shape, source)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_message_arrives_as_it_was_sent(world: int) -> None:
+    run_world(world, _everyone_to_everyone, world)
 
 
 def _many_under_way(rank: int, world: int) -> None:
@@ -88,7 +115,7 @@ def _lose(rank: int, dies: bool) -> str:
     all_reduce(torch.zeros(4), axis).wait()
     if rank == 1:
         if dies:
-            axis.shared.rooms[axis.ranks, "reduce"]._peers[0].connection.close()  # as the system does when it has died
+            axis.group.backend.reduce.peers[0].connection.close()  # as the system does when it has died
         time.sleep(1.0)
         return ""
     with pytest.raises(LostPeerError) as caught:
@@ -97,7 +124,7 @@ def _lose(rank: int, dies: bool) -> str:
 
 
 @pytest.mark.parametrize(("dies", "reason"), [(True, "Connection closed"), (False, "Timed out waiting 0.2 s")])
-def test_a_lost_rank_is_told_of(dies: bool, reason: str) -> None:
+def test_a_lost_rank_is_named(dies: bool, reason: str) -> None:
     said = run_world(2, _lose, dies)[0]
     assert "all_reduce over dp, as rank 0 of (0, 1)" in said
     assert reason in said
@@ -115,17 +142,17 @@ def _apart(rank: int, breaks: str) -> None:
     elif breaks == "no such system" and rank == 1:
         rendezvous._listen = lambda: (None, None)
     elif breaks == "no connection":
-        rendezvous._MEETING_SECONDS = 0.1
+        rendezvous._CONNECT_SECONDS = 0.1
 
         def refused(*_: object) -> None:
             raise ConnectionRefusedError
 
-        rendezvous._call = refused
+        rendezvous._connections = refused
     axis = _axis(rank, 2)
     got = torch.full((3,), rank + 1.0)
     all_reduce(got, axis).wait()
     assert got.tolist() == [3.0] * 3
-    assert axis.shared.rooms == {((0, 1), "reduce"): None, ((0, 1), "gather"): None}
+    assert isinstance(axis.group.backend, GlooBackend)
 
 
 @pytest.mark.parametrize("breaks", ["other machine", "no such system", "no connection"])
@@ -147,7 +174,7 @@ def _in_other_orders(rank: int) -> str:
     return str(caught.value)
 
 
-def test_gathering_and_reducing_pair_up_apart_and_what_does_not_pair_up_is_told() -> None:
+def test_gathers_and_reductions_pair_up_separately_and_a_mismatch_is_an_error() -> None:
     said = run_world(2, _in_other_orders)
     assert "number 1 of the group is in all_reduce of 5 torch.float32 over dp, this one in all_reduce of 4" in said[0]
 

@@ -14,13 +14,16 @@ The sequence is dimension 0 of [seq, batch, hidden], so that a rank's part of it
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_gather, all_reduce, reduce_scatter
 from megazero.parallel_state import Axis
+
+Collective: TypeAlias = Callable[[Tensor, Axis], Tensor]
 
 
 def start_gather_sequence(x: Tensor, tp: Axis) -> tuple[Tensor, Pending]:
@@ -30,36 +33,55 @@ def start_gather_sequence(x: Tensor, tp: Axis) -> tuple[Tensor, Pending]:
 
 
 def start_scatter_sequence(x: Tensor, tp: Axis) -> tuple[Tensor, Pending]:
-    """Begin summing [seq, ...] over tp and keeping this rank's [seq / tp, ...]."""
+    """Begin summing [seq, ...] over tp; the result is this rank's [seq / tp, ...]."""
     part = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
     return part, reduce_scatter(part, x.contiguous(), tp)
 
 
-def _done(started: tuple[Tensor, Pending]) -> Tensor:
-    result, pending = started
+def _gather_first(x: Tensor, tp: Axis) -> Tensor:
+    full, pending = start_gather_sequence(x, tp)
     pending.wait()
-    return result
+    return full
+
+
+def _scatter_first(x: Tensor, tp: Axis) -> Tensor:
+    part, pending = start_scatter_sequence(x, tp)
+    pending.wait()
+    return part
 
 
 def _gather_last(x: Tensor, tp: Axis) -> Tensor:
-    """[..., n / tp] -> [..., n]."""
-    return torch.cat(_done(start_gather_sequence(x, tp)).chunk(tp.size), dim=-1)
+    return torch.cat(_gather_first(x, tp).chunk(tp.size), dim=-1)
 
 
-class _CopyToTP(torch.autograd.Function):
+def _slice_last(x: Tensor, tp: Axis) -> Tensor:
+    return x.chunk(tp.size, dim=-1)[tp.index].contiguous()
+
+
+def _same(x: Tensor, tp: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum_of(x: Tensor, tp: Axis) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(total, tp).wait()
+    return total
+
+
+class _Differentiable(torch.autograd.Function):
+    """One collective forward and another backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, tp: Axis, forward: Collective, backward: Collective) -> Tensor:
+        ctx.tp, ctx.collective = tp, backward
+        return forward(x, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        all_reduce(grad, ctx.tp).wait()
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.collective(grad, ctx.tp), None, None, None
 
 
-class _ReduceFromTP(torch.autograd.Function):
+class _ReduceInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
         ctx.mark_dirty(x)
@@ -71,75 +93,31 @@ class _ReduceFromTP(torch.autograd.Function):
         return grad, None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return _done(start_gather_sequence(x, tp))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _done(start_scatter_sequence(grad, ctx.tp)), None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return _done(start_scatter_sequence(x, tp))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _done(start_gather_sequence(grad, ctx.tp)), None
-
-
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return _gather_last(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.tp.size, dim=-1)[ctx.tp.index].contiguous(), None
-
-
-class _SplitFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.tp = tp
-        return x.chunk(tp.size, dim=-1)[tp.index].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather_last(grad, ctx.tp), None
-
-
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
-    """Hand a replicated tensor to tensor-parallel work; its gradients are summed over tp."""
-    return _CopyToTP.apply(x, tp) if tp.size > 1 else x
+    """Pass a replicated tensor to tensor-parallel work; its gradients are summed over tp."""
+    return _Differentiable.apply(x, tp, _same, _sum_of) if tp.size > 1 else x
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
     """Sum partial results over tp, in place; the gradient passes unchanged."""
-    return _ReduceFromTP.apply(x.contiguous(), tp) if tp.size > 1 else x
+    return _ReduceInPlace.apply(x.contiguous(), tp) if tp.size > 1 else x
 
 
 def gather_sequence(x: Tensor, tp: Axis) -> Tensor:
     """[seq / tp, ...] -> [seq, ...]; gradients are summed and scattered."""
-    return _GatherSequence.apply(x, tp) if tp.size > 1 else x
+    return _Differentiable.apply(x, tp, _gather_first, _scatter_first) if tp.size > 1 else x
 
 
 def scatter_sequence(x: Tensor, tp: Axis) -> Tensor:
     """Sum partial [seq, ...] over tp and keep [seq / tp, ...]; gradients are gathered."""
-    return _ScatterSequence.apply(x, tp) if tp.size > 1 else x
+    return _Differentiable.apply(x, tp, _scatter_first, _gather_first) if tp.size > 1 else x
 
 
 def gather_features(x: Tensor, tp: Axis) -> Tensor:
-    """[..., out / tp] -> [..., out] on every rank."""
-    return _GatherFeatures.apply(x, tp) if tp.size > 1 else x
+    """[..., out / tp] -> [..., out] on every rank; each keeps its slice of the gradient."""
+    return _Differentiable.apply(x, tp, _gather_last, _slice_last) if tp.size > 1 else x
 
 
 def split_features(x: Tensor, tp: Axis) -> Tensor:
-    """[..., in] -> this rank's [..., in / tp]."""
-    return _SplitFeatures.apply(x, tp) if tp.size > 1 else x
+    """[..., in] -> this rank's [..., in / tp]; gradients are gathered."""
+    return _Differentiable.apply(x, tp, _slice_last, _gather_last) if tp.size > 1 else x

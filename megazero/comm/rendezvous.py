@@ -1,65 +1,59 @@
-"""How ranks of one machine find one another, hear one another, and learn that one has died.
+"""How ranks of one host find each other, signal each other, and learn that one has died.
 
-Each gives every other a file in memory that it writes and the other reads, an event counter to be told by, and one end of a
-socket that only tells when the other has died.
+Every rank gives every other an area of memory that it writes and the other reads, an event counter for signals, and one end
+of a socket.  The socket carries nothing more: it closes when its process dies.
 
-[Note: why not through sockets]  A rank that computes has a core to itself, and a socket's bytes are copied by a thread that
-has to get hold of it: on two busy cores an exchange of half a megabyte took 2 ms beside a computation, and 0.25 ms without
-one.  Here the ranks copy for themselves, once.  Signals go through event counters: who is woken by a socket may be moved
-to the core of whoever wakes it, and then the two take turns there.
+[Note: why not sockets]  A socket's bytes are copied by a thread that needs a core, and ranks keep every core busy: beside a
+computation an exchange of half a megabyte took 2 ms, without one 0.25 ms.  Here each rank copies for itself, once.  Signals
+are event counters because the scheduler may move a process that a socket wakes to the core of its waker; then the two
+share one core.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, TypeAlias
 from weakref import finalize
 
-_MEETING_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
 _LONGEST_POLL = 1 << 30  # ms
-_ONE_READ = 1 << 32  # in a counter: below it what was written, from it on what was read
 
 
 class Peer:
-    """Another rank of this machine.
+    """Another rank of this host.
 
     Args:
-        connection: closed by its end.
-        to_it, from_it: event counters that one of the two writes and the other reads.
+        connection: a socket that closes when the peer dies.
+        to_it, from_it: event counters for signals to the peer and from it.
 
     Attributes:
-        signals: times it has written, heard and not yet acted on.
-        answers: times it has read, where it says so; heard and not yet acted on.
-        is_gone: its end of the connection is closed.
+        descriptors: readable when the peer has signalled, and when it has died.
+        signals: signals received and not yet used.
+        is_lost: the peer has died.
     """
 
     def __init__(self, connection: socket.socket, to_it: int, from_it: int) -> None:
-        self.connection, self._to_it, self.from_it = connection, to_it, from_it
-        self.signals, self.answers, self.is_gone = 0, 0, False
+        self.connection, self._to_it = connection, to_it
+        self.descriptors = (from_it, connection.fileno())
+        self.signals, self.is_lost = 0, False
         self.close = finalize(self, _close_all, connection, to_it, from_it)
 
     def signal(self) -> None:
-        """Say that something has been written for it."""
+        """Tell the peer that this rank has written its area."""
         os.eventfd_write(self._to_it, 1)
 
-    def answer(self) -> None:
-        """Say that something of it has been read."""
-        os.eventfd_write(self._to_it, _ONE_READ)
-
-    def hear(self) -> None:
-        """Take up what it has said, if anything."""
+    def poll(self) -> None:
+        """Receive the peer's signals, if any."""
         with suppress(BlockingIOError):
-            answers, signals = divmod(os.eventfd_read(self.from_it), _ONE_READ)
-            self.signals += signals
-            self.answers += answers
+            self.signals += os.eventfd_read(self.descriptors[0])
 
 
 def _close_all(connection: socket.socket, *counters: int) -> None:
@@ -68,174 +62,151 @@ def _close_all(connection: socket.socket, *counters: int) -> None:
         os.close(counter)
 
 
-class Room(Protocol):
-    """Where ranks exchange something."""
+class Poller:
+    """Waits for the peers of all channels of this rank at once.  The channels are closed together.
 
-    def go_on(self) -> None:
-        """Do what the peers' signals allow."""
-
-
-class Listening:
-    """Hears the peers of several rooms at a time."""
+    Every signal lets all channels make progress, not only the one that is waited for: two ranks that wait in different
+    channels would otherwise wait for each other.
+    """
 
     def __init__(self) -> None:
         self._poll = select.poll()
-        self._rooms: list[Room] = []
-        self._speaks: dict[int, Peer] = {}
-        self._ends: dict[int, Peer] = {}
+        self._channels: list[Callable[[], None]] = []
+        self._peers: dict[int, Peer] = {}
 
-    def add(self, room: Room, peers: Sequence[Peer]) -> None:
-        """Listen to a room's peers, too."""
-        self._rooms.append(room)
+    def add(self, progress: Callable[[], None], peers: Sequence[Peer]) -> None:
+        """Poll the peers of a channel, whose operations `progress` continues."""
+        self._channels.append(progress)
         for peer in peers:
-            self._speaks[peer.from_it] = self._ends[peer.connection.fileno()] = peer
-            self._poll.register(peer.from_it, select.POLLIN)
-            self._poll.register(peer.connection, select.POLLIN)
+            for descriptor in peer.descriptors:
+                self._peers[descriptor] = peer
+                self._poll.register(descriptor, select.POLLIN)
 
-    def remove(self, room: Room, peers: Sequence[Peer]) -> None:
-        """Listen to them no longer."""
-        self._rooms.remove(room)
-        for peer in peers:
-            self._poll.unregister(peer.from_it)
-            del self._speaks[peer.from_it]
-            if self._ends.pop(peer.connection.fileno(), None) is not None:
-                self._poll.unregister(peer.connection)
-
-    def hear(self, seconds: float) -> bool:
-        """Wait until a peer says something or is gone, and let every room go on.  False where nothing came in time."""
-        found = self._poll.poll(min(max(seconds, 0.0) * 1e3, _LONGEST_POLL))
-        for descriptor, _ in found:
-            if descriptor in self._speaks:
-                self._speaks[descriptor].hear()
-            else:
+    def poll(self, seconds: float) -> bool:
+        """Wait for any peer, then let every channel make progress.  False if nothing happened in time."""
+        ready = self._poll.poll(min(max(seconds, 0.0) * 1e3, _LONGEST_POLL))
+        for descriptor, _ in ready:
+            peer = self._peers[descriptor]
+            peer.poll()  # what a peer signalled before it died still counts
+            if descriptor != peer.descriptors[0]:
+                peer.is_lost = True
                 self._poll.unregister(descriptor)
-                gone = self._ends.pop(descriptor)
-                gone.hear()  # its last words
-                gone.is_gone = True
-        for room in self._rooms:
-            room.go_on()
-        return bool(found)
+        for progress in self._channels:
+            progress()
+        return bool(ready)
 
-    def hear_until(self, is_done: Callable[[], bool], is_lost: Callable[[], bool], seconds: float) -> None:
-        """Wait for something that peers bring about.
+    def wait_until(self, is_done: Callable[[], bool], is_lost: Callable[[], bool], seconds: float) -> None:
+        """Wait for peers to finish something.
 
         Args:
-            is_done: whether it is there.
-            is_lost: whether it can no longer come, since one of them is gone.
+            is_done: whether they have.
+            is_lost: whether they cannot any more, because one has died.
             seconds: how long to wait.
 
         Raises:
-            RuntimeError: it is lost, or late.
+            RuntimeError: a peer has died, or the time is over.
         """
         deadline = time.monotonic() + seconds
         while not is_done():
             if is_lost():
-                raise RuntimeError("Connection closed by a rank of this machine")
-            if not self.hear(deadline - time.monotonic()):
-                raise RuntimeError(f"Timed out waiting {seconds:g} s for a rank of this machine")
+                raise RuntimeError("Connection closed by a rank of this host")
+            if not self.poll(deadline - time.monotonic()):
+                raise RuntimeError(f"Timed out waiting {seconds:g} s for a rank of this host")
 
 
-@dataclass
-class Meeting:
-    """What the ranks of a group have given one another.
+Offer: TypeAlias = tuple[str, str] | None
+"""Where a rank listens: (its host, the name of its socket); None where it cannot."""
 
-    Args:
-        place: this rank's place among them.
-        peers: the others, by place.
-        areas: by place, every rank's file, this one's included; whoever takes the meeting closes them.
-    """
+Gather: TypeAlias = Callable[[Offer], list[Offer]]
+"""Gives every rank's value, in rank order, to every rank."""
 
-    place: int
+
+class Neighbours(NamedTuple):
+    """The other ranks of a group, all on this host, and the areas of all its ranks; both in rank order."""
+
     peers: list[Peer]
-    areas: list[int]
+    areas: list[mmap.mmap]
 
-    def close_areas(self) -> None:
-        """Give the files back; what is mapped of them stays."""
-        while self.areas:
-            os.close(self.areas.pop())
+    def close(self) -> None:
+        """Disconnect from the peers."""
+        for peer in self.peers:
+            peer.close()
 
 
-def meet(place: int, size: int, area_bytes: int, gather: Callable[[Any], list[Any]]) -> Meeting | None:
-    """Find the other ranks; None where they are on different machines, or their system has no memory to share.
+def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> Neighbours | None:
+    """Connect the ranks of a group; None, on all of them, if they are on several hosts or a system call fails on one.
 
     Args:
-        place: this rank's place among them.
-        size: their number.
-        area_bytes: length of each rank's file.
-        gather: every rank's value, by place, on every rank.
+        index: of this rank in the group.
+        size: number of ranks.
+        area_bytes: length of each rank's area.
+        gather: over these ranks.
     """
     listener, offer = _listen()
-    offers = gather(offer)
-    if listener is None or offer is None or any(other is None or other[0] != offer[0] for other in offers):
+    offers = [one for one in gather(offer) if one is not None]
+    if listener is None or len(offers) < size or len({host for host, _ in offers}) > 1:
         return None
-    found: dict[int, tuple[Peer | None, int]] = {}
-    try:
-        mine = os.memfd_create("megazero")
-        found[place] = None, mine
-        os.ftruncate(mine, area_bytes)
-        for other in range(place):
-            found[other] = _introduce(_call(offers[other][1], place), mine)
-        for _ in range(place + 1, size):
-            connection, other = _answer(listener)
-            found[other] = _introduce(connection, mine)
-    except OSError:
-        pass
-    listener.close()
-    ordered = [found[other] for other in sorted(found)]
-    meeting = Meeting(place, [peer for peer, _ in ordered if peer is not None], [area for _, area in ordered])
-    if all(gather(len(meeting.peers) == size - 1)):
-        return meeting
-    meeting.close_areas()
-    for peer in meeting.peers:
-        peer.close()
+    peers: dict[int, Peer] = {}
+    areas: dict[int, mmap.mmap] = {}
+    file = -1
+    with suppress(OSError), listener:
+        file = os.memfd_create("megazero")
+        os.ftruncate(file, area_bytes)
+        areas[index] = mmap.mmap(file, area_bytes)
+        for connection in _connections(index, offers, listener):
+            other, peer, area = _introduce(connection, index, file, area_bytes)
+            peers[other], areas[other] = peer, area
+    if file >= 0:
+        os.close(file)
+    neighbours = Neighbours([peers[other] for other in sorted(peers)], [areas[rank] for rank in sorted(areas)])
+    if all(gather(offer if len(peers) == size - 1 else None)):
+        return neighbours
+    neighbours.close()
     return None
 
 
-def _listen() -> tuple[socket.socket | None, tuple[str, str] | None]:
-    """A socket that others on this machine can call, and what they have to know; None where there is no such thing."""
+def _listen() -> tuple[socket.socket | None, Offer]:
     if not hasattr(os, "memfd_create"):
         return None, None
     name = f"\0megazero-{secrets.token_hex(16)}"
     try:
         # such a name is known within a network namespace
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+        host = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
         listener = socket.socket(socket.AF_UNIX)
-        listener.settimeout(_MEETING_SECONDS)
         listener.bind(name)
         listener.listen()
     except OSError:
         return None, None
-    return listener, (machine, name)
+    listener.settimeout(_CONNECT_SECONDS)
+    return listener, (host, name)
 
 
-def _call(name: str, place: int) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX)
-    peer.settimeout(_MEETING_SECONDS)
-    peer.connect(name)
-    peer.send(bytes([place]))
-    return peer
+def _connections(index: int, offers: Sequence[tuple[str, str]], listener: socket.socket) -> Iterator[socket.socket]:
+    """A connection to every other rank: this one calls the ranks before it and is called by those after it."""
+    for _, name in offers[:index]:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_CONNECT_SECONDS)
+        connection.connect(name)
+        yield connection
+    for _ in offers[index + 1 :]:
+        connection, _ = listener.accept()
+        connection.settimeout(_CONNECT_SECONDS)
+        yield connection
 
 
-def _answer(listener: socket.socket) -> tuple[socket.socket, int]:
-    peer, _ = listener.accept()
-    peer.settimeout(_MEETING_SECONDS)
-    said = peer.recv(1)
-    if not said:
-        raise ConnectionError("a rank has hung up")
-    return peer, said[0]
-
-
-def _introduce(connection: socket.socket, area: int) -> tuple[Peer, int]:
-    """Exchange event counters and areas with a rank; its area is the caller's to close."""
+def _introduce(connection: socket.socket, index: int, file: int, area_bytes: int) -> tuple[int, Peer, mmap.mmap]:
+    """Exchange indices, event counters and areas with another rank."""
     from_it = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    received = [from_it]
     try:
-        socket.send_fds(connection, [b"\0"], [from_it, area])
-        found = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)[1]
-        if len(found) < 2:  # too many are open
-            for one in found:
-                os.close(one)
-            raise ConnectionError("a rank could not be given its descriptors")
-    except OSError:
-        os.close(from_it)
-        raise
-    return Peer(connection, found[0], from_it), found[1]
+        socket.send_fds(connection, [bytes([index])], [from_it, file])
+        other, descriptors, _, _ = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)
+        received += descriptors
+        to_it, its_file = descriptors
+        area = mmap.mmap(its_file, area_bytes)
+    except (OSError, ValueError) as error:  # ValueError: descriptors are missing, since this process has too many
+        for descriptor in received:
+            os.close(descriptor)
+        raise ConnectionError("a rank could not share its memory") from error
+    os.close(its_file)
+    return other[0], Peer(connection, to_it, from_it), area

@@ -1,144 +1,256 @@
-"""Memory that the ranks of one machine all see, and how they take turns in it to reduce and to gather.
+"""Reductions and gathers through memory that the CPU ranks of one host share.
 
     rank 0's area   [ half 0 | half 1 ]     every rank writes its own area and reads the others'
     rank 1's area   [ half 0 | half 1 ]
-    round k         write half k % 2 | signal everyone | hear everyone | read the others' half k % 2
+    round k         write half k % 2 | signal every peer | wait for their signals | read the others' half k % 2
 
-[Note: two halves]  Whoever has signalled round k + 1 has read round k to its end.  So once all have been heard in round
-k + 1, half k % 2 may be written again, and one signal a round is enough.
+[Note: two halves]  A rank that has signalled round k + 1 has finished reading round k.  So once all peers have signalled
+round k + 1, half k % 2 may be written again, and one signal per round is enough.
 
-[Note: one order]  What ranks begin in one room pairs up by its order, so every half says what it belongs to, and a rank that
-finds something else there stops.  Ranks may differ in when they gather and when they reduce, so the two have rooms of their
-own; and who waits in one room goes on in all others, or two ranks could wait for one another.
+[Note: one order]  The operations of a channel pair up by their order, so every half carries the label of its operation, and
+a rank that finds another label raises.  Ranks may differ in when they gather and when they reduce, so each of the two has
+its own channel.
+
+Sums are taken in rank order, so every rank has the same bits.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from megazero.comm.rendezvous import Listening, Meeting, Peer
+from megazero.comm.process_group import combine, place_shard
+from megazero.comm.rendezvous import Neighbours, Poller
+from megazero.parallel_state import Axis, Work
 
 HALF_BYTES = 1 << 19
 _LABEL_BYTES = 64
-_AREA_HALF_BYTES = HALF_BYTES + _LABEL_BYTES
-AREA_BYTES = 2 * _AREA_HALF_BYTES
+_LABELLED_BYTES = HALF_BYTES + _LABEL_BYTES
+AREA_BYTES = 2 * _LABELLED_BYTES
+
+_ONE_ROUND_BYTES = 1 << 16  # up to here every rank sums everything, which saves a round
+_OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 Rounds: TypeAlias = Generator[None, None, None]
-"""An operation: it writes its area, yields, reads the others' areas, says `turn`, and so on."""
+"""An operation: it writes its area, yields, reads the others' areas, calls `end_round`, and so on."""
 
 
-class Operation:
-    """One operation under way; equal ones have equal labels on all ranks."""
+class _Operation:
+    """One operation of a channel; the label is equal on all ranks."""
 
     def __init__(self, label: str, rounds: Rounds) -> None:
         self.label = label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES)
         self.rounds, self.has_begun, self.is_done = rounds, False, False
 
 
-class SharedMemory:
-    """One rank's view of the areas of all ranks that meet in it.  Operations run in the order in which they are begun.
+class Channel:
+    """Runs operations of one kind among the ranks of a group, in the order in which they are started.
 
     Args:
-        meeting: with the ranks that share it; their areas have AREA_BYTES each.
+        neighbours: the ranks; their areas have AREA_BYTES each.
+        index: of this rank.
         timeout_seconds: how long an operation may take.
-        listening: shared by all rooms of this rank.
+        poller: of all channels of this rank.
     """
 
-    def __init__(self, meeting: Meeting, timeout_seconds: float, listening: Listening) -> None:
-        self.place, self.size = meeting.place, len(meeting.areas)
-        self._peers: Sequence[Peer] = meeting.peers
-        self._timeout, self._listening = timeout_seconds, listening
-        self._mapped = [mmap.mmap(area, AREA_BYTES) for area in meeting.areas]
-        meeting.close_areas()
-        wholes = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in self._mapped]
-        self._halves = [[whole[half * _AREA_HALF_BYTES :][:HALF_BYTES] for whole in wholes] for half in range(2)]
+    def __init__(self, neighbours: Neighbours, index: int, timeout_seconds: float, poller: Poller) -> None:
+        self.peers, self._areas = neighbours
+        self.index, self.size = index, len(self._areas)
+        self._timeout, self._poller = timeout_seconds, poller
+        wholes = [torch.frombuffer(area, dtype=torch.uint8) for area in self._areas]
+        self._halves = [[whole[half * _LABELLED_BYTES :][:HALF_BYTES] for whole in wholes] for half in range(2)]
         self._half = 0
-        self._begun: deque[Operation] = deque()
-        listening.add(self, self._peers)
+        self._started: deque[_Operation] = deque()
+        poller.add(self._progress, self.peers)
 
     def areas(self, dtype: torch.dtype) -> list[Tensor]:
         """Every rank's half of this round, 1-D."""
         return [half.view(dtype) for half in self._halves[self._half]]
 
-    def turn(self) -> None:
-        """What was written in this round has been read; the next one begins."""
+    def end_round(self) -> None:
+        """This rank has read what was written in this round."""
         self._half = 1 - self._half
 
-    def begin(self, label: str, rounds: Rounds) -> Operation:
-        """Start an operation; where none is under way its first round is written at once.
+    def start(self, label: str, rounds: Rounds) -> Work:
+        """Start an operation; if no other is under way, its first round is written at once.
 
         Args:
-            label: the same on all ranks; at most 64 characters count.
-            rounds: what it does.
+            label: equal on all ranks; at most 64 characters count.
+            rounds: the operation.
 
         Raises:
-            RuntimeError: the ranks do not begin the same operations in one order.
+            RuntimeError: the ranks start different operations.
         """
-        operation = Operation(label, rounds)
-        self._begun.append(operation)
-        self.go_on()
-        return operation
+        operation = _Operation(label, rounds)
+        self._started.append(operation)
+        self._progress()
+        return Work(lambda: self._finish(operation))
 
-    def finish(self, operation: Operation) -> None:
-        """Run everything up to this operation to its end.
+    def close(self) -> None:
+        """Disconnect from the peers."""
+        for peer in self.peers:
+            peer.close()
+        self.peers = []
+        self._started.clear()
 
-        Raises:
-            RuntimeError: a peer is lost, or late, or does something else.
-        """
-        self.go_on()
-        if not operation.is_done and not self._peers:
+    def _finish(self, operation: _Operation) -> None:
+        """Wait for an operation.  Raises: RuntimeError: a peer has died, or is late, or runs another operation."""
+        self._progress()
+        if not operation.is_done and not self.peers:
             raise RuntimeError("this rank has left the memory that it shared")
-        self._listening.hear_until(lambda: operation.is_done, self._lacks_someone, self._timeout)
+        self._poller.wait_until(
+            lambda: operation.is_done,
+            lambda: any(peer.is_lost and not peer.signals for peer in self.peers),
+            self._timeout,
+        )
 
-    def go_on(self) -> None:
-        """Run the operations under way as far as the peers' signals allow."""
-        while self._begun:
-            first = self._begun[0]
+    def _progress(self) -> None:
+        """Run the operations as far as the peers' signals allow."""
+        while self._started:
+            first = self._started[0]
             if first.has_begun:
-                if not all(peer.signals for peer in self._peers):
+                if not all(peer.signals for peer in self.peers):
                     return
-                for peer in self._peers:
+                for peer in self.peers:
                     peer.signals -= 1
-                self._check_labels(first)
+                self._check_labels(first.label)
             first.has_begun = True
             try:
                 next(first.rounds)
             except StopIteration:
                 first.is_done = True
-                self._begun.popleft()
+                self._started.popleft()
                 continue
-            self._mapped[self.place][self._label] = first.label
-            for peer in self._peers:
+            self._areas[self.index][self._label] = first.label
+            for peer in self.peers:
                 peer.signal()
-
-    def close(self) -> None:
-        """Leave: nothing is heard or said from here any more."""
-        if self._peers:
-            self._listening.remove(self, self._peers)
-        for peer in self._peers:
-            peer.close()
-        self._peers = ()
-        self._begun.clear()
-
-    def _lacks_someone(self) -> bool:
-        return any(peer.is_gone and not peer.signals for peer in self._peers)
 
     @property
     def _label(self) -> slice:
-        """Where an area's half of this round says what it belongs to."""
-        return slice(self._half * _AREA_HALF_BYTES + HALF_BYTES, (self._half + 1) * _AREA_HALF_BYTES)
+        """Where the half of this round carries its label."""
+        return slice(self._half * _LABELLED_BYTES + HALF_BYTES, (self._half + 1) * _LABELLED_BYTES)
 
-    def _check_labels(self, mine: Operation) -> None:
-        for place, mapped in enumerate(self._mapped):
-            its = mapped[self._label]
-            if its != mine.label:
+    def _check_labels(self, expected: bytes) -> None:
+        for index, area in enumerate(self._areas):
+            found = area[self._label]
+            if found != expected:
                 raise RuntimeError(
-                    f"ranks differ in the order of their operations: number {place} of the group is in "
-                    f"{its.decode().strip()}, this one in {mine.label.decode().strip()}"
+                    f"ranks differ in the order of their operations: number {index} of the group is in "
+                    f"{found.decode().strip()}, this one in {expected.decode().strip()}"
                 )
+
+
+class SharedMemoryBackend:
+    """Collectives of ranks that all run on this host.
+
+    Args:
+        reduce, gather: a channel for each kind of operation.
+        poller: of all channels of this rank.
+    """
+
+    needs_scratch = False
+
+    def __init__(self, reduce: Channel, gather: Channel, poller: Poller) -> None:
+        self.reduce, self.gather, self.poller = reduce, gather, poller
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Work:
+        """Every rank combines what all have written."""
+        return self.reduce.start(
+            _label("all_reduce", tensor, axis), _all_reduce(self.reduce, tensor.detach().view(-1), _OPS[op])
+        )
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Work:
+        """Every rank copies what the others have written."""
+        shards = place_shard(out, shard, axis)
+        return self.gather.start(_label("all_gather", shard, axis), _all_gather(self.gather, shards))
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Work:
+        """Every rank sums its part."""
+        parts = full.detach().view(axis.size, -1).unbind(0)
+        return self.reduce.start(
+            _label("reduce_scatter", full, axis), _reduce_scatter(self.reduce, out.detach().view(-1), parts)
+        )
+
+    def close(self) -> None:
+        """Disconnect from the peers."""
+        self.reduce.close()
+        self.gather.close()
+
+
+def _label(operation: str, tensor: Tensor, axis: Axis) -> str:
+    return f"{operation} of {tensor.numel()} {tensor.dtype} over {axis.name}"
+
+
+def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Rounds:
+    """Replace a 1-D tensor by its combination over all ranks."""
+    me = channel.index
+    for piece in flat.split(HALF_BYTES // flat.element_size()):
+        areas = [area[: len(piece)] for area in channel.areas(flat.dtype)]
+        areas[me].copy_(piece)
+        yield
+        if channel.size == 2 or piece.nbytes <= _ONE_ROUND_BYTES:
+            combine(piece, areas, op)
+            channel.end_round()
+            continue
+        parts = piece.tensor_split(channel.size)
+        combine(parts[me], [area.tensor_split(channel.size)[me] for area in areas], op)
+        channel.end_round()
+        areas = [area[: len(piece)] for area in channel.areas(flat.dtype)]
+        sums = [area.tensor_split(channel.size)[index] for index, area in enumerate(areas)]
+        sums[me].copy_(parts[me])
+        yield
+        for index, part in enumerate(parts):
+            if index != me:
+                part.copy_(sums[index])
+        channel.end_round()
+
+
+def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> Rounds:
+    """out = the sum of every rank's part for this one.
+
+    Args:
+        channel: of the ranks.
+        out: 1-D; may be this rank's own part.
+        parts: by rank, 1-D, of equal length.
+    """
+    me = channel.index
+    longest = HALF_BYTES // out.element_size() // (channel.size - 1)
+
+    def slot(area: Tensor, source: int, target: int, length: int) -> Tensor:
+        start = (target - (target > source)) * longest
+        return area[start : start + length]
+
+    for start in range(0, len(out), longest):
+        piece = slice(start, min(start + longest, len(out)))
+        length = piece.stop - piece.start
+        areas = channel.areas(out.dtype)
+        for index, part in enumerate(parts):
+            if index != me:
+                slot(areas[me], me, index, length).copy_(part[piece])
+        yield
+        arrived = [
+            slot(area, index, me, length) if index != me else parts[me][piece] for index, area in enumerate(areas)
+        ]
+        if me > 1:  # `out` is written before this rank's part is added, and may be the same memory
+            arrived[me] = arrived[me].clone()
+        combine(out[piece], arrived, torch.add)
+        channel.end_round()
+
+
+def _all_gather(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
+    """Fill every rank's shard, 1-D, of equal length; this rank's own is filled already."""
+    mine = shards[channel.index]
+    longest = HALF_BYTES // mine.element_size()
+    for start in range(0, len(mine), longest):
+        piece = slice(start, min(start + longest, len(mine)))
+        areas = [area[: piece.stop - piece.start] for area in channel.areas(mine.dtype)]
+        areas[channel.index].copy_(mine[piece])
+        yield
+        for index, area in enumerate(areas):
+            if index != channel.index:
+                shards[index][piece].copy_(area)
+        channel.end_round()

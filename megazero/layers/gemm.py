@@ -1,8 +1,8 @@
-"""Matrix products, on the faster of the two libraries that torch brings for the CPU.
+"""Matrix products without autograd, on the faster of torch's two CPU libraries.
 
-torch's fp32 `mm` calls MKL, which on processors of another maker than its own runs at about half the speed of oneDNN
-(1 thread, 128 x 256 x 768: 104 and 219 GFLOP/s on an AMD EPYC with AVX-512).  The choice is by the maker's name, not by a
-measurement, so that every run on a machine computes the same.
+torch's fp32 `mm` calls MKL, which on AMD processors runs at about half the speed of oneDNN (1 thread, 128 x 256 x 768: 104
+and 219 GFLOP/s on an AMD EPYC with AVX-512).  The choice depends on the processor's vendor and not on a measurement, so
+that every run on a machine computes the same numbers.
 """
 
 from __future__ import annotations
@@ -21,36 +21,35 @@ def _onednn_is_faster() -> bool:
 
 
 def prefers_onednn(x: Tensor) -> bool:
-    """Whether products of `x` run on oneDNN here; autograd does not see through them."""
+    """Whether products of `x` run on oneDNN here; autograd cannot differentiate them."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and _onednn_is_faster()
 
 
-def add_product(place: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    """place = a.T @ b, or += where something is there already; without autograd.
+def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
+    """out = a.T @ b, or out += a.T @ b unless `is_first`.
 
     Args:
-        place: [m, n], contiguous, in the dtype that is accumulated in.
-        a, b: [k, m] and [k, n], in the dtype that was computed in; any strides.
+        out: [m, n], contiguous, in the dtype of the sum.
+        a, b: [k, m] and [k, n], in the dtype of the computation; any strides.
         is_first: overwrite.
 
-    Where the library can, the product adds itself to the place and nothing is written down in between; on CUDA 16-bit
-    factors lose nothing on their way into an fp32 sum.
+    Where the library can, it adds to `out` without a temporary; on CUDA 16-bit factors lose nothing in an fp32 sum.
     """
     a = a.t()
-    if place.dtype == a.dtype and not prefers_onednn(a):
+    if out.dtype == a.dtype and not prefers_onednn(a):
         if is_first:
-            torch.mm(a, b, out=place)
+            torch.mm(a, b, out=out)
         else:
-            torch.addmm(place, a, b, out=place)
-    elif place.device.type == "cuda" and place.dtype == torch.float32:
+            torch.addmm(out, a, b, out=out)
+    elif out.device.type == "cuda" and out.dtype == torch.float32:
         if is_first:
-            torch.mm(a, b, out_dtype=torch.float32, out=place)
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
-            torch.addmm(place, a, b, out_dtype=torch.float32, out=place)
+            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     elif is_first:
-        place.copy_(product_t(a, b.t()))
+        out.copy_(product_t(a, b.t()))
     else:
-        place.add_(product_t(a, b.t()))
+        out.add_(product_t(a, b.t()))
 
 
 def product_t(a: Tensor, b: Tensor) -> Tensor:
@@ -58,6 +57,6 @@ def product_t(a: Tensor, b: Tensor) -> Tensor:
     if not prefers_onednn(a):
         return torch.matmul(a, b.t())
     rows = torch.ops.mkldnn._linear_pointwise(a.reshape(-1, a.shape[-1]), b, None, "none", [], "")
-    # as matmul does: autograd must not take the result for a view, or it could not be summed over tp in place
+    # as matmul does: a view, to autograd, could not be summed over tp in place
     result: Tensor = torch.ops.aten._unsafe_view(rows, [*a.shape[:-1], b.shape[0]])
     return result

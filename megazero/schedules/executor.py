@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, exchange, share_messages
+from megazero.comm.collectives import Pending, exchange
 from megazero.parallel_state import Axis
 from megazero.schedules.action import Action, Kind, Schedule, Transfer
 from megazero.schedules.simulate import Program, program
@@ -66,7 +66,6 @@ class Executor:
         self._watch = watch
         passes = [a for a in schedule.ranks[down.index] if a.kind is not Kind.WEIGHT]
         self._next = dict(pairwise(passes))
-        share_messages(down)  # `up` has the same ranks
         placed = program(schedule)
         self._received = _what_messages_confirm(placed, down.index)
         # Neighbouring transfers of a direction are posted as one batch.
@@ -132,7 +131,7 @@ class Executor:
         pendings = iter(exchange(sends, receives, axis))
         for action, message in going:
             sent = [next(pendings) for _ in message]
-            messages.sending[action] = (sent, () if all(pending.is_done for pending in sent) else message)
+            messages.sending[action] = (sent, message)
         for action, message in coming:
             messages.arriving[action] = ([next(pendings) for _ in message], message)
 

@@ -6,10 +6,9 @@
                rank, each only once both sides have posted it
 
 [Note: agreed order]  Messages from lower to higher ranks ("down") and back ("up") travel over communicators of their own,
-or through memory where each of two ranks writes for itself, so the order matters within a direction only.  There all
-messages are put in the order of the simulated time at which they are produced, and every rank posts its own in that order.
-Take the earliest message that has not passed: both its ranks have finished all earlier ones, so neither can be stuck behind
-another message.  `prove` plays it all the same.
+so the order matters within a direction only.  There all messages are put in the order of the simulated time at which they
+are produced, and every rank posts its own in that order.  Take the earliest message that has not passed: both its ranks
+have finished all earlier ones, so neither can be stuck behind another message.  `prove` plays it all the same.
 """
 
 from __future__ import annotations

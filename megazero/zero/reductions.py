@@ -53,7 +53,7 @@ class ReductionQueue:
         self._axis, self._all_reduces = policy.shard, policy.zero_stage == 0 or policy.shard.size == 1
         self._dtype, self._pool = reduce_dtype, pool
         self._largest = max(bucket.layout.padded_numel for bucket in buckets)
-        scratch = arriving_elements(self._largest, self._axis, policy.device)
+        scratch = arriving_elements(self._largest, self._axis)
         self._needs_scratch, self._scratch_numel = scratch > 0, max(scratch, self._largest // self._axis.size)
         self._in_flight: deque[_Reduction] = deque()
         self._host_copies = HostGradientCopies()
