@@ -49,8 +49,8 @@ from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
 from megazero.data.indexed import IndexedWriter
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.training.callbacks.metrics_file import METRICS_FILE
 from megazero.training.loop import train
-from megazero.training.metrics import METRICS_FILE
 
 TOLERANCE = 1e-4
 VOCAB, SAMPLES, STEPS_PER_ROUND, MOST_STEPS = 257, 8, 2, 12

@@ -25,7 +25,7 @@ from megazero.checkpoint.folder import Folder, LocalFolder, Output
 from megazero.checkpoint.index import MANIFEST
 from megazero.engine import Engine
 from megazero.parallel_state import Traffic
-from megazero.training.metrics import JsonLines
+from megazero.training.callbacks.metrics_file import MetricsFile
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class FaultInjector:
         self._within(retention, "_remove", lambda folder: None if retention._is_read(folder) else "pruning")
         LocalFolder.remove_all = _remove_by_name  # type: ignore[method-assign]
         self._within(LocalFolder, "remove_all", lambda *_: "pruning")
-        self._within(JsonLines, "__init__", lambda *_: "metrics")
-        self._within(JsonLines, "write", lambda *_: "metrics")
+        self._within(MetricsFile, "__init__", lambda *_: "metrics")
+        self._within(MetricsFile, "after_step", lambda *_: "metrics")
         for owner, name in ((Engine, "_on_action"), (Engine, "update"), (Traffic, "enter")):
             self._before(owner, name)
         self._halve_writes()

@@ -33,6 +33,9 @@ def train(
     world = os.environ.get("WORLD_SIZE")
     try:
         run = load_config(config, overrides or [], int(world) if world else None)
+        from megazero.training.callbacks.registry import check_names
+
+        check_names(run.config.training)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
@@ -53,7 +56,7 @@ def train(
 
 
 def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> None:
-    from megazero.training.metrics import readable_seconds
+    from megazero.training.callbacks.progress import readable_seconds
 
     run_dir = Path(run.config.training.run_dir)
     losses = [] if summary.loss is None else [f"loss {summary.loss:.4f}"]
@@ -93,7 +96,7 @@ def _how_it_was_called() -> str:
 
 def _report_failure(run: ResolvedRun) -> None:
     from megazero.checkpoint.index import find_newest
-    from megazero.training.checkpoints import checkpoints_of
+    from megazero.training.resuming import checkpoints_of
 
     try:
         newest, state = find_newest(checkpoints_of(run.config)), "no checkpoint had been written yet"

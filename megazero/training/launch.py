@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import LostPeerError
-from megazero.config import ResolvedRun
+from megazero.config import ConfigError, ResolvedRun
+from megazero.config.extensions import import_extensions
 from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState
 from megazero.schedules.simulate import ScheduleError
@@ -53,6 +54,7 @@ T = TypeVar("T")
 # Errors whose text says all there is to say; any other comes with its traceback.
 _TOLD_IN_WORDS = (
     CheckpointError,
+    ConfigError,
     DataError,
     DeviceError,
     LossScaleError,
@@ -123,6 +125,7 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
     """
     prefer_expandable_segments(os.environ)
     try:
+        _import_again(run)
         store = meet(timedelta(seconds=run.config.parallel.timeout_seconds))
         if store is not None and this_rank() >= run.world_size:
             raise SystemExit(wait_as_spare(store))
@@ -141,6 +144,13 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
     if store is not None and this_rank() == 0:
         tell_spare_ranks(store, range(run.world_size, started_ranks()), exit_status(answer))
     return answer
+
+
+def _import_again(run: ResolvedRun) -> None:
+    """Import `launch.extensions` in a rank that was started as a new interpreter.  Raises: ConfigError."""
+    problems = import_extensions(run.config.launch.extensions)
+    if problems:
+        raise ConfigError(problems)
 
 
 def exit_status(answer: object) -> int:
