@@ -57,15 +57,15 @@ def test_a_signal_soon_after_the_first_is_the_same_request_and_a_later_one_ends_
 
 
 def test_a_request_reaches_ranks_that_start_before_and_after_it(tmp_path: Path) -> None:
-    launcher, rank, wgrad_queue = (_Recorded() for _ in range(3))
+    launcher, rank, later_rank = (_Recorded() for _ in range(3))
     launcher.spread(tmp_path)
     rank.mark = launcher.mark
     launcher.take(signal.SIGUSR1)
     assert rank.wanted()
     (tmp_path / "again").mkdir()
     launcher.spread(tmp_path / "again")
-    wgrad_queue.mark = launcher.mark
-    assert wgrad_queue.wanted()
+    later_rank.mark = launcher.mark
+    assert later_rank.wanted()
 
 
 def test_only_the_first_rank_of_a_machine_speaks(
