@@ -44,12 +44,12 @@ def train(
 
     summary = run_ranks(run, partial(train_rank, stop=stop), stop)
     stop.close()
-    speaks = os.environ.get("RANK", "0") == "0"
+    is_first = os.environ.get("RANK", "0") == "0"
     if summary is None:
-        if speaks:
+        if is_first:
             _report_failure(run)
         leave_at_once()
-    if speaks:
+    if is_first:
         _report(run, summary, config, overrides or [])
     if summary.stopped:
         raise SystemExit(EXIT_STOPPED)
@@ -77,8 +77,8 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
 
 
 def _command_to_go_on(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> str:
-    """After a stop the same command, after the last step as many steps again; either from the newest checkpoint."""
-    command = "megazero" if shutil.which("megazero") else _how_it_was_called()
+    """After a stop the same command; after the last step the same number of steps again."""
+    command = "megazero" if shutil.which("megazero") else _called_as()
     replaced, more = ["checkpoint.resume="], []
     if not summary.stopped:
         replaced.append("training.steps=")
@@ -87,8 +87,8 @@ def _command_to_go_on(run: ResolvedRun, summary: RunSummary, config: Path, overr
     return f"{command} train {shlex.join([str(config), *kept, *more])}"
 
 
-def _how_it_was_called() -> str:
-    """`megazero` by its path, or by the interpreter that runs it as a module."""
+def _called_as() -> str:
+    """The path of `megazero`, or the interpreter with `-m megazero.cli`."""
     if sys.argv[0].endswith(".py"):
         return f"{os.path.relpath(sys.executable)} -m megazero.cli"
     return os.path.relpath(sys.argv[0])
@@ -101,7 +101,7 @@ def _report_failure(run: ResolvedRun) -> None:
     try:
         newest, state = find_newest(checkpoints_of(run.config)), "no checkpoint had been written yet"
     except Exception as error:  # of a storage that may be why the run ended
-        newest, state = None, f"its checkpoints cannot be looked at ({error})"
+        newest, state = None, f"its checkpoints cannot be read ({error})"
     if newest:
         state = (
             f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto the same command goes on from it"

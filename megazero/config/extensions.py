@@ -29,7 +29,7 @@ def _import(name: str) -> Problem | None:
             import_module(name)
     except Exception as error:
         last = extract_tb(error.__traceback__)[-1]
-        where = f" ({last.filename}:{last.lineno})" if last.filename != __file__ else ""
+        where = f" ({last.filename}:{last.lineno})" if Path(last.filename).is_file() else ""  # not inside importlib
         return Problem("launch.extensions", name, f"cannot be imported: {type(error).__name__}: {error}{where}")
     return None
 
