@@ -260,8 +260,10 @@ def _healthy(rank: int, folder: Path) -> tuple[int, list[str]]:
         store = watchdog._store
         assert isinstance(store, HeartbeatStore)
         gather_objects(None, state.world)
-        time.sleep(0.5)
-        beats = store.read((0, 1))
+        beats, end = store.read((0, 1)), time.monotonic() + 60
+        while min(beat.step for beat in beats.values()) < 5 and time.monotonic() < end:
+            time.sleep(0.02)
+            beats = store.read((0, 1))
         gather_objects(None, state.world)
     return min(beat.step for beat in beats.values()), [thread.name for thread in threading.enumerate()]
 
@@ -283,12 +285,16 @@ def test_one_rank_alone_has_no_watch(tmp_path: Path) -> None:
 # Where waiting is counted
 
 
-def _waited(rank: int) -> tuple[float, float]:
+def _waited(rank: int, entered: Path) -> tuple[float, float]:
     state = ParallelState(RankGrid(dp=2), rank)
     gather_objects(None, state.world)
     before = state.traffic.waited_seconds
     if rank == 1:
+        while not entered.exists():
+            time.sleep(0.02)
         time.sleep(0.5)
+    else:
+        _touch_on_entering(state, entered)
     all_reduce(torch.ones(1), state.world).wait()
     last = state.traffic.last
     assert last is not None
@@ -296,8 +302,19 @@ def _waited(rank: int) -> tuple[float, float]:
     return state.traffic.waited_seconds - before, last.since
 
 
-def test_the_time_spent_waiting_is_that_of_the_rank_that_came_first() -> None:
-    (first, _), (late, _) = run_world(2, _waited)
+def _touch_on_entering(state: ParallelState, entered: Path) -> None:
+    intact = state.traffic.enter
+
+    def enter(*args: Any) -> Any:
+        call = intact(*args)
+        entered.touch()
+        return call
+
+    state.traffic.enter = enter  # type: ignore[method-assign]
+
+
+def test_the_time_spent_waiting_is_that_of_the_rank_that_came_first(tmp_path: Path) -> None:
+    (first, _), (late, _) = run_world(2, _waited, tmp_path / "entered")
     assert first > 0.3
     assert late < first
 

@@ -16,7 +16,7 @@ from megazero.cli._common import EXIT_CONFIG
 
 if TYPE_CHECKING:
     from megazero.config import ResolvedRun
-    from megazero.training.loop import RunSummary
+    from megazero.training.record import RunSummary
 
 
 def train(

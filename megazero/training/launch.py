@@ -28,7 +28,8 @@ from megazero.parallel_state import ParallelState
 from megazero.schedules.simulate import ScheduleError
 from megazero.training.allocator import prefer_expandable_segments
 from megazero.training.batches import DataError
-from megazero.training.loop import RunSummary, train
+from megazero.training.loop import train
+from megazero.training.record import RunSummary
 from megazero.training.signals import EXIT_FAILED, EXIT_STOPPED, StopRequest, die_of_signals
 from megazero.training.world import (
     LAUNCH_FOLDER,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from megazero.comm.collectives import agree
@@ -29,35 +29,10 @@ from megazero.training.callbacks.progress import describe
 from megazero.training.callbacks.registry import callbacks_of, check_names
 from megazero.training.heartbeat import SAVING, TRAINING
 from megazero.training.own_schedule import read_own_schedule
-from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord, peak_memory_bytes
+from megazero.training.record import RunSummary, SampleRange, StepDecision, StepMeter, StepRecord, peak_memory_bytes
 from megazero.training.watchdog import Watchdog
 
 SAVED_CONFIG = "config.toml"
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """How a run ended.
-
-    Args:
-        step: optimizer steps done.
-        loss: of the last step, mean nats per token; None when no step was left to train.
-        val_loss: of the last evaluation, or None.
-        checkpoint: the newest complete step directory, if there is one.
-        seconds: duration of the training loop.
-        sent_bytes: bytes this rank sent per axis.
-        skipped_steps: steps that an overflow left without an update, since the start of the run.
-        stopped: the run was asked to stop before its last step; it was saved.
-    """
-
-    step: int
-    loss: float | None
-    val_loss: float | None
-    checkpoint: str | None
-    seconds: float
-    sent_bytes: dict[str, int]
-    skipped_steps: int = 0
-    stopped: bool = False
 
 
 def train(

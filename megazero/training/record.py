@@ -1,4 +1,4 @@
-"""One step as the callbacks see it, and what they may decide about it.
+"""One step as the callbacks see it, what they may decide about it, and the summary of a run.
 
 loop      computes the step      -> StepRecord(position, loss, ...)
 callback  after_step(record)     -> adds to record.metrics; returns a StepDecision, or None to let the run continue
@@ -117,6 +117,31 @@ class StepRecord:
             **self.metrics,
         }
         return {key: value for key, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended.
+
+    Args:
+        step: optimizer steps done.
+        loss: of the last step, mean nats per token; None when no step was left to train.
+        val_loss: of the last evaluation, or None.
+        checkpoint: the newest complete step directory, if there is one.
+        seconds: duration of the training loop.
+        sent_bytes: bytes this rank sent per axis.
+        skipped_steps: steps that an overflow left without an update, since the start of the run.
+        stopped: the run was asked to stop before its last step; it was saved.
+    """
+
+    step: int
+    loss: float | None
+    val_loss: float | None
+    checkpoint: str | None
+    seconds: float
+    sent_bytes: dict[str, int]
+    skipped_steps: int = 0
+    stopped: bool = False
 
 
 class StepMeter:
