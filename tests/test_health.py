@@ -334,7 +334,8 @@ def _train_slowly(rank: int, run: ResolvedRun) -> list[str]:
     intact = StepMeter.read
 
     def read(self: StepMeter) -> tuple[float, float, dict[str, int]]:
-        seconds, _, sent = intact(self)
+        seconds, work, sent = intact(self)
+        assert 0 < work <= seconds
         return seconds, (0.1, 0.4)[rank], sent
 
     StepMeter.read = read  # type: ignore[method-assign]

@@ -122,7 +122,9 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
     """Join the world that the environment describes and do the work of this rank.  Arguments and result as `run_ranks`."""
     prefer_expandable_segments(os.environ)
     try:
-        _import_again(run)
+        problems = import_extensions(run.config.launch.extensions)  # a spawned rank is a new interpreter
+        if problems:
+            raise ConfigError(problems)
         store = open_store(timedelta(seconds=run.config.parallel.timeout_seconds))
         if store is not None and this_rank() >= run.world_size:
             raise SystemExit(wait_as_spare(store))
@@ -141,13 +143,6 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
     if store is not None and this_rank() == 0:
         release_spare_ranks(store, range(run.world_size, started_ranks()), exit_status(answer))
     return answer
-
-
-def _import_again(run: ResolvedRun) -> None:
-    """Import `launch.extensions` in a rank that was started as a new interpreter.  Raises: ConfigError."""
-    problems = import_extensions(run.config.launch.extensions)
-    if problems:
-        raise ConfigError(problems)
 
 
 def exit_status(answer: object) -> int:

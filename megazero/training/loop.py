@@ -101,9 +101,9 @@ class _Loop:
     def run_to_end(self) -> RunSummary:
         """Do the steps that are left, or those until a rank wants to stop."""
         steps, is_done = self.run.config.training.steps, False
-        started = time.perf_counter()
         for callback in self.callbacks:
             callback.on_start()
+        started = time.perf_counter()
         while self.position.step < steps and not is_done:
             is_done = self._step()
         for callback in self.callbacks:

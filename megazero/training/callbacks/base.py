@@ -43,7 +43,10 @@ class Callback:
         """Called before each step with the position of the run so far.  SKIP leaves the step out."""
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        """Called after each step.  After ROLL_BACK the callbacks that follow do not see the step."""
+        """Called after each step; STOP and ROLL_BACK are obeyed, and None means CONTINUE.
+
+        After ROLL_BACK the callbacks that follow do not see the step.
+        """
 
     def on_rollback(self, position: Position) -> None:
         """Called when the run has gone back to a checkpoint; steps after `position` will be done again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from typing import TextIO
@@ -55,7 +56,9 @@ def as_json(record: StepRecord) -> str:
     return json.dumps({key: _finite(value) for key, value in record.reported().items()})
 
 
-def _finite(value: Metric) -> Metric | None:
+def _finite(value: Metric) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
