@@ -176,7 +176,7 @@ def import_(
     ] = None,
     max_shard_size: ShardOption = "5GB",
 ) -> None:
-    """Make a checkpoint of a transformers model, to go on training from it."""
+    """Make a checkpoint of a transformers model, to continue training from it."""
     from megazero.checkpoint.hf_import import MODEL_TOML, import_model
     from megazero.checkpoint.shards import parse_size
 

@@ -71,7 +71,7 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
         + (f"\n  tensorboard  tensorboard --logdir {run_dir}" if run.config.logging.tensorboard else "")
         + (f"\n  sent by rank 0: {traffic}" if traffic else "")
         + (f"\n  skipped {summary.skipped_steps} steps for an overflow" if summary.skipped_steps else "")
-        + "\n  go on, on this or any other shape (for example parallel.tp=1 zero.stage=3):"
+        + "\n  continue on this or any other shape (for example parallel.tp=1 zero.stage=3):"
         + f"\n    {_command_to_go_on(run, summary, config, overrides)}"
     )
 
@@ -103,7 +103,5 @@ def _report_failure(run: ResolvedRun) -> None:
     except Exception as error:  # of a storage that may be why the run ended
         newest, state = None, f"its checkpoints cannot be read ({error})"
     if newest:
-        state = (
-            f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto the same command goes on from it"
-        )
+        state = f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto the same command continues from it"
     print(f"the run ended early; {state}", file=sys.stderr)

@@ -49,6 +49,7 @@ from megazero.zero.storage import StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
 
 T = TypeVar("T")
 
@@ -187,9 +188,9 @@ def launch(
     count = run.world_size
     if count == 1:
         return run_rank(run, work)
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     try:
         on_cpu = device_type(run.config, count) == "cpu"
@@ -204,20 +205,7 @@ def launch(
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are printed below
     with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
         os.environ[LAUNCH_FOLDER] = folder
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=count,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(Path(folder) / "agent"),
-            rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.2,
-            start_method="fork" if on_cpu else "spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
+        config = _launcher_config(folder, count, "fork" if on_cpu else "spawn")
         if stop is not None:
             stop.spread(Path(folder))
             config.signals_to_handle = _DEADLY
@@ -232,6 +220,27 @@ def launch(
         finally:
             del os.environ[LAUNCH_FOLDER]
     return answers[0]
+
+
+def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig:
+    """For one node, whose ranks meet through a file in `folder`."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=str(Path(folder) / "agent"),
+        rdzv_configs={"store_type": "file"},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method=start_method,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+    )
 
 
 def _report_failures(folder: Path, error: ChildFailedError) -> None:

@@ -210,7 +210,7 @@ class Checkpoints:
 
     def _report(self, report: SaveReport) -> None:
         if report.error is not None:
-            self._say(f"{report.error}; training goes on")
+            self._say(f"{report.error}; training continues")
             return
         waited = f", {report.waited_seconds:.2f} s for the one before" if report.waited_seconds > 0.1 else ""
         self._say(
