@@ -1,4 +1,4 @@
-"""megazero as a library, on one process or on as many as torchrun starts.  Started again, it goes on where it was.
+"""megazero as a library, on one process or on those that torchrun starts.  Started again, it resumes.
 
 python examples/pretrain_gpt.py training.steps=20
 torchrun --nproc_per_node 2 examples/pretrain_gpt.py training.steps=40 parallel.tp=2

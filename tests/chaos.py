@@ -5,8 +5,8 @@
     round 3    dp 4, stage 2            | . . save prun X                       while an older checkpoint is removed
     at last    tp 2 pp 2, stage 0                   | . . . . save . . . save   as the run that nobody disturbed
 
-Every rank is a forked process in the real loop; where a blow falls is counted, see `blows`.  All choices come from one
-seed, so that a round that fails can be played again.
+Every rank is a forked process in the real loop; a kill happens at a counted event, see `fault_injection`.  All choices come
+from one seed, so that a round that fails can be repeated.
 
     python tests/chaos.py --rounds 50 --seed 7          (or CHAOS_ROUNDS, CHAOS_SEED)
 """
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 import torch._dynamo  # imported by every optimizer; once here instead of once per rank
 import torch.distributed as dist
-from fault_injection import MOMENTS, Blow, FaultInjector
+from fault_injection import MOMENTS, Fault, FaultInjector
 
 from megazero.checkpoint import retention
 from megazero.checkpoint.folder import LocalFolder
@@ -49,23 +49,23 @@ from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.training.callbacks.metrics_file import METRICS_FILE
 from megazero.training.loop import train
-from megazero.training.metrics import METRICS_FILE
 
 TOLERANCE = 1e-4
 VOCAB, SAMPLES, STEPS_PER_ROUND, MOST_STEPS = 257, 8, 2, 12
-MOST_SECONDS = 60.0  # that the survivors of a blow may take to end by themselves
+MOST_SECONDS = 60.0  # that the surviving ranks may take to end by themselves
 LONGEST_ROUND_SECONDS = 600.0
 DONE, LOST, FAILED = 0, 3, 4  # how a rank ends that is not killed
 
 
 @dataclass(frozen=True)
 class Round:
-    """A part of the run: its shape and how it ends.  Without a blow it goes on until the run is done."""
+    """A part of the run: its shape and how it ends.  Without a fault it continues until the run is done."""
 
     number: int
     run: ResolvedRun
-    blow: Blow | None = None
+    fault: Fault | None = None
 
     def __str__(self) -> str:
         parallel, checkpoint, run = self.run.config.parallel, self.run.config.checkpoint, self.run
@@ -73,10 +73,10 @@ class Round:
         text += f"{parallel.schedule} {run.micro_batch_size} x {run.accumulation}"
         text += f" | save every {checkpoint.save_every_steps}, keep {checkpoint.keep_last}"
         text += ", behind" if checkpoint.asynchronous else ", waiting"
-        if self.blow is None:
+        if self.fault is None:
             return text
-        who = "all" if self.blow.takes_all else f"rank {self.blow.rank}"
-        return f"{text} | {who} in {self.blow.moment} {self.blow.occurrence}, event {self.blow.event}"
+        who = "all" if self.fault.kills_all else f"rank {self.fault.rank}"
+        return f"{text} | {who} in {self.fault.moment} {self.fault.occurrence}, event {self.fault.event}"
 
 
 def _resolved(folder: Path, name: str, steps: int, world: int, **sections: dict[str, Any]) -> ResolvedRun:
@@ -133,17 +133,17 @@ def _random_run(folder: Path, steps: int, random_: random.Random) -> ResolvedRun
 
 
 def rounds_of(seed: int, folder: Path, steps: int) -> Iterator[Round]:
-    """Rounds without end; each is a function of the seed and its number.  Every moment has its turn."""
+    """Rounds without end; each is a function of the seed and its number.  Every moment comes once before any comes again."""
     number = 0
     while True:
-        turns = list(MOMENTS)
+        moments = list(MOMENTS)
         if number:
-            random.Random(f"{seed} turns {number}").shuffle(turns)
-        for moment in turns:
+            random.Random(f"{seed} turns {number}").shuffle(moments)
+        for moment in moments:
             number += 1
             random_ = random.Random(f"{seed} round {number}")
             run, limits = _random_run(folder, steps, random_), MOMENTS[moment]
-            blow = Blow(
+            fault = Fault(
                 moment,
                 random_.randint(1, limits.occurrences),
                 random_.randrange(limits.events),
@@ -151,12 +151,12 @@ def rounds_of(seed: int, folder: Path, steps: int) -> Iterator[Round]:
                 random_.random() < 0.4,
                 random_.choice((0.0, 0.0, 0.0, 0.5, 0.5, 0.5, None)),
             )
-            yield Round(number, run, blow)
+            yield Round(number, run, fault)
 
 
-def _live(rank: int, round_: Round, store: Path, log: Callable[[str], None]) -> int:
-    """The life of one rank; how it ends."""
-    run, world, limit = round_.run, round_.run.world_size, MOST_STEPS if round_.blow else None
+def _run_rank(rank: int, round_: Round, store: Path, log: Callable[[str], None]) -> int:
+    """Run one rank; how it ends."""
+    run, world, limit = round_.run, round_.run.world_size, MOST_STEPS if round_.fault else None
     asked = 0
 
     def wants_stop() -> bool:
@@ -169,8 +169,8 @@ def _live(rank: int, round_: Round, store: Path, log: Callable[[str], None]) -> 
         if world > 1:
             given = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=MOST_SECONDS)}
             dist.init_process_group("gloo", init_method=f"file://{store}", **given)
-        if round_.blow is not None and rank == round_.blow.rank:
-            FaultInjector(round_.blow, log).arm()
+        if round_.fault is not None and rank == round_.fault.rank:
+            FaultInjector(round_.fault, log).arm()
         parallel = run.config.parallel
         grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
         train(run, ParallelState(grid, rank, timeout_seconds=MOST_SECONDS), log, wants_stop)
@@ -184,10 +184,10 @@ def _live(rank: int, round_: Round, store: Path, log: Callable[[str], None]) -> 
 
 
 def _main(rank: int, leader: int, round_: Round, store: Path, log: Path) -> None:
-    os.setpgid(0, leader)  # so that one blow can take all of them, and nobody else
+    os.setpgid(0, leader)  # so that one signal reaches all of them, and no other process
     gc.freeze()  # what was forked stays shared: collecting it would copy its pages
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    ended = _live(rank, round_, store, lambda line: os.write(file, (line + "\n").encode()) and None)
+    ended = _run_rank(rank, round_, store, lambda line: os.write(file, (line + "\n").encode()) and None)
     os._exit(ended)  # no interpreter shutdown: gloo's threads may still be waiting for lost peers
 
 
@@ -196,17 +196,17 @@ class Outcome:
     """How a round has ended.
 
     Args:
-        log: what rank 0 and the dying have said.
-        exits: how each rank ended; None for one that had to be killed after the blow.
+        log: the lines of rank 0 and of the ranks that failed.
+        exits: how each rank ended; None for one that had to be killed after the grace time.
     """
 
     log: str
     exits: list[int | None]
 
     @property
-    def struck(self) -> bool:
-        """Whether the blow fell."""
-        return "STRUCK" in self.log
+    def killed(self) -> bool:
+        """Whether the fault was injected."""
+        return "KILLED" in self.log
 
     def steps(self, pattern: str) -> list[int]:
         """Numbers of the steps that lines of the log name."""
@@ -214,17 +214,17 @@ class Outcome:
 
 
 def play(round_: Round) -> Outcome:
-    """Run one round: all ranks until they end, or until the blow has fallen and the mercy is over."""
+    """Run one round: all ranks until they end, or until the fault was injected and the grace time is over."""
     context = mp.get_context("fork")
     processes: list[Any] = []
-    with tempfile.TemporaryDirectory() as place:
-        store, log = Path(place) / "store", Path(place) / "log"
+    with tempfile.TemporaryDirectory() as scratch:
+        store, log = Path(scratch) / "store", Path(scratch) / "log"
         try:
             for rank in range(round_.run.world_size):
                 leader = processes[0].pid if processes else 0
                 process = context.Process(target=_main, args=(rank, leader, round_, store, log), daemon=True)
                 process.start()
-                with suppress(OSError):  # it has done so itself, and may already be gone
+                with suppress(OSError):  # it has done so itself, and may have ended already
                     os.setpgid(process.pid, leader)
                 processes.append(process)
             _attend(processes, round_)
@@ -237,17 +237,17 @@ def play(round_: Round) -> Outcome:
 
 
 def _attend(processes: list[Any], round_: Round) -> None:
-    """Wait for the ranks; after a blow no longer than its mercy."""
+    """Wait for the ranks; after a fault no longer than its grace time."""
     end, dead = time.monotonic() + LONGEST_ROUND_SECONDS, False
     while living := [process for process in processes if process.exitcode is None]:
         if not wait([process.sentinel for process in living], timeout=max(0.0, end - time.monotonic())):
             return
         for process in processes:
             process.join(timeout=0)
-        if not dead and round_.blow is not None and any(process.exitcode == -signal.SIGKILL for process in processes):
+        if not dead and round_.fault is not None and any(process.exitcode == -signal.SIGKILL for process in processes):
             dead = True
-            mercy = round_.blow.mercy_seconds
-            end = time.monotonic() + (MOST_SECONDS if mercy is None else mercy)
+            grace = round_.fault.grace_seconds
+            end = time.monotonic() + (MOST_SECONDS if grace is None else grace)
 
 
 @dataclass
@@ -257,15 +257,15 @@ class Chaos:
     Args:
         folder: an empty directory.
         seed: of all choices.
-        rounds: how many blows.
+        rounds: how many faults.
         say: takes a line for each round.
 
     Attributes:
-        planned, struck: rounds by moment.
-        worlds: ranks of the rounds in which a blow fell.
+        planned, killed: rounds by moment.
+        worlds: ranks of the rounds in which a fault was injected.
         worst_loss: largest relative difference of a reported loss from the undisturbed one.
         worst_weight: largest relative difference of a tensor of the last checkpoint.
-        losses_told: reported by all rounds together.
+        losses_compared: reported by all rounds together.
     """
 
     folder: Path
@@ -273,11 +273,11 @@ class Chaos:
     rounds: int
     say: Callable[[str], None] = print
     planned: Counter[str] = field(default_factory=Counter)
-    struck: Counter[str] = field(default_factory=Counter)
+    killed: Counter[str] = field(default_factory=Counter)
     worlds: Counter[int] = field(default_factory=Counter)
     worst_loss: float = 0.0
     worst_weight: float = 0.0
-    losses_told: int = 0
+    losses_compared: int = 0
 
     def __post_init__(self) -> None:
         self.steps = STEPS_PER_ROUND * self.rounds
@@ -314,12 +314,12 @@ class Chaos:
         except Exception as error:
             error.add_note(f"seed {self.seed}, {round_}\n{outcome.log}")
             raise
-        if round_.blow is not None:
-            self.planned[round_.blow.moment] += 1
-            if outcome.struck:
-                self.struck[round_.blow.moment] += 1
+        if round_.fault is not None:
+            self.planned[round_.fault.moment] += 1
+            if outcome.killed:
+                self.killed[round_.fault.moment] += 1
                 self.worlds[round_.run.world_size] += 1
-        found = re.findall(r"^STRUCK .*?: (.*)", outcome.log, re.MULTILINE)
+        found = re.findall(r"^KILLED .*?: (.*)", outcome.log, re.MULTILINE)
         ended = ", ".join("killed" if code in (None, -9) else ("done", "lost")[code == LOST] for code in outcome.exits)
         self.say(
             f"{round_}\n    step {before} -> {self._newest()}, {time.monotonic() - started:.1f} s, ranks {ended}"
@@ -328,9 +328,9 @@ class Chaos:
 
     def _check_ends(self, round_: Round, outcome: Outcome) -> None:
         assert FAILED not in outcome.exits, outcome.log
-        if not outcome.struck:
+        if not outcome.killed:
             assert set(outcome.exits) == {DONE}, f"ranks ended with {outcome.exits}\n{outcome.log}"
-        elif round_.blow is not None and round_.blow.mercy_seconds is None:
+        elif round_.fault is not None and round_.fault.grace_seconds is None:
             assert None not in outcome.exits, f"survivors did not end by themselves: {outcome.exits}"
 
     def _check_progress(self, round_: Round, outcome: Outcome, before: int) -> None:
@@ -355,20 +355,20 @@ class Chaos:
 
     def _check_metrics(self) -> dict[int, dict[str, Any]]:
         """Every step that is reported is the undisturbed one."""
-        told = _metrics(self.folder / "run")
-        assert list(told) == list(range(1, len(told) + 1))
-        assert len(told) >= self._newest()
-        for step, line in told.items():
+        reported = _metrics(self.folder / "run")
+        assert list(reported) == list(range(1, len(reported) + 1))
+        assert len(reported) >= self._newest()
+        for step, line in reported.items():
             expected = self.expected[step]
             assert (line["lr"], line["tokens"]) == (expected["lr"], expected["tokens"])
             difference = abs(line["loss"] / expected["loss"] - 1)
             assert difference <= TOLERANCE, f"step {step}: loss {line['loss']}, undisturbed {expected['loss']}"
             self.worst_loss = max(self.worst_loss, difference)
-        self.losses_told += len(told)
-        return told
+        self.losses_compared += len(reported)
+        return reported
 
     def _check_last(self, keep_last: int) -> None:
-        """The run is done, its weights are those of the undisturbed one, and what should be gone is gone."""
+        """The run is done, its weights are those of the undisturbed one, and old checkpoints are removed."""
         assert len(self._check_metrics()) == self._newest() == self.steps
         last, expected = (
             StoredTensors(self.folder / name / "checkpoints" / f"step-{self.steps:08d}", "model")
@@ -389,10 +389,10 @@ class Chaos:
     def table(self) -> str:
         """Rounds by moment, and the worst differences."""
         lines = ["moment     rounds  killed"]
-        lines += [f"{moment:<10} {self.planned[moment]:>6} {self.struck[moment]:>7}" for moment in MOMENTS]
+        lines += [f"{moment:<10} {self.planned[moment]:>6} {self.killed[moment]:>7}" for moment in MOMENTS]
         lines += [
             f"worlds of those killed: {dict(sorted(self.worlds.items()))}",
-            f"{self.losses_told:,} losses told, the worst {self.worst_loss:.1e} off; "
+            f"{self.losses_compared:,} losses compared, the worst {self.worst_loss:.1e} off; "
             f"last weights, the worst {self.worst_weight:.1e} off",
         ]
         return "\n".join(lines)
@@ -414,7 +414,7 @@ def _metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def main() -> None:
-    """The long version: every moment must have struck at least twice."""
+    """The long version: every moment must have killed at least twice."""
     parser = argparse.ArgumentParser(description="Kill ranks of a training run at random moments.")
     parser.add_argument("--rounds", type=int, default=int(os.environ.get("CHAOS_ROUNDS") or 50))
     parser.add_argument("--seed", type=int, default=int(os.environ.get("CHAOS_SEED") or time.time()))
@@ -425,7 +425,7 @@ def main() -> None:
         chaos = Chaos(Path(folder), given.seed, given.rounds, lambda line: print(line, flush=True))
         chaos.run()
     print(f"{chaos.table()}\n{time.monotonic() - started:.0f} s", flush=True)
-    few = [moment for moment in MOMENTS if chaos.struck[moment] < min(2, given.rounds // len(MOMENTS))]
+    few = [moment for moment in MOMENTS if chaos.killed[moment] < min(2, given.rounds // len(MOMENTS))]
     if few:
         raise SystemExit(f"too few were killed in {', '.join(few)}; take more rounds")
 

@@ -1,10 +1,10 @@
-"""Killing a rank at an event that is counted, not at a time.
+"""Kills a rank at a counted event, not at a time, so that the kill can be repeated.
 
     writing   open  write  half of it  ...  rename     manifest   open  write  half of it  rename     latest   open ...
     event      0     1         2              17         event     0      1        2         3         event    0
 
-A blow falls at the n-th event of the m-th step, save, ... of this process: collectives, computed actions, halves of a write,
-and whatever Python tells its auditors of files.
+A fault kills the process at the n-th event of the m-th step, save, ... Events are collectives, computed actions, halves of
+a write, and the file operations that Python reports to its audit hooks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megazero.checkpoint.folder import Folder, LocalFolder, Output
 from megazero.checkpoint.index import MANIFEST
 from megazero.engine import Engine
 from megazero.parallel_state import Traffic
-from megazero.training.metrics import JsonLines
+from megazero.training.callbacks.metrics_file import MetricsFile
 
 
 @dataclass(frozen=True)
@@ -49,24 +49,24 @@ MOMENTS = {
 
 
 @dataclass(frozen=True)
-class Blow:
-    """Who is killed, and when.
+class Fault:
+    """Which rank is killed, and when.
 
     Args:
         moment: a key of MOMENTS.
-        occurrence: the how many-th such moment of the round, from 1.
-        event: the how many-th event in it, from 0; where it has fewer, its end.
-        rank: who meets it.
-        takes_all: whether all ranks die with it.
-        mercy_seconds: how long the others may live on before they are killed too; None until they end by themselves.
+        occurrence: counts such moments of the round, from 1.
+        event: counts events in the moment, from 0; where it has fewer, its end.
+        rank: which one is killed.
+        kills_all: whether all ranks are killed with it.
+        grace_seconds: after this time the other ranks are killed, too; None: they must end by themselves.
     """
 
     moment: str
     occurrence: int
     event: int
     rank: int
-    takes_all: bool
-    mercy_seconds: float | None
+    kills_all: bool
+    grace_seconds: float | None
 
 
 @dataclass
@@ -80,17 +80,17 @@ class FaultInjector:
     """Counts events in this process and ends it at the one that was chosen.
 
     Args:
-        blow: when.
-        log: takes a line on what it fell on.
+        fault: when.
+        log: takes a line that says at which event.
     """
 
     _AUDITED = ("open", "os.rename", "os.remove", "os.rmdir", "os.scandir")
 
-    def __init__(self, blow: Blow, log: Callable[[str], None]) -> None:
-        self._blow, self._log = blow, log
+    def __init__(self, fault: Fault, log: Callable[[str], None]) -> None:
+        self._fault, self._log = fault, log
         self._seen: Counter[str] = Counter()
         self._of_thread = threading.local()
-        self._strikes = False
+        self._injected = False
 
     def arm(self) -> None:
         """Watch this process from now on."""
@@ -101,8 +101,8 @@ class FaultInjector:
         self._within(retention, "_remove", lambda folder: None if retention._is_read(folder) else "pruning")
         LocalFolder.remove_all = _remove_by_name  # type: ignore[method-assign]
         self._within(LocalFolder, "remove_all", lambda *_: "pruning")
-        self._within(JsonLines, "__init__", lambda *_: "metrics")
-        self._within(JsonLines, "write", lambda *_: "metrics")
+        self._within(MetricsFile, "__init__", lambda *_: "metrics")
+        self._within(MetricsFile, "after_step", lambda *_: "metrics")
         for owner, name in ((Engine, "_on_action"), (Engine, "update"), (Traffic, "enter")):
             self._before(owner, name)
         self._halve_writes()
@@ -171,24 +171,24 @@ class FaultInjector:
 
     def _event(self, what: str) -> None:
         stack = getattr(self._of_thread, "stack", None)
-        if stack and not self._strikes:
+        if stack and not self._injected:
             counted = stack[-1]
-            if self._is_chosen(counted) and counted.events == self._blow.event:
-                self._strike(what, counted.events)
+            if self._is_chosen(counted) and counted.events == self._fault.event:
+                self._kill(what, counted.events)
             counted.events += 1
 
     def _end(self, what: str) -> None:
         stack = self._of_thread.stack
-        if stack and self._is_chosen(stack[-1]) and not self._strikes:
-            self._strike(what, stack[-1].events)
+        if stack and self._is_chosen(stack[-1]) and not self._injected:
+            self._kill(what, stack[-1].events)
 
     def _is_chosen(self, counted: _Counted) -> bool:
-        return (counted.moment, counted.occurrence) == (self._blow.moment, self._blow.occurrence)
+        return (counted.moment, counted.occurrence) == (self._fault.moment, self._fault.occurrence)
 
-    def _strike(self, what: str, event: int) -> None:
-        self._strikes = True
-        self._log(f"STRUCK {self._blow.moment}: rank {self._blow.rank} at event {event}, {what}")
-        if self._blow.takes_all:
+    def _kill(self, what: str, event: int) -> None:
+        self._injected = True
+        self._log(f"KILLED {self._fault.moment}: rank {self._fault.rank} at event {event}, {what}")
+        if self._fault.kills_all:
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)  # not reached

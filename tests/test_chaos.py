@@ -12,5 +12,5 @@ SEED = 3
 def test_a_run_whose_ranks_are_killed_at_any_moment_is_the_undisturbed_run(tmp_path: Path) -> None:
     chaos = Chaos(tmp_path, SEED, rounds=len(MOMENTS))
     chaos.run()
-    assert set(chaos.struck) == set(MOMENTS)
+    assert set(chaos.killed) == set(MOMENTS)
     assert set(chaos.worlds) == {1, 2, 4}

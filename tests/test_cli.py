@@ -255,3 +255,45 @@ def test_a_schedule_file_runs_and_its_measured_pipeline_is_drawn(tmp_path: Path)
     assert refused.returncode == 1
     assert "rank 0 runs W0 before B0" in refused.stderr
     assert ">W0<" in refused.stderr
+
+
+def test_a_script_registers_a_callback_that_the_run_file_names(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from megazero.training.callbacks.base import Callback\n"
+        "from megazero.training.callbacks.registry import CALLBACKS\n"
+        "from megazero.training.record import StepDecision\n"
+        "class Mine(Callback):\n"
+        "    def __init__(self, context):\n"
+        "        self.context = context\n"
+        "    def after_step(self, record):\n"
+        "        record.metrics['twice'] = 2.0 * record.step\n"
+        "        return StepDecision.STOP if record.step == 2 else None\n"
+        "CALLBACKS.register('mine', Mine)\n"
+    )
+    words = [*TINY, *shape(1, 1, 2, 1), "training.steps=4", f"training.run_dir={tmp_path / 'run'}"]
+    words += ['training.callbacks=["mine"]']
+    done = megazero("train", QUICKSTART, *words, f'launch.extensions=["{script}"]')
+    assert done.returncode == 75, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["twice"] for line in lines] == [2.0, 4.0]
+    assert find_newest(tmp_path / "run" / "checkpoints") == folder_at(
+        tmp_path / "run" / "checkpoints" / "step-00000002"
+    )
+
+
+def test_a_callback_or_an_extension_that_does_not_exist_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("from megazero.training.callbacks.registry import CALLBACKS\nCALLBACKS.register('mine', print)\n")
+    words = [*TINY, f"training.run_dir={tmp_path / 'run'}", 'training.callbacks=["mien"]']
+    unknown = megazero("train", QUICKSTART, *words, f'launch.extensions=["{script}"]')
+    assert unknown.returncode == 2
+    assert (
+        'training.callbacks = "mien": must be the name of a registered callback; registered are mine' in unknown.stderr
+    )
+    script.write_text("\n1 / 0\n")
+    broken = megazero("train", QUICKSTART, *words, f'launch.extensions=["{script}", "no_such_module"]')
+    assert broken.returncode == 2
+    assert f"cannot be imported: ZeroDivisionError: division by zero ({script}:2)" in broken.stderr
+    assert "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'" in broken.stderr
+    assert not (tmp_path / "run").exists()

@@ -266,7 +266,7 @@ SMALL = {"hidden_size": 32, "num_heads": 4, "num_layers": 4, "vocab_size": 64, "
 def _three_steps(rank: int, run: ResolvedRun) -> list[tuple[float, float, int]]:
     engine = initialize(run.config, state_on(rank, run))
     multiple = micro_batch_multiple(run.config.parallel)
-    told, position = [], Position()
+    measured, position = [], Position()
     for _ in range(3):
         count = run.global_batch_size
         batches = read_batches(
@@ -274,9 +274,9 @@ def _three_steps(rank: int, run: ResolvedRun) -> list[tuple[float, float, int]]:
         )
         assert len(batches) == run.accumulation
         statistics = engine.train_step(batches, 1e-2)
-        told.append((statistics.loss, statistics.grad_norm, statistics.tokens))
+        measured.append((statistics.loss, statistics.grad_norm, statistics.tokens))
         position = Position(position.step + 1, position.samples + count)
-    return told
+    return measured
 
 
 @pytest.mark.parametrize(
@@ -296,8 +296,8 @@ def test_a_global_batch_that_dp_does_not_divide_gives_the_same_run(
     more = elastic(world, training=batch, parallel=parallel, zero={"stage": zero_stage}, **sections)
     assert more.notices
     expected = run_world(1, _three_steps, one)[0]
-    for told in run_world(world, _three_steps, more):
-        for mine, theirs in zip(told, expected, strict=True):
+    for measured in run_world(world, _three_steps, more):
+        for mine, theirs in zip(measured, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-5)
 
 
@@ -329,7 +329,7 @@ def _agent(
     restarts: int = 1,
     **environment: str,
 ) -> Iterator[subprocess.Popen[str]]:
-    """One torchrun, as one node runs it; it and its ranks are gone afterwards."""
+    """One torchrun, as one node runs it; it and its ranks have ended afterwards."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(ranks)]
     launcher += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{endpoint}"]
     launcher += ["--rdzv-id", "test", "--local-addr", "127.0.0.1", "--rdzv-conf", f"{RENDEZVOUS},is_host={int(hosts)}"]

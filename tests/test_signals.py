@@ -57,15 +57,15 @@ def test_a_signal_soon_after_the_first_is_the_same_request_and_a_later_one_ends_
 
 
 def test_a_request_reaches_ranks_that_start_before_and_after_it(tmp_path: Path) -> None:
-    launcher, rank, wgrad_queue = (_Recorded() for _ in range(3))
+    launcher, rank, later_rank = (_Recorded() for _ in range(3))
     launcher.spread(tmp_path)
     rank.mark = launcher.mark
     launcher.take(signal.SIGUSR1)
     assert rank.wanted()
     (tmp_path / "again").mkdir()
     launcher.spread(tmp_path / "again")
-    wgrad_queue.mark = launcher.mark
-    assert wgrad_queue.wanted()
+    later_rank.mark = launcher.mark
+    assert later_rank.wanted()
 
 
 def test_only_the_first_rank_of_a_machine_speaks(
@@ -166,12 +166,12 @@ def test_a_second_signal_ends_a_run_that_hangs_and_leaves_the_last_checkpoint(tm
     children = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
     os.kill(children[1], signal.SIGSTOP)  # the other rank waits for it inside a collective
     os.kill(run.pid, signal.SIGTERM)
+    assert run.stdout is not None
+    assert any("SIGTERM: finishing this step" in line for line in run.stdout)  # reads until the request is handled
     time.sleep(SAME_REQUEST_SECONDS + 0.5)
     assert run.poll() is None
     os.kill(run.pid, signal.SIGTERM)
-    asked = time.monotonic()
-    output, _ = run.communicate(timeout=30)
-    assert time.monotonic() - asked < 5
+    output, _ = run.communicate(timeout=60)  # far below parallel.timeout_seconds
     assert run.returncode == 1
     assert "SIGTERM again: ended at once" in output
     assert not any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in children)
@@ -243,7 +243,7 @@ def _submit(folder: Path, status: int, **environment: str) -> subprocess.Popen[s
 
 
 def _warn(job: subprocess.Popen[str], folder: Path) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not (folder / "log.step").exists():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -254,7 +254,7 @@ def _warn(job: subprocess.Popen[str], folder: Path) -> None:
 def test_a_warned_slurm_job_saves_before_it_goes_back_into_the_queue(tmp_path: Path) -> None:
     job = _submit(tmp_path, 1)
     _warn(job, tmp_path)
-    assert job.wait(10) == 1
+    assert job.wait(60) == 1
     told = ["scancel --signal=USR1 77", "saved", "scontrol requeue 77"]
     assert (tmp_path / "log").read_text().splitlines() == told
 
@@ -262,11 +262,11 @@ def test_a_warned_slurm_job_saves_before_it_goes_back_into_the_queue(tmp_path: P
 def test_a_slurm_job_that_is_done_or_fails_stays_out_of_the_queue(tmp_path: Path) -> None:
     job = _submit(tmp_path, 0)
     _warn(job, tmp_path)
-    assert job.wait(10) == 0
+    assert job.wait(60) == 0
     assert "requeue" not in (tmp_path / "log").read_text()
     for status in (0, 1):
         (tmp_path / "log").write_text("")
-        assert _submit(tmp_path, status, ENDS="1").wait(10) == status
+        assert _submit(tmp_path, status, ENDS="1").wait(60) == status
         assert (tmp_path / "log").read_text() == ""
 
 

@@ -12,13 +12,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megazero.engine import BatchShare
+from megazero.engine import BatchShare, Position, StepStatistics
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches
-from megazero.training.metrics import JsonLines, ProgressLine, StepMetrics, TensorBoard, readable_seconds
+from megazero.training.callbacks.metrics_file import MetricsFile, as_json
+from megazero.training.callbacks.progress import ProgressLine, readable_seconds
+from megazero.training.callbacks.tensorboard import TensorBoard
+from megazero.training.record import SampleRange, StepRecord
 
 
 def _factors(steps: int, **keys: float | str) -> list[float]:
@@ -85,19 +88,27 @@ def test_samples_that_do_not_exist_are_masked() -> None:
     assert (batch.labels[:, :3] != IGNORED_LABEL).all()
 
 
-def _metrics(step: int, val_loss: float | None = None) -> StepMetrics:
-    return StepMetrics(step, 1.5, 0.5, 1e-3, 10 * step, 100.0, 0.1, 1 << 20, val_loss)
+def _record(step: int, val_loss: float | None = None) -> StepRecord:
+    return StepRecord(
+        Position(step, 8 * step, 10 * step),
+        SampleRange(8 * step - 8, 8 * step - 1),
+        StepStatistics(1.5, 0.5, 10),
+        lr=1e-3,
+        seconds=0.1,
+        memory_bytes=1 << 20,
+        val_loss=val_loss,
+    )
 
 
 def test_a_resumed_run_drops_the_steps_it_will_do_again_and_a_half_written_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = JsonLines(path, 0)
+    first = MetricsFile(path, 0)
     for step in range(1, 6):
-        first.write(_metrics(step))
+        first.after_step(_record(step))
     first.close()
     path.write_text(path.read_text() + '{"step": 6, "lo')
-    again = JsonLines(path, 3)
-    again.write(_metrics(4, val_loss=2.0))
+    again = MetricsFile(path, 3)
+    again.after_step(_record(4, val_loss=2.0))
     again.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -110,10 +121,10 @@ def test_a_resumed_run_drops_the_steps_it_will_do_again_and_a_half_written_line(
 def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = TensorBoard(tmp_path, 0)
-    sink.write(replace(_metrics(1, val_loss=2.0), sent_bytes={"dp": 48, "tp": 96}))
-    sink.write(replace(_metrics(2), sent_bytes={"dp": 24}, loss_scale=8.0, skipped_steps=1, skipped="overflow"))
-    sink.close()
+    board = TensorBoard(tmp_path, 0)
+    board.after_step(replace(_record(1, val_loss=2.0), sent_bytes={"dp": 48, "tp": 96}))
+    board.after_step(replace(_record(2), sent_bytes={"dp": 24}, loss_scale=8.0, skipped_steps=1, skipped="overflow"))
+    board.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     wanted = {"loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes", "val_loss"}
@@ -122,12 +133,13 @@ def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -
     assert [event.value for event in events.Scalars("sent_bytes/dp")] == [48, 24]
 
 
-def test_a_skipped_step_is_told_and_leaves_no_number_that_json_does_not_know() -> None:
+def test_a_skipped_step_is_reported_and_leaves_no_number_that_json_does_not_know() -> None:
     shown: list[str] = []
-    overflow = replace(_metrics(3), grad_norm=inf, loss=nan, loss_scale=32768.0, skipped_steps=1, skipped="overflow")
-    ProgressLine(20, 10, shown.append).write(overflow)
+    overflow = replace(_record(3), statistics=StepStatistics(nan, inf, 10), loss_scale=32768.0)
+    overflow = replace(overflow, skipped_steps=1, skipped="overflow")
+    ProgressLine(20, 10, shown.append).after_step(overflow)
     assert shown[0].endswith("| skipped (overflow, loss scale 32768)")
-    values = json.loads(overflow.as_json(), parse_constant=pytest.fail)
+    values = json.loads(as_json(overflow), parse_constant=pytest.fail)
     assert (values["grad_norm"], values["loss"]) == (None, None)
     assert (values["loss_scale"], values["skipped_steps"]) == (32768.0, 1)
 
@@ -136,7 +148,7 @@ def test_the_progress_line_says_step_loss_rate_and_time_left() -> None:
     shown: list[str] = []
     line = ProgressLine(20, 10, shown.append)
     for step in range(1, 21):
-        line.write(_metrics(step, val_loss=1.25 if step == 15 else None))
+        line.after_step(_record(step, val_loss=1.25 if step == 15 else None))
     assert len(shown) == 3
     assert shown[0].startswith("step 10/20 | loss 1.5000 | grad norm 0.500 | lr 1.00e-03 | 100 tokens/s | ETA 1s")
     assert shown[1].endswith("validation loss 1.2500")

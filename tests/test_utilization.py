@@ -8,8 +8,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import GPT2, LLAMA, plain_config, run_of
 
-from megazero.training.metrics import ProgressLine, StepMetrics
-from megazero.training.utilization import Utilization, known_peak_flops, model_flops_per_token, peak_flops
+from megazero.engine import Position, StepStatistics
+from megazero.training.callbacks.metrics_file import as_json
+from megazero.training.callbacks.progress import ProgressLine
+from megazero.training.callbacks.utilization import Utilization
+from megazero.training.record import SampleRange, StepRecord
+from megazero.training.utilization import known_peak_flops, model_flops_per_token, peak_flops
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
@@ -67,16 +71,20 @@ def test_a_cpu_has_no_peak_unless_one_is_given() -> None:
 def test_utilization_is_the_time_at_peak_over_the_time_taken() -> None:
     model = run_of(1, model=LLAMA).config.model
     at_peak = 128 * model_flops_per_token(model) / 1e9
-    assert Utilization(model, 128, 1e9).of(4 * at_peak) == pytest.approx(0.25)
-    assert Utilization(model, 128, None).of(1.0) is None
+    assert Utilization(model, 128, 1e9).share_of_peak(4 * at_peak) == pytest.approx(0.25)
+    assert Utilization(model, 128, None).share_of_peak(1.0) is None
 
 
 def test_the_progress_line_has_the_utilization_where_it_is_known() -> None:
     lines: list[str] = []
     progress = ProgressLine(10, 1, lines.append)
-    numbers = (1.5, 0.5, 1e-3, 10, 100.0, 0.1, 1 << 20)
-    progress.write(StepMetrics(1, *numbers))
-    progress.write(StepMetrics(2, *numbers, mfu=0.4321))
+    first, second = (
+        StepRecord(Position(step), SampleRange(0, 7), StepStatistics(1.5, 0.5, 10), lr=1e-3, seconds=0.1)
+        for step in (1, 2)
+    )
+    second.mfu = 0.4321
+    progress.after_step(first)
+    progress.after_step(second)
     assert "MFU" not in lines[0]
     assert " tokens/s | MFU 43.2% | ETA " in lines[1]
-    assert '"mfu": 0.4321' in StepMetrics(2, *numbers, mfu=0.4321).as_json()
+    assert '"mfu": 0.4321' in as_json(second)

@@ -21,7 +21,7 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 from megazero.comm.collectives import LostPeerError, all_reduce, gather_objects
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.training.heartbeat import SAVING, STARTING, TRAINING, Heartbeat, HeartbeatStore, what_became_of
+from megazero.training.heartbeat import SAVING, STARTING, TRAINING, Heartbeat, HeartbeatStore, explain_missing_ranks
 from megazero.training.watchdog import FLIGHT_RECORDS, Watchdog, _within
 
 MINE = Heartbeat(7, 17, TRAINING, "all_reduce", "dp", False, 0.0, {"dp": 40}, at=106.0)
@@ -29,63 +29,63 @@ WAITING = Heartbeat(9, 17, TRAINING, "all_reduce", "dp", True, 60.0, {"dp": 40})
 STUCK = Heartbeat(5, 17, TRAINING, "all_gather", "tp", False, 62.0, {"dp": 39}, at=100.0)
 
 
-def _wgrad_queues(beat: Heartbeat) -> Heartbeat:
+def _next(beat: Heartbeat) -> Heartbeat:
     return replace(beat, count=beat.count + 1)
 
 
-def _told(
+def _explained(
     first: dict[int, Heartbeat], second: dict[int, Heartbeat], *, axis: str = "dp", ranks: tuple[int, ...] = (1, 3)
 ) -> str:
-    return what_became_of(axis, ranks, MINE, first, second)
+    return explain_missing_ranks(axis, ranks, MINE, first, second)
 
 
-def test_a_rank_whose_counter_stands_still_is_gone() -> None:
-    told = _told({1: WAITING, 3: STUCK}, {1: _wgrad_queues(WAITING), 3: STUCK})
-    assert told == "rank 3 is gone (its last sign of life, 6 s before, was in step 17)"
-    assert _told({1: WAITING}, {1: _wgrad_queues(WAITING)}) == "rank 3 is gone (it gave no sign of life)"
+def test_a_rank_whose_counter_stands_still_does_not_respond() -> None:
+    text = _explained({1: WAITING, 3: STUCK}, {1: _next(WAITING), 3: STUCK})
+    assert text == "rank 3 does not respond (its last heartbeat, 6 s ago, was in step 17)"
+    assert _explained({1: WAITING}, {1: _next(WAITING)}) == "rank 3 does not respond (it has sent no heartbeat)"
 
 
 def test_a_living_rank_that_did_not_come_is_named_with_what_it_does() -> None:
-    told = _told({1: WAITING, 3: STUCK}, {1: _wgrad_queues(WAITING), 3: _wgrad_queues(STUCK)})
-    assert told == "rank 3 is alive, in step 17, outside any collective for 62 s, the last was all_gather over tp"
+    text = _explained({1: WAITING, 3: STUCK}, {1: _next(WAITING), 3: _next(STUCK)})
+    assert text == "rank 3 is alive, in step 17, outside any collective for 62 s, the last was all_gather over tp"
     for phase, words in ((SAVING, "alive, saving step 17,"), (STARTING, "alive, starting,")):
         other = replace(STUCK, phase=phase)
-        assert words in _told({1: WAITING, 3: other}, {1: _wgrad_queues(WAITING), 3: _wgrad_queues(other)})
+        assert words in _explained({1: WAITING, 3: other}, {1: _next(WAITING), 3: _next(other)})
 
 
 def test_the_cause_is_looked_for_behind_ranks_that_wait_themselves() -> None:
     elsewhere = replace(WAITING, axis="pp", operation="send_recv", begun={"dp": 39})
     beats = {1: WAITING, 3: elsewhere, 5: STUCK}
-    told = _told(beats, {rank: _wgrad_queues(beat) for rank, beat in beats.items()})
-    assert told.startswith("rank 5 is alive, in step 17, outside any collective")
+    text = _explained(beats, {rank: _next(beat) for rank, beat in beats.items()})
+    assert text.startswith("rank 5 is alive, in step 17, outside any collective")
     del beats[5]
-    told = _told(beats, {rank: _wgrad_queues(beat) for rank, beat in beats.items()})
-    assert told == "rank 3 is alive, in step 17, in send_recv over pp for 60 s"
+    text = _explained(beats, {rank: _next(beat) for rank, beat in beats.items()})
+    assert text == "rank 3 is alive, in step 17, in send_recv over pp for 60 s"
 
 
 def test_a_rank_that_ended_is_named_with_its_reason_and_one_that_lost_a_peer_is_no_cause() -> None:
     ended = replace(STUCK, ended="OSError: No space left on device")
-    assert _told({1: WAITING, 3: ended}, {1: _wgrad_queues(WAITING), 3: ended}) == (
+    assert _explained({1: WAITING, 3: ended}, {1: _next(WAITING), 3: ended}) == (
         "rank 3 ended in step 17: OSError: No space left on device"
     )
     also = replace(STUCK, ended="all_reduce over tp did not finish", lost=True)
-    told = _told({1: also, 3: STUCK}, {1: also, 3: STUCK})
-    assert told == "rank 3 is gone (its last sign of life, 6 s before, was in step 17)"
-    assert _told({1: WAITING, 3: also}, {1: _wgrad_queues(WAITING), 3: also}) == (
+    text = _explained({1: also, 3: STUCK}, {1: also, 3: STUCK})
+    assert text == "rank 3 does not respond (its last heartbeat, 6 s ago, was in step 17)"
+    assert _explained({1: WAITING, 3: also}, {1: _next(WAITING), 3: also}) == (
         "rank 3 has lost a peer itself: all_reduce over tp did not finish"
     )
 
 
 def test_where_all_take_part_it_is_the_network() -> None:
-    assert "network" in _told({1: WAITING, 3: WAITING}, {1: _wgrad_queues(WAITING), 3: _wgrad_queues(WAITING)})
+    assert "network" in _explained({1: WAITING, 3: WAITING}, {1: _next(WAITING), 3: _next(WAITING)})
 
 
 def test_many_ranks_are_not_listed_one_by_one() -> None:
-    told = what_became_of("dp", range(1, 101), MINE, {}, {})
-    assert told.endswith("rank 8 is gone (it gave no sign of life); and 92 more")
+    text = explain_missing_ranks("dp", range(1, 101), MINE, {}, {})
+    assert text.endswith("rank 8 does not respond (it has sent no heartbeat); and 92 more")
 
 
-def test_a_sign_of_life_survives_the_store() -> None:
+def test_a_heartbeat_survives_the_store() -> None:
     assert Heartbeat.from_json(STUCK.as_json().encode()) == STUCK
     assert len(STUCK.as_json()) < 300
 
@@ -115,7 +115,7 @@ def _lose_a_rank(rank: int, run: ResolvedRun, victim: int, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("world", "parallel", "victim"), [(2, {}, 1), (4, {"pp": 2}, 3), (4, {"tp": 2}, 0)])
-def test_every_survivor_names_axis_operation_step_and_the_rank_that_is_gone(
+def test_every_survivor_names_axis_operation_step_and_the_dead_rank(
     tmp_path: Path, world: int, parallel: dict[str, Any], victim: int
 ) -> None:
     run = run_of(world, model=LLAMA, parallel=parallel)
@@ -126,7 +126,7 @@ def test_every_survivor_names_axis_operation_step_and_the_rank_that_is_gone(
         assert f"as rank {rank} of (" in error
         assert any(f" over {axis}, " in error for axis in ("dp", "pp", "tp", "world"))
         assert "in step 3 did not finish" in error
-        assert f"rank {victim} is gone" in error
+        assert f"rank {victim} does not respond" in error
         record = tmp_path / FLIGHT_RECORDS / f"rank-{rank}.json"
         if hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
             assert str(record) in error
@@ -146,14 +146,14 @@ def _end_with_an_error(rank: int, folder: Path) -> str:
     return "nothing was noticed"
 
 
-def test_a_rank_that_ends_with_an_error_tells_the_others_which(tmp_path: Path) -> None:
+def test_a_rank_that_ends_with_an_error_lets_the_others_know(tmp_path: Path) -> None:
     survivor, _ = run_world(2, _end_with_an_error, tmp_path)
     assert "all_reduce over dp, as rank 0 of (0, 1), in step 4 did not finish" in survivor or "over world" in survivor
     assert "rank 1 ended in step 4: OSError: No space left on device" in survivor
 
 
 class _DeadStore:
-    def put(self, rank: int, beat: Heartbeat) -> None:
+    def write(self, rank: int, beat: Heartbeat) -> None:
         raise RuntimeError("connection refused")
 
     def read(self, ranks: object) -> dict[int, Heartbeat]:
@@ -167,7 +167,7 @@ def _lose_the_store_too(rank: int, folder: Path) -> str:
             watchdog.at(4, TRAINING)
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            watchdog._board = _DeadStore()  # type: ignore[assignment]
+            watchdog._store = _DeadStore()  # type: ignore[assignment]
             all_reduce(torch.ones(1), state.world).wait()
     except LostPeerError as error:
         return str(error)
@@ -188,7 +188,7 @@ def _one_hangs(rank: int, run: ResolvedRun, stuck: int, folder: Path) -> str:
     engine = engine_on(rank, run, state=ParallelState(grid, rank, timeout_seconds=3))
     sys.stderr = io.StringIO()
     ended = threading.Event()
-    # so slow a tick that a sign of life is due only after the others' patience has ended: they have to call for one
+    # the tick is so slow that a heartbeat is due only after the others' patience has ended: they have to request one
     watched = Watchdog(engine.state, 3, folder, tick_seconds=0.6, margin_seconds=1, end=ended.set)
     try:
         with watched as watchdog:
@@ -218,7 +218,7 @@ def test_a_rank_that_hangs_is_named_as_alive_and_is_ended_once_the_others_gave_u
 def _both_look(rank: int, folder: Path) -> str:
     state = ParallelState(RankGrid(dp=2), rank)
     with Watchdog(state, 60, folder, tick_seconds=0.2) as watchdog:
-        watchdog._over.set()  # as where the thread that gives signs is the one that looks
+        watchdog._over.set()  # as where the thread that writes heartbeats is the caller
         watchdog._thread.join()
         gather_objects(None, state.world)
         found = watchdog._explain("world", (0, 1), is_over=False)
@@ -231,23 +231,23 @@ def test_two_ranks_that_look_at_the_same_time_see_each_other(tmp_path: Path) -> 
         assert "all ranks of the axis are alive" in found
 
 
-def _waits_in_vain(rank: int, folder: Path) -> tuple[bool, bool, bool]:
+def _waits_for_others(rank: int, folder: Path) -> tuple[bool, bool, bool]:
     state = ParallelState(RankGrid(dp=2), rank)
     watchdog = Watchdog(state, 60, folder)
     found = []
     for step, phase in ((0, STARTING), (1, TRAINING), (1, SAVING)):
         watchdog.at(step, phase)
         call = state.traffic.enter(state.world, "all_reduce")
-        found.append(watchdog._waits_in_vain())
+        found.append(watchdog._waits_for_others())
         state.traffic.leave(call)
-        assert not watchdog._waits_in_vain()  # it computes
+        assert not watchdog._waits_for_others()  # it computes
     watchdog._is_over = True
-    assert watchdog._waits_in_vain()
+    assert watchdog._waits_for_others()
     return found[0], found[1], found[2]
 
 
 def test_a_rank_that_starts_computes_or_saves_may_take_its_time(tmp_path: Path) -> None:
-    assert run_world(2, _waits_in_vain, tmp_path) == [(False, True, False)] * 2
+    assert run_world(2, _waits_for_others, tmp_path) == [(False, True, False)] * 2
 
 
 def _healthy(rank: int, folder: Path) -> tuple[int, list[str]]:
@@ -257,16 +257,18 @@ def _healthy(rank: int, folder: Path) -> tuple[int, list[str]]:
             watchdog.at(step, TRAINING)
             all_reduce(torch.ones(1), state.world).wait()
             time.sleep(0.1)
-        board = watchdog._board
-        assert isinstance(board, HeartbeatStore)
+        store = watchdog._store
+        assert isinstance(store, HeartbeatStore)
         gather_objects(None, state.world)
-        time.sleep(0.5)
-        beats = board.read((0, 1))
+        beats, end = store.read((0, 1)), time.monotonic() + 60
+        while min(beat.step for beat in beats.values()) < 5 and time.monotonic() < end:
+            time.sleep(0.02)
+            beats = store.read((0, 1))
         gather_objects(None, state.world)
     return min(beat.step for beat in beats.values()), [thread.name for thread in threading.enumerate()]
 
 
-def test_a_healthy_run_leaves_signs_of_life_and_no_thread(tmp_path: Path) -> None:
+def test_a_healthy_run_leaves_heartbeats_and_no_thread(tmp_path: Path) -> None:
     for step, threads in run_world(2, _healthy, tmp_path):
         assert step == 5
         assert "watchdog" not in threads
@@ -283,12 +285,16 @@ def test_one_rank_alone_has_no_watch(tmp_path: Path) -> None:
 # Where waiting is counted
 
 
-def _waited(rank: int) -> tuple[float, float]:
+def _waited(rank: int, entered: Path) -> tuple[float, float]:
     state = ParallelState(RankGrid(dp=2), rank)
     gather_objects(None, state.world)
     before = state.traffic.waited_seconds
     if rank == 1:
+        while not entered.exists():
+            time.sleep(0.02)
         time.sleep(0.5)
+    else:
+        _touch_on_entering(state, entered)
     all_reduce(torch.ones(1), state.world).wait()
     last = state.traffic.last
     assert last is not None
@@ -296,8 +302,19 @@ def _waited(rank: int) -> tuple[float, float]:
     return state.traffic.waited_seconds - before, last.since
 
 
-def test_the_time_spent_waiting_is_that_of_the_rank_that_came_first() -> None:
-    (first, _), (late, _) = run_world(2, _waited)
+def _touch_on_entering(state: ParallelState, entered: Path) -> None:
+    intact = state.traffic.enter
+
+    def enter(*args: Any) -> Any:
+        call = intact(*args)
+        entered.touch()
+        return call
+
+    state.traffic.enter = enter  # type: ignore[method-assign]
+
+
+def test_the_time_spent_waiting_is_that_of_the_rank_that_came_first(tmp_path: Path) -> None:
+    (first, _), (late, _) = run_world(2, _waited, tmp_path / "entered")
     assert first > 0.3
     assert late < first
 

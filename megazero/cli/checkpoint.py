@@ -26,8 +26,8 @@ ShardOption = Annotated[str, typer.Option(help="Largest file of weights, such as
 
 
 @contextmanager
-def _told(status: int = 1) -> Iterator[None]:
-    """Errors that a user can act on, as one message and this exit code."""
+def _errors_printed(status: int = 1) -> Iterator[None]:
+    """Print an error that a user can act on as one message; exit with this code."""
     from megazero.checkpoint.index import CheckpointError
 
     try:
@@ -50,7 +50,7 @@ def inspect(directory: Step) -> None:
     from megazero.checkpoint.index import kinds_of, read_manifest, read_trainer_state
     from megazero.checkpoint.tensor_file import StoredTensors
 
-    with _told():
+    with _errors_printed():
         files, trainer = read_manifest(directory), read_trainer_state(directory)
         kinds = {kind: StoredTensors(directory, kind) for kind in kinds_of(files)}
         table = Table("tensor", "shape", "dtype", *kinds, box=None)
@@ -71,11 +71,11 @@ def inspect(directory: Step) -> None:
 def verify(directory: Annotated[str, typer.Argument(help="A step directory, or one of them, or a URL.")]) -> None:
     """Compare every file's size and hash with what was written: a line for each step, exit code 1 for damage.
 
-    A directory that was never finished is told, and is no damage."""
+    A directory that was never finished is listed and is no damage."""
     from megazero.checkpoint.folder import folder_at
     from megazero.checkpoint.index import is_complete
 
-    with _told():
+    with _errors_printed():
         folder = folder_at(directory)
         steps = [folder] if is_complete(folder) or _was_begun(folder) else _steps_within(folder)
         if not steps:
@@ -93,12 +93,12 @@ def _steps_within(folder: Folder) -> list[Folder]:
 
 
 def _was_begun(folder: Folder) -> bool:
-    """Whether a checkpoint was begun there; one that was not finished has no manifest."""
+    """Whether a directory holds a checkpoint without manifest: one that was not finished."""
     return any(name.removesuffix(".partial").endswith(".safetensors") for name in folder.files())
 
 
 def _verify(folder: Folder) -> bool | None:
-    """Print a step's line; True for intact, False for damage, None where it was never finished."""
+    """Print a step's line; True: intact, False: damaged, None: never finished."""
     from megazero.checkpoint.index import MANIFEST, CheckpointError, is_complete, read_manifest
     from megazero.checkpoint.retention import reading
     from megazero.checkpoint.verify import find_damage
@@ -130,7 +130,7 @@ def diff(
     """Compare two checkpoints, whatever clusters wrote them.  Exit code 0: equal, 1: different, 2: not compared."""
     from megazero.tools.compare_checkpoints import compare
 
-    with _told(NOT_COMPARED):
+    with _errors_printed(NOT_COMPARED):
         if not (rtol >= 0 and atol >= 0):
             raise ValueError(f"--rtol {rtol} and --atol {atol} must not be below 0")
         found = compare(a, b, rtol=rtol, atol=atol)
@@ -176,11 +176,11 @@ def import_(
     ] = None,
     max_shard_size: ShardOption = "5GB",
 ) -> None:
-    """Make a checkpoint of a transformers model, to go on training from it."""
+    """Make a checkpoint of a transformers model, to continue training from it."""
     from megazero.checkpoint.hf_import import MODEL_TOML, import_model
     from megazero.checkpoint.shards import parse_size
 
-    with _told():
+    with _errors_printed():
         wish = _checked_dtype(dtype)
         made = import_model(source, out, dtype=wish, seq_len=seq_len, max_shard_bytes=parse_size(max_shard_size))
     print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
@@ -198,7 +198,7 @@ def export(
     from megazero.checkpoint.hf_export import export_model
     from megazero.checkpoint.shards import parse_size
 
-    with _told():
+    with _errors_printed():
         wish = _checked_dtype(dtype)
         made = export_model(directory, out, dtype=wish, max_shard_bytes=parse_size(max_shard_size))
     files = "1 file" if made.files == 1 else f"{made.files} files"

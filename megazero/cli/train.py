@@ -16,7 +16,7 @@ from megazero.cli._common import EXIT_CONFIG
 
 if TYPE_CHECKING:
     from megazero.config import ResolvedRun
-    from megazero.training.loop import RunSummary
+    from megazero.training.record import RunSummary
 
 
 def train(
@@ -33,6 +33,9 @@ def train(
     world = os.environ.get("WORLD_SIZE")
     try:
         run = load_config(config, overrides or [], int(world) if world else None)
+        from megazero.training.callbacks.registry import check_names
+
+        check_names(run.config.training)
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
@@ -41,19 +44,19 @@ def train(
 
     summary = run_ranks(run, partial(train_rank, stop=stop), stop)
     stop.close()
-    speaks = os.environ.get("RANK", "0") == "0"
+    is_first = os.environ.get("RANK", "0") == "0"
     if summary is None:
-        if speaks:
+        if is_first:
             _report_failure(run)
         leave_at_once()
-    if speaks:
+    if is_first:
         _report(run, summary, config, overrides or [])
     if summary.stopped:
         raise SystemExit(EXIT_STOPPED)
 
 
 def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> None:
-    from megazero.training.metrics import readable_seconds
+    from megazero.training.callbacks.progress import readable_seconds
 
     run_dir = Path(run.config.training.run_dir)
     losses = [] if summary.loss is None else [f"loss {summary.loss:.4f}"]
@@ -68,14 +71,14 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
         + (f"\n  tensorboard  tensorboard --logdir {run_dir}" if run.config.logging.tensorboard else "")
         + (f"\n  sent by rank 0: {traffic}" if traffic else "")
         + (f"\n  skipped {summary.skipped_steps} steps for an overflow" if summary.skipped_steps else "")
-        + "\n  go on, on this or any other shape (for example parallel.tp=1 zero.stage=3):"
+        + "\n  continue on this or any other shape (for example parallel.tp=1 zero.stage=3):"
         + f"\n    {_command_to_go_on(run, summary, config, overrides)}"
     )
 
 
 def _command_to_go_on(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> str:
-    """After a stop the same command, after the last step as many steps again; either from the newest checkpoint."""
-    command = "megazero" if shutil.which("megazero") else _how_it_was_called()
+    """After a stop the same command; after the last step the same number of steps again."""
+    command = "megazero" if shutil.which("megazero") else _called_as()
     replaced, more = ["checkpoint.resume="], []
     if not summary.stopped:
         replaced.append("training.steps=")
@@ -84,8 +87,8 @@ def _command_to_go_on(run: ResolvedRun, summary: RunSummary, config: Path, overr
     return f"{command} train {shlex.join([str(config), *kept, *more])}"
 
 
-def _how_it_was_called() -> str:
-    """`megazero` by its path, or by the interpreter that runs it as a module."""
+def _called_as() -> str:
+    """The path of `megazero`, or the interpreter with `-m megazero.cli`."""
     if sys.argv[0].endswith(".py"):
         return f"{os.path.relpath(sys.executable)} -m megazero.cli"
     return os.path.relpath(sys.argv[0])
@@ -93,14 +96,12 @@ def _how_it_was_called() -> str:
 
 def _report_failure(run: ResolvedRun) -> None:
     from megazero.checkpoint.index import find_newest
-    from megazero.training.checkpoints import checkpoints_of
+    from megazero.training.resuming import checkpoints_of
 
     try:
         newest, state = find_newest(checkpoints_of(run.config)), "no checkpoint had been written yet"
     except Exception as error:  # of a storage that may be why the run ended
-        newest, state = None, f"its checkpoints cannot be looked at ({error})"
+        newest, state = None, f"its checkpoints cannot be read ({error})"
     if newest:
-        state = (
-            f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto the same command goes on from it"
-        )
+        state = f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto the same command continues from it"
     print(f"the run ended early; {state}", file=sys.stderr)

@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from megazero.config.extensions import import_extensions
 from megazero.config.resolve import ResolvedRun, resolve
 from megazero.config.rules import broken_rules
 from megazero.config.schema import sections
@@ -39,6 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
     """
     tables = _read(Path(path))
     problems = [problem for text in overrides if (problem := _override(tables, text))]
+    problems += _imported_extensions(tables)
     schema_problems, config, wrong_keys = validate(tables)
     problems += schema_problems
     if world_size is None:
@@ -52,6 +54,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
     if problems:
         raise ConfigError(problems, str(path))
     return resolve(config, ranks)
+
+
+def _imported_extensions(tables: Tables) -> list[Problem]:
+    """Import what `launch.extensions` names, before the checks: they accept the names that it registers."""
+    launch = tables.get("launch")
+    return import_extensions(launch.get("extensions", ())) if isinstance(launch, dict) else []
 
 
 def _told_of_launch(problem: Problem) -> Problem:

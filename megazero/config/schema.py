@@ -233,11 +233,13 @@ class TrainingConfig(Section):
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """Where loss or gradient is not a number: stop, leave the update out, or go back to the last checkpoint, to new data."""
     non_finite_limit: Count = 3
-    """Such steps in a row (skip), or goings back (rollback), after which the run stops all the same."""
+    """Such steps in a row (skip), or rollbacks (rollback), after which the run stops all the same."""
     compile: bool | Auto = "auto"
     """Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA, not on a CPU."""
     skip_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
     """Steps whose samples are passed over, singly or as [first, last]: skip_steps = [1200, [1500, 1510]]."""
+    callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Callbacks of your own, by the names under which they are registered; see launch.extensions."""
 
 
 class CheckpointConfig(Section):
@@ -313,6 +315,8 @@ class LaunchConfig(Section):
     """Ranks to start on this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. "auto": CUDA where there is a device, else the CPU."""
+    extensions: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    """Python files (paths ending in .py) or modules that register your own code; imported on every rank, before all else."""
 
 
 class RunConfig(Section):

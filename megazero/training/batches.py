@@ -1,7 +1,7 @@
 """From global sample indices to the micro-batches of one rank.
 
 global batch of step k   [ dp 0 | dp 1 | dp 2 | dp 3 ]      each dp rank's slice is cut into micro-batches
-one that does not divide [ dp 0 | dp 1 | dp 2 | dp]         what is missing at the end is read, but counts for nothing
+one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the end are read, but all labels are masked
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_batches(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the samples [first, first + count).
 
-    Every dp rank gets as many micro-batches as hold its share; beyond the last sample they are empty: every label is masked.
+    Every dp rank gets the same number of micro-batches.  Beyond the last sample every label is masked.
 
     Args:
         stream: where samples come from.
@@ -70,7 +70,7 @@ def read_batches(
     samples_each = share_of_each(count, share.dp.size, micro_batch_size, multiple)
     own = first + share.dp.index * samples_each
     indices = np.arange(own, own + samples_each, dtype=np.int64)
-    sample_ids = _sent_to(share.device, torch.from_numpy(indices))
+    sample_ids = _copied_to(share.device, torch.from_numpy(indices))
     samples = None
     if share.tokens or share.labels:
         samples = torch.from_numpy(stream.batch(np.minimum(indices, end - 1)))
@@ -80,7 +80,7 @@ def read_batches(
         if samples is None:
             return MicroBatch(ids, None, None)
         # Tokens and labels are one copy, a token apart.
-        whole = _sent_to(share.device, samples[start : start + micro_batch_size].t().contiguous())
+        whole = _copied_to(share.device, samples[start : start + micro_batch_size].t().contiguous())
         tokens, labels = whole[:-1], whole[1:]
         real = max(end - (own + start), 0)
         if real < micro_batch_size:
@@ -91,12 +91,12 @@ def read_batches(
     return [cut(start) for start in range(0, samples_each, micro_batch_size)]
 
 
-def _sent_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """The tensor on a device.  To CUDA it goes from page-locked memory, and the host does not wait for it."""
+def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Copy a tensor to a device.  To CUDA it goes from page-locked memory, so the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def share_of_each(count: int, dp: int, micro_batch_size: int, multiple: int = 1) -> int:
-    """Samples that each dp rank has room for: its part of `count`, rounded up to whole micro-batches; arguments as above."""
+    """Samples per dp rank: its part of `count`, rounded up to whole micro-batches; arguments as above."""
     step = dp * micro_batch_size * multiple
     return -(-count // step) * micro_batch_size * multiple

@@ -1,7 +1,7 @@
-"""Signs of life, where the ranks leave them, and what they tell of a collective that did not finish.
+"""Heartbeats of the ranks, the store that holds them, and what they say about a collective that did not finish.
 
-rank 3, at two moments       count 41 -> 41    it is gone
-                             count 41 -> 43    it lives: waiting in another collective, or outside any
+rank 3, read twice       count 41 -> 41    it does not respond
+                         count 41 -> 43    it is alive: in another collective, or outside any
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 STARTING, TRAINING, SAVING = "starting", "training", "saving"
 
-# All ranks of these make the same collectives in the same order, so that their numbers can be compared.
+# All ranks of these make the same collectives in the same order, so their counts can be compared.
 _IN_STEP = ("tp", "cp", "dp", "shard", "replica", "world")
-_CALL, _OVER = "call", "over"
+_REQUEST, _OVER = "request", "over"
 _SHOWN = 8
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's sign of life.
+    """What one rank is doing.
 
     Args:
-        count: goes up with every sign.
-        step: the step that it does, or did last.
-        phase: what it does: STARTING, TRAINING, SAVING.
-        operation, axis: the collective that it entered or left last.
-        is_inside: it waits in that collective.
-        seconds: since it entered or left it, or since it began the step or the saving.
+        count: goes up with every heartbeat.
+        step: the current step, or the last one.
+        phase: STARTING, TRAINING or SAVING.
+        operation, axis: the collective that the rank entered or left last.
+        is_inside: the rank is inside that collective.
+        seconds: since it entered or left it, or since it began to train or save.
         begun: collectives begun, by axis.
-        ended: why it has left the run, or is about to; empty while it goes on.
+        ended: why the rank has left the run, or is about to; empty while it runs.
         lost: it leaves because it lost a peer itself.
         at: the time of day on its host, in seconds.
     """
@@ -64,25 +64,27 @@ class Heartbeat:
 Heartbeats = Mapping[int, Heartbeat]
 
 
-def what_became_of(axis: str, ranks: Sequence[int], mine: Heartbeat, before: Heartbeats, after: Heartbeats) -> str:
-    """Say which ranks a collective is missing.
+def explain_missing_ranks(
+    axis: str, ranks: Sequence[int], mine: Heartbeat, before: Heartbeats, after: Heartbeats
+) -> str:
+    """Say which ranks a collective is missing, and what they do instead.
 
     Args:
-        axis, ranks: what it runs over; without this rank.
-        mine: this rank's sign of life, from when the trouble was noticed.
-        before, after: signs of life of these ranks and perhaps of others, as they were found at two moments between which
-            each living rank has given one.
+        axis, ranks: of the collective, without this rank.
+        mine: this rank's heartbeat when the failure was noticed.
+        before, after: heartbeats of these ranks and perhaps of others, read twice. Every living rank has written one in
+            between.
     """
     known = sorted(set(ranks) | set(before) | set(after))
-    gone = [rank for rank in known if is_gone(rank, before, after)]
+    dead = [rank for rank in known if is_dead(rank, before, after)]
     left = [rank for rank, beat in sorted(after.items()) if beat.ended and not beat.lost]
-    if gone or left:
-        told = [_of_gone(rank, after.get(rank), mine.at) for rank in gone]
-        return _listed(told + [_of_left(rank, after[rank]) for rank in left])
+    if dead or left:
+        texts = [_text_of_dead(rank, after.get(rank), mine.at) for rank in dead]
+        return _listed(texts + [f"rank {rank} ended in step {after[rank].step}: {after[rank].ended}" for rank in left])
     missing = [rank for rank in ranks if not _takes_part(axis, mine, after[rank])]
     outside = [rank for rank, beat in after.items() if not (beat.is_inside or beat.ended) and beat.step <= mine.step]
     outside.sort(key=lambda rank: -after[rank].seconds)
-    # A rank that waits for others is no cause: first those of the axis that do something else, then such ranks anywhere.
+    # A rank that waits for others is no cause. First those of the axis that do something else, then such ranks anywhere.
     causes = (
         [rank for rank in outside if rank in missing]
         or [rank for rank in outside if rank not in ranks]
@@ -90,11 +92,11 @@ def what_became_of(axis: str, ranks: Sequence[int], mine: Heartbeat, before: Hea
     )
     if not causes:
         return f"all ranks of the axis are alive and take part; look at the network between them ({axis})"
-    return _listed([_of_living(rank, after[rank]) for rank in causes])
+    return _listed([_text_of_living(rank, after[rank]) for rank in causes])
 
 
-def is_gone(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
-    """Whether a rank has given no sign of life between two moments, although it has not said that it leaves."""
+def is_dead(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
+    """Whether a rank has written no heartbeat between two reads, although it has not left the run."""
     if rank not in after:
         return True
     return not after[rank].ended and rank in before and before[rank].count == after[rank].count
@@ -106,18 +108,14 @@ def _takes_part(axis: str, mine: Heartbeat, other: Heartbeat) -> bool:
     return other.is_inside and other.axis == axis
 
 
-def _of_gone(rank: int, beat: Heartbeat | None, now: float) -> str:
+def _text_of_dead(rank: int, beat: Heartbeat | None, now: float) -> str:
     if beat is None:
-        return f"rank {rank} is gone (it gave no sign of life)"
+        return f"rank {rank} does not respond (it has sent no heartbeat)"
     ago = max(0.0, now - beat.at)  # clocks of hosts may differ a little
-    return f"rank {rank} is gone (its last sign of life, {ago:.0f} s before, was in step {beat.step})"
+    return f"rank {rank} does not respond (its last heartbeat, {ago:.0f} s ago, was in step {beat.step})"
 
 
-def _of_left(rank: int, beat: Heartbeat) -> str:
-    return f"rank {rank} ended in step {beat.step}: {beat.ended}"
-
-
-def _of_living(rank: int, beat: Heartbeat) -> str:
+def _text_of_living(rank: int, beat: Heartbeat) -> str:
     if beat.ended:
         return f"rank {rank} has lost a peer itself: {beat.ended}"
     doing = {TRAINING: f"in step {beat.step}", SAVING: f"saving step {beat.step}"}.get(beat.phase, beat.phase)
@@ -134,41 +132,41 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 class HeartbeatStore:
-    """Where the ranks of a run leave their signs of life: a corner of the store.
+    """The heartbeats of a run's ranks, in the store of the process group.
 
     Args:
-        store: through which the ranks have met; a connection of its own, so that no call of the main thread blocks it.
-        run: tells this run's signs from those of an earlier one in the same store.
+        store: of the process group. It is cloned, so that no call of the main thread blocks the heartbeats.
+        run: distinguishes this run from an earlier one in the same store.
     """
 
     def __init__(self, store: Store, run: str) -> None:
         clone = getattr(store, "clone", None)
         if clone is not None:
-            with suppress(RuntimeError):  # not every store of every torch can; then the threads take turns
+            with suppress(RuntimeError):  # not every store of every torch can; then the threads share one connection
                 store = clone()
                 store.set_timeout(timedelta(seconds=10))
         self._store = PrefixStore(f"megazero/{run}", store)
 
-    def put(self, rank: int, beat: Heartbeat) -> None:
-        """Leave a rank's sign of life, over the one before."""
+    def write(self, rank: int, beat: Heartbeat) -> None:
+        """Replace a rank's heartbeat."""
         self._store.set(str(rank), beat.as_json())
 
     def read(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
-        """The signs of these ranks, of those that have left one."""
+        """The heartbeats of those of these ranks that have written one."""
         found = [rank for rank in ranks if self._store.check([str(rank)])]
         texts = self._store.multi_get([str(rank) for rank in found]) if found else []
         return {rank: Heartbeat.from_json(text) for rank, text in zip(found, texts, strict=True)}
 
-    def call(self, *, is_over: bool) -> None:
-        """Ask everyone for a sign at every tick, for good.
+    def request(self, *, is_over: bool) -> None:
+        """Ask all ranks to write a heartbeat at every tick from now on.
 
         Args:
-            is_over: the run cannot go on.
+            is_over: the run cannot continue.
         """
-        if is_over or not self._store.check([_CALL]):
-            self._store.set(_CALL, _OVER if is_over else "")
+        if is_over or not self._store.check([_REQUEST]):
+            self._store.set(_REQUEST, _OVER if is_over else "")
 
-    def called(self) -> tuple[bool, bool]:
-        """Whether someone has called, and whether because the run is over."""
-        is_called = bool(self._store.check([_CALL]))
-        return is_called, is_called and self._store.get(_CALL) == _OVER.encode()
+    def requested(self) -> tuple[bool, bool]:
+        """Whether a rank has requested heartbeats, and whether the run is over."""
+        is_requested = bool(self._store.check([_REQUEST]))
+        return is_requested, is_requested and self._store.get(_REQUEST) == _OVER.encode()

@@ -1,7 +1,7 @@
-"""Starting ranks: join torchrun where it started us, start the ranks through torch's elastic launcher where we are alone.
+"""Starts the ranks of a run: joins torchrun if it started this process, else uses torch's elastic launcher.
 
-Ranks that this module starts talk over the loopback interface only and meet through a file, so nothing listens to the
-outside.  On the CPU they are forked: torch is imported once instead of once per rank.
+Ranks that this module starts use the loopback interface only and meet through a file, so nothing listens to the network.
+On the CPU they are forked: torch is imported once instead of once per rank.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import LostPeerError
-from megazero.config import ResolvedRun
+from megazero.config import ConfigError, ResolvedRun
+from megazero.config.extensions import import_extensions
 from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState
 from megazero.schedules.simulate import ScheduleError
 from megazero.training.allocator import prefer_expandable_segments
 from megazero.training.batches import DataError
-from megazero.training.loop import RunSummary, train
+from megazero.training.loop import train
+from megazero.training.record import RunSummary
 from megazero.training.signals import EXIT_FAILED, EXIT_STOPPED, StopRequest, die_of_signals
 from megazero.training.world import (
     LAUNCH_FOLDER,
@@ -36,9 +38,9 @@ from megazero.training.world import (
     device_type,
     join_world,
     leave_world,
-    meet,
+    open_store,
+    release_spare_ranks,
     started_ranks,
-    tell_spare_ranks,
     this_rank,
     wait_as_spare,
 )
@@ -47,12 +49,14 @@ from megazero.zero.storage import StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
 
 T = TypeVar("T")
 
-# Errors whose text says all there is to say; any other comes with its traceback.
-_TOLD_IN_WORDS = (
+# Errors whose text says everything; any other is shown with its traceback.
+_WITHOUT_TRACEBACK = (
     CheckpointError,
+    ConfigError,
     DataError,
     DeviceError,
     LossScaleError,
@@ -63,9 +67,9 @@ _TOLD_IN_WORDS = (
     SpareRankError,
     StorageError,
 )
-# A rank that lost a peer waits so long before it ends, so that the launcher meets the cause before its consequences.
+# A rank that lost a peer ends this much later, so that the launcher sees the cause before its consequences.
 _CAUSE_FIRST_SECONDS = 1.0
-# What the launcher itself dies of, with its ranks, while a `StopRequest` takes the signals that ask for a stop.
+# Signals that end the launcher and its ranks at once; a `StopRequest` handles the others.
 _DEADLY = "SIGHUP,SIGQUIT"
 
 
@@ -75,7 +79,7 @@ def launched_by_torchrun() -> bool:
 
 
 def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> RunSummary:
-    """The work of one rank of a training run; arguments as `train`, and what says whether to stop."""
+    """Train on one rank, until the end or until `stop` is wanted."""
 
     def show(line: str) -> None:
         print(line, flush=True)
@@ -101,29 +105,28 @@ def _torchrun_notices(run: ResolvedRun) -> list[str]:
 def run_ranks(
     run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T], stop: StopRequest | None = None
 ) -> T | None:
-    """Do the work on every rank: on those that torchrun started, else on `launch.nproc_per_node` that are started here.
+    """Do the work on every rank: those that torchrun started, else `launch.nproc_per_node` ranks that are started here.
 
     Args:
         run: the resolved run; its shape is that of the world.
-        work: what each rank does; picklable, as is its answer.
-        stop: the request to stop that `work` looks at, listening; None where signals end the work.
+        work: what each rank does; picklable, as is its result.
+        stop: the request to stop that `work` checks; None where signals end the work.
 
-    Returns: the answer of this rank, or of rank 0 where the ranks were started here; None when one failed (it has said
-        why).
+    Returns: the result of this rank, or of rank 0 if the ranks were started here; None if one failed and printed why.
 
-    A spare rank of an elastic run does not return: it ends as rank 0 does.
+    A spare rank of an elastic run does not return: it exits with the status of rank 0.
     """
     return run_rank(run, work) if launched_by_torchrun() else launch(run, work, stop)
 
 
 def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T | None:
-    """Join the world that the environment describes and do the work of this rank; arguments as `run_ranks`.
-
-    Returns: the answer, or None when the work failed and this rank has reported why.
-    """
+    """Join the world that the environment describes and do the work of this rank.  Arguments and result as `run_ranks`."""
     prefer_expandable_segments(os.environ)
     try:
-        store = meet(timedelta(seconds=run.config.parallel.timeout_seconds))
+        problems = import_extensions(run.config.launch.extensions)  # a spawned rank is a new interpreter
+        if problems:
+            raise ConfigError(problems)
+        store = open_store(timedelta(seconds=run.config.parallel.timeout_seconds))
         if store is not None and this_rank() >= run.world_size:
             raise SystemExit(wait_as_spare(store))
         answer = work(run, join_world(run, store))
@@ -131,7 +134,7 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
         _report(str(error), is_cause=False)
         time.sleep(_CAUSE_FIRST_SECONDS)
         return None
-    except _TOLD_IN_WORDS as error:
+    except _WITHOUT_TRACEBACK as error:
         _report(str(error), is_cause=True)
         return None
     except Exception:
@@ -139,22 +142,22 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
         return None
     leave_world()
     if store is not None and this_rank() == 0:
-        tell_spare_ranks(store, range(run.world_size, started_ranks()), exit_status(answer))
+        release_spare_ranks(store, range(run.world_size, started_ranks()), exit_status(answer))
     return answer
 
 
 def exit_status(answer: object) -> int:
-    """How a process ends whose rank gave this answer: 0, or 75 for a run that was stopped before its last step."""
+    """Exit status for the result of a rank: 0, or 75 for a run that was stopped before its last step."""
     return EXIT_STOPPED if isinstance(answer, RunSummary) and answer.stopped else 0
 
 
 def _report(text: str, *, is_cause: bool) -> None:
-    """Say why this rank failed: to the launcher, which prints each cause once, or where there is none to the terminal."""
+    """Report why this rank failed: to the launcher, which prints each cause once, else to the terminal."""
     rank, folder = this_rank(), os.environ.get(LAUNCH_FOLDER)
     if folder is None:
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
     else:
-        # Read in order of their names: causes before their consequences.
+        # Files are read in order of their names: causes before consequences.
         (Path(folder) / f"error-{0 if is_cause else 1}-{rank:06d}").write_text(text)
 
 
@@ -165,14 +168,14 @@ def _run_started_rank(
         stop.listen()
     answer = run_rank(run, work)
     if stop is not None:
-        die_of_signals()  # one comes when the launcher dies, and nobody then takes the answer
+        die_of_signals()  # one arrives when the launcher dies; then nobody reads the result
     if answer is None or os.getppid() != launcher:
         leave_at_once()
     return answer
 
 
 def leave_at_once() -> NoReturn:
-    """End this process without the interpreter's shutdown: communication threads may still wait for ranks that are gone."""
+    """End this process without the interpreter's shutdown: communication threads may still wait for dead ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_FAILED)
@@ -181,16 +184,13 @@ def leave_at_once() -> NoReturn:
 def launch(
     run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T], stop: StopRequest | None = None
 ) -> T | None:
-    """Start `launch.nproc_per_node` ranks on this machine and wait for them; arguments as `run_ranks`.
-
-    Returns: rank 0's answer, or None when a rank failed (it has said why).
-    """
+    """Start `launch.nproc_per_node` ranks on this machine and wait for them.  Arguments and result as `run_ranks`."""
     count = run.world_size
     if count == 1:
         return run_rank(run, work)
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     try:
         on_cpu = device_type(run.config, count) == "cpu"
@@ -202,23 +202,10 @@ def launch(
 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are told below
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are printed below
     with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
         os.environ[LAUNCH_FOLDER] = folder
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=count,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(Path(folder) / "agent"),
-            rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.2,
-            start_method="fork" if on_cpu else "spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
+        config = _launcher_config(folder, count, "fork" if on_cpu else "spawn")
         if stop is not None:
             stop.spread(Path(folder))
             config.signals_to_handle = _DEADLY
@@ -235,9 +222,30 @@ def launch(
     return answers[0]
 
 
+def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig:
+    """For one node, whose ranks meet through a file in `folder`."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=str(Path(folder) / "agent"),
+        rdzv_configs={"store_type": "file"},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.2,
+        start_method=start_method,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
+    )
+
+
 def _report_failures(folder: Path, error: ChildFailedError) -> None:
-    """Print each cause once, with the ranks that met it; what others suffered from it only where no cause is known."""
-    # The launcher itself ends the ranks that are left with SIGTERM.
+    """Print each cause once, with the ranks that reported it; consequences only where no cause is known."""
+    # The launcher ends the remaining ranks with SIGTERM.
     killed = {
         rank: failure.signal_name()
         for rank, failure in sorted(error.failures.items())
@@ -245,11 +253,11 @@ def _report_failures(folder: Path, error: ChildFailedError) -> None:
     }
     for rank, name in killed.items():
         print(f"rank {rank} was killed by {name}; the other ranks were stopped", file=sys.stderr)
-    told: dict[str, list[int]] = {}
+    reported: dict[str, list[int]] = {}
     for path in sorted(folder.glob("error-*")):
-        told.setdefault(path.read_text(), []).append(int(path.name.split("-")[2]))
-    for text, ranks in told.items():
+        reported.setdefault(path.read_text(), []).append(int(path.name.split("-")[2]))
+    for text, ranks in reported.items():
         print(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}", file=sys.stderr)
-    if not killed and not told:
+    if not killed and not reported:
         print(error, file=sys.stderr)
     sys.stderr.flush()

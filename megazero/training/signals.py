@@ -1,11 +1,11 @@
-"""Asking a run to stop: SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and SIGINT (Ctrl-C).
+"""Asks a run to stop: SIGTERM, SIGUSR1 (Slurm's warning before the time limit) and SIGINT (Ctrl-C).
 
-    first signal      the loop ends after the step under way, saves, and the command exits with 75
-    within 2 seconds  the same request: Ctrl-C reaches a whole process group, and launchers pass on what they get
+    first signal      the loop finishes the current step, saves, and the command exits with 75
+    within 2 seconds  the same request: Ctrl-C reaches a whole process group, and launchers forward their signals
     any later one     the process ends at once; the newest complete checkpoint stays
 
-A signal is acted on by a thread that waits at a pipe, into which the interpreter writes the signal's number: the main
-thread may be inside a collective that never ends, where no handler of its own would run.
+The interpreter writes the number of each signal into a pipe, and a thread reads it. The main thread cannot handle signals:
+it may be inside a collective that never ends.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ SAME_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """Whether this run was asked to stop.  A plain value until `listen`; a rank that is started gets it by argument.
+    """Whether this run was asked to stop.  A plain value until `listen`, so it can be sent to the ranks that are started.
 
     Args:
         clock: in seconds; monotonic.
 
     Attributes:
-        mark: a file that stands for the request among the ranks of a launcher; it lies in the launcher's own folder.
+        mark: a file in the launcher's folder; its existence is the request for all ranks of the launcher.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.mark: Path | None = None
         self._clock = clock
-        self._first: float | None = None  # when the first signal came
+        self._first: float | None = None  # time of the first signal
         self._listens = False
         self._owner = os.getpid()
 
     def listen(self) -> None:
-        """Take the signals of this process from here on.  Called in the main thread."""
+        """Handle the signals of this process from now on.  Called in the main thread."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -57,26 +57,23 @@ class StopRequest:
         self._listens = True
 
     def close(self) -> None:
-        """The run is over and saved: a signal that still comes must not change how it ends.
-
-        torchrun sends SIGTERM to the ranks of a run that was stopped as soon as it sees the first of them end.
-        """
+        """Ignore signals from now on: the run is saved, and torchrun sends SIGTERM as soon as the first rank ends."""
         if self._listens:
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)  # stays so while the interpreter shuts down
 
     def wanted(self) -> bool:
-        """Whether to stop after the step under way."""
+        """Whether to stop after the current step."""
         return self._first is not None or (self.mark is not None and self.mark.exists())
 
     def spread(self, folder: Path) -> None:
-        """Let ranks that are about to start share this request through a file in `folder`."""
+        """Share this request with the ranks that will be started, through a file in `folder`."""
         self.mark = folder / "stop"
         if self._first is not None:
             self.mark.touch()
 
     def take(self, number: int) -> None:
-        """Act on one signal."""
+        """Handle one signal."""
         name, now = signal.Signals(number).name, self._clock()
         if self._first is None:
             self._first = now
@@ -94,7 +91,7 @@ class StopRequest:
                 self.take(number[0])
 
     def _say(self, line: str) -> None:
-        # Of the ranks of one machine the first speaks; ranks that were started here leave it to the launcher.
+        # Only the first rank of a machine prints; ranks that were started here leave it to the launcher.
         if os.getpid() == self._owner and os.environ.get("LOCAL_RANK", "0") == "0":
             print(line, file=sys.stderr, flush=True)
 
@@ -114,4 +111,4 @@ def die_of_signals() -> None:
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """A handler in Python keeps the signal from ending the process; the wakeup pipe already has the number."""
+    """With any Python handler the signal does not end the process; the number is already in the pipe."""

@@ -77,20 +77,3 @@ def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) ->
     if given is not None or device.type != "cuda":
         return given
     return known_peak_flops(torch.cuda.get_device_name(device), dtype)
-
-
-class Utilization:
-    """The MFU of a run's steps.
-
-    Args:
-        model: resolved.
-        tokens: of a step, on all ranks; masked ones are computed, too, and count.
-        peak: FLOP/s of all devices together; None where it is not known.
-    """
-
-    def __init__(self, model: ModelConfig, tokens: int, peak: float | None) -> None:
-        self._seconds_at_peak = None if peak is None else model_flops_per_token(model) * tokens / peak
-
-    def of(self, step_seconds: float) -> float | None:
-        """Share of the peak, from 0 to 1, in a step of this duration; None where the peak is not known."""
-        return None if self._seconds_at_peak is None else self._seconds_at_peak / step_seconds

@@ -1,15 +1,15 @@
-"""Who is missing when a collective does not finish.
+"""Finds out which rank is missing when a collective does not finish.
 
-    rank 0   beat . . . . beat . . . . beat . . lost a peer: calls all, looks twice -> "rank 3 is gone"
-    rank 1   beat . . . . beat . . . . beat . . called: beat . beat . beat          -> "rank 1 is alive"
+    rank 0   beat . . . . beat . . . . beat . . LostPeerError: requests heartbeats, reads twice -> "rank 3 does not respond"
+    rank 1   beat . . . . beat . . . . beat . . requested: beat . beat . beat                  -> "rank 1 is alive"
     rank 3   beat . . . . beat . X
 
-A thread on each rank writes signs of life to the store through which the ranks have met: a counter, the step, and the
-collective that the rank entered or left last.  One that loses a peer calls everyone; from then on they all beat at every
-tick, and whoever's counter stands still is gone.  Nothing of this is on the path of a step.
+A thread on each rank writes heartbeats into the store of the process group: a counter, the step, and the collective that
+the rank entered or left last. A rank that loses a peer requests heartbeats from all; from then on every rank writes one at
+every tick, and a rank whose counter stands still is dead. A step never waits for any of this.
 
-The thread also looks after its own rank.  Where that has come no further for longer than a collective may last, although it
-waits for others or the run is already over, nothing else would end the process, so the thread does.
+The thread also watches its own rank. If the rank makes no progress for longer than the collective timeout while it waits for
+others, or after the run is over, nothing else would end the process, so the thread does.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ import torch.distributed as dist
 
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.parallel_state import ParallelState
-from megazero.training.heartbeat import STARTING, TRAINING, Heartbeat, HeartbeatStore, is_gone, what_became_of
+from megazero.training.heartbeat import STARTING, TRAINING, Heartbeat, HeartbeatStore, explain_missing_ranks, is_dead
 
 T = TypeVar("T")
 
 FLIGHT_RECORDS = "flight-recorder"
-_TICKS_PER_BEAT = 10  # while all is well
-_WHOLE_WORLD = 1024  # up to so many ranks all are looked at, beyond that those of the axis
+_TICKS_PER_BEAT = 10  # unless heartbeats are requested
+_WHOLE_WORLD = 1024  # up to this many ranks, all heartbeats are read; beyond that, those of the axis
 
 
 class Watchdog:
-    """Signs of life of one rank, and the explanation when it loses another.  A context around a run; on every rank.
+    """Writes this rank's heartbeats and explains a lost peer.  A context around a run, on every rank.
 
-    A `LostPeerError` that leaves the context says which ranks are missing.  One rank alone needs no watch.
+    A `LostPeerError` that leaves the context says which ranks are missing.  A world of one rank has no thread.
 
     Args:
-        state: this rank's place.
+        state: this rank's parallel state.
         timeout_seconds: how long a collective may wait.
         folder: of the run; flight records go below it.
-        tick_seconds: how often the thread looks up. None: 1 s, and more in a large world, to spare the store.
-        margin_seconds: how much longer than `timeout_seconds` a rank may stand still before it is ended.
+        tick_seconds: how often the thread wakes up. None: 1 s, and more in a large world, to spare the store.
+        margin_seconds: the thread ends a rank without progress this long after `timeout_seconds`.
         end: ends the process.
     """
 
@@ -68,17 +68,17 @@ class Watchdog:
         self._is_on_cuda = state.device.type == "cuda"
         self._timeout, self._margin = timeout_seconds, margin_seconds
         self._tick = tick_seconds or min(max(1.0, state.world.size / 1024), 8.0)
-        self._patience = max(4.0, 3 * self._tick + 1)  # until a rank that has given no sign of life is taken for gone
+        self._patience = max(4.0, 3 * self._tick + 1)  # a rank without heartbeat for so long is dead
         self._at = (0, STARTING, time.perf_counter())
         self._first_step: int | None = None
         self._count, self._is_over, self._has_warned = 0, False, False
         self._ended, self._lost = "", False
-        self._board: HeartbeatStore | None = None
+        self._store: HeartbeatStore | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def at(self, step: int, phase: str) -> None:
-        """Note what this rank does from now on."""
+        """Note that this rank begins to do something: TRAINING or SAVING, in this step."""
         if phase == TRAINING and self._first_step is None:
             self._first_step = step
         self._at = (step, phase, time.perf_counter())
@@ -86,15 +86,15 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self._state.world.size > 1:
             run = gather_objects(uuid.uuid4().hex[:8], self._state.world)[0]
-            self._board = HeartbeatStore(dist.distributed_c10d._get_default_store(), run)
-            self._board.put(self._state.rank, self._beat())
+            self._store = HeartbeatStore(dist.distributed_c10d._get_default_store(), run)
+            self._store.write(self._state.rank, self._beat())
             self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._board is None:
+        if self._store is None:
             return
         if isinstance(error, LostPeerError):
             self._leave(f"{error.operation} over {error.axis} did not finish", lost=True)
@@ -122,32 +122,32 @@ class Watchdog:
             operation="" if last is None else last.operation,
             axis="" if last is None else last.axis,
             is_inside=last is not None and last.is_inside,
-            seconds=round(self._quiet_seconds(), 3),
+            seconds=round(self._seconds_without_progress(), 3),
             begun=dict(begun),
             ended=self._ended,
             lost=self._lost,
             at=round(time.time(), 1),
         )
 
-    def _quiet_seconds(self) -> float:
-        """Since this rank has last come further."""
+    def _seconds_without_progress(self) -> float:
+        """Seconds without progress of this rank."""
         last = self._state.traffic.last
         return time.perf_counter() - max(self._at[2], 0.0 if last is None else last.since)
 
     def _leave(self, why: str, *, lost: bool = False) -> None:
-        """Tell the others that this rank leaves the run."""
+        """Let the other ranks know that this one leaves the run."""
         self._ended, self._lost = why, lost
-        _within(self._patience, self._give_sign)
+        _within(self._patience, self._write_heartbeat)
 
-    def _give_sign(self) -> None:
-        if self._board is not None:
-            self._board.put(self._state.rank, self._beat())
+    def _write_heartbeat(self) -> None:
+        if self._store is not None:
+            self._store.write(self._state.rank, self._beat())
 
     def _explain(self, axis: str, ranks: Sequence[int], *, is_over: bool) -> str:
-        """What became of the peers; always an answer, and soon."""
+        """Say what the peers do.  Answers within a bounded time, even if the store does not."""
         others, mine = [rank for rank in ranks if rank != self._state.rank], self._beat()
-        return _within(2 * self._patience, lambda: self._look(axis, others, mine, is_over=is_over)) or (
-            "nothing is known of the other ranks, the store with their signs of life does not answer; "
+        return _within(2 * self._patience, lambda: self._compare(axis, others, mine, is_over=is_over)) or (
+            "nothing is known of the other ranks: the store with their heartbeats does not answer; "
             "its host may be the one that is lost"
         )
 
@@ -155,53 +155,53 @@ class Watchdog:
         record = _within(self._patience, lambda: write_flight_record(self._folder, self._state))
         return f"; what torch recorded of the last collectives is in {record}" if record else ""
 
-    def _look(self, axis: str, others: Sequence[int], mine: Heartbeat, *, is_over: bool) -> str:
-        board, world = self._board, self._state.world.ranks
-        assert board is not None
+    def _compare(self, axis: str, others: Sequence[int], mine: Heartbeat, *, is_over: bool) -> str:
+        store, world = self._store, self._state.world.ranks
+        assert store is not None
         ranks = [r for r in world if r != self._state.rank] if len(world) <= _WHOLE_WORLD else others
-        before = board.read(ranks)
-        board.call(is_over=is_over)
+        before = store.read(ranks)
+        store.request(is_over=is_over)
         until = time.monotonic() + self._patience
         while True:
             time.sleep(self._tick / 2)
-            self._give_sign()  # the thread that does so else may be the one that looks
-            after = board.read(ranks)
-            if time.monotonic() > until or not any(is_gone(rank, before, after) for rank in ranks):
-                return what_became_of(axis, others, mine, before, after)
+            self._write_heartbeat()  # the thread, which does so otherwise, may be the caller
+            after = store.read(ranks)
+            if time.monotonic() > until or not any(is_dead(rank, before, after) for rank in ranks):
+                return explain_missing_ranks(axis, others, mine, before, after)
 
     def _watch(self) -> None:
-        board = self._board
-        assert board is not None
+        store = self._store
+        assert store is not None
         ticks = 0
         while not self._over.wait(self._tick):
             ticks += 1
-            # what the store's host took with it is no reason to stop watching this rank
+            # a dead store is no reason to stop watching this rank
             with suppress(RuntimeError):
-                is_called, self._is_over = board.called()
-                if is_called or ticks % _TICKS_PER_BEAT == 0:
-                    self._give_sign()
-            self._look_after_own()
+                is_requested, self._is_over = store.requested()
+                if is_requested or ticks % _TICKS_PER_BEAT == 0:
+                    self._write_heartbeat()
+            self._check_own_progress()
 
-    def _look_after_own(self) -> None:
-        """End a process that stands still for good; on CUDA say so while NCCL's own watchdog still lets it speak."""
-        quiet = self._quiet_seconds()
-        if quiet < self._timeout / 2:
+    def _check_own_progress(self) -> None:
+        """End a process that will never make progress again; on CUDA explain it before NCCL's own watchdog kills it."""
+        idle = self._seconds_without_progress()
+        if idle < self._timeout / 2:
             self._has_warned = False
-        if not self._waits_in_vain():
+        if not self._waits_for_others():
             return
-        if quiet > self._timeout + self._margin:
-            found = self._say(quiet, "; this rank ends itself", is_over=True)
+        if idle > self._timeout + self._margin:
+            found = self._report(idle, "; this rank ends itself", is_over=True)
             self._leave(found, lost=True)
             self._end()
-        elif self._is_on_cuda and quiet > 0.9 * self._timeout and not self._has_warned:
+        elif self._is_on_cuda and idle > 0.9 * self._timeout and not self._has_warned:
             self._has_warned = True
-            self._say(quiet, "", is_over=False)
+            self._report(idle, "", is_over=False)
 
-    def _waits_in_vain(self) -> bool:
-        """Whether this rank, if it stays quiet for longer than a collective may last, can be told to wait for nothing.
+    def _waits_for_others(self) -> bool:
+        """Whether a long time without progress means that this rank waits for others in vain.
 
-        Not where it computes, saves, or compiles in its first step: that may take any time.  But inside a collective; and
-        anywhere once another rank has lost a peer, as the run is over then.  A CUDA device may make its host wait anywhere.
+        True inside a collective, and anywhere once the run is over because a rank has lost a peer. A CUDA device may make
+        its host wait anywhere. False while the rank computes, saves or compiles in its first step: that may take any time.
         """
         step, phase, _ = self._at
         if self._is_over:
@@ -211,18 +211,18 @@ class Watchdog:
             return False
         return last.is_inside or (self._is_on_cuda and step != self._first_step)
 
-    def _say(self, quiet: float, then: str, *, is_over: bool) -> str:
+    def _report(self, idle: float, then: str, *, is_over: bool) -> str:
         last = self._state.traffic.last
         axis, ranks = ("world", self._state.world.ranks) if last is None else (last.axis, last.ranks)
         doing = "" if last is None else f", {'in' if last.is_inside else 'after'} {last.operation} over {axis}"
-        text = f"rank {self._state.rank}: no progress for {quiet:.0f} s in step {self._at[0]}{doing}: "
+        text = f"rank {self._state.rank}: no progress for {idle:.0f} s in step {self._at[0]}{doing}: "
         found = self._explain(axis, ranks, is_over=is_over)
         print(f"{text}{found}{self._record()}{then}", file=sys.stderr, flush=True)
         return found
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
-    """What a call answers; None where it fails or takes longer."""
+    """The result of a call; None where it fails or takes longer."""
     answers: list[T] = []
 
     def run() -> None:
@@ -236,7 +236,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
 
 
 def write_flight_record(folder: Path, state: ParallelState) -> Path | None:
-    """Write what torch remembers of this rank's last collectives; None where this build of torch does not."""
+    """Write what torch has recorded of this rank's last collectives; None where this build of torch records nothing."""
     # two recorders: what NCCL did, and what gloo did
     name = "_dump_nccl_trace_json" if state.device.type == "cuda" else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, name, None)

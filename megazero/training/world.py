@@ -1,9 +1,9 @@
-"""Joining the ranks that a launcher has started, and waiting beside them where one is left over.
+"""Joining the ranks that a launcher has started; a spare rank waits beside them.
 
-    torchrun, a world of 7, the run fitted to 6      ranks 0 to 5 join a process group of 6
-                                                     rank 6 waits at the store until rank 0 says how the run ended
+    torchrun starts 7 ranks, the run has 6      ranks 0 to 5 join a process group of 6
+                                                rank 6 waits until rank 0 writes into the store how the run ended
 
-Whatever belongs to the run sees only the ranks that joined.
+The run itself sees only the ranks that joined.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megazero.config import ResolvedRun, RunConfig
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.training.signals import EXIT_FAILED, die_of_signals
 
-LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # where ranks that `launch` starts meet, and leave their errors
+LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `launch` starts meet and write their errors
 
 _ENDED = "megazero/ended"
-_LOOK_SECONDS = 0.5  # how often a spare rank looks whether the others have ended
-_FAREWELL_SECONDS = 10.0  # how long rank 0 waits for spare ranks to have looked: the store may be its own
+_LOOK_SECONDS = 0.5  # between two looks of a spare rank at the store
+_FAREWELL_SECONDS = 10.0  # rank 0 waits so long for spare ranks: the store may end with it
 
 
 class DeviceError(RuntimeError):
-    """The devices that a configuration asks for are not there."""
+    """The machine lacks the devices that a configuration asks for."""
 
 
 class SpareRankError(RuntimeError):
-    """This rank has no place in the run's shape."""
+    """The run has fewer ranks than were started, and this one is left over."""
 
 
 def device_type(config: RunConfig, local_ranks: int) -> str:
@@ -61,21 +61,17 @@ def device_type(config: RunConfig, local_ranks: int) -> str:
 
 
 def this_rank() -> int:
-    """The number that the launcher gave this process; 0 where there is none."""
+    """The rank that the launcher gave this process; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def started_ranks() -> int:
-    """How many ranks the launcher started; 1 where there is none."""
+    """How many ranks the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def meet(timeout: timedelta) -> Store | None:
-    """The store where the ranks that were started find one another; None for a process that is alone.
-
-    Args:
-        timeout: how long to wait for the others.
-    """
+def open_store(timeout: timedelta) -> Store | None:
+    """The store through which the ranks find one another, after at most `timeout`; None for a single process."""
     world, folder = started_ranks(), os.environ.get(LAUNCH_FOLDER)
     if world == 1:
         return None
@@ -91,23 +87,23 @@ def meet(timeout: timedelta) -> Store | None:
 def _attempt() -> str:
     """A name for this start of the ranks.
 
-    A torchrun that keeps one store over its restarts leaves in it what the ranks of the last start wrote.  Only where it
-    is the only agent do all ranks see one restart count; see docs/elastic.md for several.
+    A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote. With a single
+    agent all ranks see the same restart count; for several agents see docs/elastic.md.
     """
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
     return f"megazero/start{count}"
 
 
 def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
-    """This process's place among the ranks that the environment describes; one rank where it describes none.
+    """Join the process group that the environment describes; a world of one rank without a launcher.
 
     Args:
         run: the resolved run.
-        store: what `meet` gave, where the caller has met already.
+        store: from `open_store`, if the caller has opened it already.
 
     Raises:
         DeviceError: there are too few devices.
-        SpareRankError: an elastic run has no place for this rank.
+        SpareRankError: an elastic run does not use this rank.
     """
     config, world, rank = run.config, run.world_size, this_rank()
     if rank >= world:
@@ -126,29 +122,26 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     parallel = config.parallel
     if world > 1:
         timeout = timedelta(seconds=parallel.timeout_seconds)
-        store = store or meet(timeout)
+        store = store or open_store(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
     return ParallelState(grid, rank, device, parallel.timeout_seconds, config.zero.shard_group_size, local_world)
 
 
 def leave_world() -> None:
-    """Leave the world that `join_world` joined; nothing else may hold on to its parallel state."""
-    gc.collect()  # a process group that something still refers to would outlive its destruction and abort the exit
+    """Undo `join_world`.  Nothing may refer to its parallel state any more."""
+    gc.collect()  # a process group in a reference cycle would abort the exit
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def wait_as_spare(store: Store) -> int:
-    """Wait beside the ranks that train until they are done.
+    """Wait until the ranks that train are done.
 
-    SIGTERM and SIGINT end the wait at once. SIGUSR1 does not: it comes to every process of a job, and a rank that ended
-    of it would make torchrun kill the others while they save; they say when it is time.
+    SIGTERM and SIGINT end the wait at once. SIGUSR1 does not: every process of a job receives it, and if this rank ended,
+    torchrun would kill the others while they save.
 
-    Args:
-        store: what `meet` gave.
-
-    Returns: the exit status that rank 0 told; that of a failure where it is gone without a word.
+    Returns: the exit status that rank 0 wrote into the store; EXIT_FAILED if the store or rank 0 has died.
     """
     die_of_signals()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -157,22 +150,16 @@ def wait_as_spare(store: Store) -> int:
             time.sleep(_LOOK_SECONDS)
         status = int(store.get(_ENDED))
         store.set(_left(this_rank()), "")
-    except RuntimeError:  # with the store, the agent or the rank that kept it is gone
+    except RuntimeError:  # the agent or the rank that held the store has died
         return EXIT_FAILED
     return status
 
 
-def tell_spare_ranks(store: Store, ranks: Sequence[int], status: int) -> None:
-    """Say how the run ended, and wait until the ranks that wait have heard it.  Called on rank 0.
-
-    Args:
-        store: what `meet` gave.
-        ranks: the spare ranks.
-        status: this rank's exit status.
-    """
+def release_spare_ranks(store: Store, ranks: Sequence[int], status: int) -> None:
+    """Write this rank's exit status for the spare ranks and wait until they have read it.  Called on rank 0."""
     if not ranks:
         return
-    with contextlib.suppress(RuntimeError):  # one that died in the meantime hears nothing
+    with contextlib.suppress(RuntimeError):  # a spare rank may have died
         store.set(_ENDED, str(status))
         store.wait([_left(rank) for rank in ranks], timedelta(seconds=_FAREWELL_SECONDS))
 

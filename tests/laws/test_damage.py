@@ -20,7 +20,7 @@ from megazero.checkpoint.verify import find_damage
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
-from megazero.training.checkpoints import Checkpoints
+from megazero.training.callbacks.checkpointing import Checkpoints
 
 CASES = 200
 
@@ -199,11 +199,11 @@ def _apart(rank: int, root: Path) -> str:
 def test_ranks_that_share_no_disk_are_told_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megazero.training.checkpoints._PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("megazero.training.resuming._PROBE_SECONDS", 0.2)
     for text in run_world(2, _apart, tmp_path):
         assert "rank 1 on " in text
         assert "cannot see what rank 0 on " in text
-        assert "checkpoints need a place that all ranks share" in text
+        assert "checkpoints need a directory that all ranks share" in text
 
 
 def test_a_storage_that_does_not_answer_is_no_damage(

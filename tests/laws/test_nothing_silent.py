@@ -133,7 +133,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Path, change: dict[str,
 
 
 def test_a_directory_without_a_manifest_is_not_a_checkpoint(saved: Path, tmp_path: Path) -> None:
-    """What a run that was killed while saving leaves: it is passed over, and can be written again."""
+    """What a run that was killed while saving leaves: it is ignored, and can be written again."""
     older, newer = tmp_path / "step-00000001", tmp_path / "step-00000002"
     shutil.copytree(saved, older)
     shutil.copytree(saved, newer)

@@ -1,45 +1,64 @@
-"""The checkpoints of a run: which one it goes on from, when one is written, which ones stay."""
+"""The checkpoints of a run: loading the one to continue from, saving while training continues, pruning old ones."""
 
 from __future__ import annotations
 
-import os
-import socket
-import time
-import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.index import (
-    CheckpointError,
-    DamagedError,
-    find_newest,
-    is_complete,
-    read_trainer_state,
-    step_folder,
-    step_folders,
-    step_of,
-)
+from megazero.checkpoint.index import CheckpointError, DamagedError, find_newest, step_folder, step_of
 from megazero.checkpoint.retention import Retention, mark_damaged, prune, reading
 from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
 from megazero.config import RunConfig
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
+from megazero.training.callbacks.base import Callback
+from megazero.training.heartbeat import SAVING
+from megazero.training.record import StepRecord
+from megazero.training.resuming import check_shared, checkpoints_of, find_origin, resume_setting_of
+from megazero.training.watchdog import Watchdog
 
-CHECKPOINTS = "checkpoints"
-_PROBE = "probe-"
-_PROBE_SECONDS = 5.0  # a shared file system may show a new file a moment late
 _MIB = 2**20
 
 
-def checkpoints_of(config: RunConfig) -> Folder:
-    """Where a run keeps its checkpoints.  Raises: ValueError for a URL that cannot be used."""
-    return folder_at(config.checkpoint.directory or Path(config.training.run_dir) / CHECKPOINTS)
+class Checkpointing(Callback):
+    """Saves every `checkpoint.save_every_steps` steps and after the last one.
+
+    Args:
+        checkpoints: of the run.
+        engine: holds the state to save.
+        watchdog: is informed that this rank saves, which may take long.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, engine: Engine, watchdog: Watchdog) -> None:
+        self._checkpoints, self._engine, self._watchdog = checkpoints, engine, watchdog
+        self._every = engine.config.checkpoint.save_every_steps
+
+    def after_step(self, record: StepRecord) -> None:
+        """Save if it is due."""
+        if record.is_last or self._is_due(record.step):
+            self._save(record.position, record.val_loss)
+
+    def on_rollback(self, position: Position) -> None:
+        """Save if it is due: the step that was loaded may lie in the directory of another run."""
+        if self._is_due(position.step):
+            self._save(position, None)
+
+    def on_end(self, position: Position) -> None:
+        """Wait until everything is written."""
+        self._watchdog.at(position.step, SAVING)
+        self._checkpoints.finish()
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._every) and step % self._every == 0
+
+    def _save(self, position: Position, val_loss: float | None) -> None:
+        self._watchdog.at(position.step, SAVING)
+        self._checkpoints.save(self._engine, position, val_loss)
 
 
 class Checkpoints:
@@ -47,7 +66,7 @@ class Checkpoints:
 
     Args:
         config: the resolved run.
-        state: this rank's place.
+        state: this rank's parallel state.
         fingerprint: of the run's data.
         say: takes lines for the terminal, on rank 0; also from another thread.
 
@@ -55,13 +74,13 @@ class Checkpoints:
         newest: the newest complete step directory that this run has read or written, or None.
 
     Raises:
-        CheckpointError: the ranks do not share the place where checkpoints go, or it cannot be written.
+        CheckpointError: the ranks do not share the directory of the checkpoints, or it cannot be written.
     """
 
     def __init__(self, config: RunConfig, state: ParallelState, fingerprint: str, say: Callable[[str], None]) -> None:
         self._config, self._state, self._fingerprint, self._say = config, state, fingerprint, say
         self._root = agree(lambda: checkpoints_of(config), state.world, CheckpointError)
-        _check_shared(self._root, state)
+        check_shared(self._root, state)
         state.saving_axes(config.checkpoint.timeout_seconds)
         self.newest: str | None = None
         self._origin: Folder | None = None  # what was found, then what was loaded last
@@ -75,27 +94,27 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """However the run ends, what is being written becomes durable; not where a rank is lost: it never would."""
+        """Complete the save under way when the run fails; not after a lost rank, since the save could not end."""
         if self._saver is not None and error is not None and not isinstance(error, LostPeerError):
-            with suppress(Exception):  # has been reported; the run ends for another reason
+            with suppress(Exception):  # already reported; the run ends for another reason
                 self._saver.finish()
 
     def find(self) -> bool:
-        """Look for the checkpoint to go on from; whether there is one.  Raises: CheckpointError."""
-        self._origin = self._look(lambda: _find_origin(self._config.checkpoint.resume, self._root))
+        """Look for the checkpoint to continue from; whether there is one.  Raises: CheckpointError."""
+        self._origin = self._look(lambda: find_origin(self._config.checkpoint.resume, self._root))
         return self._origin is not None
 
     def _look(self, look: Callable[[], Folder | None]) -> Folder | None:
-        """What rank 0 finds, so that all ranks see the same."""
+        """What rank 0 finds, on all ranks."""
         found = agree(lambda: _path(look()) if self._state.rank == 0 else None, self._state.world, CheckpointError)
         path = gather_objects(found, self._state.world)[0]
         return None if path is None else folder_at(path)
 
     def resume(self, engine: Engine) -> Position:
-        """Take over what `find` has found; the beginning where it found none.
+        """Load what `find` has found, and say how far it had come.
 
         Raises:
-            CheckpointError: it is damaged and `checkpoint.on_damage` says stop, or no intact one is left.
+            CheckpointError: it is damaged and `checkpoint.on_damage` is stop, or no intact one is left.
         """
         if self._origin is None:
             return Position()
@@ -129,24 +148,24 @@ class Checkpoints:
             return engine.load(origin, self._fingerprint)
 
     def _drop(self, damaged: Folder) -> Folder | None:
-        """Set a damaged checkpoint aside; what is left to go on from, which may be where this run began."""
+        """Set a damaged checkpoint aside; return the next one to try, which may be where this run began."""
 
         def drop() -> Folder | None:
             mark_damaged(damaged)
             newest, wish = find_newest(self._root), self._config.checkpoint.resume
-            if wish in ("auto", "never") or (newest is not None and _beginning_of(newest) == wish):
+            if wish in ("auto", "never") or (newest is not None and resume_setting_of(newest) == wish):
                 return newest
             return folder_at(wish)
 
         return self._look(drop)
 
     def _newest_of_this_run(self) -> Folder | None:
-        """Steps before the one that was loaded may lie in the directory from another beginning."""
+        """The newest step.  Those before the step that was loaded may belong to another run in the same directory."""
         newest = find_newest(self._root)
         return newest if newest is not None and step_of(newest) >= self._loaded_step else self._origin
 
     def save(self, engine: Engine, position: Position, val_loss: float | None) -> None:
-        """Begin a checkpoint, unless this step has one; earlier ones that failed have been told and are forgotten.
+        """Begin a checkpoint, unless this step has one.  Failures of earlier ones have been reported and are ignored.
 
         Args:
             engine: holds the state.
@@ -154,7 +173,7 @@ class Checkpoints:
             val_loss: of this very step, where it was evaluated.
 
         Raises:
-            LostPeerError: a rank is gone.
+            LostPeerError: a rank has died.
         """
         folder = step_folder(self._root, position.step)
         if self._last is not None and str(self._last) == str(folder):
@@ -172,7 +191,7 @@ class Checkpoints:
             self._state,
             host_memory_bytes=limit if config.asynchronous else 0,
             timeout_seconds=config.timeout_seconds,
-            report=self._tell,
+            report=self._report,
             after=lambda _: self._prune(keep),
         )
         if saver.refusal is not None and config.asynchronous:
@@ -191,111 +210,32 @@ class Checkpoints:
         if removed:
             self._say(f"removed {', '.join(folder.name for folder in removed)} (checkpoint.keep_last)")
 
-    def _tell(self, report: SaveReport) -> None:
+    def _report(self, report: SaveReport) -> None:
         if report.error is not None:
-            self._say(f"{report.error}; training goes on")
+            self._say(f"{report.error}; training continues")
             return
         waited = f", {report.waited_seconds:.2f} s for the one before" if report.waited_seconds > 0.1 else ""
         self._say(
             f"saved {report.folder.name}: {report.bytes / _MIB:,.1f} MiB in {report.seconds:.2f} s; "
-            f"training stood still for {report.copy_seconds:.3f} s{waited}"
+            f"training paused for {report.copy_seconds:.3f} s{waited}"
         )
 
     def roll_back(self, engine: Engine) -> Position | None:
-        """Load the newest complete checkpoint again; None where there is none yet.  Raises: CheckpointError."""
+        """Load the newest complete checkpoint; None where there is none yet.  Raises: CheckpointError."""
         if self._saver is not None:
-            with suppress(CheckpointError):  # has been told
+            with suppress(CheckpointError):  # already reported
                 self._saver.finish()
         newest = self._look(self._newest_of_this_run)
         return None if newest is None else self._load(engine, newest)
 
     def finish(self) -> None:
-        """Wait until what is being written is durable, and rank 0 has pruned.  Raises: CheckpointError, LostPeerError."""
+        """Wait until the last save is durable and rank 0 has pruned.  Raises: CheckpointError, LostPeerError."""
         if self._saver is not None:
             self._saver.finish()
-            # Together: a launcher that sees the first rank end with 75 ends the others.
+            # All ranks leave together: a launcher that sees the first one end with 75 kills the others.
             gather_objects(None, self._state.saving_axes(self._config.checkpoint.timeout_seconds).world)
             self.newest = str(self._last)
 
 
 def _path(folder: Folder | None) -> str | None:
     return None if folder is None else str(folder)
-
-
-def _find_origin(wish: str, root: Folder) -> Folder | None:
-    newest = find_newest(root)
-    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if wish == "auto" or (wish == "never" and is_restart):
-        return newest
-    if wish == "never":
-        if newest is not None:
-            raise CheckpointError(
-                f"checkpoint.resume=never, but {root} holds the run that wrote {newest.name}; "
-                "set training.run_dir to a new directory, or checkpoint.resume=auto to go on with it"
-            )
-        return None
-    if newest is not None and _was_interrupted(root, wish):
-        return newest
-    origin = folder_at(wish)
-    if not is_complete(origin):
-        raise CheckpointError(f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json)")
-    step = read_trainer_state(origin).step
-    if newest is not None and step_of(newest) > step:
-        raise CheckpointError(
-            f"checkpoint.resume={wish} is step {step}, but {root} already holds {newest.name}; "
-            "set training.run_dir to a new directory to branch off, or remove the later steps"
-        )
-    return origin
-
-
-def _beginning_of(folder: Folder) -> str | None:
-    """`checkpoint.resume` of the run that wrote a checkpoint; None where that cannot be told."""
-    with suppress(DamagedError):
-        resume = read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
-        return None if resume is None else str(resume)
-    return None
-
-
-def _was_interrupted(root: Folder, wish: str) -> bool:
-    """Whether the run in a directory began at `wish`.  The newest step that can be read tells; the newest may be damaged."""
-    complete = (folder for folder in reversed(step_folders(root)) if is_complete(folder))
-    beginnings = (_beginning_of(folder) for folder in complete)
-    return next((one for one in beginnings if one is not None), None) == wish
-
-
-def _check_shared(root: Folder, state: ParallelState) -> None:
-    """Make sure that every rank sees the files of rank 0.  Raises: CheckpointError naming those that do not."""
-    if state.world.size == 1:
-        return
-    probe = gather_objects(f"{_PROBE}{uuid.uuid4().hex}", state.world)[0]
-
-    def put() -> None:
-        root.make()
-        for left in root.files():  # by a run that was killed right here
-            if left.startswith(_PROBE):
-                root.remove(left)
-        root.write(probe, b"")
-
-    agree(put if state.rank == 0 else lambda: None, state.world, CheckpointError)
-    seen = gather_objects((_appears(root, probe), socket.gethostname()), state.world)
-    if state.rank == 0:
-        with suppress(OSError):
-            root.remove(probe)
-    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
-    if blind:
-        shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
-        raise CheckpointError(
-            f"{shown} cannot see what rank 0 on {seen[0][1]} writes in {root}: checkpoints need a place that all ranks "
-            "share. Set checkpoint.directory to a shared file system, or to a URL such as s3://bucket/run"
-        )
-
-
-def _appears(root: Folder, name: str) -> bool:
-    end = time.monotonic() + _PROBE_SECONDS
-    while True:
-        with suppress(OSError):
-            if root.has(name):
-                return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)

@@ -9,7 +9,9 @@ from harness import run_world
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
-from megazero.training.collector import Collector
+from megazero.engine import Position
+from megazero.training.callbacks.garbage_collection import GarbageCollection
+from megazero.training.record import SampleRange, StepRecord
 
 
 def test_garbage_waits_for_its_step_and_everything_is_as_before_afterwards() -> None:
@@ -21,18 +23,21 @@ def test_garbage_waits_for_its_step_and_everything_is_as_before_afterwards() -> 
 
     gc.unfreeze()
     gc.callbacks.append(note)
+    collection = GarbageCollection(every_steps=3)
+    records = [StepRecord(Position(step), SampleRange(0, 7)) for step in range(7)]
     try:
-        with Collector(every_steps=3) as collector:
-            assert gc.get_freeze_count() > 0
-            collections.clear()
-            for step in range(1, 7):
-                cycles = [[] for _ in range(5000)]  # enough to start a collection where it is left alone
-                for cycle in cycles:
-                    cycle.append(cycle)
-                del cycles, cycle
-                assert len(collections) == (step - 1) // 3
-                collector.after_step(step)
-            assert [info["collected"] for info in collections] == [15000, 15000]
+        collection.on_start()
+        assert gc.get_freeze_count() > 0
+        collections.clear()
+        for step in range(1, 7):
+            cycles = [[] for _ in range(5000)]  # enough to start an automatic collection
+            for cycle in cycles:
+                cycle.append(cycle)
+            del cycles, cycle
+            assert len(collections) == (step - 1) // 3
+            collection.after_step(records[step])
+        assert [info["collected"] for info in collections] == [15000, 15000]
+        collection.close()
     finally:
         gc.callbacks.remove(note)
     assert gc.isenabled()
@@ -44,8 +49,9 @@ def test_what_a_program_has_frozen_and_disabled_stays_so() -> None:
     gc.freeze()
     gc.disable()
     try:
-        with Collector():
-            pass
+        collection = GarbageCollection()
+        collection.on_start()
+        collection.close()
         assert gc.get_freeze_count() > 0
         assert not gc.isenabled()
     finally:

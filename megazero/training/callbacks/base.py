@@ -1,0 +1,58 @@
+"""What a callback is, and what it gets to know of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megazero.config import ResolvedRun
+from megazero.data import Corpus
+from megazero.engine import Engine, Position
+from megazero.training.record import StepDecision, StepRecord
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The run that a callback belongs to.
+
+    Args:
+        run: the resolved run.
+        engine: the model, its optimizer, and this rank's parallel state (`engine.state`).
+        corpus: training and validation samples.
+        start: where the run starts, or resumes.
+        say: prints a line on the terminal, on rank 0 only.
+    """
+
+    run: ResolvedRun
+    engine: Engine
+    corpus: Corpus
+    start: Position
+    say: Callable[[str], None]
+
+
+class Callback:
+    """Something that happens beside the steps of a run.  Every hook does nothing unless a subclass defines it.
+
+    All ranks call the same hooks in the same order, so a hook may make collective calls if it makes them on every rank.
+    """
+
+    def on_start(self) -> None:
+        """Called once before the first step."""
+
+    def before_step(self, position: Position) -> StepDecision | None:
+        """Called before each step with the position of the run so far.  SKIP leaves the step out."""
+
+    def after_step(self, record: StepRecord) -> StepDecision | None:
+        """Called after each step; STOP and ROLL_BACK are obeyed, and None means CONTINUE.
+
+        After ROLL_BACK the callbacks that follow do not see the step.
+        """
+
+    def on_rollback(self, position: Position) -> None:
+        """Called when the run has gone back to a checkpoint; steps after `position` will be done again."""
+
+    def on_end(self, position: Position) -> None:
+        """Called once after the last step; not when the run fails."""
+
+    def close(self) -> None:
+        """Release what the callback holds.  Called once at the very end, also when the run fails."""

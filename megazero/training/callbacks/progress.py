@@ -1,0 +1,68 @@
+"""What a run prints: its shape at the start, then a line per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megazero.config import ResolvedRun
+from megazero.engine import Engine
+from megazero.training.callbacks.base import Callback
+from megazero.training.record import StepRecord
+
+
+class ProgressLine(Callback):
+    """A line per step on the terminal.
+
+    Args:
+        steps: steps of the whole run.
+        every_steps: how often to print.
+        say: takes the line.
+    """
+
+    def __init__(self, steps: int, every_steps: int, say: Callable[[str], None]) -> None:
+        self._steps, self._every, self._say = steps, every_steps, say
+        self._seconds_per_step = 0.0
+
+    def after_step(self, record: StepRecord) -> None:
+        """Print one step if it is due, was evaluated, or changed no weight; not one that was never computed."""
+        statistics, seconds = record.statistics, record.seconds
+        if statistics is None or seconds is None:
+            return
+        self._seconds_per_step = 0.9 * (self._seconds_per_step or seconds) + 0.1 * seconds
+        is_due = record.step % self._every == 0 or record.step == self._steps
+        if not (is_due or record.skipped or record.val_loss is not None):
+            return
+        left = (self._steps - record.step) * self._seconds_per_step
+        mfu = "" if record.mfu is None else f" | MFU {record.mfu:.1%}"
+        line = (
+            f"step {record.step:>{len(str(self._steps))}}/{self._steps} | loss {statistics.loss:.4f}"
+            f" | grad norm {statistics.grad_norm:.3f} | lr {record.lr or 0:.2e}"
+            f" | {record.tokens_per_second or 0:,.0f} tokens/s{mfu} | ETA {readable_seconds(left)}"
+        )
+        if record.skipped:
+            scale = "" if record.loss_scale is None else f", loss scale {record.loss_scale:g}"
+            line += f" | skipped ({record.skipped}{scale})"
+        self._say(line if record.val_loss is None else f"{line} | validation loss {record.val_loss:.4f}")
+
+
+def readable_seconds(seconds: float) -> str:
+    """45s, 3m05s, 2h07m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def describe(run: ResolvedRun, engine: Engine) -> str:
+    """The shape of a run, its batch and its model state, as one line."""
+    grid, memory = engine.state.grid, engine.memory_bytes()
+    capacity = run.micro_batch_size * run.accumulation * run.dp
+    relation = "=" if capacity == run.global_batch_size else "in"
+    return (
+        f"tp {grid.tp}, pp {grid.pp}, dp {grid.dp}, ZeRO {run.config.zero.stage}, "
+        f"schedule {run.config.parallel.schedule}"
+        f" | global batch {run.global_batch_size} {relation} {run.micro_batch_size} x {run.accumulation} x dp {run.dp}"
+        f" | model state {sum(memory.values()) / 2**20:,.1f} MiB on rank 0"
+    )

@@ -1,0 +1,167 @@
+"""One step as the callbacks see it, what they may decide about it, and the summary of a run.
+
+loop      computes the step      -> StepRecord(position, loss, ...)
+callback  after_step(record)     -> adds to record.metrics; returns a StepDecision, or None to let the run continue
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+
+from megazero.engine import Position, StepStatistics
+from megazero.parallel_state import Traffic
+from megazero.schedules.simulate import Timeline
+
+Metric = float | str | Mapping[str, float]
+
+
+class StepDecision(Enum):
+    """How the run continues.  All ranks must decide alike."""
+
+    CONTINUE = auto()
+    SKIP = auto()  # this step changes no weight; its samples are consumed
+    ROLL_BACK = auto()  # load the newest checkpoint and continue with the samples after this step's
+    STOP = auto()  # save this step and end the run
+
+
+@dataclass(frozen=True)
+class SampleRange:
+    """Global sample indices from first to last, both included.  `str` gives them as messages show them."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"samples {self.first} to {self.last}"
+
+
+@dataclass
+class StepRecord:
+    """One step over the whole global batch.
+
+    Args:
+        position: where the run stands after the step.
+        samples: what the step read.
+        statistics: what the engine measured; None for a step that was skipped before it was computed.
+        lr: learning rate of the step.
+        seconds: duration of the step.
+        work_seconds: the same without the time in which this rank waited for others.
+        memory_bytes: peak memory of this rank so far: allocated on CUDA, resident on the CPU.
+        sent_bytes: bytes this rank sent in the step, by axis, without those of evaluations and checkpoints.
+        loss_scale: factor on the loss, under fp16.
+        skipped_steps: steps since the start of the run that an overflow left without an update, under fp16.
+        skipped: why the step changed no weight: "overflow" (fp16), "not finite", "passed over"; None where it did.
+        timeline: when each action of the pipeline ran, where it was measured.
+        is_last: the run ends after this step.
+        val_loss: mean nats per token of the validation samples, where the run was evaluated after this step.
+        mfu: model FLOP/s as a share of the devices' peak, where that is known.
+        metrics: what callbacks report in addition, by key.
+    """
+
+    position: Position
+    samples: SampleRange
+    statistics: StepStatistics | None = None
+    lr: float | None = None
+    seconds: float | None = None
+    work_seconds: float | None = None
+    memory_bytes: int | None = None
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    loss_scale: float | None = None
+    skipped_steps: int | None = None
+    skipped: str | None = None
+    timeline: Timeline | None = None
+    is_last: bool = False
+    val_loss: float | None = None
+    mfu: float | None = None
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Steps done, counting this one."""
+        return self.position.step
+
+    @property
+    def loss(self) -> float | None:
+        """Mean nats per counted token before the step; None for a step that was not computed."""
+        return None if self.statistics is None else self.statistics.loss
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Counted tokens per second of all ranks together."""
+        return None if self.statistics is None or self.seconds is None else self.statistics.tokens / self.seconds
+
+    def reported(self) -> dict[str, Metric]:
+        """All metrics that this step has, by key."""
+        found = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": None if self.statistics is None else self.statistics.grad_norm,
+            "lr": self.lr,
+            "tokens": self.position.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.seconds,
+            "memory_bytes": self.memory_bytes,
+            "val_loss": self.val_loss,
+            "sent_bytes": self.sent_bytes,
+            "loss_scale": self.loss_scale,
+            "skipped_steps": self.skipped_steps,
+            "skipped": self.skipped,
+            "mfu": self.mfu,
+            **self.metrics,
+        }
+        return {key: value for key, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended.
+
+    Args:
+        step: optimizer steps done.
+        loss: of the last step, mean nats per token; None when no step was left to train.
+        val_loss: of the last evaluation, or None.
+        checkpoint: the newest complete step directory, if there is one.
+        seconds: duration of the training loop.
+        sent_bytes: bytes this rank sent per axis.
+        skipped_steps: steps that an overflow left without an update, since the start of the run.
+        stopped: the run was asked to stop before its last step; it was saved.
+    """
+
+    step: int
+    loss: float | None
+    val_loss: float | None
+    checkpoint: str | None
+    seconds: float
+    sent_bytes: dict[str, int]
+    skipped_steps: int = 0
+    stopped: bool = False
+
+
+class StepMeter:
+    """Measures a step on this rank, from when it is made until `read`."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic, self._sent, self._waited = traffic, traffic.by_axis(), traffic.waited_seconds
+        self._started = time.perf_counter()
+
+    def read(self) -> tuple[float, float, dict[str, int]]:
+        """Seconds, seconds without waiting for other ranks, and the bytes sent by axis."""
+        seconds = time.perf_counter() - self._started
+        sent = {axis: bytes_ - self._sent.get(axis, 0) for axis, bytes_ in sorted(self._traffic.by_axis().items())}
+        work = seconds - (self._traffic.waited_seconds - self._waited)
+        return seconds, work, {axis: bytes_ for axis, bytes_ in sent.items() if bytes_}
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has held so far: allocated on CUDA, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,126 @@
+"""Which checkpoint a run continues from, as `checkpoint.resume` says, and whether all ranks see the same files.
+
+auto                 the newest complete step of the run's own directory; the beginning if there is none
+never                the beginning; refused if the directory holds a run
+path or URL          that step, at the first start; after an interruption the newest of the run's own
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from megazero.checkpoint.folder import Folder, folder_at
+from megazero.checkpoint.index import (
+    CheckpointError,
+    DamagedError,
+    find_newest,
+    is_complete,
+    read_trainer_state,
+    step_folders,
+    step_of,
+)
+from megazero.comm.collectives import agree, gather_objects
+from megazero.config import RunConfig
+from megazero.parallel_state import ParallelState
+
+CHECKPOINTS = "checkpoints"
+_PROBE = "probe-"
+_PROBE_SECONDS = 5.0  # a shared file system may show a new file a moment late
+
+
+def checkpoints_of(config: RunConfig) -> Folder:
+    """Where a run's checkpoints are.  Raises: ValueError for a URL that cannot be used."""
+    return folder_at(config.checkpoint.directory or Path(config.training.run_dir) / CHECKPOINTS)
+
+
+def find_origin(wish: str, root: Folder) -> Folder | None:
+    """The step directory to load; None to begin anew.
+
+    Args:
+        wish: `checkpoint.resume`.
+        root: where the run's own checkpoints are.
+
+    Raises:
+        CheckpointError: `wish` does not fit what is in `root`, or is no checkpoint.
+    """
+    newest = find_newest(root)
+    is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if wish == "auto" or (wish == "never" and is_restart):
+        return newest
+    if wish == "never":
+        if newest is not None:
+            raise CheckpointError(
+                f"checkpoint.resume=never, but {root} holds the run that wrote {newest.name}; "
+                "set training.run_dir to a new directory, or checkpoint.resume=auto to continue it"
+            )
+        return None
+    if newest is not None and _was_interrupted(root, wish):
+        return newest
+    origin = folder_at(wish)
+    if not is_complete(origin):
+        raise CheckpointError(f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json)")
+    step = read_trainer_state(origin).step
+    if newest is not None and step_of(newest) > step:
+        raise CheckpointError(
+            f"checkpoint.resume={wish} is step {step}, but {root} already holds {newest.name}; "
+            "set training.run_dir to a new directory to branch off, or remove the later steps"
+        )
+    return origin
+
+
+def resume_setting_of(folder: Folder) -> str | None:
+    """`checkpoint.resume` of the run that wrote a checkpoint; None where that is unknown."""
+    with suppress(DamagedError):
+        resume = read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
+        return None if resume is None else str(resume)
+    return None
+
+
+def _was_interrupted(root: Folder, wish: str) -> bool:
+    """Whether the run in a directory began at `wish`.  The newest step that can be read decides."""
+    complete = (folder for folder in reversed(step_folders(root)) if is_complete(folder))
+    beginnings = (resume_setting_of(folder) for folder in complete)
+    return next((one for one in beginnings if one is not None), None) == wish
+
+
+def check_shared(root: Folder, state: ParallelState) -> None:
+    """Make sure that every rank sees the files of rank 0.  Raises: CheckpointError naming those that do not."""
+    if state.world.size == 1:
+        return
+    probe = gather_objects(f"{_PROBE}{uuid.uuid4().hex}", state.world)[0]
+
+    def write_probe() -> None:
+        root.make()
+        for name in root.files():  # by a run that was killed at this point
+            if name.startswith(_PROBE):
+                root.remove(name)
+        root.write(probe, b"")
+
+    agree(write_probe if state.rank == 0 else lambda: None, state.world, CheckpointError)
+    seen = gather_objects((_appears(root, probe), socket.gethostname()), state.world)
+    if state.rank == 0:
+        with suppress(OSError):
+            root.remove(probe)
+    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
+    if blind:
+        shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
+        raise CheckpointError(
+            f"{shown} cannot see what rank 0 on {seen[0][1]} writes in {root}: checkpoints need a directory that all ranks "
+            "share. Set checkpoint.directory to a shared file system, or to a URL such as s3://bucket/run"
+        )
+
+
+def _appears(root: Folder, name: str) -> bool:
+    end = time.monotonic() + _PROBE_SECONDS
+    while True:
+        with suppress(OSError):
+            if root.has(name):
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
