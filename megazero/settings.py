@@ -37,6 +37,13 @@ class Section(BaseModel):
 
 
 @dataclass(frozen=True)
+class Spelling:
+    """Beside a type in `Annotated`: says in words what the key takes, where the type alone does not."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a configuration."""
 

@@ -173,7 +173,7 @@ def test_the_message_is_a_numbered_list(write):
         load_config(path)
     assert str(raised.value) == (
         f"2 problems in {path}:\n"
-        "  1. zero.stage = 5: must be 0, 1, 2 or 3; the default is 1\n"
+        "  1. zero.stage = 5: must be 0, 1, 2 or 3; write 3\n"
         "  2. zero.bucket_bytes = 3: must be >= 1024; write 1024"
     )
 

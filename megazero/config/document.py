@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
-from megazero.config.schema import DataSource, keys, sections
-from megazero.settings import LARGEST_COUNT, toml_value
+from megazero.config.schema import keys, sections
+from megazero.settings import LARGEST_COUNT, Spelling, toml_value
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 
@@ -66,14 +66,14 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
         annotation: the type, as written in the schema.
         metadata: the constraints that stand beside it.
     """
+    if spelt := [item.text for item in metadata if isinstance(item, Spelling)]:
+        return spelt[0]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        text = type_text(arguments[0], _constraints(arguments[1:]))
-        return f"string or {text}" if arguments[0] is DataSource else text
-    if origin is Literal:
-        return " or ".join(map(toml_value, arguments))
-    if origin in (Union, UnionType):
-        return " or ".join(type_text(part) for part in arguments if part is not NoneType)
+        return type_text(arguments[0], _constraints(arguments[1:]))
+    if origin in (Literal, Union, UnionType):
+        say = toml_value if origin is Literal else type_text
+        return " or ".join(say(part) for part in arguments if part is not NoneType)
     if origin is tuple:
         items = [type_text(part) for part in arguments if part is not Ellipsis]
         return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"

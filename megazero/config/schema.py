@@ -29,6 +29,7 @@ from megazero.settings import (
     Section,
     Share,
     ShareBelowOne,
+    Spelling,
     Text,
 )
 
@@ -183,7 +184,7 @@ def _source(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
-Source = Annotated[DataSource, BeforeValidator(_source)]
+Source = Annotated[DataSource, BeforeValidator(_source), Spelling("string or { path, weight }")]
 
 
 class DataConfig(Section):

@@ -135,7 +135,7 @@ def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str
     if place in known:
         return f"write [{place}] and its keys below it"
     taken = []
-    for candidate in _candidates(_get(tables, path), errors):
+    for candidate in candidates(_get(tables, path), errors):
         changed = deepcopy(tables)
         _get(changed, path[:-1])[path[-1]] = candidate
         if not any(other[: len(path)] == path for other in _errors(changed)):
@@ -146,8 +146,13 @@ def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str
     return f"write {' or '.join(dict.fromkeys(taken))}" if taken else ""
 
 
-def _candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
-    """Give values near a wrong one: the same in another type, the nearest bound, the most similar word."""
+def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
+    """Give values near a wrong one: the same in another type, the nearest bound, the most similar word.
+
+    Args:
+        value: the wrong one.
+        errors: what pydantic says of it.
+    """
     kinds = {error["type"] for error in errors}
     if isinstance(value, str):
         with suppress(tomllib.TOMLDecodeError):
@@ -156,13 +161,19 @@ def _candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
         yield from get_close_matches(value.lower(), words, n=1)
     elif isinstance(value, float) and math.isfinite(value):
         yield from sorted({math.floor(value), math.ceil(value)})
+    elif type(value) is int:
+        if "bool_type" in kinds and value in (0, 1):
+            yield bool(value)
+        texts = [error.get("ctx", {}).get("expected", "") for error in errors]
+        numbers = [int(number) for text in texts for number in re.findall(r"\b\d+\b", text)]
+        yield from sorted(numbers, key=lambda number: abs(number - value))[:1]
     if "tuple_type" in kinds:
         yield [value]
     if "string_type" in kinds:
         yield value if isinstance(value, str) else toml_value(value)
-    for error in errors:
-        context = error.get("ctx", {})
-        yield from (context[bound] for bound in ("ge", "le") if bound in context)
+    contexts = [error.get("ctx", {}) for error in errors]
+    if not (isinstance(value, float) and math.isnan(value)):
+        yield from (context[bound] for context in contexts for bound in ("ge", "le") if bound in context)
 
 
 def _choices(error: ErrorDetails) -> list[str]:
