@@ -1,4 +1,4 @@
-"""What a section of a run file is, how its values are written, and what is said when one is wrong.
+"""What a section of a run file is, how its values are written, and how a wrong one is reported.
 
     training.global_batch_size = 30: must be divisible by micro_batch_size*dp=8; the nearest are 24 and 32
     [--------- key -----------]  [v]  [------------------ rule ------------------]  [-------- hint --------]
@@ -47,17 +47,17 @@ class Spelling:
 class Problem:
     """One thing that is wrong with a configuration."""
 
-    place: str
+    key: str
     """The key, as `section.key`, or the file."""
     value: object
-    """What stands there; None where there is no one value to show."""
+    """Its value; None where there is no one value to show."""
     rule: str
-    """What is asked of it."""
+    """What the value must be."""
     hint: str = ""
     """What to write instead; empty where the rule says it all."""
 
     def __str__(self) -> str:
-        text = self.place
+        text = self.key
         if self.value is not None:
             shown = toml_value(self.value)
             text += f" = {shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + '…'}"

@@ -275,12 +275,12 @@ def test_the_zero_block_becomes_the_zero_section(stage):
         "action",
         20_000_000,
     )
-    assert zero.resident_elements == (1000 if stage == 3 else 0)
+    assert zero.persistent_elements == (1000 if stage == 3 else 0)
     assert zero.shard_group_size == (2 if stage else 0)
 
 
 def test_zero_defaults_are_those_of_deepspeed_where_they_bear_on_memory_by_parameter():
-    assert load(zero_optimization={"stage": 3}).zero.resident_elements == 100_000
+    assert load(zero_optimization={"stage": 3}).zero.persistent_elements == 100_000
     assert load(zero_optimization={"stage": 2}).zero.bucket_bytes == RunConfig().zero.bucket_bytes
     assert load(zero_optimization=True).zero.stage == 1
     assert load(zero_optimization=False).zero.stage == 0

@@ -162,7 +162,7 @@ def _zero(config: DeepSpeedJson) -> ZeroConfig:
     if "reduce_bucket_size" in zero.model_fields_set:
         given["bucket_bytes"] = _bucket_bytes(config)
     if zero.stage == 3:
-        given["resident_elements"] = min(zero.stage3_param_persistence_threshold, LARGEST_COUNT)
+        given["persistent_elements"] = min(zero.stage3_param_persistence_threshold, LARGEST_COUNT)
     if zero.stage > 0:
         given["shard_group_size"] = max(0, zero.mics_shard_size)
     return ZeroConfig.model_validate(given)

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megazero.config.document import type_text
-from megazero.config.validate import candidates
+from megazero.config.problems import candidates
 from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED, UNCHECKED, Refusal
 from megazero.deepspeed.config_schema import DeepSpeedJson, honoured_keys
 from megazero.settings import Problem

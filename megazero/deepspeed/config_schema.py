@@ -129,7 +129,7 @@ class ZeroBlock(Section):
     reduce_bucket_size: BucketElements = 500_000_000
     """`zero.bucket_bytes`, 4 bytes for each element; 40 MiB if left out"""
     stage3_param_persistence_threshold: Elements = 100_000
-    """`zero.resident_elements` at stage 3; no effect at other stages"""
+    """`zero.persistent_elements` at stage 3; no effect at other stages"""
     mics_shard_size: Annotated[int, Field(ge=-1)] = -1
     """`zero.shard_group_size` where > 0 (DeepSpeed 0.19 removed it)"""
     cpu_offload: bool | None = None

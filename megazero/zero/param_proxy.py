@@ -160,7 +160,7 @@ def _warn(value: Any) -> None:
         value.warned = True
         warnings.warn(
             f"{value.label} is used outside the forward of the module that ZeRO-3 gathers it for; each such use gathers it "
-            "once more (zero.resident_elements keeps small ones whole)",
+            "once more (zero.persistent_elements keeps small ones whole)",
             stacklevel=3,
         )
 

@@ -84,7 +84,7 @@ class ShardedModel:
             bucket_bytes=zero.bucket_bytes,
             ties=ties,
             gather_policy=zero.gather_policy,
-            resident_elements=zero.resident_elements,
+            resident_elements=zero.persistent_elements,
             offload=OffloadPlan(where, moments, state.rank, state.world),
         )
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}

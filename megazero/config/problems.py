@@ -1,9 +1,13 @@
-"""Types, ranges and names: what the schema asks of each key by itself, told in the words of a run file.
+"""What is wrong with each key by itself: pydantic's errors in the words of a run file, unknown keys with a guess.
 
     training.steps = "8"           ->  must be an integer; write 8
     training.micro_batch_size = 0  ->  must be >= 1 or "auto"; write 1
+    model.num_head                 ->  a misspelt key of the same section:   did you mean model.num_heads?
+    model.lr                       ->  a key of another section:             did you mean optimizer.lr?
+    zero.ratio                     ->  a key of a section within it:         did you mean zero.offload.ratio?
+    modle.num_heads                ->  a key of a misspelt section:          did you mean model.num_heads?
 
-A suggestion is made only when the schema takes it.
+A value is suggested only when the schema takes it. A guess at a name is reported, never used.
 """
 
 import math
@@ -15,14 +19,19 @@ from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from megazero.config.schema import RunConfig, keys, sections
-from megazero.config.typos import unknown_item_key, unknown_key, unknown_section
+from megazero.config.schema import DataSource, ElasticShape, RunConfig, keys, sections
 from megazero.settings import Problem, toml_value
 
 Path = tuple[str | int, ...]
+
+# What the tables in a list of tables are.
+_ITEMS: dict[str, tuple[str, type[BaseModel]]] = {
+    "data.sources": ("source", DataSource),
+    "elastic.shapes": ("shape", ElasticShape),
+}
 
 # Each completes "must ...". An error with no line here has a message that does so itself.
 _MUST = {
@@ -51,8 +60,8 @@ def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig, set[str]
         tables: the run file as parsed.
 
     Returns:
-        What is wrong; the run with the wrong keys left at their defaults; and the keys, as `section.key`, whose values
-        there mean nothing, because they are wrong or because a misspelt key probably meant them.
+        What is wrong; the run, with wrong keys at their defaults; and the keys, as `section.key`, whose values in it
+        mean nothing, because they are wrong or because a misspelt key probably meant them.
     """
     problems: list[Problem] = []
     wrong_keys: set[str] = set()
@@ -63,7 +72,7 @@ def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig, set[str]
             wrong_keys.update(key for key in meant if not _is_written(tables, key))
         wrong = _key_or_section(path)
         names = (f"{section}.{key}" for section, fields in keys().items() for key in fields)
-        wrong_keys.update(name for name in names if f"{name}.".startswith(f"{_place(wrong)}."))
+        wrong_keys.update(name for name in names if f"{name}.".startswith(f"{_name(wrong)}."))
         _get(rest, wrong[:-1]).pop(wrong[-1], None)
     return problems, RunConfig.model_validate(rest), wrong_keys
 
@@ -76,7 +85,7 @@ def _is_written(tables: dict[str, Any], name: str) -> bool:
 def _key_or_section(path: Path) -> Path:
     """Cut off what is inside a key:  data.sources[0].path -> data.sources      zero.offload.ratio -> the same."""
     known = sections()
-    depth = sum(_place(path[:end]) in known for end in range(1, len(path) + 1))
+    depth = sum(_name(path[:end]) in known for end in range(1, len(path) + 1))
     return path[: depth + 1]
 
 
@@ -88,14 +97,14 @@ def _errors(tables: dict[str, Any]) -> dict[Path, list[ErrorDetails]]:
         by_path: dict[Path, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
             if detail["type"] == "too_short" and detail["input"]:
-                continue  # what is in the list is wrong, which is told of it, and only then is the list empty
+                continue  # the list is empty only because its items are wrong, which has an error of its own
             by_path.setdefault(_path_in_file(tables, detail["loc"]), []).append(detail)
         return by_path
     return {}
 
 
 def _path_in_file(tables: dict[str, Any], location: Path) -> Path:
-    """Keep of a pydantic location what stands in the file; the rest names types, or what is missing."""
+    """Give the part of a pydantic location that the file has; the rest names types, or what is missing."""
     value: Any = tables
     for depth, part in enumerate(location):
         inside = isinstance(value, dict) and part in value
@@ -106,18 +115,18 @@ def _path_in_file(tables: dict[str, Any], location: Path) -> Path:
 
 
 def _describe(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> list[tuple[Problem, list[str]]]:
-    """Turn the errors at one place into problems, each with the keys that a misspelt one may have meant."""
-    value, place = _get(tables, path), _place(path)
+    """Turn the errors of one key into problems, each with the keys that a misspelt one may have meant."""
+    value, key = _get(tables, path), _name(path)
     if errors[0]["type"] == "extra_forbidden":
-        home, key = _place(path[:-1]), str(path[-1])
+        home, last = _name(path[:-1]), str(path[-1])
         if home and home not in sections():
-            return [(unknown_item_key(place, key, value), [])]
+            return [(_unknown_in_item(key, last, value), [])]
         if not home or isinstance(value, dict):
-            return unknown_section(place, value)
-        return [unknown_key(place, key, home, value)]
+            return _unknown_section(key, value)
+        return [_unknown_key(key, last, home, value)]
     phrases = list(dict.fromkeys(map(_must, errors)))
     rule = "must " + " or ".join([phrases[0], *(phrase.removeprefix("be ") for phrase in phrases[1:])])
-    return [(Problem(place, value, rule, _hint(tables, path, errors)), [])]
+    return [(Problem(key, value, rule, _hint(tables, path, errors)), [])]
 
 
 def _must(error: ErrorDetails) -> str:
@@ -130,10 +139,10 @@ def _must(error: ErrorDetails) -> str:
 
 
 def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str:
-    """Say what to write instead, of the candidates that the schema takes."""
-    known, place, home = sections(), _place(path), _place(path[:-1])
-    if place in known:
-        return f"write [{place}] and its keys below it"
+    """Suggest the candidates that the schema takes."""
+    known, key, home = sections(), _name(path), _name(path[:-1])
+    if key in known:
+        return f"write [{key}] and its keys below it"
     taken = []
     for candidate in candidates(_get(tables, path), errors):
         changed = deepcopy(tables)
@@ -188,6 +197,66 @@ def _get(tables: dict[str, Any], path: Path) -> Any:
     return value
 
 
-def _place(path: Path) -> str:
+def _name(path: Path) -> str:
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return "".join(parts).removeprefix(".")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names that do not exist.  A problem comes with the keys that may have been meant, as `section.key`.
+
+
+def _unknown_key(key: str, last: str, home: str, value: object) -> tuple[Problem, list[str]]:
+    """Describe a key that its section does not have."""
+    meant = _meant(last, home)
+    elsewhere = meant and all(name.rpartition(".")[0] != home for name in meant)
+    rule = f"unknown key in [{home}]" if elsewhere else "unknown key"
+    return Problem(key, value, rule, _did_you_mean(meant) or _keys_of(home)), meant
+
+
+def _unknown_section(name: str, value: object) -> list[tuple[Problem, list[str]]]:
+    """Describe a name that is no section of a run file, one problem for each key below it."""
+    known = sections()
+    home = next(iter(get_close_matches(name, known, n=1)), None)
+    choices = f"the sections are {', '.join(known)}"
+    if not isinstance(value, dict):
+        meant = _meant(name, None)
+        return [(Problem(name, value, "a key outside any section", _did_you_mean(meant) or choices), meant)]
+    if not value:
+        return [(Problem(name, None, "unknown section", f"did you mean [{home}]?" if home else choices), [])]
+    found = []
+    for key, item in value.items():
+        meant = _meant(key, home)
+        hint = _did_you_mean(meant) or (_keys_of(home) if home else choices)
+        found.append((Problem(f"{name}.{key}", item, f"unknown section [{name}]", hint), meant))
+    return found
+
+
+def _unknown_in_item(key: str, last: str, value: object) -> Problem:
+    """Describe a key that a table in a list, such as `data.sources`, does not have."""
+    name, item = _ITEMS[key.partition("[")[0]]
+    known = item.model_fields
+    close = get_close_matches(last, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"the keys of a {name} are {', '.join(known)}"
+    return Problem(key, value, "unknown key", hint)
+
+
+def _meant(key: str, home: str | None) -> list[str]:
+    """Look for a key: the same name, in its own section first; a similar one there; a similar one anywhere."""
+    known = keys()
+    if home and key in known[home]:
+        return [f"{home}.{key}"]
+    if same := [f"{section}.{key}" for section in known if key in known[section]]:
+        return same
+    if home and (close := get_close_matches(key, known[home], n=1)):
+        return [f"{home}.{close[0]}"]
+    close = get_close_matches(key, sorted({name for names in known.values() for name in names}), n=1)
+    return [f"{section}.{name}" for name in close for section in known if name in known[section]]
+
+
+def _did_you_mean(meant: list[str]) -> str:
+    return f"did you mean {' or '.join(meant)}?" if meant else ""
+
+
+def _keys_of(home: str) -> str:
+    return f"the keys of [{home}] are {', '.join(sections()[home].model_fields)}"
