@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -86,6 +87,22 @@ class ConfigError(ValueError):
         return "\n".join(lines)
 
 
+def file_error(path: Path, rule: str, hint: str = "", line: int | None = None) -> ConfigError:
+    """Make the error for a file as a whole, or for one of its lines."""
+    where = str(path) if line is None else f"{path}:{line}"
+    return ConfigError([Problem(where, None, rule, hint)], str(path))
+
+
+def read_text(path: Path) -> str:
+    """Read a configuration file.  Raises: ConfigError, it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise file_error(path, f"is not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise file_error(path, f"cannot be read: {error.strerror}") from None
+
+
 def nearest_multiples(value: int, step: int) -> list[int]:
     """Give the positive multiples of `step` next below and next above a value that is none."""
     below = value // step * step
@@ -114,7 +131,7 @@ def toml_value(value: object) -> str:
     """Write one value as TOML; reading the text gives an equal value back.
 
     Args:
-        value: what TOML can hold: bool, int, float, str, date or time, and lists and string-keyed dicts of these.
+        value: bool, int, float, str, date or time, or lists, string-keyed dicts and sections of these.
     """
     match value:
         case bool():  # before int: True is an int in Python
@@ -124,6 +141,8 @@ def toml_value(value: object) -> str:
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return f"[{', '.join(map(toml_value, value))}]"
+        case BaseModel():
+            return toml_value(value.model_dump())
         case dict():
             return "{ " + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + " }"
         case _:

@@ -137,13 +137,13 @@ def test_a_shard_group_that_does_not_divide_dp_is_given_up_with_a_notice() -> No
             {"training": {"global_batch_size": 8}, "parallel": {"schedule_file": "a.csv"}},
             2,
             'parallel.schedule_file = "a.csv": must be unset where elastic.enabled = true: a schedule of your own fixes '
-            "pp and accumulation; name a parallel.schedule",
+            "pp and accumulation; leave it out, or elastic.enabled = false",
         ),
         (
             {"elastic": {"enabled": False, "shapes": [{"world_size": 2}]}},
             2,
             "elastic.shapes = [{ world_size = 2, tp = 1, pp = 1 }]: must be empty where elastic.enabled = false: the shape "
-            "is that of [parallel]; write elastic.enabled = true",
+            "is that of [parallel]; leave it out, or elastic.enabled = true",
         ),
         (
             {"elastic": {"shapes": [{"world_size": 3, "tp": 4}]}, "training": {"global_batch_size": 8}},

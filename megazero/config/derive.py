@@ -90,7 +90,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 class BatchSizes:
     """A complete triple: global_batch_size = micro_batch_size * dp * accumulation, in samples.
 
-    In an elastic run the product may exceed the global batch; what is beyond it is empty.
+    In an elastic run the product may be larger; the samples beyond the global batch are empty.
     """
 
     global_batch_size: int
@@ -103,8 +103,8 @@ def complete_batch(
 ) -> BatchSizes:
     """Fill in the batch sizes that are "auto".
 
-    Two sizes give the third. With fewer, micro-batches are made as many as pipeline stages, so that every stage has
-    work, and no more than that, so that they stay large; a size that nothing tells is 1.
+    Two sizes give the third. With fewer there are as many micro-batches as pipeline stages, so that every stage has
+    work and micro-batches stay large; a size that nothing says is 1.
 
     Args:
         global_batch_size: samples in an optimizer step.
@@ -114,7 +114,7 @@ def complete_batch(
         pp: pipeline-parallel degree.
 
     Raises:
-        ConfigError: the sizes contradict each other; the message names the numbers and the nearest that do not.
+        ConfigError: the sizes contradict each other; the error has the numbers and the nearest that do not.
     """
     if global_batch_size == "auto":
         micro = 1 if micro_batch_size == "auto" else micro_batch_size
@@ -125,7 +125,12 @@ def complete_batch(
         product = micro_batch_size * dp * accumulation
         if global_batch_size != product:
             rule = f"must be micro_batch_size*dp*accumulation={micro_batch_size}*{dp}*{accumulation}={product}"
-            raise _batch_error(global_batch_size, rule, f'write {product}, or make one of the three "auto"')
+            raise _error(
+                "training.global_batch_size",
+                global_batch_size,
+                rule,
+                f'write {product}, or make one of the three "auto"',
+            )
         return BatchSizes(product, micro_batch_size, accumulation)
 
     if micro_batch_size != "auto":
@@ -144,7 +149,7 @@ def padded_batch(
 ) -> BatchSizes:
     """Fill in the batch sizes of an elastic run: as few micro-batches as hold the global batch, the last ones in part.
 
-    Where nothing needs to be filled up, the sizes are those of `complete_batch`.
+    Without empty samples the sizes are those of `complete_batch`.
 
     Args:
         global_batch_size: samples in an optimizer step, whatever dp is.
@@ -188,12 +193,7 @@ def batch_sizes(config: RunConfig, dp: int) -> BatchSizes:
 
 
 def cache_directory(data: DataConfig, environment: Mapping[str, str] = os.environ) -> Path:
-    """Give the directory where prepared data is kept.
-
-    Args:
-        data: the section as written.
-        environment: where XDG_CACHE_HOME is looked up.
-    """
+    """Give the directory of prepared data; XDG_CACHE_HOME is looked up in the environment."""
     if data.cache_dir is not None:
         return Path(data.cache_dir).expanduser()
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megazero"
@@ -206,12 +206,8 @@ def _round_up(count: int, multiple: int) -> int:
 def _divide(global_batch_size: int, divisor: int, name: str) -> int:
     if global_batch_size % divisor:
         nearest = nearest_text(nearest_multiples(global_batch_size, divisor))
-        raise _batch_error(global_batch_size, f"must be divisible by {name}={divisor}", nearest)
+        raise _error("training.global_batch_size", global_batch_size, f"must be divisible by {name}={divisor}", nearest)
     return global_batch_size // divisor
-
-
-def _batch_error(value: int, rule: str, hint: str) -> ConfigError:
-    return _error("training.global_batch_size", value, rule, hint)
 
 
 def _error(key: str, value: object, rule: str, hint: str) -> ConfigError:
@@ -252,7 +248,7 @@ def fit(config: RunConfig, world_size: int) -> Fit:
     dp = max(world_size, 0) // (tp * pp)
     if dp == 0:
         raise ConfigError([_too_few(config, world_size, tp, pp)])
-    group, notices = config.zero.shard_group_size, []
+    group, notices = config.zero.shard_group_size, list[str]()
     if spare := world_size - tp * pp * dp:
         notices.append(f"{spare} of {world_size} ranks do not train: tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp}")
     if group and dp % group:
@@ -265,12 +261,7 @@ def fit(config: RunConfig, world_size: int) -> Fit:
 
 
 def shape_of(config: RunConfig, world_size: int) -> tuple[int, int]:
-    """Give (tp, pp) for a number of ranks.
-
-    Args:
-        config: the run, as written.
-        world_size: ranks that were started.
-    """
+    """Give (tp, pp) for the number of ranks that were started, of the run as written."""
     for shape in config.elastic.shapes:
         if shape.world_size == world_size:
             return shape.tp, shape.pp
@@ -278,12 +269,7 @@ def shape_of(config: RunConfig, world_size: int) -> tuple[int, int]:
 
 
 def with_shape(config: RunConfig, shape: ElasticShape) -> RunConfig:
-    """Give the run with the degrees of one of its shapes.
-
-    Args:
-        config: the run, as written.
-        shape: one of elastic.shapes.
-    """
+    """Give the run with the degrees of one of its elastic.shapes."""
     parallel = config.parallel.model_copy(update={"tp": shape.tp, "pp": shape.pp})
     return config.model_copy(update={"parallel": parallel})
 

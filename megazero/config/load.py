@@ -10,7 +10,7 @@ Resolving twice changes nothing: a resolved config is itself a config, which res
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date, time
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +20,7 @@ from megazero.config.derive import BatchSizes, batch_sizes, complete_model, data
 from megazero.config.problems import validate
 from megazero.config.rules import broken_rules
 from megazero.config.schema import RunConfig, sections
-from megazero.settings import ConfigError, Problem
+from megazero.settings import ConfigError, Problem, file_error, read_text
 
 Tables = dict[str, Any]
 
@@ -32,13 +32,13 @@ RENAMED = {"zero.resident_elements": "zero.persistent_elements"}
 class ResolvedRun:
     """A run on a known number of ranks: global_batch_size = micro_batch_size * dp * accumulation.
 
-    An elastic run may have more room than samples; `read_batches` leaves the rest empty.
+    In an elastic run the product may be larger; the samples beyond the global batch are empty.
     """
 
     config: RunConfig
-    """The config, with model sizes and batch sizes filled in, and an elastic one with the degrees of this world."""
+    """The config with model and batch sizes filled in; of an elastic run with the degrees of this world."""
     written: RunConfig = field(compare=False)
-    """What its file says: as `config`, but an elastic run has the shape that it was written with, for any world."""
+    """As `config`, but an elastic run has the degrees of its file, which are for any world."""
     world_size: int
     """Number of ranks that train: tp * pp * dp."""
     dp: int
@@ -52,7 +52,7 @@ class ResolvedRun:
     spare_ranks: int = 0
     """Ranks of an elastic run beyond those that train."""
     notices: tuple[str, ...] = field(default=(), compare=False)
-    """What a user of an elastic run should know of its fit to this world, a line each."""
+    """What fitting an elastic run to this world changed, a line each."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> ResolvedRun:
@@ -72,15 +72,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
     problems += [problem for text in overrides if (problem := _override(tables, text))]
     schema_problems, config, wrong_keys = validate(tables)
     problems += schema_problems
-    if world_size is None:
-        ranks = config.launch.nproc_per_node
-        if "launch.nproc_per_node" in wrong_keys:
-            wrong_keys.add("world_size")
-        found = broken_rules(config, ranks, wrong_keys)  # the number of ranks comes from this key
-        problems += [replace(p, key="launch.nproc_per_node") if p.key == "world_size" else p for p in found]
-    else:
-        ranks = world_size
-        problems += broken_rules(config, ranks, wrong_keys)
+    ranks, source = world_size, "world_size"
+    if ranks is None:
+        ranks, source = config.launch.nproc_per_node, "launch.nproc_per_node"
+    if source in wrong_keys:
+        wrong_keys.add("world_size")
+    found = broken_rules(config, ranks, wrong_keys)
+    problems += [replace(problem, key=source) if problem.key == "world_size" else problem for problem in found]
     if problems:
         raise ConfigError(problems, str(path))
     return resolve(config, ranks)
@@ -102,61 +100,44 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
     fitted = fit(config, world_size)
     dp = data_parallel_size(fitted.config.parallel, fitted.world_size)
     batch = batch_sizes(fitted.config, dp)
-    sizes: dict[str, object] = {
-        "global_batch_size": batch.global_batch_size,
-        "micro_batch_size": batch.micro_batch_size,
-        "accumulation": batch.accumulation,
-    }
-    if config.elastic.enabled:
-        sizes = {}  # they follow dp, which another world changes
-    filled = {
-        "model": complete_model(config.model),
-        "training": config.training.model_copy(update=sizes),
-    }
+    sizes = asdict(batch)
+    written = {} if config.elastic.enabled else sizes  # in an elastic run they follow dp, which another world changes
+    filled = {"model": complete_model(config.model), "training": config.training.model_copy(update=written)}
     return ResolvedRun(
         config=fitted.config.model_copy(update=filled),
         written=config.model_copy(update=filled),
         world_size=fitted.world_size,
         dp=dp,
-        global_batch_size=batch.global_batch_size,
-        micro_batch_size=batch.micro_batch_size,
-        accumulation=batch.accumulation,
+        **sizes,
         spare_ranks=fitted.spare_ranks,
         notices=(*fitted.notices, *_empty_samples(batch, dp)),
     )
 
 
 def _empty_samples(batch: BatchSizes, dp: int) -> list[str]:
-    room, samples = batch.micro_batch_size * batch.accumulation * dp, batch.global_batch_size
-    if room == samples:
+    slots, samples = batch.micro_batch_size * batch.accumulation * dp, batch.global_batch_size
+    if slots == samples:
         return []
     return [
-        f"{room - samples} of {room} samples of each step are empty: global_batch_size={samples} is not divisible by "
+        f"{slots - samples} of {slots} samples of each step are empty: global_batch_size={samples} is not divisible by "
         f"dp {dp} x micro_batch_size {batch.micro_batch_size}"
         + (f" x {batch.accumulation} micro-batches" if samples % (dp * batch.micro_batch_size) == 0 else "")
     ]
 
 
 def _read(path: Path) -> Tables:
-    def fail(rule: str, hint: str = "", line: int | None = None) -> ConfigError:
-        where = str(path) if line is None else f"{path}:{line}"
-        return ConfigError([Problem(where, None, rule, hint)], str(path))
-
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise fail("no such file", _similar_files(path)) from None
-    except UnicodeDecodeError as error:
-        raise fail(f"is not UTF-8 at byte {error.start}", "a run file is TOML text") from None
-    except OSError as error:
-        raise fail(f"cannot be read: {error.strerror}") from None
+    if not path.exists():
+        raise file_error(path, "no such file", _similar_files(path))
+    text = read_text(path)
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"at line (\d+)", str(error))
         lines = text.split("\n")
         number = int(found[1]) if found else len(lines)  # "at end of document"
-        raise fail(f"is not TOML: {error}", f"the line reads: {lines[number - 1].strip()}", number) from None
+        raise file_error(
+            path, f"is not TOML: {error}", f"the line reads: {lines[number - 1].strip()}", number
+        ) from None
 
 
 def _similar_files(path: Path) -> str:

@@ -245,20 +245,6 @@ def _elastic_batch_is_a_number(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("training.global_batch_size", "auto", rule, "write the samples of an optimizer step")
 
 
-def _elastic_follows_no_schedule_file(config: RunConfig, _: int) -> Iterator[Problem]:
-    path = config.parallel.schedule_file
-    if config.elastic.enabled and path is not None:
-        rule = "must be unset where elastic.enabled = true: a schedule of your own fixes pp and accumulation"
-        yield Problem("parallel.schedule_file", path, rule, "name a parallel.schedule")
-
-
-def _shapes_are_asked_for(config: RunConfig, _: int) -> Iterator[Problem]:
-    if config.elastic.shapes and not config.elastic.enabled:
-        shapes = [shape.model_dump() for shape in config.elastic.shapes]
-        rule = "must be empty where elastic.enabled = false: the shape is that of [parallel]"
-        yield Problem("elastic.shapes", shapes, rule, "write elastic.enabled = true")
-
-
 def _shapes_fill_their_worlds(config: RunConfig, _: int) -> Iterator[Problem]:
     for index, shape in enumerate(config.elastic.shapes):
         if shape.tp * shape.pp > shape.world_size:
@@ -277,7 +263,7 @@ def _shapes_fit_the_model(config: RunConfig, _: int) -> Iterator[Problem]:
         for rule in _SHAPE_RULES:
             for problem in rule.check(with_shape(config, shape), shape.world_size):
                 key = problem.key if problem.value is None else f"{problem.key} = {toml_value(problem.value)}"
-                yield Problem(f"elastic.shapes[{index}]", shape.model_dump(), f"{key} {problem.rule}", problem.hint)
+                yield Problem(f"elastic.shapes[{index}]", shape, f"{key} {problem.rule}", problem.hint)
 
 
 def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...], why: str) -> Rule:
@@ -286,13 +272,17 @@ def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...]
     def check(config: RunConfig, _: int) -> Iterator[Problem]:
         value, found = attrgetter(key)(config), attrgetter(other)(config)
         if value != unused and found not in allowed:
-            rule = f"must be {toml_value(unused)} where {other} = {toml_value(found)}: {why}"
-            hint = f"write {toml_value(unused)}, or {other} = {' or '.join(map(toml_value, allowed))}"
+            must = _EMPTY.get(unused) or toml_value(unused)
+            rule = f"must be {must} where {other} = {toml_value(found)}: {why}"
+            hint = "leave it out" if unused in _EMPTY else f"write {must}"
+            hint += f", or {other} = {' or '.join(map(toml_value, allowed))}"
             yield Problem(key, value, rule, hint)
 
     return Rule((key, other), check)
 
 
+_OWN_SCHEDULE = "a schedule of your own fixes pp and accumulation"
+_EMPTY = {None: "unset", (): "empty"}
 _ELASTIC = ("elastic.enabled", "elastic.shapes")
 _WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
 _RETENTION = tuple(f"checkpoint.{key}" for key in ("keep_last", "keep_every_steps", "keep_best"))
@@ -318,8 +308,8 @@ RULES = (
     Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
     Rule((*_WORLD, *_BATCH, *_CHUNKS), _interleaved_has_full_groups),
     Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),
-    Rule(("elastic.enabled", "parallel.schedule_file"), _elastic_follows_no_schedule_file),
-    Rule(_ELASTIC, _shapes_are_asked_for),
+    _only_with("parallel.schedule_file", None, "elastic.enabled", (False,), _OWN_SCHEDULE),
+    _only_with("elastic.shapes", (), "elastic.enabled", (True,), "the shape is that of [parallel]"),
     Rule(_ELASTIC, _shapes_fill_their_worlds),
     _EVERY_SHAPE,
     _only_with("training.accumulation", "auto", "elastic.enabled", (False,), "it follows dp, which changes"),

@@ -16,7 +16,7 @@ from typing import Any
 from megazero.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from megazero.deepspeed.config_check import check_keys
 from megazero.deepspeed.config_schema import OFFLOAD, RELATIONS, ZERO, DeepSpeedJson, NamedBlock
-from megazero.settings import LARGEST_COUNT, ConfigError, Problem
+from megazero.settings import LARGEST_COUNT, ConfigError, file_error, read_text
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
 _BYTES_PER_ELEMENT = 4  # buckets hold fp32 gradients
@@ -116,27 +116,19 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    def fail(rule: str, hint: str = "", line: int | None = None) -> ConfigError:
-        place = str(path) if line is None else f"{path}:{line}"
-        return ConfigError([Problem(place, None, rule, hint)], str(path))
-
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index])]
         if twice:
-            raise fail(f"{' and '.join(dict.fromkeys(twice))} is written twice", "keep one")
+            raise file_error(path, f"{' and '.join(dict.fromkeys(twice))} is written twice", "keep one")
         return dict(pairs)
 
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        config = json.loads(read_text(path), object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         shown = error.doc.split("\n")[error.lineno - 1].strip()
-        raise fail(f"is not JSON: {error.msg}", f"the line reads: {shown}", error.lineno) from None
-    except UnicodeDecodeError as error:
-        raise fail(f"is not UTF-8 at byte {error.start}") from None
-    except OSError as error:
-        raise fail(f"cannot be read: {error.strerror}") from None
+        raise file_error(path, f"is not JSON: {error.msg}", f"the line reads: {shown}", error.lineno) from None
     if not isinstance(config, dict):
-        raise fail("must be a JSON object", 'it starts with {"train_batch_size": ...')
+        raise file_error(path, "must be a JSON object", 'it starts with {"train_batch_size": ...')
     return config
 
 
