@@ -282,7 +282,7 @@ def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...]
 
 
 _OWN_SCHEDULE = "a schedule of your own fixes pp and accumulation"
-_EMPTY = {None: "unset", (): "empty"}
+_EMPTY: dict[object, str] = {None: "unset", (): "empty"}
 _ELASTIC = ("elastic.enabled", "elastic.shapes")
 _WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
 _RETENTION = tuple(f"checkpoint.{key}" for key in ("keep_last", "keep_every_steps", "keep_best"))
