@@ -1,4 +1,4 @@
-"""What a section of a run file is, how its values are written, and what is said when one is wrong.
+"""What a section of a run file is, how its values are written, and how a wrong one is reported.
 
     training.global_batch_size = 30: must be divisible by micro_batch_size*dp=8; the nearest are 24 and 32
     [--------- key -----------]  [v]  [------------------ rule ------------------]  [-------- hint --------]
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -37,20 +38,27 @@ class Section(BaseModel):
 
 
 @dataclass(frozen=True)
+class Spelling:
+    """Beside a type in `Annotated`: says in words what the key takes, where the type alone does not."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a configuration."""
 
-    place: str
+    key: str
     """The key, as `section.key`, or the file."""
     value: object
-    """What stands there; None where there is no one value to show."""
+    """Its value; None where there is no one value to show."""
     rule: str
-    """What is asked of it."""
+    """What the value must be."""
     hint: str = ""
     """What to write instead; empty where the rule says it all."""
 
     def __str__(self) -> str:
-        text = self.place
+        text = self.key
         if self.value is not None:
             shown = toml_value(self.value)
             text += f" = {shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + '…'}"
@@ -77,6 +85,22 @@ class ConfigError(ValueError):
         lines = [f"{count} problem{'s' if count > 1 else ''} in {self.source}:"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
         return "\n".join(lines)
+
+
+def file_error(path: Path, rule: str, hint: str = "", line: int | None = None) -> ConfigError:
+    """Make the error for a file as a whole, or for one of its lines."""
+    where = str(path) if line is None else f"{path}:{line}"
+    return ConfigError([Problem(where, None, rule, hint)], str(path))
+
+
+def read_text(path: Path) -> str:
+    """Read a configuration file.  Raises: ConfigError, it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise file_error(path, f"is not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise file_error(path, f"cannot be read: {error.strerror}") from None
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:
@@ -107,7 +131,7 @@ def toml_value(value: object) -> str:
     """Write one value as TOML; reading the text gives an equal value back.
 
     Args:
-        value: what TOML can hold: bool, int, float, str, date or time, and lists and string-keyed dicts of these.
+        value: bool, int, float, str, date or time, or lists, string-keyed dicts and sections of these.
     """
     match value:
         case bool():  # before int: True is an int in Python
@@ -117,6 +141,8 @@ def toml_value(value: object) -> str:
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list() | tuple():
             return f"[{', '.join(map(toml_value, value))}]"
+        case BaseModel():
+            return toml_value(value.model_dump())
         case dict():
             return "{ " + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + " }"
         case _:

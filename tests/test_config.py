@@ -156,15 +156,15 @@ def test_five_mistakes_give_five_messages_with_place_value_and_fix(write):
         schedule = "1f2b"
     """)
     told = problems(path, world_size=2)
-    # hidden_size is not judged: num_heads, which it must divide by, is what num_head probably meant
+    # hidden_size is not judged: num_heads, which it must be divisible by, is what num_head probably meant
     assert told == [
         "model.num_head = 8: unknown key; did you mean model.num_heads?",
         "model.lr = 0.0003: unknown key in [model]; did you mean optimizer.lr?",
         'parallel.schedule = "1f2b": must be "gpipe", "1f1b", "interleaved", "zb-h1" or "zbv"; write "1f1b"',
         'training.steps = "8": must be an integer; write 8',
-        "training.global_batch_size = 30: must divide by micro_batch_size*dp=8; the nearest are 24 and 32",
+        "training.global_batch_size = 30: must be divisible by micro_batch_size*dp=8; the nearest are 24 and 32",
     ]
-    assert "model.hidden_size = 1000: must divide by 2*num_heads=32" in problems(path, "model.num_heads=16")[-2]
+    assert "model.hidden_size = 1000: must be divisible by 2*num_heads=32" in problems(path, "model.num_heads=16")[-2]
 
 
 def test_the_message_is_a_numbered_list(write):
@@ -173,7 +173,7 @@ def test_the_message_is_a_numbered_list(write):
         load_config(path)
     assert str(raised.value) == (
         f"2 problems in {path}:\n"
-        "  1. zero.stage = 5: must be 0, 1, 2 or 3; the default is 1\n"
+        "  1. zero.stage = 5: must be 0, 1, 2 or 3; write 3\n"
         "  2. zero.bucket_bytes = 3: must be >= 1024; write 1024"
     )
 
@@ -192,7 +192,7 @@ def test_the_message_is_a_numbered_list(write):
         (
             "zero.xyz=3",
             "zero.xyz = 3: unknown key; the keys of [zero] are stage, gather_policy, reduce, bucket_bytes, "
-            "shard_group_size, resident_elements, offload",
+            "shard_group_size, persistent_elements, offload",
         ),
         (
             "zero.offload.xyz=3",
@@ -279,9 +279,9 @@ def test_the_order_names_every_axis_once(write, order):
 @pytest.mark.parametrize(
     ("overrides", "world_size", "told"),
     [
-        ("model.hidden_size=1000", 1, "model.hidden_size = 1000: must divide by 2*num_heads=32"),
-        ("model.family=gpt2 model.hidden_size=1000", 1, "model.hidden_size = 1000: must divide by num_heads=16"),
-        ("parallel.tp=3 model.ffn_hidden_size=3", 3, "model.num_heads = 16: must divide by parallel.tp=3"),
+        ("model.hidden_size=1000", 1, "model.hidden_size = 1000: must be divisible by 2*num_heads=32"),
+        ("model.family=gpt2 model.hidden_size=1000", 1, "model.hidden_size = 1000: must be divisible by num_heads=16"),
+        ("parallel.tp=3 model.ffn_hidden_size=3", 3, "model.num_heads = 16: must be divisible by parallel.tp=3"),
         ("model.num_kv_heads=5", 1, "model.num_kv_heads = 5: must divide num_heads=16 and be a multiple of"),
         (
             "model.num_kv_heads=2 parallel.tp=4",
@@ -290,11 +290,15 @@ def test_the_order_names_every_axis_once(write, order):
         ),
         ("model.family=gpt2 model.num_kv_heads=4", 1, "model.num_kv_heads = 4: must be num_heads=16: gpt2 has no"),
         ("model.family=gpt2 model.tie_embeddings=false", 1, "model.tie_embeddings = false: must be true for gpt2"),
-        ("model.ffn_hidden_size=1001 parallel.tp=2", 2, "model.ffn_hidden_size = 1001: must divide by parallel.tp=2"),
+        (
+            "model.ffn_hidden_size=1001 parallel.tp=2",
+            2,
+            "model.ffn_hidden_size = 1001: must be divisible by parallel.tp=2",
+        ),
         (
             "model.seq_len=1001 parallel.tp=2 parallel.sequence_parallel=true",
             2,
-            "model.seq_len = 1001: must divide by parallel.tp=2 (sequence_parallel); the nearest",
+            "model.seq_len = 1001: must be divisible by parallel.tp=2 (sequence_parallel); the nearest",
         ),
         ("model.num_layers=2 parallel.pp=4", 4, "model.num_layers = 2: must be >= parallel.pp=4"),
         (
@@ -338,7 +342,7 @@ def test_the_order_names_every_axis_once(write, order):
         (
             "elastic.enabled=true training.global_batch_size=8 checkpoint.resume=never",
             1,
-            'checkpoint.resume = "never": must not be never where elastic.enabled = true: such a run is started again '
+            'checkpoint.resume = "never": must not be never where elastic.enabled = true: such a run starts again '
             "whenever machines come or go; write auto, or elastic.enabled = false",
         ),
         (
@@ -354,9 +358,9 @@ def test_the_order_names_every_axis_once(write, order):
             "write 0, or zero.stage = 1 or 2 or 3",
         ),
         (
-            "zero.resident_elements=9 zero.stage=2",
+            "zero.persistent_elements=9 zero.stage=2",
             1,
-            "zero.resident_elements = 9: must be 0 where zero.stage = 2: only stage 3 gathers parameters; write 0, or",
+            "zero.persistent_elements = 9: must be 0 where zero.stage = 2: only stage 3 gathers parameters; write 0, or",
         ),
         (
             "zero.offload.parameters=cpu",
@@ -405,8 +409,8 @@ def test_the_order_names_every_axis_once(write, order):
             'optimizer.momentum = 0.9: must be 0.0 where optimizer.name = "adamw": only sgd has momentum; '
             'write 0.0, or optimizer.name = "sgd"',
         ),
-        ("parallel.tp=2 parallel.pp=3", 8, "world_size = 8: must divide by tp*pp=6; the nearest are 6 and 12"),
-        ("parallel.tp=4", None, "launch.nproc_per_node = 1: must divide by tp*pp=4; the nearest is 4"),
+        ("parallel.tp=2 parallel.pp=3", 8, "world_size = 8: must be divisible by tp*pp=6; the nearest are 6 and 12"),
+        ("parallel.tp=4", None, "launch.nproc_per_node = 1: must be divisible by tp*pp=4; the nearest is 4"),
         (
             "parallel.tp=2 parallel.dp=3",
             8,
@@ -420,12 +424,12 @@ def test_the_order_names_every_axis_once(write, order):
         (
             "training.global_batch_size=30",
             4,
-            "training.global_batch_size = 30: must divide by dp=4; the nearest are 28 and 32",
+            "training.global_batch_size = 30: must be divisible by dp=4; the nearest are 28 and 32",
         ),
         (
             "training.global_batch_size=30 training.accumulation=4",
             2,
-            "training.global_batch_size = 30: must divide by accumulation*dp=8; the nearest are 24 and 32",
+            "training.global_batch_size = 30: must be divisible by accumulation*dp=8; the nearest are 24 and 32",
         ),
         (
             "training.global_batch_size=30 training.accumulation=4 training.micro_batch_size=2",
@@ -443,7 +447,7 @@ def test_keys_that_do_not_fit_each_other_are_told_with_their_numbers(write, over
     ("overrides", "world_size"),
     [
         ("zero.shard_group_size=4", 12),
-        ("zero.shard_group_size=2 zero.stage=3 zero.resident_elements=9 zero.offload.parameters=cpu", 2),
+        ("zero.shard_group_size=2 zero.stage=3 zero.persistent_elements=9 zero.offload.parameters=cpu", 2),
         ("zero.offload.optimizer=nvme zero.offload.nvme_path=/x zero.offload.ratio=0.5", 1),
         ("precision.accumulate_dtype=bf16 precision.reduce_dtype=fp16", 1),
         ("precision.dtype=fp16 precision.loss_scale=128 precision.min_loss_scale=65536", 1),
@@ -471,11 +475,11 @@ def test_each_key_that_asks_for_nvme_is_named_once(write):
 def test_every_nearest_value_ends_the_problem_that_named_it(model, training, tp):
     tables = {"model": model, "parallel": {"tp": tp}, "training": training}
     for problem in broken(tables, 3 * tp):
-        section, key = problem.place.split(".")
+        section, key = problem.key.split(".")
         nearest = re.search(r"the nearest(?: \w+)? (?:is|are) (\d+)(?: and (\d+))?", problem.hint)
         for value in filter(None, nearest.groups()):
             fixed = {**tables, section: {**tables[section], key: int(value)}}
-            assert problem.rule not in [other.rule for other in broken(fixed, 3 * tp) if other.place == problem.place]
+            assert problem.rule not in [other.rule for other in broken(fixed, 3 * tp) if other.key == problem.key]
 
 
 def broken(tables, world_size):
@@ -497,6 +501,20 @@ def test_a_rule_is_silent_where_a_misspelt_or_wrong_section_holds_its_keys(write
     assert [line.partition(" = ")[0] for line in told] == ["zero.stage", "zero.offload"]
     told = problems(write("[zero.offload]\nratio = 0.5\noptimiser = 'cpu'"))
     assert [line.partition(" = ")[0] for line in told] == ["zero.offload.optimiser"]
+
+
+def test_a_renamed_key_is_taken_by_its_old_name(write):
+    old = write("[zero]\nstage = 3\nresident_elements = 9")
+    assert load_config(old).config.zero.persistent_elements == 9
+    assert load_config(old, ["zero.persistent_elements=7"]).config.zero.persistent_elements == 7
+    assert load_config(write("[zero]\nstage = 3"), ["zero.resident_elements=8"]).config.zero.persistent_elements == 8
+    both = "[zero]\nstage = 3\nresident_elements = 9\npersistent_elements = 8"
+    assert problems(write(both)) == [
+        "zero.resident_elements = 9: is the old name of zero.persistent_elements, which is given too; "
+        "keep zero.persistent_elements"
+    ]
+    assert problems(write("[zero]\nresident_elements = 'many'"))[0].startswith("zero.persistent_elements = ")
+    assert problems(write("zero = 3"))[0].startswith("zero = 3: must be a table")
 
 
 def test_an_override_below_a_key_is_told_that_it_is_no_section(write):
@@ -623,7 +641,7 @@ def test_a_section_within_a_section_is_a_section_and_no_key():
     assert sections()["zero.offload"] is OffloadConfig
     assert "offload" not in keys()["zero"]
     assert list(keys()["zero.offload"]) == list(OffloadConfig.model_fields)
-    assert "## [zero.offload]\n\nWhat leaves the device between its uses." in to_markdown()
+    assert "## [zero.offload]\n\nWhat is moved off the device between its uses." in to_markdown()
     assert '\n[zero.offload]\noptimizer = "none"\n' in to_toml(RunConfig())
 
 

@@ -25,9 +25,8 @@ from quickstart import TINY as SMALL
 from worlds import state_on
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
-from megazero.config.derive import complete_batch, micro_batch_multiple, padded_batch
+from megazero.config.derive import complete_batch, fit, micro_batch_multiple, padded_batch
 from megazero.config.document import to_markdown
-from megazero.config.elastic import fit
 from megazero.engine import BatchShare, Position, initialize
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.parallel_state import Axis
@@ -138,13 +137,13 @@ def test_a_shard_group_that_does_not_divide_dp_is_given_up_with_a_notice() -> No
             {"training": {"global_batch_size": 8}, "parallel": {"schedule_file": "a.csv"}},
             2,
             'parallel.schedule_file = "a.csv": must be unset where elastic.enabled = true: a schedule of your own fixes '
-            "pp and accumulation; name a parallel.schedule",
+            "pp and accumulation; leave it out, or elastic.enabled = false",
         ),
         (
             {"elastic": {"enabled": False, "shapes": [{"world_size": 2}]}},
             2,
             "elastic.shapes = [{ world_size = 2, tp = 1, pp = 1 }]: must be empty where elastic.enabled = false: the shape "
-            "is that of [parallel]; write elastic.enabled = true",
+            "is that of [parallel]; leave it out, or elastic.enabled = true",
         ),
         (
             {"elastic": {"shapes": [{"world_size": 3, "tp": 4}]}, "training": {"global_batch_size": 8}},
@@ -203,13 +202,13 @@ def test_batches_are_filled_up_by_less_than_a_step_of_micro_batches_and_not_at_a
 
 
 def test_a_step_that_is_filled_up_says_so() -> None:
-    told = "2 of 18 samples of each step are empty: global_batch_size=16 does not divide by dp 3 x micro_batch_size 1"
+    told = "2 of 18 samples of each step are empty: global_batch_size=16 is not divisible by dp 3 x micro_batch_size 1"
     assert elastic(3).notices == (told,)
     assert elastic(4).notices == ()
     two_chunks = {"schedule": "interleaved", "virtual_stages": 2, "pp": 4}
     run = elastic(8, parallel=two_chunks, training={"global_batch_size": 12})
     told = (
-        "4 of 16 samples of each step are empty: global_batch_size=12 does not divide by dp 2 x micro_batch_size 1 x 8"
+        "4 of 16 samples of each step are empty: global_batch_size=12 is not divisible by dp 2 x micro_batch_size 1 x 8"
     )
     assert run.accumulation == 8
     assert run.notices == (told + " micro-batches",)

@@ -133,7 +133,7 @@ def test_the_table_says_what_was_run(measured: tuple[str, Path]) -> None:
         (["--iterations", "0"], "--iterations 0 must be at least 1"),
         (["zero.stage=3"], "use --stages"),
         (["model.hiden_size=3"], "did you mean model.hidden_size?"),
-        (["--ranks", "3", "parallel.tp=2"], "launch.nproc_per_node = 3: must divide by tp*pp=2"),
+        (["--ranks", "3", "parallel.tp=2"], "launch.nproc_per_node = 3: must be divisible by tp*pp=2"),
         (["--config", "none.toml"], "no such file"),
     ],
 )

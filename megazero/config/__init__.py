@@ -1,8 +1,7 @@
 """One TOML file is one run: its keys, its rules, and everything that is wrong with it at once."""
 
-from megazero.config.load import load_config
-from megazero.config.resolve import ResolvedRun, resolve
-from megazero.config.save import save_config, to_toml
+from megazero.config.document import save_config, to_toml
+from megazero.config.load import ResolvedRun, load_config, resolve
 from megazero.config.schema import RunConfig
 from megazero.settings import ConfigError
 

@@ -4,6 +4,11 @@
     global batch = micro-batch * dp * accumulation             in samples; two give the third
                  < ...                                         an elastic run fills up with empty samples
 
+An elastic run is first fitted to its world: the global batch stays, dp is as large as there are ranks for.
+
+    [elastic] enabled, tp 2, pp 1, a world of 7        dp = 7 // 2 = 3: ranks 0 to 5 train, rank 6 is spare
+    global_batch_size 16, micro_batch_size 1, dp 3     6 micro-batches on each: 18 samples, 2 of them empty
+
 These are pure functions of numbers. A combination that no value can complete raises a ConfigError with one problem.
 """
 
@@ -12,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.config.schema import Auto, DataConfig, ParallelConfig, RunConfig
+from megazero.config.schema import Auto, DataConfig, ElasticShape, ParallelConfig, RunConfig
 from megazero.models.config import ModelConfig
 from megazero.settings import ConfigError, Problem, divisors, nearest_multiples, nearest_text
 
@@ -71,7 +76,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     if parallel.dp == "auto":
         if not divides:
             nearest = nearest_text(nearest_multiples(max(world_size, 0), replica))
-            raise _error("world_size", world_size, f"must divide by tp*pp={replica}", nearest)
+            raise _error("world_size", world_size, f"must be divisible by tp*pp={replica}", nearest)
         return world_size // replica
     total = replica * parallel.dp
     if total != world_size:
@@ -85,7 +90,7 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
 class BatchSizes:
     """A complete triple: global_batch_size = micro_batch_size * dp * accumulation, in samples.
 
-    In an elastic run the product may exceed the global batch; what is beyond it is empty.
+    In an elastic run the product may be larger; the samples beyond the global batch are empty.
     """
 
     global_batch_size: int
@@ -98,8 +103,8 @@ def complete_batch(
 ) -> BatchSizes:
     """Fill in the batch sizes that are "auto".
 
-    Two sizes give the third. With fewer, micro-batches are made as many as pipeline stages, so that every stage has
-    work, and no more than that, so that they stay large; a size that nothing tells is 1.
+    Two sizes give the third. With fewer there are as many micro-batches as pipeline stages, so that every stage has
+    work and micro-batches stay large; a size that nothing says is 1.
 
     Args:
         global_batch_size: samples in an optimizer step.
@@ -109,7 +114,7 @@ def complete_batch(
         pp: pipeline-parallel degree.
 
     Raises:
-        ConfigError: the sizes contradict each other; the message names the numbers and the nearest that do not.
+        ConfigError: the sizes contradict each other; the error has the numbers and the nearest that do not.
     """
     if global_batch_size == "auto":
         micro = 1 if micro_batch_size == "auto" else micro_batch_size
@@ -120,7 +125,12 @@ def complete_batch(
         product = micro_batch_size * dp * accumulation
         if global_batch_size != product:
             rule = f"must be micro_batch_size*dp*accumulation={micro_batch_size}*{dp}*{accumulation}={product}"
-            raise _batch_error(global_batch_size, rule, f'write {product}, or make one of the three "auto"')
+            raise _error(
+                "training.global_batch_size",
+                global_batch_size,
+                rule,
+                f'write {product}, or make one of the three "auto"',
+            )
         return BatchSizes(product, micro_batch_size, accumulation)
 
     if micro_batch_size != "auto":
@@ -139,7 +149,7 @@ def padded_batch(
 ) -> BatchSizes:
     """Fill in the batch sizes of an elastic run: as few micro-batches as hold the global batch, the last ones in part.
 
-    Where nothing needs to be filled up, the sizes are those of `complete_batch`.
+    Without empty samples the sizes are those of `complete_batch`.
 
     Args:
         global_batch_size: samples in an optimizer step, whatever dp is.
@@ -183,12 +193,7 @@ def batch_sizes(config: RunConfig, dp: int) -> BatchSizes:
 
 
 def cache_directory(data: DataConfig, environment: Mapping[str, str] = os.environ) -> Path:
-    """Give the directory where prepared data is kept.
-
-    Args:
-        data: the section as written.
-        environment: where XDG_CACHE_HOME is looked up.
-    """
+    """Give the directory of prepared data; XDG_CACHE_HOME is looked up in the environment."""
     if data.cache_dir is not None:
         return Path(data.cache_dir).expanduser()
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megazero"
@@ -201,13 +206,76 @@ def _round_up(count: int, multiple: int) -> int:
 def _divide(global_batch_size: int, divisor: int, name: str) -> int:
     if global_batch_size % divisor:
         nearest = nearest_text(nearest_multiples(global_batch_size, divisor))
-        raise _batch_error(global_batch_size, f"must divide by {name}={divisor}", nearest)
+        raise _error("training.global_batch_size", global_batch_size, f"must be divisible by {name}={divisor}", nearest)
     return global_batch_size // divisor
 
 
-def _batch_error(value: int, rule: str, hint: str) -> ConfigError:
-    return _error("training.global_batch_size", value, rule, hint)
+def _error(key: str, value: object, rule: str, hint: str) -> ConfigError:
+    return ConfigError([Problem(key, value, rule, hint)])
 
 
-def _error(place: str, value: object, rule: str, hint: str) -> ConfigError:
-    return ConfigError([Problem(place, value, rule, hint)])
+# ---------------------------------------------------------------------------------------------------------------------
+# Elastic runs
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A run fitted to a world."""
+
+    config: RunConfig
+    """The config, with the degrees of this world; dp is "auto"."""
+    world_size: int
+    """Ranks that train: tp * pp * dp."""
+    spare_ranks: int
+    """Ranks beyond these; they wait until the others are done."""
+    notices: tuple[str, ...]
+    """What the fit changed, a line each."""
+
+
+def fit(config: RunConfig, world_size: int) -> Fit:
+    """Fit a run to a world: tp and pp from elastic.shapes or as written, as large a dp as there are ranks for.
+
+    Args:
+        config: the run, as written.
+        world_size: ranks that were started.
+
+    Raises:
+        ConfigError: fewer ranks than tp * pp.
+    """
+    if not config.elastic.enabled:
+        return Fit(config, world_size, 0, ())
+    tp, pp = shape_of(config, world_size)
+    dp = max(world_size, 0) // (tp * pp)
+    if dp == 0:
+        raise ConfigError([_too_few(config, world_size, tp, pp)])
+    group, notices = config.zero.shard_group_size, list[str]()
+    if spare := world_size - tp * pp * dp:
+        notices.append(f"{spare} of {world_size} ranks do not train: tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp}")
+    if group and dp % group:
+        notices.append(f"zero.shard_group_size={group} does not divide dp {dp}: the state is sharded over all of dp")
+        group = 0
+    parallel = config.parallel.model_copy(update={"tp": tp, "pp": pp, "dp": "auto"})
+    zero = config.zero.model_copy(update={"shard_group_size": group})
+    fitted = config.model_copy(update={"parallel": parallel, "zero": zero})
+    return Fit(fitted, tp * pp * dp, spare, tuple(notices))
+
+
+def shape_of(config: RunConfig, world_size: int) -> tuple[int, int]:
+    """Give (tp, pp) for the number of ranks that were started, of the run as written."""
+    for shape in config.elastic.shapes:
+        if shape.world_size == world_size:
+            return shape.tp, shape.pp
+    return config.parallel.tp, config.parallel.pp
+
+
+def with_shape(config: RunConfig, shape: ElasticShape) -> RunConfig:
+    """Give the run with the degrees of one of its elastic.shapes."""
+    parallel = config.parallel.model_copy(update={"tp": shape.tp, "pp": shape.pp})
+    return config.model_copy(update={"parallel": parallel})
+
+
+def _too_few(config: RunConfig, world_size: int, tp: int, pp: int) -> Problem:
+    known = sorted({shape.world_size for shape in config.elastic.shapes if shape.world_size < world_size})
+    hint = f"start {tp * pp}, or add {{ world_size = {world_size}, tp = ..., pp = ... }} to elastic.shapes"
+    hint += f", which has a shape for {', '.join(map(str, known))}" if known else ""
+    return Problem("world_size", world_size, f"must be at least tp*pp={tp}*{pp}={tp * pp}", hint)

@@ -1,23 +1,64 @@
-"""Documentation of every key, from the schema itself, so that it cannot say anything else.
+"""Writing: a run as a TOML file, which loads as the same run, and the documentation of every key, from the schema.
 
-    | key | type | default | meaning |
-    |---|---|---|---|
-    | `tp` | integer >= 1 | `1` | Tensor-parallel degree: ... |
+    [parallel]        | key  | type         | default | meaning                      |
+    tp = 2            | `tp` | integer >= 1 | `1`     | Tensor-parallel degree: ...  |
 
-A table like this stands under a heading for each section.
+A file has every key that has a value; an unset one is left out, and is unset again when read.
 """
 
+import os
 from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
-from megazero.config.schema import DataSource, keys, sections
-from megazero.settings import LARGEST_COUNT, toml_value
+from megazero.config.load import ResolvedRun
+from megazero.config.schema import RunConfig, keys, sections
+from megazero.settings import LARGEST_COUNT, Spelling, toml_value
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
+
+
+def to_toml(run: RunConfig | ResolvedRun) -> str:
+    """Write a run as TOML.
+
+    Args:
+        run: a config, or a resolved run, of which the filled-in config is written.
+    """
+    config = run.written if isinstance(run, ResolvedRun) else run
+    tables = []
+    for section, fields in keys().items():
+        values = attrgetter(section)(config).model_dump()
+        lines = [f"{key} = {toml_value(values[key])}\n" for key in fields if values[key] is not None]
+        tables.append(f"[{section}]\n" + "".join(lines))
+    return "\n".join(tables)
+
+
+def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> None:
+    """Write a run to a file; a reader sees the whole old file or the whole new one.
+
+    Args:
+        run: a config, or a resolved run, of which the filled-in config is written.
+        path: the file; missing directories are made.
+
+    Raises:
+        OSError: the file cannot be written; an older one is unchanged.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(to_toml(run))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -66,14 +107,14 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
         annotation: the type, as written in the schema.
         metadata: the constraints that stand beside it.
     """
+    if spelt := [item.text for item in metadata if isinstance(item, Spelling)]:
+        return spelt[0]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        text = type_text(arguments[0], _constraints(arguments[1:]))
-        return f"string or {text}" if arguments[0] is DataSource else text
-    if origin is Literal:
-        return " or ".join(map(toml_value, arguments))
-    if origin in (Union, UnionType):
-        return " or ".join(type_text(part) for part in arguments if part is not NoneType)
+        return type_text(arguments[0], _constraints(arguments[1:]))
+    if origin in (Literal, Union, UnionType):
+        say = toml_value if origin is Literal else type_text
+        return " or ".join(say(part) for part in arguments if part is not NoneType)
     if origin is tuple:
         items = [type_text(part) for part in arguments if part is not Ellipsis]
         return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"

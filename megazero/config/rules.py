@@ -1,11 +1,11 @@
-"""What ties several keys together: a table of rules, each naming the keys it reads.
+"""Relations between keys: a table of rules, each with the keys that it reads.
 
     keys that are wrong by themselves      {model.hidden_size, ...}
-    rule reads                             {model.hidden_size, model.num_heads}   -> left out: it could only mislead
+    rule reads                             {model.hidden_size, model.num_heads}   -> skipped: it could only mislead
     rule reads                             {training.steps, ...}                  -> checked
 
-So every rule that can be judged is judged, and all problems are told at once. Rules see an elastic run as it is fitted
-to the world; but its shapes, that of [parallel] among them, are judged as written, whichever of them this world needs.
+Every rule that can be checked is checked, and all problems are reported at once. Rules see an elastic run as it is
+fitted to the world. Its shapes, that of [parallel] among them, are checked as written, whichever this world needs.
 """
 
 from collections import Counter
@@ -18,9 +18,10 @@ from megazero.config.derive import (
     chunks_per_rank,
     data_parallel_size,
     ffn_hidden_size,
+    fit,
     micro_batch_multiple,
+    with_shape,
 )
-from megazero.config.elastic import fit, with_shape
 from megazero.config.schema import RunConfig
 from megazero.models.stages import layer_counts
 from megazero.settings import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text, toml_value
@@ -31,7 +32,7 @@ class Rule:
     """A relation between keys."""
 
     reads: tuple[str, ...]
-    """The keys it looks at, as `section.key`, and `world_size`."""
+    """The keys that it reads, as `section.key`, and `world_size`."""
     check: Callable[[RunConfig, int], Iterator[Problem]]
     """(config, world size) -> what is wrong; both fitted to one another."""
 
@@ -40,9 +41,9 @@ def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str]
     """Check every rule that reads no key already known to be wrong.
 
     Args:
-        config: the run; where a key is wrong, any value of the right type.
+        config: the run; a wrong key has any value of the right type.
         world_size: number of ranks.
-        wrong_keys: what rules may read whose value means nothing here.
+        wrong_keys: keys whose values mean nothing.
     """
     wrong, problems, written = set(wrong_keys), list[Problem](), config
     if not wrong & set(_WORLD):
@@ -52,9 +53,9 @@ def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str]
         except ConfigError as error:
             problems += error.problems
             wrong.add("world_size")
-    judged = [rule for rule in RULES if not set(rule.reads) & wrong]
-    for rule in judged:
-        problems += rule.check(written if rule in _AS_WRITTEN else config, world_size)
+    for rule in RULES:
+        if not wrong.intersection(rule.reads):
+            problems += rule.check(written if rule in _AS_WRITTEN else config, world_size)
     return problems
 
 
@@ -65,7 +66,7 @@ def _heads_split_hidden(config: RunConfig, _: int) -> Iterator[Problem]:
     if model.hidden_size % step:
         why = " (rotary positions turn pairs of a head's elements)" if rotary else ""
         nearest = nearest_text(nearest_multiples(model.hidden_size, step))
-        yield Problem("model.hidden_size", model.hidden_size, f"must divide by {name}={step}{why}", nearest)
+        yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}={step}{why}", nearest)
 
 
 def _tp_splits_heads(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -85,7 +86,7 @@ def _tp_splits(key: str, value: int, tp: int, why: str = "") -> Iterator[Problem
     if value % tp:
         nearest = nearest_text(nearest_multiples(value, tp), key)
         other = nearest_text(nearest_of(tp, divisors(value)), "tp")
-        yield Problem(f"model.{key}", value, f"must divide by parallel.tp={tp}{why}", f"{nearest}, {other}")
+        yield Problem(f"model.{key}", value, f"must be divisible by parallel.tp={tp}{why}", f"{nearest}, {other}")
 
 
 def _kv_heads_fit(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -147,7 +148,7 @@ def _interleaved_has_full_groups(config: RunConfig, world_size: int) -> Iterator
         dp = data_parallel_size(config.parallel, world_size)
         count = batch_sizes(config, dp).accumulation
     except ConfigError:
-        return  # told by the rules of the batch
+        return  # reported by the rules of the batch
     if count % micro_batch_multiple(config.parallel):
         hint = nearest_text(nearest_multiples(count, pp))
         rule = f"interleaved needs micro-batches in multiples of parallel.pp={pp}"
@@ -161,15 +162,20 @@ def _world_is_filled(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from error.problems
 
 
-def _batch_sizes_agree(config: RunConfig, world_size: int) -> Iterator[Problem]:
+def _dp(config: RunConfig, world_size: int) -> int | None:
+    """Give the number of model replicas; None where there is none, which _world_is_filled reports."""
     try:
-        dp = data_parallel_size(config.parallel, world_size)
+        return data_parallel_size(config.parallel, world_size)
     except ConfigError:
-        return  # told by _world_is_filled
-    try:
-        batch_sizes(config, dp)
-    except ConfigError as error:
-        yield from error.problems
+        return None
+
+
+def _batch_sizes_agree(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    if dp := _dp(config, world_size):
+        try:
+            batch_sizes(config, dp)
+        except ConfigError as error:
+            yield from error.problems
 
 
 def _evaluation_has_samples(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -180,35 +186,29 @@ def _evaluation_has_samples(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _shard_groups_fill_dp(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    size = config.zero.shard_group_size
-    try:
-        dp = data_parallel_size(config.parallel, world_size)
-    except ConfigError:
-        return  # told by _world_is_filled
-    if size and dp % size:
+    size, dp = config.zero.shard_group_size, _dp(config, world_size)
+    if dp and size and dp % size:
         nearest = nearest_text(nearest_of(size, divisors(dp)))
         yield Problem("zero.shard_group_size", size, f"must divide dp={dp}", nearest)
 
 
 def _storage_is_known(config: RunConfig, _: int) -> Iterator[Problem]:
     for key in ("directory", "resume"):
-        place = getattr(config.checkpoint, key)
-        if place is None or "://" not in place:
+        url = getattr(config.checkpoint, key)
+        if url is None or "://" not in url:
             continue
         import fsspec  # only where a URL asks for it: it takes a moment
 
         try:
-            fsspec.get_filesystem_class(place.partition("://")[0])
+            fsspec.get_filesystem_class(url.partition("://")[0])
         except (ValueError, ImportError) as error:
             rule = "must be the URL of a file system that fsspec knows and whose package is installed"
-            yield Problem(f"checkpoint.{key}", place, rule, str(error))
+            yield Problem(f"checkpoint.{key}", url, rule, str(error))
 
 
 def _elastic_runs_go_on(config: RunConfig, _: int) -> Iterator[Problem]:
     if config.elastic.enabled and config.checkpoint.resume == "never":
-        rule = (
-            "must not be never where elastic.enabled = true: such a run is started again whenever machines come or go"
-        )
+        rule = "must not be never where elastic.enabled = true: such a run starts again whenever machines come or go"
         yield Problem("checkpoint.resume", "never", rule, "write auto, or elastic.enabled = false")
 
 
@@ -245,20 +245,6 @@ def _elastic_batch_is_a_number(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("training.global_batch_size", "auto", rule, "write the samples of an optimizer step")
 
 
-def _elastic_follows_no_schedule_file(config: RunConfig, _: int) -> Iterator[Problem]:
-    path = config.parallel.schedule_file
-    if config.elastic.enabled and path is not None:
-        rule = "must be unset where elastic.enabled = true: a schedule of your own fixes pp and accumulation"
-        yield Problem("parallel.schedule_file", path, rule, "name a parallel.schedule")
-
-
-def _shapes_are_asked_for(config: RunConfig, _: int) -> Iterator[Problem]:
-    if config.elastic.shapes and not config.elastic.enabled:
-        shapes = [shape.model_dump() for shape in config.elastic.shapes]
-        rule = "must be empty where elastic.enabled = false: the shape is that of [parallel]"
-        yield Problem("elastic.shapes", shapes, rule, "write elastic.enabled = true")
-
-
 def _shapes_fill_their_worlds(config: RunConfig, _: int) -> Iterator[Problem]:
     for index, shape in enumerate(config.elastic.shapes):
         if shape.tp * shape.pp > shape.world_size:
@@ -270,14 +256,14 @@ def _shapes_fill_their_worlds(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _shapes_fit_the_model(config: RunConfig, _: int) -> Iterator[Problem]:
-    """Judge every shape before the day on which it is needed."""
+    """Check every shape before the day on which it is needed."""
     for index, shape in enumerate(config.elastic.shapes):
         if (shape.tp, shape.pp) == (config.parallel.tp, config.parallel.pp):
-            continue  # told of the keys themselves
+            continue  # reported for the keys themselves
         for rule in _SHAPE_RULES:
             for problem in rule.check(with_shape(config, shape), shape.world_size):
-                told = problem.place if problem.value is None else f"{problem.place} = {toml_value(problem.value)}"
-                yield Problem(f"elastic.shapes[{index}]", shape.model_dump(), f"{told} {problem.rule}", problem.hint)
+                key = problem.key if problem.value is None else f"{problem.key} = {toml_value(problem.value)}"
+                yield Problem(f"elastic.shapes[{index}]", shape, f"{key} {problem.rule}", problem.hint)
 
 
 def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...], why: str) -> Rule:
@@ -286,13 +272,17 @@ def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...]
     def check(config: RunConfig, _: int) -> Iterator[Problem]:
         value, found = attrgetter(key)(config), attrgetter(other)(config)
         if value != unused and found not in allowed:
-            rule = f"must be {toml_value(unused)} where {other} = {toml_value(found)}: {why}"
-            hint = f"write {toml_value(unused)}, or {other} = {' or '.join(map(toml_value, allowed))}"
+            must = _EMPTY.get(unused) or toml_value(unused)
+            rule = f"must be {must} where {other} = {toml_value(found)}: {why}"
+            hint = "leave it out" if unused in _EMPTY else f"write {must}"
+            hint += f", or {other} = {' or '.join(map(toml_value, allowed))}"
             yield Problem(key, value, rule, hint)
 
     return Rule((key, other), check)
 
 
+_OWN_SCHEDULE = "a schedule of your own fixes pp and accumulation"
+_EMPTY: dict[object, str] = {None: "unset", (): "empty"}
 _ELASTIC = ("elastic.enabled", "elastic.shapes")
 _WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
 _RETENTION = tuple(f"checkpoint.{key}" for key in ("keep_last", "keep_every_steps", "keep_best"))
@@ -318,8 +308,8 @@ RULES = (
     Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
     Rule((*_WORLD, *_BATCH, *_CHUNKS), _interleaved_has_full_groups),
     Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),
-    Rule(("elastic.enabled", "parallel.schedule_file"), _elastic_follows_no_schedule_file),
-    Rule(_ELASTIC, _shapes_are_asked_for),
+    _only_with("parallel.schedule_file", None, "elastic.enabled", (False,), _OWN_SCHEDULE),
+    _only_with("elastic.shapes", (), "elastic.enabled", (True,), "the shape is that of [parallel]"),
     Rule(_ELASTIC, _shapes_fill_their_worlds),
     _EVERY_SHAPE,
     _only_with("training.accumulation", "auto", "elastic.enabled", (False,), "it follows dp, which changes"),
@@ -329,7 +319,7 @@ RULES = (
     Rule(("elastic.enabled", "checkpoint.resume"), _elastic_runs_go_on),
     Rule(("checkpoint.directory", "checkpoint.resume"), _storage_is_known),
     _only_with("zero.shard_group_size", 0, "zero.stage", (1, 2, 3), "it has no effect where nothing is sharded"),
-    _only_with("zero.resident_elements", 0, "zero.stage", (3,), "only stage 3 gathers parameters"),
+    _only_with("zero.persistent_elements", 0, "zero.stage", (3,), "only stage 3 gathers parameters"),
     _only_with("zero.offload.parameters", "none", "zero.stage", (3,), "only stage 3 shards parameters"),
     _only_with("zero.offload.ratio", 1.0, "zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded"),
     Rule(tuple(f"zero.offload.{key}" for key in ("optimizer", "parameters", "nvme_path")), _nvme_has_a_path),

@@ -7,8 +7,8 @@
     [zero.offload]      RunConfig.zero.offload: OffloadConfig, a section within a section
 
 Every key has a default, so an empty file is a run. Types are strict: "8" is no integer and neither is 8.0, but 1 is a
-number. A key holds here what the file says; `resolve` gives the keys left open ("auto", or unset) their values. What
-ties several keys together is in `rules`. The line below each key is its documentation, wherever it is shown.
+number. A key has the value of the file; `resolve` gives open keys ("auto", or unset) their values. Relations between
+keys are in `rules`. The line below each key is its documentation.
 """
 
 from itertools import permutations
@@ -29,6 +29,7 @@ from megazero.settings import (
     Section,
     Share,
     ShareBelowOne,
+    Spelling,
     Text,
 )
 
@@ -73,13 +74,13 @@ class ParallelConfig(Section):
     dp: Count | Auto = "auto"
     """Data-parallel degree: number of model replicas. "auto" fills the world."""
     sequence_parallel: bool = False
-    """Split what lies between the tensor-parallel regions over tp by sequence position; without effect at tp = 1."""
+    """Split activations between the tensor-parallel regions over tp, by sequence position; no effect at tp = 1."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"] = "1f1b"
     """Order of forward and backward passes in the pipeline."""
     schedule_file: Text | None = None
     """A schedule of your own as a CSV file, instead of `schedule`; it fixes pp, accumulation and the chunks."""
     schedule_placement: Literal["loop", "v"] = "loop"
-    """How the chunks of `schedule_file` lie on the ranks: round and round, or down and back up."""
+    """Order of the ranks that the chunks of `schedule_file` are on: the same each time, or down and back up."""
     virtual_stages: Count = 1
     """Model chunks on each pipeline rank, for the schedule interleaved (2 or more); zbv always has two, the others one."""
     layout: Layout = "even"
@@ -87,7 +88,7 @@ class ParallelConfig(Section):
     order: str = "tp-cp-dp-pp"
     """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart. cp is always 1."""
     timeout_seconds: Count = 600
-    """How long a collective may wait for a rank before the run is given up."""
+    """How long a collective may wait for a rank before the run ends."""
 
     @field_validator("order")
     @classmethod
@@ -108,7 +109,7 @@ def _integer(value: object) -> object:
 
 
 class OffloadConfig(Section):
-    """What leaves the device between its uses."""
+    """What is moved off the device between its uses."""
 
     optimizer: Literal["none", "cpu", "nvme", "auto"] = "none"
     """Where optimizer state and master weights live: on the device, in host memory, in files, or by free memory."""
@@ -135,10 +136,10 @@ class ZeroConfig(Section):
     """Size of a gradient bucket, in bytes of fp32 gradients; on a CPU rank that sends to no other, 4 MiB at most."""
     shard_group_size: CountOrZero = 0
     """Neighbouring data-parallel ranks that share one copy of the state; each such group has its own. 0: all of dp."""
-    resident_elements: CountOrZero = 0
+    persistent_elements: CountOrZero = 0
     """Stage 3 keeps parameters of at most so many elements whole on every rank instead of gathering them."""
     offload: OffloadConfig = OffloadConfig()
-    """What leaves the device between its uses."""
+    """What is moved off the device between its uses."""
 
 
 class PrecisionConfig(Section):
@@ -183,7 +184,7 @@ def _source(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
-Source = Annotated[DataSource, BeforeValidator(_source)]
+Source = Annotated[DataSource, BeforeValidator(_source), Spelling("string or { path, weight }")]
 
 
 class DataConfig(Section):
@@ -212,7 +213,7 @@ Steps = Annotated[tuple[int, int], BeforeValidator(_steps)]
 
 
 class TrainingConfig(Section):
-    """The run: its length, its place, its batches. global_batch_size = micro_batch_size * dp * accumulation."""
+    """The run: its length, its directory, its batches. global_batch_size = micro_batch_size * dp * accumulation."""
 
     run_dir: Text = "runs/default"
     """Directory of everything the run writes."""
@@ -231,13 +232,13 @@ class TrainingConfig(Section):
     eval_samples: Count = 64
     """Validation samples in an evaluation."""
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
-    """Where loss or gradient is not a number: stop, leave the update out, or go back to the last checkpoint, to new data."""
+    """If a loss or gradient is not a number: stop, skip the update, or go back to the last checkpoint and take new data."""
     non_finite_limit: Count = 3
-    """Such steps in a row (skip), or rollbacks (rollback), after which the run stops all the same."""
+    """Number of such steps in a row (skip), or of rollbacks (rollback), after which the run stops all the same."""
     compile: bool | Auto = "auto"
     """Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA, not on a CPU."""
     skip_steps: Annotated[tuple[Steps, ...], Field(strict=False)] = ()
-    """Steps whose samples are passed over, singly or as [first, last]: skip_steps = [1200, [1500, 1510]]."""
+    """Steps whose samples are not used, single or as [first, last]: skip_steps = [1200, [1500, 1510]]."""
     callbacks: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     """Callbacks of your own, by the names under which they are registered; see launch.extensions."""
 
@@ -250,9 +251,9 @@ class CheckpointConfig(Section):
     save_every_steps: CountOrZero = 0
     """Steps between checkpoints; 0: only at the end."""
     resume: Text = "auto"
-    """Where a run begins: "auto": at its newest checkpoint, if it has one; "never": anew; or directory or URL of a step."""
+    """Where a run starts. "auto": at its newest checkpoint, if any; "never": at step 0; or directory or URL of a step."""
     asynchronous: bool = True
-    """Go on training while a checkpoint is written from a copy in host memory."""
+    """Keep training while a checkpoint is written from a copy in host memory."""
     host_memory_bytes: CountOrZero | Auto = "auto"
     """Largest copy on each rank; a larger state is written while training waits. "auto": half of the free memory."""
     timeout_seconds: Count = 3600
@@ -260,7 +261,7 @@ class CheckpointConfig(Section):
     verify: Literal["hash", "size"] = "hash"
     """What is checked of every file before it is loaded: size and hash, or the size alone."""
     on_damage: Literal["stop", "fallback"] = "stop"
-    """What to do where the newest checkpoint of the run is damaged: stop, or take the newest that is not."""
+    """If the newest checkpoint of the run is damaged: stop, or take the newest that is not."""
     keep_last: CountOrZero = 0
     """Checkpoints to keep, the newest first; older ones are removed. 0: all of them."""
     keep_every_steps: CountOrZero = 0
@@ -281,21 +282,21 @@ class ElasticShape(Section):
 
 
 class ElasticConfig(Section):
-    """Going on with fewer or more ranks than a run was begun with, under torchrun --nnodes MIN:MAX."""
+    """Continuing a run with fewer or more ranks, under torchrun --nnodes MIN:MAX."""
 
     enabled: bool = False
-    """Fit the run to whatever world there is: dp follows, global_batch_size stays, spare ranks wait."""
+    """Fit the run to the number of ranks: dp follows, global_batch_size stays, spare ranks wait."""
     shapes: Annotated[tuple[ElasticShape, ...], Field(strict=False)] = ()
     """Shapes for certain world sizes, { world_size, tp, pp }; others keep parallel.tp and parallel.pp."""
 
 
 class LoggingConfig(Section):
-    """What is reported while the run goes on."""
+    """What is reported during the run."""
 
     every_steps: Count = 1
     """Steps between two reports."""
     pipeline_trace_step: CountOrZero = 0
-    """Step whose pipeline is measured: a picture and a trace of it go to the run directory. 0 measures none."""
+    """Step whose pipeline is measured: a picture and a trace go to the run directory. 0: none."""
     tensorboard: bool = True
     """Also write TensorBoard events to run_dir."""
     loss_spike_sigmas: PositiveOrZero = 6.0
@@ -303,9 +304,9 @@ class LoggingConfig(Section):
     peak_flops: Positive | None = None
     """Dense FLOP/s of one device in precision.dtype, for the MFU. Unset: of known GPUs by name; for others no MFU."""
     straggler_every_steps: CountOrZero = 50
-    """Steps between two looks at what each rank's own work took; 0: never."""
+    """Steps between two comparisons of the time that each rank's own work takes; 0: never."""
     straggler_ratio: Annotated[float, Field(gt=1)] = 1.3
-    """A rank whose work takes so many times the median is named."""
+    """A rank is reported if its work takes so many times the median."""
 
 
 class LaunchConfig(Section):
@@ -320,7 +321,7 @@ class LaunchConfig(Section):
 
 
 class RunConfig(Section):
-    """One run, as its file tells it."""
+    """One run, as its file has it."""
 
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -1,10 +1,11 @@
-"""What is written in a DeepSpeed configuration, held against the table of keys, each key by itself.
+"""Each key of a DeepSpeed configuration by itself: is it known, may it be written here, is its value taken.
 
-    {"zero_optimization": {"stage": 2, "overlap_com": true}}
-        zero_optimization.stage          a key of the table, of the right type   -> values
-        zero_optimization.overlap_com    no key of it                            -> a problem, with the likeliest key
+    {"zero_optimization": {"stage": 2, "overlap_comm": true, "overlap_com": true}}
+        zero_optimization.stage           sets something (config_schema)      -> its value, checked by pydantic
+        zero_optimization.overlap_comm    has no effect (config_refused)      -> a note
+        zero_optimization.overlap_com     unknown                             -> a problem, with the likeliest key
 
-A key that is wrong, or that a misspelt one probably meant, is remembered, so that no rule is judged over it.
+A key that is wrong, or that a misspelt one probably meant, is remembered, so that no relation is judged over it.
 """
 
 import json
@@ -13,12 +14,20 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from megazero.deepspeed.config_keys import keys_by_path
-from megazero.deepspeed.config_kinds import Key, KeyStatus
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megazero.config.document import type_text
+from megazero.config.problems import candidates
+from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED, UNCHECKED, Refusal
+from megazero.deepspeed.config_schema import DeepSpeedJson, honoured_keys
 from megazero.settings import Problem
 
 _MANY = 3  # so many keys of one name say nothing about which was meant
 _OFF_WHEN_FALSE = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+_ON_BY_DEFAULT = "timers.throughput.enabled"
+_ARTICLES = {"integer": "an ", "number": "a ", "string": "a ", "table": "a "}
 
 # What Hugging Face's Trainer writes over "auto", where it is more than its argument of the same name.
 _TRAINER = {
@@ -40,46 +49,27 @@ _TRAINER = {
 
 
 @dataclass(frozen=True)
-class Written:
-    """The keys that hold, by path from the top, and what is wrong with the others."""
+class Checked:
+    """What a configuration says, key by key."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    """What was written, as the rest of the program reads it."""
-    wrong: set[str] = field(default_factory=set)
+    config: DeepSpeedJson
+    """The keys that hold; those that are wrong have their defaults."""
+    problems: list[Problem]
+    wrong: set[str]
     """Keys that are wrong, or probably meant by a name that is."""
-    problems: list[Problem] = field(default_factory=list)
-    keys: Mapping[str, Key] = field(default_factory=keys_by_path)
-    """The table of keys."""
-
-    def __getitem__(self, path: str) -> Any:
-        """Give a key as written, or what DeepSpeed documents where it is not."""
-        return self.values[path] if path in self.values else self.keys[path].default
-
-    def __contains__(self, path: str) -> bool:
-        """Tell whether a key, or anything below a table, is written."""
-        return any(f"{name}.".startswith(f"{path}.") for name in self.values)
-
-    def notes(self) -> list[str]:
-        """Give a line for each key that is written and has no effect."""
-        lines = []
-        for path, value in self.values.items():
-            key = self.keys.get(path)
-            off = key is not None and path.endswith("enabled") and value == key.default
-            if key is not None and key.fate is KeyStatus.NO_EFFECT and not off:
-                lines.append(f"{path} has no effect: {key.text}")
-        return lines
+    notes: list[str]
+    """A line for each key that is written and has no effect."""
 
 
-def check_keys(config: Mapping[str, Any]) -> Written:
-    """Check names, types, ranges, and that nothing is asked for that is refused.
+def check_keys(config: Mapping[str, Any]) -> Checked:
+    """Check names and values, and that nothing is asked for that is refused.
 
     Args:
         config: the configuration as parsed.
     """
-    written = Written()
-    config = _modern(config)
-    _check_table(config, "", "", written)
-    return written
+    keys = _Keys()
+    values = keys.read_table(_modern(config), "")
+    return Checked(DeepSpeedJson.model_validate(values), keys.problems, keys.wrong, keys.notes)
 
 
 def _modern(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -92,110 +82,119 @@ def _modern(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return modern
 
 
-def _check_table(table: Mapping[str, Any], path: str, place: str, written: Written) -> None:
-    """Check what is below one table.
+@dataclass(frozen=True)
+class _Keys:
+    """Reads tables, and gathers what is found beside their values."""
 
-    Args:
-        path: of the table, as the table of keys has it.
-        place: of the table, as the user wrote it.
-        written: where to put what is found.
-    """
-    for name, value in table.items():
-        here = f"{place}.{name}".removeprefix(".")
-        child = _child(f"{path}.{name}".removeprefix("."), f"{path}.*", written)
-        if child is None:
-            problem, meant = _unknown(here, str(name), path, value, written)
-            written.problems.append(problem)
-            written.wrong.update(meant)
-        elif child in written.keys:
-            _check_value(value, child, here, written)
-        elif value is not None and not (value is False and child in _OFF_WHEN_FALSE):
-            _check_nested(value, child, here, written)
+    problems: list[Problem] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    honoured: dict[str, FieldInfo] = field(default_factory=honoured_keys)
 
+    def read_table(self, table: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Give the keys of a table that set something and hold.
 
-def _check_nested(value: object, path: str, place: str, written: Written) -> None:
-    """Check what stands where a table, or a list of tables, is expected."""
-    items = _is_table(f"{path}[]", written)
-    if items and isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value):
-        for index, item in enumerate(value):
-            _check_table(item, f"{path}[]", f"{place}[{index}]", written)
-    elif not items and isinstance(value, Mapping):
-        written.values.setdefault(path, {})
-        _check_table(value, path, place, written)
-    else:
-        rule = "must be a list of tables" if items else "must be a table"
-        names = ", ".join(_names(f"{path}[]" if items else path, written))
-        written.problems.append(Problem(place, value, rule, f"its keys are {names}"))
-        written.wrong.update(name for name in written.keys if name.startswith(path))
+        Args:
+            table: what is written.
+            path: of the table from the top; empty for the top itself.
+        """
+        values: dict[str, Any] = {}
+        for name, value in table.items():
+            key = f"{path}.{name}".removeprefix(".")
+            if key in self.honoured:
+                if self._is_value(value, key):
+                    values[name] = value
+            elif key in NO_EFFECT:
+                self._note(value, key)
+            elif key in REFUSED:
+                if not _asks_for_nothing(value, REFUSED[key]):
+                    problem = Problem(key, value, f"is not supported: {REFUSED[key].reason}", "leave it out")
+                    self.problems.append(problem)
+            elif names := self._names(key):
+                if isinstance(value, Mapping):
+                    inner = self.read_table(value, key)
+                    if any(path.startswith(f"{key}.") for path in self.honoured):
+                        values[name] = inner
+                elif value is not None and not (value is False and key in _OFF_WHEN_FALSE):
+                    self.problems.append(Problem(key, value, "must be a table", f"its keys are {', '.join(names)}"))
+                    self.wrong.update(path for path in self.honoured if path.startswith(f"{key}."))
+            elif key.partition(".")[0] not in UNCHECKED:
+                self._unknown(key, str(name), path, value)
+        return values
 
-
-def _check_value(value: object, path: str, place: str, written: Written) -> None:
-    key = written.keys[path]
-    if value is None and key.default is None:
-        return
-    if isinstance(value, str) and value.lower() == "auto" and not key.kind.accepts(value):
-        written.problems.append(_placeholder(path, place, value, key))
-        written.wrong.add(path)
-    elif not key.kind.accepts(value):
-        near = " or ".join(dict.fromkeys(map(json.dumps, key.kind.near(value))))
-        default = "leave it out" if key.default is None else f"the default is {json.dumps(key.default)}"
-        hint = f"write {near}" if near else default
-        written.problems.append(Problem(place, value, key.kind.must(), hint))
-        written.wrong.add(path)
-    else:
-        written.values[path] = key.kind.canonical(value)
-        if isinstance(value, Mapping) and key.fate is KeyStatus.HONOURED:  # parameters, checked by who reads them
+    def _is_value(self, value: object, key: str) -> bool:
+        """Tell whether a key that sets something is written with a value that it takes."""
+        info = self.honoured[key]
+        if value is None and info.default is None:
+            return False
+        errors = _errors(key, value)
+        if isinstance(value, Mapping) and not errors:  # parameters, checked by who reads them
             found = [name for name, item in value.items() if item == "auto"]
-            written.problems.extend(_placeholder(f"{path}.{name}", f"{place}.{name}", "auto") for name in found)
-        if key.fate is KeyStatus.REFUSED and not _asks_for_nothing(written.values[path], key):
-            written.problems.append(Problem(place, value, f"is not supported: {key.text}", "leave it out"))
+            self.problems.extend(_placeholder(f"{key}.{name}", "auto", "write the value itself") for name in found)
+        if not errors:
+            return True
+        self.wrong.add(key)
+        taken = type_text(info.annotation, tuple(info.metadata))
+        if isinstance(value, str) and value.lower() == "auto":
+            self.problems.append(_placeholder(key, value, f"write the value itself: {taken}"))
+            return False
+        near = [json.dumps(candidate) for candidate in candidates(value, errors) if not _errors(key, candidate)]
+        default = "leave it out" if info.default is None else f"the default is {json.dumps(info.default)}"
+        hint = f"write {' or '.join(dict.fromkeys(near))}" if near else default
+        self.problems.append(Problem(key, value, f"must be {_ARTICLES.get(taken.split()[0], '')}{taken}", hint))
+        return False
+
+    def _note(self, value: object, key: str) -> None:
+        if isinstance(value, str) and value.lower() == "auto" and key != "pipeline.stages":
+            self.problems.append(_placeholder(key, value, "leave it out"))
+        elif value is not None and not (key.endswith(".enabled") and value is (key == _ON_BY_DEFAULT)):
+            self.notes.append(f"{key} has no effect: {NO_EFFECT[key]}")
+
+    def _unknown(self, key: str, name: str, home: str, value: object) -> None:
+        """Report a key that does not exist, and remember the keys that it probably meant."""
+        siblings, known = self._names(home), [*self.honoured, *NO_EFFECT, *REFUSED]
+        same = [path for path in known if path.rpartition(".")[2] == name]
+        if 0 < len(same) <= _MANY:
+            meant = same
+        elif close := get_close_matches(name, siblings, n=1):
+            meant = [f"{home}.{close[0]}".removeprefix(".")]
+        else:
+            close = get_close_matches(name, sorted({path.rpartition(".")[2] for path in known}), n=1)
+            meant = [path for path in known if close and path.rpartition(".")[2] == close[0]]
+        if 0 < len(meant) <= _MANY:
+            hint = f"did you mean {' or '.join(meant)}?"
+            self.wrong.update(path for path in known for prefix in meant if f"{path}.".startswith(f"{prefix}."))
+        else:
+            hint = f"the keys of {home} are {', '.join(siblings)}" if home else "docs/deepspeed_config.md has every key"
+        self.problems.append(Problem(key, value, "unknown key", hint))
+
+    def _names(self, path: str) -> list[str]:
+        """Give the names directly below a table; none where there is no such table."""
+        start = f"{path}." if path else ""
+        below = [key.removeprefix(start) for key in (*self.honoured, *NO_EFFECT, *REFUSED) if key.startswith(start)]
+        return list(dict.fromkeys(name.partition(".")[0] for name in below))
 
 
-def _asks_for_nothing(value: object, key: Key) -> bool:
+def _errors(key: str, value: object) -> list[ErrorDetails]:
+    """Give what pydantic says of one value, written alone."""
+    written = value
+    for name in reversed(key.split(".")):
+        written = {name: written}
+    try:
+        DeepSpeedJson.model_validate(written)
+    except ValidationError as error:
+        return error.errors(include_url=False)
+    return []
+
+
+def _asks_for_nothing(value: object, refusal: Refusal) -> bool:
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
-    return value == key.default or value in key.harmless
+    written = value.lower() if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
+    return value is None or any(type(written) is type(item) and written == item for item in refusal.harmless)
 
 
-def _placeholder(path: str, place: str, value: str, key: Key | None = None) -> Problem:
-    argument = _TRAINER.get(path, path.rpartition(".")[2])
+def _placeholder(key: str, value: str, hint: str) -> Problem:
+    argument = _TRAINER.get(key, key.rpartition(".")[2])
     rule = f"is a placeholder for what Hugging Face's Trainer computes or was given ({argument})"
-    if key is None:
-        return Problem(place, value, rule, "write the value itself")
-    what = "leave it out" if key.fate is KeyStatus.NO_EFFECT else f"write the value itself: {key.kind}"
-    return Problem(place, value, rule, what)
-
-
-def _unknown(place: str, name: str, home: str, value: object, written: Written) -> tuple[Problem, list[str]]:
-    """Describe a key that is not in the table, and give the keys that it probably meant."""
-    siblings = _names(home, written)
-    same = [path for path in written.keys if path.rpartition(".")[2] == name]
-    if 0 < len(same) <= _MANY:
-        meant = same
-    elif close := get_close_matches(name, siblings, n=1):
-        meant = [f"{home}.{close[0]}".removeprefix(".")]
-    else:
-        last = {path.rpartition(".")[2] for path in written.keys}
-        close = get_close_matches(name, sorted(last), n=1)
-        meant = [path for path in written.keys if close and path.rpartition(".")[2] == close[0]]
-    if not 0 < len(meant) <= _MANY:
-        hint = f"the keys of {home} are {', '.join(siblings)}" if home else "docs/deepspeed_config.md lists every key"
-        return Problem(place, value, "unknown key", hint), []
-    paths = {path for path in written.keys for prefix in meant if f"{path}.".startswith(f"{prefix}.")}
-    return Problem(place, value, "unknown key", f"did you mean {' or '.join(meant)}?"), sorted(paths)
-
-
-def _child(path: str, wildcard: str, written: Written) -> str | None:
-    """Find a path in the table of keys: as it is, or below a name of the user's own."""
-    found = (p for p in (path, wildcard) if p in written.keys or _is_table(p, written) or _is_table(f"{p}[]", written))
-    return next(found, None)
-
-
-def _is_table(path: str, written: Written) -> bool:
-    return any(name.startswith(f"{path}.") for name in written.keys)
-
-
-def _names(path: str, written: Written) -> list[str]:
-    """Give the names directly below a table of the table of keys."""
-    below = [name.removeprefix(f"{path}.") for name in written.keys if not path or name.startswith(f"{path}.")]
-    return list(dict.fromkeys(name.split(".")[0].removesuffix("[]") for name in below))
+    return Problem(key, value, rule, hint)

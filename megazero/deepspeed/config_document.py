@@ -1,41 +1,30 @@
-"""The page of all keys of a DeepSpeed configuration, from the table itself, so that it cannot say anything else.
-
-    | key | type and default | what becomes of it |
-    |---|---|---|
-    | `overlap_comm` | true or false | no effect: gradients are always reduced beside the backward |
-
-A table like this stands under a heading for each block.
-"""
+"""The page of all keys of a DeepSpeed configuration, from the tables themselves, so that it cannot say anything else."""
 
 import json
-import math
 
-from megazero.deepspeed.config_keys import BLOCKS
-from megazero.deepspeed.config_kinds import Key, KeyStatus
+from pydantic.fields import FieldInfo
+
+from megazero.config.document import type_text
+from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED
+from megazero.deepspeed.config_schema import honoured_keys
 
 
 def to_markdown_deepspeed() -> str:
-    """Give every key as Markdown: a heading and a table for each block."""
-    head = "| key | type and default | what becomes of it |\n|---|---|---|\n"
-    parts = []
-    for block in BLOCKS:
-        rows = [f"| `{key.name}` | {_taken(key)} | {_becomes(key)} |\n" for key in block.keys]
-        parts.append(f"## {block.title}\n\n{head}{''.join(rows)}")
-    return "\n".join(parts)
+    """Give every key as Markdown: three tables, by what becomes of the key."""
+    keys = honoured_keys().items()
+    honoured = "".join(f"| `{key}` | {_taken(info)} | {info.description} |\n" for key, info in keys)
+    no_effect = "".join(f"| `{key}` | {note} |\n" for key, note in NO_EFFECT.items())
+    refused = "".join(f"| `{key}` | {refusal.reason} |\n" for key, refusal in REFUSED.items())
+    return (
+        f"## Honoured\n\n| key | type and default | what it sets |\n|---|---|---|\n{honoured}\n"
+        f"## No effect\n\n| key | why |\n|---|---|\n{no_effect}\n"
+        f"## Refused\n\n| key | why |\n|---|---|\n{refused}"
+    )
 
 
-def _taken(key: Key) -> str:
-    return str(key.kind) if key.default is None else f"{key.kind}; `{_number(key)}`"
-
-
-def _number(key: Key) -> str:
-    """Write sizes as the reference does: 5e8."""
-    value = key.default
-    if isinstance(value, float) and value >= 1e5:
-        power = int(math.log10(value))
-        return f"{value / 10**power:g}e{power}"
-    return json.dumps(value)
-
-
-def _becomes(key: Key) -> str:
-    return f"goes with `{key.text}`" if key.fate is KeyStatus.FOLLOWS else f"{key.fate.value}: {key.text}"
+def _taken(info: FieldInfo) -> str:
+    taken, default = type_text(info.annotation, tuple(info.metadata)), json.dumps(info.default)
+    if info.default is None:
+        return taken
+    power = len(default) - 1
+    return f"{taken}; `{default[0]}e{power}`" if default[1:] == "0" * power and power > 4 else f"{taken}; `{default}`"

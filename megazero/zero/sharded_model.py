@@ -82,7 +82,7 @@ class ShardedModel:
             bucket_bytes=zero.bucket_bytes,
             ties=ties,
             gather_policy=zero.gather_policy,
-            persistent_elements=zero.resident_elements,
+            persistent_elements=zero.persistent_elements,
             offload=OffloadPlan(self.offload, moments, state.rank, state.world),
         )
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}

@@ -157,7 +157,7 @@ def test_how_long_units_stay_and_what_is_offloaded_changes_no_bit(folder: Path) 
     everything = [_offload(3, place, folder) for place in PLACES]
     cases: list[dict[str, Any]] = [{"offload": everything[0]}]
     cases += [{"gather_policy": policy, "offload": one} for policy in ("chunk", "step") for one in everything]
-    cases += [{"resident_elements": 40, "offload": one} for one in everything]
+    cases += [{"persistent_elements": 40, "offload": one} for one in everything]
     cases += [{"offload": {**one, "ratio": 0.5}} for one in everything[1:]]
     cases += [{"offload": {"parameters": "nvme", "optimizer": "cpu", "nvme_path": str(folder)}}]
     cases += [{"offload": {"parameters": "cpu", "optimizer": "nvme", "nvme_path": str(folder)}}]

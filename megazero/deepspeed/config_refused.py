@@ -1,0 +1,174 @@
+"""The keys of a DeepSpeed configuration that set nothing here: without effect, or refused.
+
+NO_EFFECT    it tunes what is done another way here; the line says how, and so does a note when the key is written
+REFUSED      ignoring it would change the numbers or break a promise; any value but a harmless one is an error
+UNCHECKED    the other keys of these blocks say how to do what is refused or has no effect, so nobody reads them
+"""
+
+from dataclasses import dataclass
+
+_NVME = "files are read and written by threads, with buffers of their own size"
+_OWN_UPDATE = "the update of offloaded state has one way to run"
+_EXPERTS = "there is no mixture of experts"
+_REMOVED = "DeepSpeed 0.19 removed it too"
+_BUCKETS = "parameters and gradients lie in flat buckets of reduce_bucket_size, and are gathered and reduced by these"
+_PREFETCH = "stage 3 keeps two gather buffers, one in use and one being filled with what is needed next"
+_PREDIVIDED = "losses are divided by dp before the backward"
+_ELSEWHERE = "nothing is sent elsewhere; tensorboard writes the same values"
+_TP = "build the model from megazero.layers and pass the parallel state as mpu; a model is not rewritten for you"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a key is refused."""
+
+    reason: str
+    harmless: tuple[object, ...] = (False,)
+    """Values that ask for nothing, so that they are no error; null, {} and {"enabled": false} are never one."""
+
+
+def _below(block: str, notes: dict[str, str]) -> dict[str, str]:
+    return {f"{block}.{name}": note for name, note in notes.items()}
+
+
+NO_EFFECT = {
+    "optimizer.legacy_fusion": "the update runs over flat shards, always fused",
+    "zero_force_ds_cpu_optimizer": _OWN_UPDATE,
+    "prescale_gradients": _PREDIVIDED,
+    "gradient_predivide_factor": _PREDIVIDED,
+    "disable_allgather": "updated parameters are always all-gathered",
+    "allgather_size": _BUCKETS,
+    "sparse_gradients": "gradients of embeddings are reduced whole; the sum is the same",
+    "seq_parallel_communication_data_type": "no samples are split over ranks",
+    "use_data_before_expert_parallelism": _EXPERTS,
+    "memory_breakdown": "memory is not reported by phase",
+    "disable_python_gc": "Python's garbage collector is left as it is",
+    "log_level": "logging is set up by the script",
+    "vocabulary_size": "tables are padded where tensor parallelism needs it",
+    "timers.throughput.enabled": "throughput is part of every report",
+    "timers.throughput.synchronized": "steps are timed from report to report",
+    "bf16.immediate_grad_update": "a gradient is added to its bucket as soon as it exists",
+    "bf16.check_grad_overflow": "every step checks that the gradient norm is finite",
+    **_below(
+        "zero_optimization",
+        {
+            "mics_hierarchical_params_gather": "a shard group gathers in one collective",
+            "cpu_offload_use_pin_memory": "write offload_optimizer.pin_memory",
+            "allgather_partitions": "updated parameters are always all-gathered",
+            "allgather_bucket_size": _BUCKETS,
+            "overlap_comm": "gradients are always reduced beside the backward",
+            "reduce_scatter": "stages 1 to 3 always reduce-scatter, stage 0 all-reduces",
+            "use_multi_rank_bucket_allreduce": "one collective reduces a bucket for all ranks",
+            "contiguous_gradients": "gradients always lie in flat buckets",
+            "round_robin_gradients": "shards are even, so ranks copy as much as each other",
+            "parameter_alignment": "a bucket has a layout of its own",
+            "compute_grad_norm": "the norm is part of every step",
+            "sub_group_size": "the update runs bucket by bucket",
+            "stage3_max_live_parameters": _PREFETCH,
+            "stage3_max_reuse_distance": _PREFETCH,
+            "stage3_prefetch_bucket_size": _PREFETCH,
+            "stage3_model_persistence_threshold": "what stays whole is bounded by parameter only",
+            "stage3_module_granularity_threshold": "weights are gathered by unit of the model",
+            "stage3_use_all_reduce_for_fetch_params": "weights are gathered by all-gather",
+            "stage3_allgather_sequential": "a unit is gathered straight into its weights",
+            "stage3_gather_16bit_weights_on_model_save": "saved weights are always whole",
+            "stage3_gather_fp16_weights_on_model_save": "saved weights are always whole",
+            "load_from_fp32_weights": "master weights are always loaded in fp32",
+            "elastic_checkpoint": "a checkpoint of any shape loads on any other",
+            "pipeline_loading_checkpoint": "each rank reads only what it keeps",
+            "memory_efficient_linear": "the backward reads weights from the same gather buffers",
+            "override_module_apply": "no method of your modules is replaced",
+            "log_trace_cache_warnings": "nothing is traced",
+            "enable_sanity_checks": "checks are always on",
+            "legacy_stage1": "there is one stage 1",
+            "save_muon_momentum_buffer_in_memory": "there is no Muon",
+            **dict.fromkeys(
+                ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
+                "a unit is gathered whole, whatever is in it",
+            ),
+            **dict.fromkeys([f"offload_optimizer.{key}" for key in ("buffer_count", "fast_init")], _NVME),
+            **dict.fromkeys([f"offload_optimizer.{key}" for key in ("pipeline_read", "pipeline_write")], _NVME),
+            **dict.fromkeys(
+                [f"offload_optimizer.{key}" for key in ("super_offload", "cpuadam_cores_perc")], _OWN_UPDATE
+            ),
+            **dict.fromkeys([f"offload_param.{key}" for key in ("buffer_count", "buffer_size")], _NVME),
+            "offload_param.max_in_cpu": "under nvme all of the shard lies in files",
+        },
+    ),
+    **_below(
+        "aio",
+        dict.fromkeys(("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit"), _NVME)
+        | dict.fromkeys(("overlap_events", "use_gds"), _NVME),
+    ),
+    **_below(
+        "pipeline",
+        {
+            "stages": "the model that you pass says its stages",
+            "partition": "the model that you pass says how its layers are cut",
+            "seed_layers": "the model that you pass says how it is initialised",
+            "use_reentrant": "what is recomputed never runs a backward within a backward",
+            "pipe_partitioned": "stages send activations as they are",
+            "grad_partitioned": "stages send gradients as they are",
+        },
+    ),
+    "csv_monitor.enabled": "no CSV files are written; tensorboard writes the same values",
+    "wandb.enabled": _ELSEWHERE,
+    "comet.enabled": _ELSEWHERE,
+    "comms_logger.enabled": "collectives are not printed one by one",
+    "checkpoint.tag_validation": "pass the same tag on every rank",
+    "checkpoint.load_universal": "checkpoints hold whole tensors, so each loads on any shape",
+    "checkpoint.parallel_write.pipeline_stage": "the ranks always share the writing",
+    "checkpoint.checkpoint_serialization": "files are safetensors",
+    "checkpoint.writer": "files are safetensors, written as they are",
+    "graph_harvesting": f"no graph is captured; {_REMOVED}",
+    "datastates_ckpt": "checkpoints have one writer",
+}
+
+REFUSED = {
+    "managed_gradient_accumulation": Refusal("micro-batches are counted by the engine", (True,)),
+    "gradient_allreduce_op": Refusal("gradients are averaged over dp", ("mean",)),
+    "sequence_parallel_size": Refusal("no samples are split over ranks (Ulysses)", (1,)),
+    "fp16.fp16_master_weights_and_grads": Refusal("master weights are fp32"),
+    "bf16.bf16_master_weights_and_grads": Refusal("master weights are fp32"),
+    "bf16.bf16_optimizer_states": Refusal("optimizer state is fp32"),
+    "torch_autocast.enabled": Refusal("weights and activations have one format; write bf16 or fp16"),
+    "data_types.param_dtype": Refusal("fp16 and bf16 say the format of the weights", ()),
+    "data_types.buffer_dtype": Refusal("fp16 and bf16 say the format of the model", ()),
+    "data_types.keep_in_fp32_modules": Refusal("a model has one format throughout", ("auto",)),
+    "zero_optimization.ignore_unused_parameters": Refusal("nothing checks this; no gradient counts as zero", (True,)),
+    "zero_optimization.zero_hpz_partition_size": Refusal("a node has no second copy of the shards (hpZ)", (1, 0)),
+    "zero_optimization.zero_quantized_weights": Refusal("weights are gathered in their own format"),
+    "zero_optimization.zero_quantized_nontrainable_weights": Refusal("weights are kept in their own format"),
+    "zero_optimization.zero_quantized_gradients": Refusal("gradients travel in communication_data_type"),
+    "zero_optimization.zeropp_loco_param": Refusal(f"gradients travel unquantized; {_REMOVED}", ()),
+    "zero_optimization.zenflow": Refusal("every gradient takes part in every update", ()),
+    "tensor_parallel.autotp_size": Refusal(_TP, (0, 1)),
+    "tensor_parallel.tp_size": Refusal(_TP, (1,)),
+    "tensor_parallel.tp.tp_size": Refusal(_TP, (1,)),
+    "pipeline.activation_checkpoint_interval": Refusal("give it to the PipelineModule that you pass", (0,)),
+    "activation_checkpointing.partition_activations": Refusal("saved activations are not split over tp"),
+    "activation_checkpointing.cpu_checkpointing": Refusal("activations stay on the device"),
+    "expert_parallel.enabled": Refusal(_EXPERTS),
+    "compile.deepcompile": Refusal("no graph is compiled; torch.compile your modules before you pass them"),
+    "compile.passes": Refusal("no graph is compiled", ([],)),
+    "compile.autoep_non_moe": Refusal(_EXPERTS),
+    "hybrid_engine.enabled": Refusal("the engine trains; it does not generate"),
+    "data_efficiency.enabled": Refusal("samples are drawn evenly and every layer sees every token"),
+    "autotuning.enabled": Refusal("a run has the settings that it is given"),
+    "checkpoint.use_node_local_storage": Refusal("a checkpoint is one directory that all ranks share"),
+    "amp": Refusal(f"write bf16 or fp16; {_REMOVED}", ()),
+    "compression_training": Refusal(f"weights are not compressed; {_REMOVED}", ()),
+    "quantize_training": Refusal(f"weights are not quantized; {_REMOVED}", ()),
+    "eigenvalue": Refusal(f"it serves quantize_training; {_REMOVED}", ()),
+    "sparse_attention": Refusal(f"attention is what your model computes; {_REMOVED}", ()),
+    "progressive_layer_drop": Refusal(f"every layer runs in every step; {_REMOVED}", ()),
+    "curriculum_learning": Refusal(f"sequences have their full length; {_REMOVED}", ()),
+    "elasticity": Refusal(f"write the batch sizes; {_REMOVED}", ()),
+    "nebula": Refusal(f"checkpoints go to a directory; {_REMOVED}", ()),
+    "weight_quantization": Refusal("weights are not quantized", ()),
+}
+
+UNCHECKED = (
+    *("torch_autocast", "tensor_parallel", "activation_checkpointing", "expert_parallel", "compile", "hybrid_engine"),
+    *("data_efficiency", "autotuning", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler"),
+)

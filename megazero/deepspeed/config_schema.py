@@ -1,0 +1,342 @@
+"""The keys of a DeepSpeed configuration that set something here, and the relations between them.
+
+    {"zero_optimization": {"stage": 2}}     DeepSpeedJson.zero_optimization: ZeroBlock, .stage = 2
+
+Names, types and defaults are those of the reference of DeepSpeed 0.19 (docs/_pages/config-json.md), with a few keys of
+older versions. Types are strict, as in a run file. JSON has one type of number, so numbers of elements may also be
+written as 5e8. The line below each key says what it sets. `config_refused` has the keys that set nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticKnownError
+
+from megazero.settings import (
+    Count,
+    CountOrZero,
+    PositiveOrZero,
+    Problem,
+    Section,
+    Share,
+    Spelling,
+    divisors,
+    nearest_multiples,
+    nearest_of,
+    nearest_text,
+)
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _not_boolean(value: object) -> object:
+    # A literal compares by ==, so true and 1.0 would pass for 1.
+    if type(value) is not int:
+        raise PydanticKnownError("literal_error", {"expected": "0, 1, 2 or 3"})
+    return value
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _never(value: object) -> object:
+    return None if value == float("inf") else value
+
+
+Format = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_lower)]
+Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower)]
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_not_boolean)]
+Elements = Annotated[int, BeforeValidator(_whole), Field(ge=0), Spelling("integer >= 0, also written as 5e8")]
+BucketElements = Annotated[int, BeforeValidator(_whole), Field(ge=1), Spelling("integer >= 1, also written as 5e8")]
+PrintSteps = Annotated[Count | None, BeforeValidator(_never), Spelling("integer >= 1 or null or Infinity")]
+Parameters = Annotated[dict[str, Any], Spelling("table")]
+
+
+class NamedBlock(Section):
+    """An optimizer or a learning-rate schedule; whoever builds it checks the name and the parameters."""
+
+    type: str | None = None
+    """its name"""
+    params: Parameters | None = None
+    """its parameters"""
+
+
+class Fp16Block(Section):
+    """The format fp16 and its loss scale."""
+
+    enabled: bool = False
+    """`precision.dtype = "fp16"`; an error together with bf16; without either the format is fp32"""
+    auto_cast: bool = False
+    """whether the engine casts floating-point inputs to fp16"""
+    loss_scale: PositiveOrZero = 0.0
+    """`precision.loss_scale`; 0: adapted to the run"""
+    initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
+    """`precision.initial_scale_power`"""
+    loss_scale_window: Count = 1000
+    """`precision.loss_scale_window`"""
+    hysteresis: Count = 2
+    """`precision.hysteresis`"""
+    consecutive_hysteresis: bool = False
+    """`precision.consecutive_hysteresis`"""
+    min_loss_scale: Count = 1
+    """`precision.min_loss_scale`"""
+
+
+class Bf16Block(Section):
+    """The format bf16."""
+
+    enabled: bool = False
+    """`precision.dtype = "bf16"`; an error together with fp16; without either the format is fp32"""
+    auto_cast: bool = False
+    """whether the engine casts floating-point inputs to bf16 (DeepSpeed has this key for fp16 only)"""
+
+
+class DataTypesBlock(Section):
+    """The format of gradients."""
+
+    grad_accum_dtype: Format | None = None
+    """`precision.accumulate_dtype`; fp32 if left out"""
+
+
+class OffloadParamBlock(Section):
+    """Where stage 3 keeps its shard of the weights."""
+
+    device: Device | None = None
+    """where it is: `zero.offload.optimizer` at stages 1 to 3, `zero.offload.parameters` at stage 3"""
+    nvme_path: str | None = None
+    """`zero.offload.nvme_path`; one directory for both blocks"""
+    pin_memory: bool = True
+    """`zero.offload.pin_memory`; false in either block is false for both"""
+
+
+class OffloadOptimizerBlock(OffloadParamBlock):
+    """Where optimizer state is kept."""
+
+    ratio: Share = 1.0
+    """`zero.offload.ratio`, at every stage"""
+
+
+class ZeroBlock(Section):
+    """What data-parallel ranks shard."""
+
+    stage: Stage = 0
+    """`zero.stage`; stages 2 and 3 have `zero.reduce = "micro_batch"`"""
+    reduce_bucket_size: BucketElements = 500_000_000
+    """`zero.bucket_bytes`, 4 bytes for each element; 40 MiB if left out"""
+    stage3_param_persistence_threshold: Elements = 100_000
+    """`zero.persistent_elements` at stage 3; no effect at other stages"""
+    mics_shard_size: Annotated[int, Field(ge=-1)] = -1
+    """`zero.shard_group_size` where > 0 (DeepSpeed 0.19 removed it)"""
+    cpu_offload: bool | None = None
+    """`zero.offload.optimizer = "cpu"` (deprecated)"""
+    cpu_offload_param: bool | None = None
+    """`zero.offload.parameters = "cpu"` (deprecated)"""
+    offload_optimizer: OffloadOptimizerBlock = OffloadOptimizerBlock()
+    offload_param: OffloadParamBlock = OffloadParamBlock()
+
+    def offload(self, name: str) -> OffloadParamBlock:
+        """Give the block `offload_optimizer` or `offload_param`."""
+        return self.offload_optimizer if name == "offload_optimizer" else self.offload_param
+
+    def device(self, name: str) -> str:
+        """Give the device of one of these two blocks, or of the deprecated key that says the same."""
+        old = self.cpu_offload if name == "offload_optimizer" else self.cpu_offload_param
+        return self.offload(name).device or ("cpu" if old else "none")
+
+    def nvme_paths(self) -> list[str]:
+        """Give the different directories that the two blocks name for their files."""
+        paths = [block.nvme_path for block in map(self.offload, OFFLOAD) if block.device == "nvme"]
+        return list(dict.fromkeys(path for path in paths if path))
+
+
+class TensorboardBlock(Section):
+    """TensorBoard events."""
+
+    enabled: bool = False
+    """whether events are written"""
+    output_path: str | None = None
+    """directory of the events; the working directory of the script if left out"""
+    job_name: str = "DeepSpeedJobName"
+    """directory of this run within it"""
+
+
+class FlopsProfilerBlock(Section):
+    """The profiler of DeepSpeed."""
+
+    enabled: bool = False
+    """the same as `wall_clock_breakdown`; operations are not counted by module"""
+
+
+class DataEfficiencyBlock(Section):
+    """The order of samples."""
+
+    seed: CountOrZero = 1234
+    """seed of the order in which the engine's loader draws samples"""
+
+
+class DeepSpeedJson(Section):
+    """The keys that set something."""
+
+    train_batch_size: Count | None = None
+    """samples in an optimizer step; from the two below if left out"""
+    train_micro_batch_size_per_gpu: Count | None = None
+    """samples in one forward pass; from the others if left out"""
+    gradient_accumulation_steps: Count | None = None
+    """micro-batches in a step; from the others, or 1, if left out"""
+    dataloader_drop_last: bool = False
+    """whether the engine's loader drops an incomplete batch"""
+    optimizer: NamedBlock = NamedBlock()
+    scheduler: NamedBlock = NamedBlock()
+    gradient_clipping: PositiveOrZero = 1.0
+    """largest global gradient norm; 0: no clipping"""
+    zero_allow_untested_optimizer: bool = False
+    """whether ZeRO takes an optimizer of your own"""
+    communication_data_type: Format | None = None
+    """`precision.reduce_dtype`; fp32 if left out"""
+    steps_per_print: PrintSteps = 10
+    """steps between two reports; null or Infinity: never"""
+    wall_clock_breakdown: bool = False
+    """whether the reports have the times of forward, backward and update"""
+    dump_state: bool = False
+    """whether this configuration is printed once the engine is built"""
+    fp16: Fp16Block = Fp16Block()
+    bf16: Bf16Block = Bf16Block()
+    data_types: DataTypesBlock = DataTypesBlock()
+    zero_optimization: ZeroBlock = ZeroBlock()
+    tensorboard: TensorboardBlock = TensorboardBlock()
+    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
+    data_efficiency: DataEfficiencyBlock = DataEfficiencyBlock()
+
+
+def honoured_keys(model: type[BaseModel] = DeepSpeedJson, prefix: str = "") -> dict[str, FieldInfo]:
+    """Give every key that sets something, by its path from the top."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found |= honoured_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = field
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Relations between keys
+
+TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+ZERO = "zero_optimization"
+OFFLOAD = ("offload_optimizer", "offload_param")
+_DEPRECATED = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+
+
+def _batch_sizes_agree(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    accumulation = config.gradient_accumulation_steps
+    if train is None and micro is None:
+        rule = f"must be given: samples in a step, {MICRO} * {ACCUMULATION} * dp={dp}"
+        yield Problem(TRAIN, None, rule, f"write it, or {MICRO}, with {ACCUMULATION} or without")
+    if train is None:
+        return
+    known = [(MICRO, micro), (ACCUMULATION, accumulation), ("dp", dp)]
+    names = "*".join(name for name, value in known if value is not None)
+    product = (micro or 1) * (accumulation or 1) * dp
+    if micro is not None and accumulation is not None:
+        if train != product:
+            rule = f"must be {names}={micro}*{accumulation}*{dp}={product}"
+            yield Problem(TRAIN, train, rule, f"write {product}, or leave one of the three out")
+    elif train % product:
+        nearest = nearest_text(nearest_multiples(train, product))
+        yield Problem(TRAIN, train, f"must be divisible by {names}={product}", nearest)
+
+
+def _there_is_one_format(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
+    if config.fp16.enabled and config.bf16.enabled:
+        yield Problem("bf16.enabled", True, "cannot be together with fp16.enabled", "keep one of them")
+
+
+def _half_gradients_have_half_weights(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
+    if config.fp16.enabled or config.bf16.enabled:
+        return
+    written = {
+        "communication_data_type": config.communication_data_type,
+        "data_types.grad_accum_dtype": config.data_types.grad_accum_dtype,
+    }
+    for key, value in written.items():
+        if value not in (None, "fp32"):
+            rule = "must be fp32 where neither fp16 nor bf16 is enabled: gradients of fp32 weights stay in fp32"
+            yield Problem(key, value, rule, "leave it out")
+
+
+def _loss_scale_starts_above_its_least(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
+    least, start = config.fp16.min_loss_scale, 2**config.fp16.initial_scale_power
+    if config.fp16.enabled and least > start:
+        yield Problem("fp16.min_loss_scale", least, f"must be <= 2**initial_scale_power={start}", f"write {start}")
+
+
+def _parameters_have_a_type(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
+    for name, block in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
+        if block.params is not None and not block.type:
+            yield Problem(f"{name}.type", None, "must be given, since parameters are", "name it")
+
+
+def _offload_names_device_and_path(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    for name in OFFLOAD:
+        block, path, old = zero.offload(name), f"{ZERO}.{name}", _DEPRECATED[name]
+        if name in zero.model_fields_set and block.device is None:
+            yield Problem(f"{path}.device", None, "must be given", 'write "cpu", "nvme" or "none"')
+        if block.device == "nvme" and not block.nvme_path:
+            yield Problem(f"{path}.nvme_path", None, "must be given for nvme", "name a directory on a local disk")
+        if getattr(zero, old) and name in zero.model_fields_set:
+            yield Problem(f"{ZERO}.{old}", True, f"cannot be together with {path}", "leave it out, it is deprecated")
+    paths = zero.nvme_paths()
+    if len(paths) > 1:
+        rule = f"must be {ZERO}.offload_optimizer.nvme_path={paths[0]}: one directory holds the files of both"
+        yield Problem(f"{ZERO}.offload_param.nvme_path", paths[1], rule, "write the same directory twice")
+
+
+def _offload_fits_the_stage(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    for name in OFFLOAD:
+        device = zero.offload(name).device
+        key = f"{ZERO}.{name}.device" if device else f"{ZERO}.{_DEPRECATED[name]}"
+        if zero.device(name) != "none" and zero.stage < (1 if name == "offload_optimizer" else 3):
+            if name == "offload_optimizer":
+                rule, hint = "needs stage 1, 2 or 3: stage 0 shards nothing", f"write {ZERO}.stage"
+            else:
+                rule = f"needs stage 3: stage {zero.stage} keeps the weights whole"
+                hint = f"write {ZERO}.stage = 3, or leave it out"
+            yield Problem(key, device or True, rule, hint)
+
+
+def _shard_groups_fill_dp(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
+    size = config.zero_optimization.mics_shard_size
+    if size > 0 and dp % size:
+        nearest = nearest_text(nearest_of(size, divisors(dp)))
+        yield Problem(f"{ZERO}.mics_shard_size", size, f"must divide dp={dp}", nearest)
+
+
+def _below(block: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{block}.{name}" for name in names)
+
+
+_ENABLED = ("fp16.enabled", "bf16.enabled")
+_OFFLOAD_KEYS = (
+    *_below(ZERO, *_DEPRECATED.values()),
+    *(key for block in OFFLOAD for key in _below(f"{ZERO}.{block}", "device", "nvme_path")),
+)
+# The keys that a relation reads, and (configuration, dp) -> what is wrong.
+RELATIONS: tuple[tuple[tuple[str, ...], Callable[[DeepSpeedJson, int], Iterator[Problem]]], ...] = (
+    ((TRAIN, MICRO, ACCUMULATION), _batch_sizes_agree),
+    (_ENABLED, _there_is_one_format),
+    ((*_ENABLED, "communication_data_type", "data_types.grad_accum_dtype"), _half_gradients_have_half_weights),
+    (_below("fp16", "enabled", "min_loss_scale", "initial_scale_power"), _loss_scale_starts_above_its_least),
+    (("optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"), _parameters_have_a_type),
+    (_OFFLOAD_KEYS, _offload_names_device_and_path),
+    ((*_OFFLOAD_KEYS, f"{ZERO}.stage"), _offload_fits_the_stage),
+    ((f"{ZERO}.mics_shard_size",), _shard_groups_fill_dp),
+)
