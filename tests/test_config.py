@@ -156,7 +156,7 @@ def test_five_mistakes_give_five_messages_with_place_value_and_fix(write):
         schedule = "1f2b"
     """)
     told = problems(path, world_size=2)
-    # hidden_size is not judged: num_heads, which it must divide by, is what num_head probably meant
+    # hidden_size is not judged: num_heads, which it must be divisible by, is what num_head probably meant
     assert told == [
         "model.num_head = 8: unknown key; did you mean model.num_heads?",
         "model.lr = 0.0003: unknown key in [model]; did you mean optimizer.lr?",
@@ -164,7 +164,7 @@ def test_five_mistakes_give_five_messages_with_place_value_and_fix(write):
         'training.steps = "8": must be an integer; write 8',
         "training.global_batch_size = 30: must divide by micro_batch_size*dp=8; the nearest are 24 and 32",
     ]
-    assert "model.hidden_size = 1000: must divide by 2*num_heads=32" in problems(path, "model.num_heads=16")[-2]
+    assert "model.hidden_size = 1000: must be divisible by 2*num_heads=32" in problems(path, "model.num_heads=16")[-2]
 
 
 def test_the_message_is_a_numbered_list(write):
@@ -279,9 +279,9 @@ def test_the_order_names_every_axis_once(write, order):
 @pytest.mark.parametrize(
     ("overrides", "world_size", "told"),
     [
-        ("model.hidden_size=1000", 1, "model.hidden_size = 1000: must divide by 2*num_heads=32"),
-        ("model.family=gpt2 model.hidden_size=1000", 1, "model.hidden_size = 1000: must divide by num_heads=16"),
-        ("parallel.tp=3 model.ffn_hidden_size=3", 3, "model.num_heads = 16: must divide by parallel.tp=3"),
+        ("model.hidden_size=1000", 1, "model.hidden_size = 1000: must be divisible by 2*num_heads=32"),
+        ("model.family=gpt2 model.hidden_size=1000", 1, "model.hidden_size = 1000: must be divisible by num_heads=16"),
+        ("parallel.tp=3 model.ffn_hidden_size=3", 3, "model.num_heads = 16: must be divisible by parallel.tp=3"),
         ("model.num_kv_heads=5", 1, "model.num_kv_heads = 5: must divide num_heads=16 and be a multiple of"),
         (
             "model.num_kv_heads=2 parallel.tp=4",
@@ -290,11 +290,15 @@ def test_the_order_names_every_axis_once(write, order):
         ),
         ("model.family=gpt2 model.num_kv_heads=4", 1, "model.num_kv_heads = 4: must be num_heads=16: gpt2 has no"),
         ("model.family=gpt2 model.tie_embeddings=false", 1, "model.tie_embeddings = false: must be true for gpt2"),
-        ("model.ffn_hidden_size=1001 parallel.tp=2", 2, "model.ffn_hidden_size = 1001: must divide by parallel.tp=2"),
+        (
+            "model.ffn_hidden_size=1001 parallel.tp=2",
+            2,
+            "model.ffn_hidden_size = 1001: must be divisible by parallel.tp=2",
+        ),
         (
             "model.seq_len=1001 parallel.tp=2 parallel.sequence_parallel=true",
             2,
-            "model.seq_len = 1001: must divide by parallel.tp=2 (sequence_parallel); the nearest",
+            "model.seq_len = 1001: must be divisible by parallel.tp=2 (sequence_parallel); the nearest",
         ),
         ("model.num_layers=2 parallel.pp=4", 4, "model.num_layers = 2: must be >= parallel.pp=4"),
         (

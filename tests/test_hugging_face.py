@@ -39,7 +39,7 @@ from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.checkpoint.verify import find_damage
 from megazero.cli import app
 from megazero.config import ResolvedRun, load_config
-from megazero.models.hf_names import hugging_face_config
+from megazero.models.registry import FAMILIES
 
 MODELS = {
     "untied": LLAMA | {"tie_embeddings": False, "rope_theta": 500000.0},
@@ -67,7 +67,7 @@ def saved(run: ResolvedRun, directory: Path, steps: int = 2, **trainer: Any) -> 
     model = run.config.model
     about = {"model": model.model_dump(), "config": {"data": {"tokenizer": "byte"}}, "shape": {}, "versions": {}}
     state = TrainerState(steps, steps * 8, 0, steps, "data", **about | trainer)
-    files = {HF_CONFIG: to_json(hugging_face_config(model, run.config.precision.dtype))}
+    files = {HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, run.config.precision.dtype))}
     save_checkpoint(directory, engine.sharded_model.sharded_state, engine.state, state, files)
     return next_step(engine, run)
 
@@ -257,7 +257,11 @@ REFUSED = [
     ("llama", {"attention_bias": True}, "attention_bias=True is not supported in a llama; it must be False"),
     ("llama", {"mlp_bias": True, "hidden_act": "gelu"}, "hidden_act='gelu' is not.*'silu'; mlp_bias=True is not"),
     ("llama", {"head_dim": 16}, "head_dim=16 .* it must be hidden_size / num_attention_heads = 32 / 4 = 8"),
-    ("llama", {"num_attention_heads": 5, "head_dim": None}, r"model\.hidden_size = 32: must divide by 2\*num_heads=10"),
+    (
+        "llama",
+        {"num_attention_heads": 5, "head_dim": None},
+        r"model\.hidden_size = 32: must be divisible by 2\*num_heads=10",
+    ),
     ("llama", {"hidden_size": "32"}, "hidden_size.*integer"),
     ("llama", {"vocab_size": None}, "vocab_size is missing"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config=.* leave it out"),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange
-from megazero.layers.spec import Block, ParamSpec, numel
+from megazero.layers.spec import ParamSpec, Region, numel
 from megazero.parallel_state import Axis, Coordinate, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot, intersect
 
@@ -209,7 +209,7 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
     shapes = spec.logical_shapes()
     whole: dict[str, Tensor] = {}
     for tp, tensor in enumerate(local):
-        for block in spec.blocks(tp, len(local)) if tensor.numel() else ():
+        for block in spec.regions(tp, len(local)) if tensor.numel() else ():
             rows, source = slice(*block.rows), tensor.view(-1, width)[slice(*block.local_rows)]
             if _is_all(block, source):
                 whole[block.name] = source.reshape(shapes[block.name])
@@ -224,7 +224,7 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
     return {name: whole.get(name, local[0].new_empty(shape)) for name, shape in shapes.items()}
 
 
-def _is_all(block: Block, source: Tensor) -> bool:
+def _is_all(block: Region, source: Tensor) -> bool:
     """Whether a block is its logical tensor, element by element in the order in which it is stored."""
     return not block.transposed and source.numel() == numel(block.shape)
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, Place
-from megazero.checkpoint.hf_config import logical_shapes
+from megazero.checkpoint.hf_config import format_of, logical_shapes
 from megazero.checkpoint.hf_tokenizer import GENERATION, token_ids, travelling_files
 from megazero.checkpoint.index import (
     HF_CONFIG,
@@ -37,7 +37,6 @@ from megazero.checkpoint.shards import DTYPE_NAMES, DTYPES, Layout, new_folder, 
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.checkpoint.verify import find_damage
 from megazero.models.config import ModelConfig
-from megazero.models.hf_names import hugging_face_config
 from megazero.zero.state import MASTER, MODEL
 
 _SINGLE = "model.safetensors"
@@ -104,7 +103,7 @@ def _export(folder: Folder, out: Place, dtype: str | None, max_shard_bytes: int)
         files = ({GENERATION: to_json(ids)} if ids else {}) | files
         if set(written.records) != {_SINGLE}:
             files[index_name(MODEL)] = written.index()
-        files[HF_CONFIG] = to_json(hugging_face_config(model, DTYPE_NAMES[wanted]) | ids)
+        files[HF_CONFIG] = to_json(format_of(model.family).config(model, DTYPE_NAMES[wanted]) | ids)
         for name, data in files.items():
             target.write(name, data)
     return Exported(DTYPE_NAMES[wanted], len(written.records), written.tensor_bytes, about)

@@ -21,7 +21,7 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.checkpoint.verify import find_damage
 from megazero.comm.collectives import agree, all_gather, gather_objects
-from megazero.layers.spec import Block, ParamSpec, numel
+from megazero.layers.spec import ParamSpec, Region, numel
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, Run, Slot, intersect
 from megazero.zero.state import MASTER, MODEL, ShardedState
@@ -319,7 +319,7 @@ def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, 
     width = spec.width(tp_size)
     stop = start + out.numel()
     read = 0
-    for block in spec.blocks(tp_rank, tp_size):
+    for block in spec.regions(tp_rank, tp_size):
         low, high = max(block.local_rows[0] * width, start), min(block.local_rows[1] * width, stop)
         if low >= high:
             continue
@@ -339,14 +339,14 @@ def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, 
 
 def _clear_padding(spec: ParamSpec, out: Tensor, start: int, tp_rank: int, tp_size: int) -> None:
     width, at = spec.width(tp_size), start
-    for block in spec.blocks(tp_rank, tp_size):
+    for block in spec.regions(tp_rank, tp_size):
         low, high = block.local_rows[0] * width, block.local_rows[1] * width
         out[at - start : max(low, at) - start] = 0
         at = max(at, high)
     out[at - start :] = 0
 
 
-def _rows(stored: StoredTensors, block: Block, first: int, last: int) -> Tensor:
+def _rows(stored: StoredTensors, block: Region, first: int, last: int) -> Tensor:
     """Local rows [first, last) of a block, as a view of the file where that is mapped."""
     shift = block.rows[0] - block.local_rows[0]
     rows = (first + shift, last + shift)

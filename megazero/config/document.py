@@ -15,9 +15,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 
 from megazero.config.schema import DataSource, keys, sections
+from megazero.registry import NameIn
 from megazero.settings import LARGEST_COUNT, toml_value
 
-_NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
+_NAMES = {dict: "table", int: "integer", float: "number", str: "string", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,11 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
     if origin is Annotated:
         text = type_text(arguments[0], _constraints(arguments[1:]))
         return f"string or {text}" if arguments[0] is DataSource else text
-    if origin is Literal:
-        return " or ".join(map(toml_value, arguments))
+    words = (
+        arguments if origin is Literal else [n for item in metadata if isinstance(item, NameIn) for n in item.registry]
+    )
+    if words:
+        return " or ".join(map(toml_value, words))
     if origin in (Union, UnionType):
         return " or ".join(type_text(part) for part in arguments if part is not NoneType)
     if origin is tuple:
@@ -79,7 +83,7 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
         return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "{ " + ", ".join(annotation.model_fields) + " }"
-    return f"{_NAMES[annotation]} {' and '.join(_signs(metadata))}".rstrip()
+    return f"{_NAMES[origin or annotation]} {' and '.join(_signs(metadata))}".rstrip()
 
 
 def _constraints(metadata: tuple[Any, ...]) -> tuple[object, ...]:

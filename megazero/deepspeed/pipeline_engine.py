@@ -19,9 +19,9 @@ from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.pipeline_module import LayerChunk, PipelineModule
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.stage_runner import ChunkRunner, StageRunner
-from megazero.schedules.action import Action, Kind
+from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.executor import Executor, Message
-from megazero.schedules.generators import forward_only
+from megazero.schedules.kind import forward_only
 from megazero.zero.sharded_model import ShardedModel
 
 Shapes: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -191,7 +191,7 @@ class PipelineEngine(TrainingEngine):
         if trains not in self._executors:
             pipeline = self._pipeline
             chunks = len(pipeline.placement) // self.parallel_state.pp.size
-            schedule = pipeline.family.generate(self.parallel_state.pp.size, self.config.accumulation, chunks)
+            schedule = pipeline.schedule_kind.build(self.parallel_state.pp.size, self.config.accumulation, chunks)
             self._executors[trains] = Executor(
                 schedule if trains else forward_only(schedule),
                 self.parallel_state.pp,
@@ -204,8 +204,8 @@ class PipelineEngine(TrainingEngine):
     def _new_message(self, trains: bool, action: Action) -> Message:
         """What a forward receives is what enters its stage; what a backward receives, gradients of what leaves it."""
         stage = self._pipeline.placement.index((self.parallel_state.at.pp, action.chunk))
-        shapes = self._shapes[trains][stage if action.kind is Kind.FORWARD else stage + 1]
-        if action.kind is not Kind.FORWARD:
+        shapes = self._shapes[trains][stage if action.kind is ActionKind.FORWARD else stage + 1]
+        if action.kind is not ActionKind.FORWARD:
             shapes = tuple((shape, dtype) for shape, dtype in shapes if dtype.is_floating_point)
         return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +27,16 @@ from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.linear import WeightGradQueue
 from megazero.models.compiled import compile_blocks, wants_compiling
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
-from megazero.models.hf_names import hugging_face_config
+from megazero.models.registry import FAMILIES
 from megazero.models.stages import cut
 from megazero.optim.config import OptimizerConfig
+from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Action, Placement, Schedule
 from megazero.schedules.executor import Executor, Message
-from megazero.schedules.generators import FAMILIES, Family, family_of, forward_only
-from megazero.schedules.simulate import Timeline
+from megazero.schedules.kind import GivenSchedule, ScheduleKind, forward_only
+from megazero.schedules.proof import Timeline
+from megazero.schedules.registry import SCHEDULES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
@@ -133,7 +134,7 @@ class Engine:
         chunks: this rank's part of the model; parameters may be on the meta device.
         wgrad_queues: per chunk, takes its weight gradients to the buckets, and keeps them where the
             schedule splits backwards.
-        family: the pipeline schedule.
+        schedule_kind: the pipeline schedule.
         placement: which pipeline rank holds each stage.
         config: the resolved run.
         state: the rank's place and groups.
@@ -145,7 +146,7 @@ class Engine:
         self,
         chunks: Sequence[GPTStage],
         wgrad_queues: Sequence[WeightGradQueue],
-        family: Family,
+        schedule_kind: ScheduleKind,
         placement: Placement,
         config: RunConfig,
         state: ParallelState,
@@ -175,7 +176,8 @@ class Engine:
             tokens=any(chunk.embedding is not None for chunk in chunks),
             labels=any(chunk.head is not None for chunk in chunks),
         )
-        self._stages, self._wgrad_queues, self._family = list(chunks), wgrad_queues, family
+        self._stages, self._wgrad_queues = list(chunks), wgrad_queues
+        self._schedule_kind, self._chunks_per_rank = schedule_kind, len(placement) // state.pp.size
         self.watch: Callable[[Action], None] | None = None  # called before and after every computed action
         self.wants_stop: Callable[[], bool] = lambda: False  # asked at the end of every step; see `StepStatistics.stop`
         self._executors: dict[tuple[bool, int, int], Executor] = {}
@@ -326,7 +328,9 @@ class Engine:
             loss_scaler=None if self.sharded_model.scaler is None else self.sharded_model.scaler.state_dict(),
             val_loss=val_loss,
         )
-        files = {HF_CONFIG: to_json(hugging_face_config(config.model, config.precision.dtype))}
+        files = {
+            HF_CONFIG: to_json(FAMILIES[config.model.family].hugging_face_config(config.model, config.precision.dtype))
+        }
         if saver is None:
             save_checkpoint(place, self.sharded_model.sharded_state, self.state, trainer, files)
         else:
@@ -402,10 +406,9 @@ class Engine:
         samples = sizes.pop()
         key = (trains, len(batches), samples)
         if key not in self._executors:
-            chunks = self._family.chunks or self.config.parallel.virtual_stages
-            schedule = self._family.generate(self.state.pp.size, len(batches), chunks)
+            schedule = self._schedule_kind.build(self.state.pp.size, len(batches), self._chunks_per_rank)
             for wgrad_queue in self._wgrad_queues:
-                wgrad_queue.deferring = schedule.splits_backward
+                wgrad_queue.defers = schedule.splits_backward
             self._executors[key] = Executor(
                 schedule if trains else forward_only(schedule),
                 self.state.pp,
@@ -440,15 +443,8 @@ def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x:
 
 def _optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
     """The configured optimizer, with a group that decays and one that does not."""
-    settings: dict[str, dict[str, Any]] = {
-        "adamw": {"betas": config.betas, "eps": config.eps},
-        "adam": {"betas": config.betas, "eps": config.eps, "adam_w_mode": False},
-        "sgd": {"momentum": config.momentum},
-        "lion": {"betas": config.betas},
-        "adagrad": {"eps": config.eps},
-    }
     groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
-    return recipe_by_name(config.name, {"lr": config.lr, **settings[config.name]}, groups)
+    return recipe_by_name(config.name, OPTIMIZERS[config.name].settings(config), groups)
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -490,8 +486,8 @@ def initialize(
     Raises:
         ScheduleError, ValueError: the schedule cannot run, or not with these numbers.
     """
-    family = FAMILIES[config.parallel.schedule] if schedule is None else family_of(schedule)
-    placement = family.placement(state.pp.size, family.chunks or config.parallel.virtual_stages)
+    kind = SCHEDULES[config.parallel.schedule] if schedule is None else GivenSchedule(schedule)
+    placement = kind.placement(state.pp.size, kind.chunks or config.parallel.virtual_stages)
     layouts = cut(config.model, config.parallel.layout, len(placement))
     chunks, wgrad_queues = [], []
     for layout, (rank, _) in zip(layouts, placement, strict=True):  # a rank's chunks come in order
@@ -509,7 +505,7 @@ def initialize(
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
         wgrad_queues.append(wgrad_queue)
-    engine = Engine(chunks, wgrad_queues, family, placement, config, state)
+    engine = Engine(chunks, wgrad_queues, kind, placement, config, state)
     weights = engine.sharded_model.parameters.by_name.values()
     if agree(lambda: wants_compiling(config.training.compile, state.device, weights), state.world, ValueError):
         for stage in chunks:

@@ -22,7 +22,7 @@ from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
 from megazero.comm.collectives import all_gather
 from megazero.layers.gemm import product_t
 from megazero.layers.linear import WeightGradQueue, sum_of_products
-from megazero.layers.spec import Init, ParamSpec, Section, drawn_parameter
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
 IGNORED_LABEL = -100
@@ -119,8 +119,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         factors = _slopes(ctx.head, saved, grad, grad_x)
         if ctx.needs_input_grad[1]:
-            gradients = ctx.head.gradients
-            grad_weight = sum_of_products(weight, factors) if gradients is None else gradients.bring(weight, factors)
+            queue = ctx.head.wgrad_queue
+            grad_weight = sum_of_products(weight, factors) if queue is None else queue.add_now(weight, factors)
         else:
             grad_weight = None
             for _ in factors:
@@ -183,7 +183,7 @@ class VocabParallelHead(nn.Module):
         tied: the weight is the input embedding's.
         init: how the weight starts.
         weight: the embedding's parameter when this rank holds both; None makes one.
-        gradients: takes the weight gradient where it comes from here alone; None returns it to autograd.
+        wgrad_queue: takes the weight gradient where it comes from here alone; None returns it to autograd.
         logits_bytes: of the logits of one chunk.
     """
 
@@ -196,18 +196,18 @@ class VocabParallelHead(nn.Module):
         *,
         sequence_parallel: bool,
         tied: bool,
-        init: Init,
+        init: Initializer,
         weight: nn.Parameter | None = None,
-        gradients: WeightGradQueue | None = None,
+        wgrad_queue: WeightGradQueue | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         super().__init__()
         self.tp, self.vocab_size, self.logits_bytes, self.passes = tp, vocab_size, logits_bytes, LossPasses()
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
-        spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
+        spec = ParamSpec((NamedRows(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size) if weight is None else weight
-        self.gradients = gradients if weight is None else None
+        self.wgrad_queue = wgrad_queue if weight is None else None
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Loss summed over counted tokens, or the logits where there are no labels.

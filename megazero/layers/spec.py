@@ -28,7 +28,7 @@ _DRAW_ELEMENTS = 1 << 17  # elements drawn at a time: a few MB of scratch, which
 
 
 @dataclass(frozen=True)
-class Init:
+class Initializer:
     """How a parameter starts: "normal" with standard deviation `std`, "zeros" or "ones"."""
 
     kind: Literal["normal", "zeros", "ones"] = "normal"
@@ -36,7 +36,7 @@ class Init:
 
 
 @dataclass(frozen=True)
-class Section:
+class NamedRows:
     """Rows of a fused parameter that are one block of a logical tensor.
 
     Args:
@@ -53,7 +53,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Block:
+class Region:
     """A rectangle of a local parameter and where it lies in its logical tensor.
 
     Args:
@@ -95,10 +95,10 @@ class ParamSpec:
     surplus rows are padding: zero, masked in use, and part of no logical tensor.
     """
 
-    sections: tuple[Section, ...]
+    sections: tuple[NamedRows, ...]
     columns: int | None = None
     split: Literal[0, 1] | None = None
-    init: Init = Init()
+    init: Initializer = Initializer()
     sum_over_tp: bool = False
     tied: bool = False
     decay: bool = True
@@ -125,15 +125,15 @@ class ParamSpec:
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the logical tensors as a checkpoint stores them, by name."""
-        return {block.name: stored_shape(block) for block in self.blocks(0, 1)}
+        return {region.name: stored_shape(region) for region in self.regions(0, 1)}
 
-    def blocks(self, tp_rank: int, tp_size: int) -> Iterator[Block]:
+    def regions(self, tp_rank: int, tp_size: int) -> Iterator[Region]:
         """Where each part of one TP rank's tensor lies in the logical tensors.
 
         Args:
             tp_rank, tp_size: place on the tensor-parallel axis.
 
-        Yields: blocks that cover the local tensor once, padding excepted.
+        Yields: regions that cover the local tensor once, padding excepted.
         """
         columns = None
         if self.columns is not None:
@@ -147,7 +147,7 @@ class ParamSpec:
             high = min(low + part, section.rows)
             total = section.logical_rows or section.rows
             if high > low:
-                yield Block(
+                yield Region(
                     section.name,
                     (first, first + high - low),
                     (section.offset + low, section.offset + high),
@@ -169,37 +169,37 @@ class ParamSpec:
         """
         out.zero_()
         width = self.width(tp_size)
-        for block in self.blocks(tp_rank, tp_size):
-            low = max(block.local_rows[0] * width, start)
-            high = min(block.local_rows[1] * width, start + out.numel())
+        for region in self.regions(tp_rank, tp_size):
+            low = max(region.local_rows[0] * width, start)
+            high = min(region.local_rows[1] * width, start + out.numel())
             for at in range(low, high, _DRAW_ELEMENTS):
                 stop = min(at + _DRAW_ELEMENTS, high)
-                self._draw_block(out[at - start : stop - start], at, width, block, seed)
+                self._draw_region(out[at - start : stop - start], at, width, region, seed)
 
-    def _draw_block(self, out: Tensor, at: int, width: int, block: Block, seed: int) -> None:
+    def _draw_region(self, out: Tensor, at: int, width: int, region: Region, seed: int) -> None:
         if self.init.kind != "normal":
             out.fill_(1.0 if self.init.kind == "ones" else 0.0)
             return
         local = torch.arange(at, at + out.numel(), dtype=torch.int64, device=out.device)
-        row = local // width - block.local_rows[0] + block.rows[0]
-        column = local % width + (block.columns[0] if block.columns else 0)
-        last = 1 if block.columns is None else block.shape[0] if block.transposed else block.shape[1]
-        index = column * last + row if block.transposed else row * last + column
-        out.copy_(normal(derive_key(seed, block.name), index) * self.init.std)
+        row = local // width - region.local_rows[0] + region.rows[0]
+        column = local % width + (region.columns[0] if region.columns else 0)
+        last = 1 if region.columns is None else region.shape[0] if region.transposed else region.shape[1]
+        index = column * last + row if region.transposed else row * last + column
+        out.copy_(normal(derive_key(seed, region.name), index) * self.init.std)
 
 
-def stored_shape(block: Block) -> tuple[int, ...]:
-    """Shape of the block's logical tensor as a checkpoint stores it."""
-    if block.whole is not None:
-        return block.whole
-    return tuple(reversed(block.shape)) if block.transposed else block.shape
+def stored_shape(region: Region) -> tuple[int, ...]:
+    """Shape of the region's logical tensor as a checkpoint stores it."""
+    if region.whole is not None:
+        return region.whole
+    return tuple(reversed(region.shape)) if region.transposed else region.shape
 
 
 def vector_spec(
-    name: str, size: int, init: Init, *, split: Literal[0] | None = None, sum_over_tp: bool = False
+    name: str, size: int, init: Initializer, *, split: Literal[0] | None = None, sum_over_tp: bool = False
 ) -> ParamSpec:
     """Spec of a norm weight or a bias: 1-D, never decayed."""
-    return ParamSpec((Section(name, size),), None, split, init, sum_over_tp, decay=False)
+    return ParamSpec((NamedRows(name, size),), None, split, init, sum_over_tp, decay=False)
 
 
 def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> ParamSpec:
@@ -211,10 +211,10 @@ def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> Para
         tied: it has a copy on another stage.
     """
     rows, columns = (shape[0] if shape else 1), (prod(shape[1:]) if len(shape) > 1 else None)
-    return ParamSpec((Section(name, rows),), columns, tied=tied, whole=None if len(shape) in (1, 2) else shape)
+    return ParamSpec((NamedRows(name, rows),), columns, tied=tied, whole=None if len(shape) in (1, 2) else shape)
 
 
-def bias_spec(weight: ParamSpec, sections: tuple[Section, ...], *, sum_over_tp: bool = False) -> ParamSpec:
+def bias_spec(weight: ParamSpec, sections: tuple[NamedRows, ...], *, sum_over_tp: bool = False) -> ParamSpec:
     """Spec of the bias that goes with a linear layer's weight: zero at the start, never decayed."""
     split: Literal[0] | None = 0 if weight.split == 0 else None
     return replace(
@@ -222,7 +222,7 @@ def bias_spec(weight: ParamSpec, sections: tuple[Section, ...], *, sum_over_tp: 
         sections=sections,
         columns=None,
         split=split,
-        init=Init("zeros"),
+        init=Initializer("zeros"),
         sum_over_tp=sum_over_tp,
         decay=False,
         transposed=False,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megazero.layers.cross_entropy import LossPasses, slope_of, statistics_of
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.models.gpt import Block, GPTStage
+from megazero.models.gpt import GPTStage
 
 _ALIGNED_BYTES = 16
 
@@ -61,12 +61,13 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
         stage: its blocks' own `forward` is replaced; hooks and names of parameters stay.
         backend: of torch.compile.
     """
-    compiled: Any = torch.compile(Block.forward, dynamic=False, backend=backend)
+    kinds = {type(block) for block in stage.blocks}
+    compiled: dict[type, Any] = {kind: torch.compile(kind.forward, dynamic=False, backend=backend) for kind in kinds}
     for block in stage.blocks:
         for layer in block.modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
                 _replace_forward(layer, torch.compiler.disable(layer.forward))
-        _replace_forward(block, MethodType(compiled, block))
+        _replace_forward(block, MethodType(compiled[type(block)], block))
     if stage.head is not None:
         passes = (torch.compile(one, dynamic=False, backend=backend) for one in (statistics_of, slope_of))
         stage.head.output.passes = LossPasses(*passes)

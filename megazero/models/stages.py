@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class StageLayout:
 
 
 def cut_evenly(num_layers: int, stages: int) -> tuple[StageLayout, ...]:
-    """Cut layers into stages that differ by at most one layer; the earlier stages take the surplus.
+    """Cut layers into stages that differ by at most one layer; the surplus goes to the earlier stages.
 
     Args:
         num_layers: transformer layers of the model.
@@ -79,13 +80,10 @@ def head_cost_in_layers(model: ModelConfig) -> float:
     Args:
         model: a resolved model section.
 
-    A layer has its matrices and, per token, on average seq / 2 positions to attend to, in scores and in values.
+    A layer multiplies by its matrices and, per token, attends to seq / 2 positions on average, in scores and in values.
     """
-    hidden, head_size = model.hidden_size, model.hidden_size // model.num_heads
-    kv = (model.num_kv_heads or model.num_heads) * head_size
-    matrices = (2 if model.family == "gpt2" else 3) * hidden * (model.ffn_hidden_size or 4 * hidden)
-    layer = 2 * hidden * hidden + 2 * hidden * kv + matrices + hidden * model.seq_len
-    return model.vocab_size * hidden / layer
+    layer = FAMILIES[model.family].layer_weights(model) + model.hidden_size * model.seq_len
+    return model.vocab_size * model.hidden_size / layer
 
 
 def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], stages: int) -> tuple[StageLayout, ...]:

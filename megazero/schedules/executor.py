@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange, share_messages
 from megazero.parallel_state import Axis
-from megazero.schedules.action import Action, Kind, Schedule, Transfer
-from megazero.schedules.simulate import Program, program
+from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
+from megazero.schedules.proof import Program, program
 
 Message: TypeAlias = tuple[Tensor, ...]
 """What passes between stages: the tensors of an activation, or a gradient for each of them that is floating-point."""
@@ -64,26 +64,26 @@ class Executor:
     ) -> None:
         self.schedule, self._rank, self._axes, self._new_message = schedule, down.index, (up, down), new_message
         self._watch = watch
-        passes = [a for a in schedule.ranks[down.index] if a.kind is not Kind.WEIGHT]
+        passes = [a for a in schedule.ranks[down.index] if a.kind is not ActionKind.WEIGHT]
         self._next = dict(pairwise(passes))
         share_messages(down)  # `up` has the same ranks
         placed = program(schedule)
         self._received = _what_messages_confirm(placed, down.index)
         # Neighbouring transfers of a direction are posted as one batch.
-        self._steps: list[Action | tuple[bool, list[Transfer]]] = []
-        for is_transfer, members in groupby(placed[down.index], key=lambda step: isinstance(step, Transfer)):
+        self._steps: list[Action | tuple[bool, list[MessageAction]]] = []
+        for is_transfer, members in groupby(placed[down.index], key=lambda step: isinstance(step, MessageAction)):
             steps = list(members)
             if not is_transfer:
                 self._steps += [step for step in steps if isinstance(step, Action)]
                 continue
             for goes_down in (True, False):
-                batch = [s for s in steps if isinstance(s, Transfer) and s.goes_down(down.index) == goes_down]
+                batch = [s for s in steps if isinstance(s, MessageAction) and s.goes_down(down.index) == goes_down]
                 if batch:
                     self._steps.append((goes_down, batch))
 
     def run(self, stage: Stage) -> None:
         """Run one step's actions.  Raises: LostPeerError."""
-        messages = _Messages()
+        messages = _InFlight()
         for step in self._steps:
             if isinstance(step, Action):
                 self._compute(step, stage, messages)
@@ -92,7 +92,7 @@ class Executor:
         for pendings, _ in messages.sending.values():
             _wait(pendings)
 
-    def _compute(self, action: Action, stage: Stage, messages: _Messages) -> None:
+    def _compute(self, action: Action, stage: Stage, messages: _InFlight) -> None:
         given = messages.take(action)
         for sent in self._received.get(action, ()):
             _wait(messages.sending.pop(sent)[0])
@@ -100,10 +100,10 @@ class Executor:
         result = None
         following = self._next.get(action)
         if following is not None:
-            stage.expect(following.chunk, following.kind is Kind.FORWARD)
-        if action.kind is Kind.FORWARD:
+            stage.expect(following.chunk, following.kind is ActionKind.FORWARD)
+        if action.kind is ActionKind.FORWARD:
             result = stage.forward(action.chunk, action.microbatch, given)
-        elif action.kind is Kind.BACKWARD:
+        elif action.kind is ActionKind.BACKWARD:
             result = stage.backward(action.chunk, action.microbatch, given)
         else:
             stage.backward_weight(action.chunk, action.microbatch)
@@ -113,7 +113,7 @@ class Executor:
             rank, use = target
             messages.results[use if rank == self._rank else action] = tuple(tensor.detach() for tensor in result)
 
-    def _post(self, goes_down: bool, transfers: list[Transfer], messages: _Messages) -> None:
+    def _post(self, goes_down: bool, transfers: list[MessageAction], messages: _InFlight) -> None:
         axis = self._axes[goes_down]
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
@@ -121,7 +121,7 @@ class Executor:
         coming: list[tuple[Action, Message]] = []
         for transfer in transfers:
             peer = axis.ranks[transfer.peer]
-            if transfer.kind is Kind.SEND:
+            if transfer.kind is ActionKind.SEND:
                 message = tuple(tensor.contiguous() for tensor in messages.results.pop(transfer.carries))
                 sends += [(tensor, peer) for tensor in message]
                 going.append((transfer.carries, message))
@@ -147,20 +147,22 @@ def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Acti
         if peer == rank:
             continue
         coming = {
-            t.lands: t.carries for t in steps if isinstance(t, Transfer) and t.kind is Kind.RECV and t.peer == rank
+            t.lands: t.carries
+            for t in steps
+            if isinstance(t, MessageAction) and t.kind is ActionKind.RECV and t.peer == rank
         }
         used: list[Action] = []
         for step in steps:
             if isinstance(step, Action):
                 if step in coming:
                     used.append(coming[step])
-            elif step.kind is Kind.SEND and step.peer == rank and used:
+            elif step.kind is ActionKind.SEND and step.peer == rank and used:
                 confirmed[step.lands] = used
                 used = []
     return confirmed
 
 
-class _Messages:
+class _InFlight:
     """What is on its way in one step: results by the action that uses or carries them, receives, and sends."""
 
     def __init__(self) -> None:

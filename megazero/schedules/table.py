@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from megazero.schedules.action import Action, Kind, Placement, Schedule, loop, v_shape
+from megazero.schedules.action import Action, ActionKind, Placement, Schedule, loop, v_shape
 
 _CELL = re.compile(r"([FBW])([0-9]{1,7})(?:\.([0-9]{1,3}))?")
 _EXPECTED = "expected F, B or W with a micro-batch, as F0, and after a dot the chunk where it is not 0, as F0.1"
@@ -47,7 +47,7 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
         microbatches=microbatches,
         placement=_PLACEMENTS[placement](len(rows), chunks),
         ranks=tuple(tuple(action for _, action in row) for _, row in rows),
-        has_backward=any(action.kind is not Kind.FORWARD for _, _, action in cells),
+        has_backward=any(action.kind is not ActionKind.FORWARD for _, _, action in cells),
     )
 
 
@@ -77,7 +77,7 @@ def _action(path: Path, line: int, cell: int, text: str) -> Action:
     if found is None:
         raise ValueError(f"{path}, line {line}, cell {cell}: got {text[:40]!r}; {_EXPECTED}")
     kind, microbatch, chunk = found.groups()
-    return Action(Kind(kind), int(microbatch), int(chunk or 0))
+    return Action(ActionKind(kind), int(microbatch), int(chunk or 0))
 
 
 def _count(path: Path, what: str, cells: Iterable[tuple[int, int, Action, int]]) -> int:

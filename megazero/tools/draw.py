@@ -4,7 +4,7 @@
                     rank 1 ..F0B0==F1B1==
                     time   |0   |2   |4
     chrome_trace    the same for chrome://tracing and ui.perfetto.dev
-    compare_table   what every family costs for the same numbers
+    compare_table   what every schedule costs for the same numbers
     draw_around     where in its rank's list a refused action stands
 
 Times count from 0.  An activation is one of a rank's whole part of the model: on one of v chunks it counts 1/v.
@@ -19,13 +19,17 @@ from math import ceil, floor, log10
 from textwrap import wrap
 from typing import Any
 
-from megazero.schedules.action import Action, Kind, Schedule
-from megazero.schedules.generators import FAMILIES
-from megazero.schedules.simulate import Costs, ScheduleError, Timeline, peak_activations, simulate
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, simulate
+from megazero.schedules.registry import SCHEDULES
 
 MIN_WIDTH = 40
-_FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.WEIGHT: "~"}
-_SHADES = {Kind.FORWARD: (153, 74, 25), Kind.BACKWARD: (157, 71, 28), Kind.WEIGHT: (223, 179, 130)}  # of 256 colours
+_FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "~"}
+_SHADES = {
+    ActionKind.FORWARD: (153, 74, 25),
+    ActionKind.BACKWARD: (157, 71, 28),
+    ActionKind.WEIGHT: (223, 179, 130),
+}  # of 256 colours
 
 
 # ---- what every picture says
@@ -51,12 +55,12 @@ def title(timeline: Timeline) -> str:
     )
 
 
-def kinds_of(schedule: Schedule) -> dict[Kind, str]:
+def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
     """The kinds of action of a schedule, and what they are."""
-    kinds = {Kind.FORWARD: "forward"}
+    kinds = {ActionKind.FORWARD: "forward"}
     if schedule.splits_backward:
-        return kinds | {Kind.BACKWARD: "gradient of the input", Kind.WEIGHT: "gradient of the weights"}
-    return kinds | ({Kind.BACKWARD: "backward"} if schedule.has_backward else {})
+        return kinds | {ActionKind.BACKWARD: "gradient of the input", ActionKind.WEIGHT: "gradient of the weights"}
+    return kinds | ({ActionKind.BACKWARD: "backward"} if schedule.has_backward else {})
 
 
 def by_rank(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
@@ -174,7 +178,7 @@ def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: 
     entries = [(cell(Action(kind, 0), 3, chunks), 3, meaning) for kind, meaning in kinds_of(schedule).items()]
     if chunks > 1:
         later = "chunk 1" if chunks == 2 else "chunks from 1 on"
-        entries.append((cell(Action(Kind.FORWARD, 0, 1), 3, 2), 3, later))
+        entries.append((cell(Action(ActionKind.FORWARD, 0, 1), 3, 2), 3, later))
     entries.append(("...", 3, "idle"))
     lines, used = [""], 0
     for shown, length, meaning in entries:
@@ -271,20 +275,21 @@ class Compared:
 def compare_table(
     pp: int, microbatches: int, virtual_stages: int = 1, costs: Costs | None = None, own: Iterable[Schedule] = ()
 ) -> tuple[Compared, ...]:
-    """What every family costs for the same numbers, then schedules of the user's own.
+    """What every schedule costs for the same numbers, then schedules of the user's own.
 
     Args:
         pp: pipeline ranks.
         microbatches: micro-batches of one step.
-        virtual_stages: chunks of the families that leave their number open.
+        virtual_stages: chunks of the schedules that leave their number open.
         costs: time of each kind of action.
         own: further schedules.
     """
     rows = []
-    for name, family in FAMILIES.items():
-        chunks = family.chunks or virtual_stages
+    for name in SCHEDULES:
+        kind = SCHEDULES[name]
+        chunks = kind.chunks or virtual_stages
         try:
-            rows.append(_compared(family.generate(pp, microbatches, chunks), costs))
+            rows.append(_compared(kind.build(pp, microbatches, chunks), costs))
         except ValueError as error:
             rows.append(Compared(name, chunks, None, str(error)))
     return (*rows, *(_compared(schedule, costs) for schedule in own))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from statistics import median
 from xml.sax.saxutils import escape
 
-from megazero.schedules.action import Action, Kind, Schedule
-from megazero.schedules.simulate import Timeline
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.proof import Timeline
 from megazero.tools.draw import by_rank, kinds_of, number, ticks, title
 
-_FILL_RGB = {Kind.FORWARD: 0xCFE3F8, Kind.BACKWARD: 0xD5EDD3, Kind.WEIGHT: 0xFBE3C0}
-_EDGE_RGB = {Kind.FORWARD: 0x5B92C9, Kind.BACKWARD: 0x5F9E5A, Kind.WEIGHT: 0xC98F35}
+_FILL_RGB = {ActionKind.FORWARD: 0xCFE3F8, ActionKind.BACKWARD: 0xD5EDD3, ActionKind.WEIGHT: 0xFBE3C0}
+_EDGE_RGB = {ActionKind.FORWARD: 0x5B92C9, ActionKind.BACKWARD: 0x5F9E5A, ActionKind.WEIGHT: 0xC98F35}
 _SVG_STYLE = """
     text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2933; }
     .head { font-size: 14px; font-weight: 600; }
@@ -57,7 +57,7 @@ def draw_svg(timeline: Timeline) -> str:
     )
 
 
-def _paint(kind: Kind, chunk: int, chunks: int) -> str:
+def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
     """Fill and stroke of a cell; a later chunk's fill is nearer to the stroke."""
     share = 0.75 * chunk / max(chunks - 1, 1)
     fill = 0

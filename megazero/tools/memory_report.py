@@ -29,7 +29,7 @@ from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine import Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
-from megazero.schedules.action import Action, Kind
+from megazero.schedules.action import Action, ActionKind
 from megazero.settings import Problem
 from megazero.tools.live_memory import START, live_memory
 from megazero.tools.memory_formula import Keeping, sent_bytes, sent_terms, state_bytes, state_terms, state_text
@@ -443,7 +443,7 @@ def _watched_step(
 
     def watch(action: Action) -> None:  # before and after every action
         if under_way and under_way.pop() == action:
-            if action.kind == Kind.FORWARD:
+            if action.kind == ActionKind.FORWARD:
                 note(FORWARD)
         else:
             under_way.append(action)

@@ -24,7 +24,7 @@ from megazero.comm.collectives import LostPeerError
 from megazero.config import ResolvedRun
 from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState
-from megazero.schedules.simulate import ScheduleError
+from megazero.schedules.proof import ScheduleError
 from megazero.training.allocator import prefer_expandable_segments
 from megazero.training.batches import DataError
 from megazero.training.loop import RunSummary, train

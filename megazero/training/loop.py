@@ -18,8 +18,8 @@ from megazero.engine import Engine, Position, StepStatistics, initialize
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import ParallelState, Traffic
 from megazero.schedules.action import Schedule
-from megazero.schedules.generators import family_of
-from megazero.schedules.simulate import ScheduleError, Timeline, measured_costs, program, simulate
+from megazero.schedules.kind import GivenSchedule
+from megazero.schedules.proof import ScheduleError, Timeline, measured_costs, program, simulate
 from megazero.schedules.table import read_schedule, write_text
 from megazero.tools.draw import chrome_trace, draw_refused
 from megazero.tools.draw_svg import draw_svg
@@ -328,7 +328,7 @@ def _own_schedule(run: ResolvedRun) -> Callable[[], Schedule | None]:
         if parallel.schedule_file is None:
             return None
         schedule = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
-        family_of(schedule).generate(parallel.pp, run.accumulation, schedule.chunks)
+        GivenSchedule(schedule).build(parallel.pp, run.accumulation, schedule.chunks)
         try:
             program(schedule)
         except ScheduleError as error:

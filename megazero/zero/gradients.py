@@ -225,7 +225,7 @@ class GradientReducer:
                 the chunk open.
         """
         for queue in set(wgrad_queues.values()):
-            queue.places = self
+            queue.accumulator = self
         for name, parameter in parameters.items():
             if name in self._at:
                 self._name_of[id(parameter)] = name
@@ -236,8 +236,8 @@ class GradientReducer:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        if wgrad_queue is not None and wgrad_queue.deferring:
-            wgrad_queue.keep(parameter, gradient)
+        if wgrad_queue is not None and wgrad_queue.defers:
+            wgrad_queue.defer(parameter, gradient)
         else:
             self.accumulate(name, gradient)
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeAlias
 
-from megazero.schedules.action import Action, Kind, Schedule, Transfer
+from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
 
-Program: TypeAlias = tuple[tuple[Action | Transfer, ...], ...]
+Program: TypeAlias = tuple[tuple[Action | MessageAction, ...], ...]
 
 
 class ScheduleError(ValueError):
@@ -57,9 +57,9 @@ class Costs:
 
     def of(self, action: Action, schedule: Schedule) -> float:
         """Time that an action takes; a chunk has its share of the rank's work."""
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             whole = self.forward
-        elif action.kind is Kind.WEIGHT:
+        elif action.kind is ActionKind.WEIGHT:
             whole = self.weight
         else:
             whole = self.backward + (0.0 if schedule.splits_backward else self.weight)
@@ -96,7 +96,9 @@ class Timeline:
 
 def measured_costs(timeline: Timeline) -> Costs:
     """Mean cost of each part of a rank's work in a timeline that was measured; without a hop, which it cannot tell."""
-    durations: dict[Kind, list[float]] = {kind: [] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)}
+    durations: dict[ActionKind, list[float]] = {
+        kind: [] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+    }
     for (_, action), (start, end) in timeline.spans.items():
         durations[action.kind].append(end - start)
     chunks = timeline.schedule.chunks
@@ -111,18 +113,18 @@ def peak_activations(schedule: Schedule, rank: int) -> int:
     """
     if not schedule.has_backward:
         return 0
-    last = Kind.WEIGHT if schedule.splits_backward else Kind.BACKWARD
+    last = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
     held = peak = 0
     for action in schedule.ranks[rank]:
-        held += {Kind.FORWARD: 1, last: -1}.get(action.kind, 0)
+        held += {ActionKind.FORWARD: 1, last: -1}.get(action.kind, 0)
         peak = max(peak, held)
     return peak
 
 
 def _check_complete(schedule: Schedule) -> None:
-    kinds = [Kind.FORWARD]
+    kinds = [ActionKind.FORWARD]
     if schedule.has_backward:
-        kinds += [Kind.BACKWARD, Kind.WEIGHT] if schedule.splits_backward else [Kind.BACKWARD]
+        kinds += [ActionKind.BACKWARD, ActionKind.WEIGHT] if schedule.splits_backward else [ActionKind.BACKWARD]
     for rank, actions in enumerate(schedule.ranks):
         chunks = [chunk for at, chunk in schedule.placement if at == rank]
         wanted = {Action(k, m, c) for k in kinds for m in range(schedule.microbatches) for c in chunks}
@@ -136,7 +138,7 @@ def _check_complete(schedule: Schedule) -> None:
             first = min(surplus, key=str)
             raise ScheduleError(f"{schedule.name}: rank {rank} runs {first}, which is no part of a step", rank, first)
         for action in actions:
-            before = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}.get(action.kind)
+            before = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}.get(action.kind)
             own = Action(before, action.microbatch, action.chunk) if before else action
             if place[own] > place[action]:
                 raise ScheduleError(f"{schedule.name}: rank {rank} runs {action} before {own}", rank, action)
@@ -198,14 +200,14 @@ def program(schedule: Schedule) -> Program:
     ends = [[spans[rank, action][1] for action in actions] for rank, actions in enumerate(schedule.ranks)]
     place = [{action: index for index, action in enumerate(actions)} for actions in schedule.ranks]
     # Per rank: transfers to post before action i (index len(actions): after the last), in global message order.
-    posts: list[list[tuple[int, Transfer]]] = [[] for _ in range(schedule.pp)]
+    posts: list[list[tuple[int, MessageAction]]] = [[] for _ in range(schedule.pp)]
     latest: dict[tuple[int, bool], int] = {}
     for time, sender, index, action, (receiver, use) in messages:
         # The receive is posted before the action during which the message arrives, or its use where that comes first.
         ahead = min(bisect_left(ends[receiver], time), place[receiver][use])
         for rank, before, transfer in (
-            (sender, index + 1, Transfer(Kind.SEND, action, use, receiver)),
-            (receiver, ahead, Transfer(Kind.RECV, action, use, sender)),
+            (sender, index + 1, MessageAction(ActionKind.SEND, action, use, receiver)),
+            (receiver, ahead, MessageAction(ActionKind.RECV, action, use, sender)),
         ):
             # never before an earlier message of the same direction
             key = (rank, transfer.goes_down(rank))
@@ -218,8 +220,8 @@ def program(schedule: Schedule) -> Program:
     return placed
 
 
-def _merge(actions: tuple[Action, ...], posts: list[tuple[int, Transfer]]) -> tuple[Action | Transfer, ...]:
-    merged: list[Action | Transfer] = []
+def _merge(actions: tuple[Action, ...], posts: list[tuple[int, MessageAction]]) -> tuple[Action | MessageAction, ...]:
+    merged: list[Action | MessageAction] = []
     waiting = deque(posts)
     for index in range(len(actions) + 1):
         while waiting and waiting[0][0] == index:
@@ -241,7 +243,7 @@ def prove(schedule: Schedule, placed: Program) -> None:
     """
     _check_faithful(schedule, placed)
     at = [0] * len(placed)
-    posted: list[tuple[deque[Transfer], deque[Transfer]]] = [(deque(), deque()) for _ in placed]  # up, down
+    posted: list[tuple[deque[MessageAction], deque[MessageAction]]] = [(deque(), deque()) for _ in placed]  # up, down
     arrived: list[set[tuple[Action, int]]] = [set() for _ in placed]
     done: list[set[Action]] = [set() for _ in placed]
     moved = True
@@ -250,8 +252,8 @@ def prove(schedule: Schedule, placed: Program) -> None:
         for rank, steps in enumerate(placed):
             while at[rank] < len(steps):
                 step = steps[at[rank]]
-                if isinstance(step, Transfer):
-                    if step.kind is Kind.SEND and step.carries not in done[rank]:
+                if isinstance(step, MessageAction):
+                    if step.kind is ActionKind.SEND and step.carries not in done[rank]:
                         raise ScheduleError(f"{schedule.name}: rank {rank} posts {step} before {step.carries}")
                     posted[rank][step.goes_down(rank)].append(step)
                 elif not _ready(schedule, rank, step, arrived[rank], done[rank]):
@@ -278,8 +280,8 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
             found, wanted = next((found, wanted) for found, wanted in pairs if found != wanted)
             raise ScheduleError(f"{schedule.name}: rank {rank} runs {found} where the schedule has {wanted}")
         for step in steps:
-            if isinstance(step, Transfer):
-                sender, receiver = (rank, step.peer) if step.kind is Kind.SEND else (step.peer, rank)
+            if isinstance(step, MessageAction):
+                sender, receiver = (rank, step.peer) if step.kind is ActionKind.SEND else (step.peer, rank)
                 if schedule.target(sender, step.carries) != (receiver, step.lands):
                     raise ScheduleError(
                         f"{schedule.name}: rank {rank} posts {step} for {step.lands}, which is no message"
@@ -293,7 +295,7 @@ def _ready(schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Act
     return source[1] in done if source[0] == rank else (source[1], source[0]) in arrived
 
 
-def _pass_messages(rank: int, posted: Sequence[deque[Transfer]], arrived: list[set[tuple[Action, int]]]) -> bool:
+def _pass_messages(rank: int, posted: Sequence[deque[MessageAction]], arrived: list[set[tuple[Action, int]]]) -> bool:
     """Pass the messages at the head of both queues of a pair; a rank's queue moves strictly in order."""
     moved = False
     while posted[rank]:
@@ -301,7 +303,7 @@ def _pass_messages(rank: int, posted: Sequence[deque[Transfer]], arrived: list[s
         other = posted[head.peer]
         if not other or other[0].peer != rank or other[0].carries != head.carries or other[0].kind is head.kind:
             return moved
-        receiver, sender = (rank, head.peer) if head.kind is Kind.RECV else (head.peer, rank)
+        receiver, sender = (rank, head.peer) if head.kind is ActionKind.RECV else (head.peer, rank)
         arrived[receiver].add((head.carries, sender))
         posted[rank].popleft()
         other.popleft()
