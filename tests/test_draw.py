@@ -313,9 +313,9 @@ def show(*words: str | Path, columns: int = 100) -> Result:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--schedule interleved --pp 4 --microbatches 8", "unknown schedule interleved; did you mean interleaved?"),
-        ("--schedule ZB_H1 --pp 4 --microbatches 8", "did you mean zb-h1?"),
-        ("--schedule fast --pp 4 --microbatches 8", "the schedules are gpipe, 1f1b, interleaved, zb-h1, zbv"),
+        ("--schedule interleved --pp 4 --microbatches 8", "unknown schedule interleved; did you mean 'interleaved'?"),
+        ("--schedule ZB_H1 --pp 4 --microbatches 8", "did you mean 'zb-h1'?"),
+        ("--schedule fast --pp 4 --microbatches 8", "there are gpipe, 1f1b, interleaved, zb-h1, zbv"),
         (
             "--schedule interleaved --virtual-stages 2 --pp 4 --microbatches 6",
             "multiples of pp=4, got 6; nearest: 4 and 8",
@@ -388,7 +388,7 @@ def test_the_command_starts_without_torch_and_without_colour_in_a_pipe() -> None
 def test_the_page_shows_what_its_commands_print() -> None:
     page = PAGE.read_text(encoding="utf-8")
     shown = re.findall(r"```sh\nmegazero schedule show ([^\n]+)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
-    assert len(shown) == 1 + len(SCHEDULES)
+    assert len(shown) == 1 + len(list(SCHEDULES))
     for words, text in shown:
         done = show(*shlex.split(words))
         assert done.exit_code == 0, done.stderr

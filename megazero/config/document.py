@@ -12,13 +12,13 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel
+from pydantic import BaseModel, PlainSerializer
 
 from megazero.config.schema import DataSource, keys, sections
 from megazero.registry import NameIn
 from megazero.settings import LARGEST_COUNT, toml_value
 
-_NAMES = {dict: "table", int: "integer", float: "number", str: "string", bool: "true or false"}
+_NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,8 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
     if origin is Annotated:
         text = type_text(arguments[0], _constraints(arguments[1:]))
         return f"string or {text}" if arguments[0] is DataSource else text
-    words = (
-        arguments if origin is Literal else [n for item in metadata if isinstance(item, NameIn) for n in item.registry]
-    )
-    if words:
-        return " or ".join(map(toml_value, words))
+    if text := " or ".join(map(toml_value, arguments)) if origin is Literal else _said_by(metadata):
+        return text
     if origin in (Union, UnionType):
         return " or ".join(type_text(part) for part in arguments if part is not NoneType)
     if origin is tuple:
@@ -83,7 +80,17 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
         return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "{ " + ", ".join(annotation.model_fields) + " }"
-    return f"{_NAMES[origin or annotation]} {' and '.join(_signs(metadata))}".rstrip()
+    return f"{_NAMES[annotation]} {' and '.join(_signs(metadata))}".rstrip()
+
+
+def _said_by(metadata: tuple[object, ...]) -> str:
+    """What the metadata alone says: the names of a registry, or that a key is written as a table; else nothing."""
+    for item in metadata:
+        if isinstance(item, NameIn):
+            return " or ".join(map(toml_value, item.registry))
+        if isinstance(item, PlainSerializer):
+            return "table"
+    return ""
 
 
 def _constraints(metadata: tuple[Any, ...]) -> tuple[object, ...]:

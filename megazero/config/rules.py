@@ -200,7 +200,7 @@ def _options_are_of_a_registered_optimizer(config: RunConfig, _: int) -> Iterato
     optimizer = config.optimizer
     if optimizer.options and OPTIMIZERS.is_built_in(optimizer.name):
         rule = f'must be empty where optimizer.name = "{optimizer.name}": only an optimizer of your own has options'
-        yield Problem("optimizer.options", optimizer.options, rule, "write the keys of [optimizer]")
+        yield Problem("optimizer.options", dict(optimizer.options), rule, "write the keys of [optimizer]")
 
 
 def _loss_scale_starts_above_its_least(config: RunConfig, _: int) -> Iterator[Problem]:

@@ -2,11 +2,22 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic_core import PydanticCustomError
 
 from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS
 from megazero.registry import NameIn
 from megazero.settings import CountOrZero, Positive, PositiveOrZero, Section, Share, ShareBelowOne
+
+
+def _pairs(table: object) -> tuple[tuple[str, object], ...]:
+    """The keys and values of a table, hashable as all of a configuration is."""
+    if not isinstance(table, dict | tuple):
+        raise PydanticCustomError("table", "be a table")
+    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in dict(table).items())
+
+
+Options = Annotated[tuple[tuple[str, object], ...], BeforeValidator(_pairs), PlainSerializer(dict)]
 
 
 class OptimizerConfig(Section):
@@ -26,8 +37,8 @@ class OptimizerConfig(Section):
     """Weight decay; on matrices only, not on norms and biases."""
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    options: dict[str, object] = Field(default={})
-    """Further keyword arguments of an optimizer that a script has registered; a table."""
+    options: Options = ()
+    """Further keyword arguments of an optimizer that a script has registered."""
 
 
 class LrScheduleConfig(Section):

@@ -3,8 +3,8 @@
     rank 0   F0 F1 F2 F3 B0 B1 B2 B3        F3 = forward of micro-batch 3, B3 = its backward
     rank 1      F0 F1 F2 F3 B0 B1 B2 B3     F3.1 = on the rank's second model chunk
 
-    rank 0   F0 F1 B0 W0 B1 W1              a schedule with W splits the backward: B gives the gradient of the input,
-                                            W later that of the weights
+    rank 0   F0 F1 B0 W0 B1 W1              a schedule with W splits the backward: B computes the gradient of the input,
+                                            W that of the weights
 
 Virtual stages are numbered along the model; `placement` says which (rank, chunk) runs each.
 """
@@ -123,7 +123,7 @@ class Schedule:
         return after, Action(ActionKind.BACKWARD, action.microbatch, chunk)
 
     def target(self, rank: int, action: Action) -> tuple[int, Action] | None:
-        """The (rank, action) that uses the result of `action` through a message or hand-over, or None."""
+        """The (rank, action) that uses the result of `action` through a message or on the same rank, or None."""
         if action.kind is ActionKind.WEIGHT:
             return None
         stage = self.stage_of(rank, action.chunk)
@@ -135,7 +135,7 @@ class Schedule:
 
 
 def loop(pp: int, chunks: int = 1) -> Placement:
-    """Stages go round the ranks, once per chunk (Narayanan et al. 2021, section 2.2)."""
+    """Stages are dealt to the ranks in order, once per chunk (Narayanan et al. 2021, section 2.2)."""
     return tuple((rank, chunk) for chunk in range(chunks) for rank in range(pp))
 
 

@@ -1,8 +1,7 @@
 """The one executor: walks a proved program on one pipeline rank.
 
-It knows a stage only by `forward`, `backward` and `backward_weight`.  Receives are posted where the program says, ahead of
-their use; sends are left behind, and their tensors go when they are done, or as soon as a later message shows that the peer
-has used them.
+It knows a stage only by `forward`, `backward` and `backward_weight`.  Receives are posted ahead of their use.  Sends are not
+waited for: their tensors are kept until the send is done, or until a message from the peer shows that it has used them.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ class Stage(Protocol):
     def backward(self, chunk: int, microbatch: int, grad: Message | None) -> Message | None:
         """Run a chunk's backward; grad is None on the last virtual stage.  Returns what the previous stage needs.
 
-        In a schedule that splits the backward it leaves the weight gradients for later.
+        In a schedule that splits the backward it leaves the weight gradients to `backward_weight`.
         """
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """Compute the weight gradients that `backward` left."""
 
     def expect(self, chunk: int, is_forward: bool) -> None:
-        """Hear, before a forward or backward runs, which one will be next."""
+        """Called before a forward or backward runs, with the one that follows it."""
 
 
 class Executor:
@@ -69,11 +68,11 @@ class Executor:
         share_messages(down)  # `up` has the same ranks
         placed = program(schedule)
         self._received = _what_messages_confirm(placed, down.index)
-        # Neighbouring transfers of a direction are posted as one batch.
+        # Neighbouring batch of a direction are posted as one batch.
         self._steps: list[Action | tuple[bool, list[MessageAction]]] = []
-        for is_transfer, members in groupby(placed[down.index], key=lambda step: isinstance(step, MessageAction)):
+        for is_message, members in groupby(placed[down.index], key=lambda step: isinstance(step, MessageAction)):
             steps = list(members)
-            if not is_transfer:
+            if not is_message:
                 self._steps += [step for step in steps if isinstance(step, Action)]
                 continue
             for goes_down in (True, False):
@@ -113,22 +112,22 @@ class Executor:
             rank, use = target
             messages.results[use if rank == self._rank else action] = tuple(tensor.detach() for tensor in result)
 
-    def _post(self, goes_down: bool, transfers: list[MessageAction], messages: _InFlight) -> None:
+    def _post(self, goes_down: bool, batch: list[MessageAction], messages: _InFlight) -> None:
         axis = self._axes[goes_down]
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
         going: list[tuple[Action, Message]] = []
         coming: list[tuple[Action, Message]] = []
-        for transfer in transfers:
-            peer = axis.ranks[transfer.peer]
-            if transfer.kind is ActionKind.SEND:
-                message = tuple(tensor.contiguous() for tensor in messages.results.pop(transfer.carries))
+        for side in batch:
+            peer = axis.ranks[side.peer]
+            if side.kind is ActionKind.SEND:
+                message = tuple(tensor.contiguous() for tensor in messages.results.pop(side.carries))
                 sends += [(tensor, peer) for tensor in message]
-                going.append((transfer.carries, message))
+                going.append((side.carries, message))
             else:
-                message = self._new_message(transfer.lands)
+                message = self._new_message(side.lands)
                 receives += [(tensor, peer) for tensor in message]
-                coming.append((transfer.lands, message))
+                coming.append((side.lands, message))
         pendings = iter(exchange(sends, receives, axis))
         for action, message in going:
             sent = [next(pendings) for _ in message]
@@ -138,9 +137,9 @@ class Executor:
 
 
 def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
-    """By the action that uses a message from a peer: the sends that the peer had used up when it sent that message.
+    """By the action that uses a message from a peer: the sends that the peer had used when it sent that message.
 
-    Their tensors can go then, at no wait.  Not every backend can tell by itself that a send is done.
+    Their tensors can be freed then, without a wait.  Not every backend can say by itself that a send is done.
     """
     confirmed: dict[Action, list[Action]] = {}
     for peer, steps in enumerate(placed):
@@ -163,7 +162,7 @@ def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Acti
 
 
 class _InFlight:
-    """What is on its way in one step: results by the action that uses or carries them, receives, and sends."""
+    """Messages of one step: results by the action that uses or carries them, receives, and sends."""
 
     def __init__(self) -> None:
         self.results: dict[Action, Message] = {}

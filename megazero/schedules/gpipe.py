@@ -12,7 +12,6 @@ class GPipe(ScheduleKind):
     name = "gpipe"
 
     def build(self, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-        """See `ScheduleKind`."""
         check_counts(pp, microbatches)
         kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
         actions = tuple(Action(kind, index) for kind in kinds for index in range(microbatches))

@@ -21,7 +21,6 @@ class Interleaved(ScheduleKind):
         return pp
 
     def build(self, pp: int, microbatches: int, chunks: int) -> Schedule:
-        """See `ScheduleKind`."""
         check_counts(pp, microbatches)
         if chunks < 2:
             raise ValueError(f"interleaved needs virtual_stages of at least 2, got {chunks}; with 1 it is 1f1b")

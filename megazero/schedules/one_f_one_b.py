@@ -15,7 +15,6 @@ class OneFOneB(ScheduleKind):
     name = "1f1b"
 
     def build(self, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-        """See `ScheduleKind`."""
         check_counts(pp, microbatches)
         forwards = [Action(ActionKind.FORWARD, index) for index in range(microbatches)]
         backwards = [Action(ActionKind.BACKWARD, index) for index in range(microbatches)]

@@ -1,15 +1,15 @@
-"""The proof of a schedule: it is played on paper before it runs, and its messages are put in an order that cannot deadlock.
+"""The proof of a schedule: it is simulated before it runs, and its messages are put in an order that cannot deadlock.
 
-    simulate   who computes what when; refuses a schedule whose dependencies never come true
-    program    the same actions with SEND and RECV placed between them, each direction in one agreed order
-    prove      plays a program under the strictest rule: the messages of a direction pass one after the other on each
-               rank, each only once both sides have posted it
+    simulate   who computes what when; refuses a schedule with a dependency that is never met
+    program    the same actions with SEND and RECV between them, each direction in one agreed order
+    prove      simulates a program under the strictest rule: the messages of a direction pass one after the other on
+               each rank, each only once both sides have posted it
 
-[Note: agreed order]  Messages from lower to higher ranks ("down") and back ("up") travel over communicators of their own,
-or through memory where each of two ranks writes for itself, so the order matters within a direction only.  There all
+[Note: agreed order]  Messages from lower to higher ranks ("down") and back ("up") have communicators of their own, so the
+order matters within a direction only.  There all
 messages are put in the order of the simulated time at which they are produced, and every rank posts its own in that order.
 Take the earliest message that has not passed: both its ranks have finished all earlier ones, so neither can be stuck behind
-another message.  `prove` plays it all the same.
+another message.  `prove` simulates it all the same.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Timeline:
     """When every action runs.
 
     Args:
-        schedule: what was played.
+        schedule: what ran.
         spans: (rank, action) -> (start, end).
     """
 
@@ -128,8 +128,8 @@ def _check_complete(schedule: Schedule) -> None:
     for rank, actions in enumerate(schedule.ranks):
         chunks = [chunk for at, chunk in schedule.placement if at == rank]
         wanted = {Action(k, m, c) for k in kinds for m in range(schedule.microbatches) for c in chunks}
-        place = {action: index for index, action in reversed(list(enumerate(actions)))}
-        if repeated := [action for index, action in enumerate(actions) if place[action] < index]:
+        index_of = {action: index for index, action in reversed(list(enumerate(actions)))}
+        if repeated := [action for index, action in enumerate(actions) if index_of[action] < index]:
             raise ScheduleError(f"{schedule.name}: rank {rank} runs {repeated[0]} twice", rank, repeated[0])
         if missing := wanted - set(actions):
             first = min(missing, key=str)
@@ -140,19 +140,19 @@ def _check_complete(schedule: Schedule) -> None:
         for action in actions:
             before = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}.get(action.kind)
             own = Action(before, action.microbatch, action.chunk) if before else action
-            if place[own] > place[action]:
+            if index_of[own] > index_of[action]:
                 raise ScheduleError(f"{schedule.name}: rank {rank} runs {action} before {own}", rank, action)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Play a schedule.
+    """Compute when every action of a schedule runs.
 
     Args:
-        schedule: what to play.
+        schedule: any schedule.
         costs: time of each kind of action.
 
     Raises:
-        ScheduleError: an action is missing or runs twice, or waits for one that can never come.
+        ScheduleError: an action is missing, runs twice, or waits for one that never runs.
     """
     _check_complete(schedule)
     costs = costs or Costs()
@@ -185,7 +185,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def program(schedule: Schedule) -> Program:
-    """Place sends and receives among the actions, and prove the result.
+    """Put sends and receives among the actions, and prove the result.
 
     Raises:
         ScheduleError: as `simulate` and `prove`.
@@ -198,21 +198,21 @@ def program(schedule: Schedule) -> Program:
         if (target := schedule.target(rank, action)) is not None and target[0] != rank
     )
     ends = [[spans[rank, action][1] for action in actions] for rank, actions in enumerate(schedule.ranks)]
-    place = [{action: index for index, action in enumerate(actions)} for actions in schedule.ranks]
-    # Per rank: transfers to post before action i (index len(actions): after the last), in global message order.
+    index_of = [{action: index for index, action in enumerate(actions)} for actions in schedule.ranks]
+    # Per rank: messages to post before action i (index len(actions): after the last), in global message order.
     posts: list[list[tuple[int, MessageAction]]] = [[] for _ in range(schedule.pp)]
     latest: dict[tuple[int, bool], int] = {}
     for time, sender, index, action, (receiver, use) in messages:
         # The receive is posted before the action during which the message arrives, or its use where that comes first.
-        ahead = min(bisect_left(ends[receiver], time), place[receiver][use])
-        for rank, before, transfer in (
+        ahead = min(bisect_left(ends[receiver], time), index_of[receiver][use])
+        for rank, before, message in (
             (sender, index + 1, MessageAction(ActionKind.SEND, action, use, receiver)),
             (receiver, ahead, MessageAction(ActionKind.RECV, action, use, sender)),
         ):
             # never before an earlier message of the same direction
-            key = (rank, transfer.goes_down(rank))
+            key = (rank, message.goes_down(rank))
             latest[key] = max(before, latest.get(key, 0))
-            posts[rank].append((latest[key], transfer))
+            posts[rank].append((latest[key], message))
     placed = tuple(
         _merge(actions, sorted(posts[rank], key=lambda post: post[0])) for rank, actions in enumerate(schedule.ranks)
     )
@@ -231,14 +231,14 @@ def _merge(actions: tuple[Action, ...], posts: list[tuple[int, MessageAction]]) 
 
 
 def prove(schedule: Schedule, placed: Program) -> None:
-    """Play a program with in-order, rendezvous messages.
+    """Simulate a program whose messages pass in order, each once both sides have posted it.
 
     Args:
         schedule: the schedule that the program was made from.
-        placed: actions with transfers among them.
+        placed: actions with messages among them.
 
     Raises:
-        ScheduleError: a rank waits for ever, a message is used before it was received or sent before it was computed, or a
+        ScheduleError: a rank waits forever, a message is used before it was received or sent before it was computed, or a
             message has only one side.
     """
     _check_faithful(schedule, placed)
@@ -272,7 +272,7 @@ def prove(schedule: Schedule, placed: Program) -> None:
 
 
 def _check_faithful(schedule: Schedule, placed: Program) -> None:
-    """A program computes what its schedule says, and every transfer lands where the schedule says."""
+    """A program computes what its schedule says, and every message goes where the schedule says."""
     for rank, steps in enumerate(placed):
         computed = tuple(step for step in steps if isinstance(step, Action))
         if computed != schedule.ranks[rank]:

@@ -17,7 +17,6 @@ class ZeroBubbleH1(ScheduleKind):
     name = "zb-h1"
 
     def build(self, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-        """See `ScheduleKind`."""
         check_counts(pp, microbatches)
         ranks = []
         for rank in range(pp):
@@ -50,7 +49,6 @@ class ZeroBubbleV(ScheduleKind):
         return v_shape(pp)
 
     def build(self, pp: int, microbatches: int, chunks: int = 2) -> Schedule:
-        """See `ScheduleKind`."""
         check_counts(pp, microbatches)
         ranks = tuple(_rank_of_v(rank, pp, microbatches) for rank in range(pp))
         return Schedule(self.name, microbatches, self.placement(pp, 2), ranks)

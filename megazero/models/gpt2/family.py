@@ -92,19 +92,16 @@ class GPT2Family(ModelFamily):
         return attention_weights(model) + 2 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
 
     def embedding(self, context: BuildContext) -> Embedding:
-        """See `ModelFamily`."""
         from megazero.models.gpt import Embedding
 
         return Embedding(context, "transformer.wte.weight", "transformer.wpe.weight")
 
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
-        """See `ModelFamily`."""
         from megazero.models.gpt2.block import gpt2_block
 
         return [gpt2_block(layer, context) for layer in layers]
 
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        """See `ModelFamily`."""
         from megazero.models.gpt import Head
 
         return Head(context, context.layer_norm("transformer.ln_f"), "transformer.wte.weight", tied_weight)

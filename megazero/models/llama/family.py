@@ -83,20 +83,17 @@ class LlamaFamily(ModelFamily):
         return attention_weights(model) + 3 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
 
     def embedding(self, context: BuildContext) -> Embedding:
-        """See `ModelFamily`."""
         from megazero.models.gpt import Embedding
 
         return Embedding(context, "model.embed_tokens.weight")
 
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
-        """See `ModelFamily`."""
         from megazero.models.llama.block import llama_block, rotary_embedding
 
         rope = rotary_embedding(context)
         return [llama_block(layer, context, rope) for layer in layers]
 
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        """See `ModelFamily`."""
         from megazero.models.gpt import Head
 
         name = "model.embed_tokens.weight" if context.model.tie_embeddings else "lm_head.weight"
