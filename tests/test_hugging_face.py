@@ -21,8 +21,8 @@ from typer.testing import CliRunner, Result
 from worlds import GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, plain_config, run_of
 
 from megazero.checkpoint.folder import LocalFolder, folder_at
-from megazero.checkpoint.hf_export import export_model
-from megazero.checkpoint.hf_import import import_model
+from megazero.checkpoint.hugging_face.exporter import export_model
+from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import (
     HF_CONFIG,
     MANIFEST,

@@ -15,12 +15,12 @@ class VocabParallelEmbedding(nn.Module):
 
     Args:
         name: canonical name of the weight.
-        vocab_size: tokens of the vocabulary; need not divide by tp.
+        vocab_size: tokens of the vocabulary; need not be divisible by tp.
         hidden_size: size of an embedding.
         tp: the tensor-parallel axis.
         sequence_parallel: return this rank's part of the sequence.
         tied: the output head uses the same weight.
-        init: how the weight starts.
+        init: initial values of the weight.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -63,7 +63,7 @@ class PositionEmbedding(nn.Module):
         hidden_size: size of an embedding.
         tp: the tensor-parallel axis.
         sequence_parallel: x is this rank's part of the sequence.
-        init: how the weight starts.
+        init: initial values of the weight.
     """
 
     def __init__(

@@ -26,9 +26,9 @@ class RotaryEmbedding:
         self.sin = angle.sin().to(device, torch.float32)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Turn queries or keys by their position, in fp32.  [batch, heads, seq, head_size], unchanged in shape."""
+        """Rotate queries or keys by their position, in fp32.  [batch, heads, seq, head_size], unchanged in shape."""
         low, high = x.chunk(2, dim=-1)
-        turned = torch.cat([-high, low], dim=-1)
+        rotated = torch.cat([-high, low], dim=-1)
         seq = x.shape[-2]
         cos, sin = (self.cos, self.sin) if seq == len(self.cos) else (self.cos[:seq], self.sin[:seq])
-        return (x * cos + turned * sin).to(x.dtype)
+        return (x * cos + rotated * sin).to(x.dtype)

@@ -1,14 +1,14 @@
-"""What a parameter is, globally: the one description that storage, initialisation, norm and checkpoint read.
+"""What a parameter is in the whole model: the description that storage, initial values, norms and checkpoints read.
 
-A module's own ("local") tensor is a stack of sections along dimension 0, each cut over TP.  In a checkpoint every section
-is a block of rows of one logical tensor under its Hugging Face name:
+A module's own ("local") tensor is a stack of named rows along dimension 0, each cut over TP.  In a checkpoint they are rows
+of one logical tensor under its Hugging Face name:
 
     fused q|k|v, tp = 2                       logical tensors
     rank 0  [ q0 | k0 | v0 ]                  q_proj = q0 q1
     rank 1  [ q1 | k1 | v1 ]      <->         k_proj = k0 k1
                                               v_proj = v0 v1
 
-Random numbers are keyed by the position in the logical tensor, so the fused layout and the cut leave no trace.
+Random numbers are keyed by the position in the logical tensor, so neither the fused layout nor the cut changes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DRAW_ELEMENTS = 1 << 17  # elements drawn at a time: a few MB of scratch, which
 
 @dataclass(frozen=True)
 class Initializer:
-    """How a parameter starts: "normal" with standard deviation `std`, "zeros" or "ones"."""
+    """Initial values: "normal" with standard deviation `std`, "zeros" or "ones"."""
 
     kind: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
@@ -37,13 +37,13 @@ class Initializer:
 
 @dataclass(frozen=True)
 class NamedRows:
-    """Rows of a fused parameter that are one block of a logical tensor.
+    """Rows of a parameter, perhaps fused with others, that are rows of one logical tensor.
 
     Args:
         name: canonical (Hugging Face) name of the logical tensor.
-        rows: rows of the section, all TP ranks together.
+        rows: how many, all TP ranks together.
         offset: first of these rows in the logical tensor.
-        logical_rows: rows of the logical tensor; None when the section is all of it.
+        logical_rows: rows of the whole logical tensor; None when these are all.
     """
 
     name: str
@@ -54,7 +54,7 @@ class NamedRows:
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a local parameter and where it lies in its logical tensor.
+    """A rectangle of a local parameter, and its position in the logical tensor.
 
     Args:
         name: logical tensor.
@@ -63,7 +63,7 @@ class Region:
         columns: (start, stop) in dimension 1; None for 1-D parameters.
         shape: of the logical tensor, before any transposition.
         transposed: the checkpoint stores the logical tensor as [columns, rows].
-        whole: shape under which the tensor is stored, where it is neither [rows] nor [rows, columns].
+        whole: shape of the stored tensor, where it is neither [rows] nor [rows, columns].
     """
 
     name: str
@@ -83,7 +83,7 @@ class ParamSpec:
         sections: the logical tensors, or parts of them, that are stacked along dimension 0.
         columns: size of dimension 1; None for a 1-D parameter.
         split: the dimension cut over TP (0 or 1), or None for a parameter that every TP rank holds.
-        init: how it starts.
+        init: initial values.
         sum_over_tp: a replicated parameter whose gradient on each TP rank covers only part of the sequence.
         tied: the embedding that first and last pipeline stage share.
         decay: whether weight decay applies.
@@ -91,8 +91,8 @@ class ParamSpec:
         whole: the shape of a parameter that has none or more than two dimensions and is not cut; `columns` is then all but
             the first of them, flattened.
 
-    Columns that are cut must divide by tp.  Rows that do not are cut into ceil(size / tp) rows each; the last rank's
-    surplus rows are padding: zero, masked in use, and part of no logical tensor.
+    Columns that are cut must be divisible by tp.  Rows are cut into ceil(size / tp) each; the surplus rows of the last rank
+    are padding: zero, masked in use, and part of no logical tensor.
     """
 
     sections: tuple[NamedRows, ...]
@@ -114,7 +114,7 @@ class ParamSpec:
         if self.columns is None:
             return (rows,)
         if self.split == 1 and self.columns % tp_size:
-            raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must divide by tp={tp_size}")
+            raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must be divisible by tp={tp_size}")
         return rows, self.columns // tp_size if self.split == 1 else self.columns
 
     def width(self, tp_size: int) -> int:
@@ -128,10 +128,10 @@ class ParamSpec:
         return {region.name: stored_shape(region) for region in self.regions(0, 1)}
 
     def regions(self, tp_rank: int, tp_size: int) -> Iterator[Region]:
-        """Where each part of one TP rank's tensor lies in the logical tensors.
+        """The regions of one TP rank's tensor.
 
         Args:
-            tp_rank, tp_size: place on the tensor-parallel axis.
+            tp_rank, tp_size: index and size on the tensor-parallel axis.
 
         Yields: regions that cover the local tensor once, padding excepted.
         """
@@ -164,7 +164,7 @@ class ParamSpec:
         Args:
             out: fp32, 1-D; elements [start, start + len(out)) of the flattened local tensor.
             start: first element.
-            tp_rank, tp_size: place on the tensor-parallel axis.
+            tp_rank, tp_size: index and size on the tensor-parallel axis.
             seed: the run's seed.
         """
         out.zero_()
@@ -230,11 +230,11 @@ def bias_spec(weight: ParamSpec, sections: tuple[NamedRows, ...], *, sum_over_tp
 
 
 def drawn_parameter(spec: ParamSpec, tp_rank: int = 0, tp_size: int = 1) -> nn.Parameter:
-    """A parameter with its initial values; on the meta device without any, to be drawn or loaded shard by shard.
+    """A parameter with its initial values; on the meta device without any, to be filled shard by shard.
 
     Args:
         spec: of the parameter.
-        tp_rank, tp_size: place on the tensor-parallel axis; whatever its size, the whole tensor is the same.
+        tp_rank, tp_size: index and size on the tensor-parallel axis; the whole tensor does not depend on them.
     """
     values = torch.empty(spec.local_shape(tp_size))
     if not values.is_meta:

@@ -29,7 +29,7 @@ from megazero.parallel_state import Axis
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one micro-batch brings to a stage.
+    """The input of a stage for one micro-batch.
 
     Args:
         sample_ids: int64 [batch], the global index of each sample in the run; keys dropout.
@@ -51,7 +51,7 @@ class BuildContext:
         tp: the tensor-parallel axis.
         sequence_parallel: cut norms, residuals and dropout by sequence over tp.
         seed: the run's seed.
-        device: where computed tables lie.
+        device: of computed tables.
         wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
 

@@ -56,7 +56,7 @@ class Lion(torch.optim.Optimizer):
         """Step every parameter that has a gradient.
 
         Args:
-            closure: computes the loss anew, with gradients.
+            closure: computes the loss again, with gradients.
         """
         loss = None
         if closure is not None:
@@ -176,7 +176,7 @@ _NOT_ELEMENTWISE = {
     **dict.fromkeys(("lamb", "fusedlamb", "lars", "fusedlars", "nvlamb", "novograd", "fusednovograd"), _NORM),
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _REPLICAS),
     **dict.fromkeys(("adam8bit", "adamw8bit", "lion8bit", "adagrad8bit", "rmsprop8bit", "sgd8bit"), _BLOCKS),
-    "lbfgs": "mixes all elements and needs a closure that computes the loss anew",
+    "lbfgs": "mixes all elements and needs a closure that computes the loss again",
     "adahessian": "needs second derivatives, which shards do not have",
     "sparseadam": "needs sparse gradients; shards have dense ones",
 }

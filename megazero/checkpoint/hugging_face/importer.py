@@ -1,4 +1,4 @@
-"""A transformers model directory becomes a checkpoint from which a run goes on.
+"""A transformers model directory becomes a checkpoint that a run can resume.
 
     config.json            ->  [model] section, or a refusal that says why
     model*.safetensors     ->  step 0 of kind `model`, under the names that transformers writes today
@@ -6,7 +6,7 @@
     tokenizer.json, ...    ->  the same files
                            +   trainer_state.json, model.toml, manifest.json (last)
 
-A tensor is read, converted and written before the next one is read.
+One tensor is read, converted and written at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, LocalFolder, Output, Place
-from megazero.checkpoint.hf_config import format_of, logical_shapes, model_section
-from megazero.checkpoint.hf_tokenizer import TOKENIZER, tokenizer_files
-from megazero.checkpoint.hf_weights import HubWeights
+from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
+from megazero.checkpoint.hugging_face.tokenizer import TOKENIZER, tokenizer_files
+from megazero.checkpoint.hugging_face.weights import HubWeights
 from megazero.checkpoint.index import (
     HF_CONFIG,
     TRAINER_STATE,
@@ -133,12 +133,12 @@ def _read_config(folder: Folder) -> dict[str, Any]:
 
 
 def _beginning(model: ModelConfig) -> TrainerState:
-    """A run that has not begun, on data that is not chosen yet."""
+    """The state of a run before its first step, on data that is not chosen yet."""
     return TrainerState(0, 0, 0, 0, "", model.model_dump(), {}, {}, versions())
 
 
 def _toml(model: ModelConfig, source: Folder, out: Folder, config: Mapping[str, Any], *, has_tokenizer: bool) -> str:
-    """The run file's sections that go on from an imported model."""
+    """The sections of a run file that resumes an imported model."""
     lines = [f"# The model of {source}, imported into {out}."]
     if lost := format_of(model.family).lost(config):
         lines.append(f"# {lost}")

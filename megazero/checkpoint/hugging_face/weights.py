@@ -17,7 +17,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 class HubWeights:
-    """The tensors of a transformers model directory, in whichever of its formats they lie.
+    """The tensors of a transformers model directory, in any of its formats.
 
     Args:
         folder: the directory.
@@ -105,7 +105,7 @@ class _Pickled:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
         except FileNotFoundError:
             raise
-        except Exception as error:  # of pickle, of zip, of torch: whatever stands in the file
+        except Exception as error:  # of pickle, of zip, of torch: anything can be in the file
             raise ValueError(str(error).splitlines()[0]) from error
         self._tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
