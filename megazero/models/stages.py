@@ -35,9 +35,7 @@ def cut_evenly(num_layers: int, stages: int) -> tuple[StageLayout, ...]:
     Raises:
         ValueError: more stages than layers.
     """
-    _check(num_layers, stages)
-    short, surplus = divmod(num_layers, stages)
-    return cut_by_counts([short + (stage < surplus) for stage in range(stages)])
+    return cut_by_cost(num_layers, stages, 0.0)
 
 
 def cut_by_cost(
@@ -54,7 +52,8 @@ def cut_by_cost(
     Raises:
         ValueError: more stages than layers.
     """
-    _check(num_layers, stages)
+    if not 1 <= stages <= num_layers:
+        raise ValueError(f"{stages} pipeline stages must be at least 1 and at most num_layers={num_layers}")
     counts, costs = [1] * stages, [1.0] * stages
     costs[0] += embedding_layers
     costs[-1] += head_layers
@@ -108,11 +107,6 @@ def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], sta
             f"the model has num_layers={model.num_layers} and the schedule {stages} stages"
         )
     return cut_by_counts(counts)
-
-
-def _check(num_layers: int, stages: int) -> None:
-    if not 1 <= stages <= num_layers:
-        raise ValueError(f"{stages} pipeline stages must be at least 1 and at most num_layers={num_layers}")
 
 
 def layer_counts(layout: str | tuple[tuple[int | str, ...], ...]) -> list[int]:

@@ -200,7 +200,7 @@ def program(schedule: Schedule) -> Program:
     ends = [[spans[rank, action][1] for action in actions] for rank, actions in enumerate(schedule.ranks)]
     index_of = [{action: index for index, action in enumerate(actions)} for actions in schedule.ranks]
     # Per rank: messages to post before action i (index len(actions): after the last), in global message order.
-    posts: list[list[tuple[int, MessageAction]]] = [[] for _ in range(schedule.pp)]
+    posts: list[list[tuple[int, Action | MessageAction]]] = [[] for _ in range(schedule.pp)]
     latest: dict[tuple[int, bool], int] = {}
     for time, sender, index, action, (receiver, use) in messages:
         # The receive is posted before the action during which the message arrives, or its use where that comes first.
@@ -213,21 +213,12 @@ def program(schedule: Schedule) -> Program:
             key = (rank, message.goes_down(rank))
             latest[key] = max(before, latest.get(key, 0))
             posts[rank].append((latest[key], message))
-    placed = tuple(
-        _merge(actions, sorted(posts[rank], key=lambda post: post[0])) for rank, actions in enumerate(schedule.ranks)
+    placed = tuple(  # the sort is stable: messages keep their order and come before the action of the same index
+        tuple(step for _, step in sorted([*posts[rank], *enumerate(actions)], key=lambda post: post[0]))
+        for rank, actions in enumerate(schedule.ranks)
     )
     prove(schedule, placed)
     return placed
-
-
-def _merge(actions: tuple[Action, ...], posts: list[tuple[int, MessageAction]]) -> tuple[Action | MessageAction, ...]:
-    merged: list[Action | MessageAction] = []
-    waiting = deque(posts)
-    for index in range(len(actions) + 1):
-        while waiting and waiting[0][0] == index:
-            merged.append(waiting.popleft()[1])
-        merged += actions[index : index + 1]
-    return tuple(merged)
 
 
 def prove(schedule: Schedule, placed: Program) -> None:
@@ -256,7 +247,7 @@ def prove(schedule: Schedule, placed: Program) -> None:
                     if step.kind is ActionKind.SEND and step.carries not in done[rank]:
                         raise ScheduleError(f"{schedule.name}: rank {rank} posts {step} before {step.carries}")
                     posted[rank][step.goes_down(rank)].append(step)
-                elif not _ready(schedule, rank, step, arrived[rank], done[rank]):
+                elif not _is_ready(schedule, rank, step, arrived[rank], done[rank]):
                     break
                 else:
                     done[rank].add(step)
@@ -288,7 +279,9 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
                     )
 
 
-def _ready(schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Action, int]], done: set[Action]) -> bool:
+def _is_ready(
+    schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Action, int]], done: set[Action]
+) -> bool:
     source = schedule.source(rank, action)
     if source is None:
         return True
