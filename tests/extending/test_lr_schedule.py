@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from eight_ranks import run_with, steps_of
 from harness import run_world
 from plain_model import PlainTrainer
@@ -23,7 +25,13 @@ def inverse_sqrt(step: int, steps: int, section: LrScheduleConfig) -> float:
     return max(section.min_lr_ratio, (step + 1) ** -0.5)
 
 
-LR_SCHEDULES.register("inverse-sqrt", inverse_sqrt)
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    """A script says this line at its top; here the name ends with the tests of this file."""
+    LR_SCHEDULES.register("inverse-sqrt", inverse_sqrt)
+    yield
+    LR_SCHEDULES._registered.pop("inverse-sqrt")
+
 
 FACTORS = (0.5, 2**-0.5, 3**-0.5)  # by hand: the first of two warm-up steps, then the inverse square root
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,12 @@ class GeluLlama(ModelFamily):
         return Head(context, context.layer_norm("norm"), name, tied_weight)
 
 
-FAMILIES.register("gelu-llama", GeluLlama())
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    """A script says this line at its top; here the name ends with the tests of this file."""
+    FAMILIES.register("gelu-llama", GeluLlama())
+    yield
+    FAMILIES._registered.pop("gelu-llama")
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

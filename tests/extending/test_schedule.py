@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from eight_ranks import run_with, steps_of
 from test_any_shape import _assert_agrees
 from worlds import train_plainly
@@ -33,7 +35,12 @@ class Eager(ScheduleKind):
         return Schedule(self.name, microbatches, self.placement(pp, chunks), tuple(ranks))
 
 
-SCHEDULES.register("eager", Eager())
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    """A script says this line at its top; here the name ends with the tests of this file."""
+    SCHEDULES.register("eager", Eager())
+    yield
+    SCHEDULES._registered.pop("eager")
 
 
 def test_a_registered_schedule_gives_the_plain_models_run(tmp_path: Path) -> None:
