@@ -22,8 +22,8 @@ from megazero.layers import gemm
 from megazero.models.gpt import MicroBatch
 from megazero.models.stages import cut_evenly
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.schedules.generators import FAMILIES
-from megazero.schedules.simulate import simulate
+from megazero.schedules.proof import simulate
+from megazero.schedules.registry import SCHEDULES
 
 
 def initial_weights(config: RunConfig) -> dict[str, Tensor]:
@@ -171,8 +171,8 @@ class Floor:
         at = RankGrid(tp=setting.tp, dp=setting.dp, pp=setting.pp).coordinate(rank)
         self.dp_index, self._setting = at.dp, setting
         model, tp = setting.model_config(), setting.tp
-        family = FAMILIES[setting.schedule]
-        placement = family.placement(setting.pp, family.chunks or setting.virtual_stages)
+        kind = SCHEDULES[setting.schedule]
+        placement = kind.placement(setting.pp, kind.chunks or setting.virtual_stages)
         layouts = cut_evenly(model.num_layers, len(placement))
         mine = [index for index, (holder, _) in enumerate(placement) if holder == at.pp]
         loaded = load_file(weights)
@@ -238,9 +238,9 @@ def idle_share(setting: Setting) -> float:
     """Idle time that the schedule prescribes, in parts of a rank's work: (p - 1) / m for GPipe and 1F1B."""
     if setting.pp == 1:
         return 0.0
-    family = FAMILIES[setting.schedule]
-    chunks = family.chunks or setting.virtual_stages
-    schedule = family.generate(setting.pp, setting.accumulation, chunks)
+    kind = SCHEDULES[setting.schedule]
+    chunks = kind.chunks or setting.virtual_stages
+    schedule = kind.build(setting.pp, setting.accumulation, chunks)
     return float(simulate(schedule).makespan / (3 * setting.accumulation) - 1)
 
 

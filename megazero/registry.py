@@ -1,17 +1,21 @@
-"""What the package can be extended by: things that a run file names, and that a script may add.
+"""Names that a run file may use, and that a script may add to without editing the package.
 
     SCHEDULES.register("mine", Mine())       then, in the run file:  parallel.schedule = "mine"
 
-Each room has its own registry: model families, schedules, optimizers, learning-rate schedules, callbacks.  What the package
-itself brings is listed by import path and imported when it is first asked for, so that reading a run file stays fast.
+There is one registry for model families, one for schedules, optimizers, learning-rate schedules and callbacks.  The
+package's own implementations are listed by import path and imported on first use, so that reading a run file stays fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 T = TypeVar("T")
 
@@ -28,7 +32,7 @@ class Registry(Generic[T]):
 
     Args:
         what: what is registered, for messages: "schedule".
-        built_in: by name, "module:attribute" of what the package brings.
+        built_in: by name, "module:attribute" of the package's own implementation.
     """
 
     def __init__(self, what: str, built_in: Mapping[str, str]) -> None:
@@ -47,6 +51,10 @@ class Registry(Generic[T]):
         self._registered[name] = value
         return value
 
+    def is_built_in(self, name: str) -> bool:
+        """Whether a name is the package's own."""
+        return name in self._built_in
+
     def __getitem__(self, name: str) -> T:
         """Raises: UnknownNameError, with the name that was probably meant."""
         if name in self._built_in and name not in self._registered:
@@ -63,8 +71,25 @@ class Registry(Generic[T]):
         return f"did you mean {by_lower[close[0]]!r}?" if close else f"there are {', '.join(self)}"
 
     def __contains__(self, name: object) -> bool:
-        return name in self._built_in or name in self._registered
+        return isinstance(name, str) and (name in self._built_in or name in self._registered)
 
     def __iter__(self) -> Iterator[str]:
         """The names: those of the package first, then those that were added."""
         return iter(dict.fromkeys([*self._built_in, *self._registered]))
+
+
+@dataclass(frozen=True)
+class NameIn:
+    """The type of a key that names something registered: `Annotated[str, NameIn(SCHEDULES)]`."""
+
+    registry: Registry[Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def _check(self, value: object) -> object:
+        if value not in self.registry:
+            names = list(self.registry)
+            shown = [f'"{name}"' for name in names]
+            raise PydanticCustomError("name", f"be {', '.join(shown[:-1])} or {shown[-1]}", {"choices": names})
+        return value

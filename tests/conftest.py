@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "laws")]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    str(Path(__file__).parent / "laws"),
+    str(Path(__file__).parent / "extending"),
+]
 
 # Worlds have more ranks than there are cores.  While a rank sends, gloo's loop thread spins on a lock that the sending
 # thread holds; a receiver that it wakes must not take the core from it, or the spinning lasts a time slice.

@@ -35,7 +35,7 @@ from megazero.deepspeed.full_params import gathered_parameters
 from megazero.deepspeed.initialize import _parallel_state
 from megazero.engine import NonFiniteError
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.spec import Section
+from megazero.layers.spec import NamedRows
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from megazero.zero.loss_scaler import LossScaleError
@@ -1043,9 +1043,11 @@ class ParallelMlp(nn.Module):
         super().__init__()
         tp = state.tp
         self.up = ColumnParallelLinear(
-            (Section("up.weight", HIDDEN),), WIDTH, tp, bias_sections=(Section("up.bias", HIDDEN),)
+            (NamedRows("up.weight", HIDDEN),), WIDTH, tp, bias_sections=(NamedRows("up.bias", HIDDEN),)
         )
-        self.down = RowParallelLinear(Section("down.weight", OUT), HIDDEN, tp, bias_section=Section("down.bias", OUT))
+        self.down = RowParallelLinear(
+            NamedRows("down.weight", OUT), HIDDEN, tp, bias_section=NamedRows("down.bias", OUT)
+        )
         with torch.no_grad():  # a script fills its part: the layers have no values of their own
             self.up.weight.copy_(values.first.weight.chunk(tp.size)[tp.index])
             self.up.bias.copy_(values.first.bias.chunk(tp.size)[tp.index])
@@ -1106,7 +1108,7 @@ def test_parallel_layers_that_were_never_filled_are_not_trained_on_what_memory_h
     torch.use_deterministic_algorithms(True)
     try:
         state = ParallelState(RankGrid())
-        layer = ColumnParallelLinear((Section("w", OUT),), WIDTH, state.tp)
+        layer = ColumnParallelLinear((NamedRows("w", OUT),), WIDTH, state.tp)
         with contextlib.suppress(ValueError):
             engine = megazero.initialize(model=layer, mpu=state, config=settings())[0]
             assert all(value.isfinite().all() for value in weights(engine).values())

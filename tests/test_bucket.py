@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.layers.spec import ParamSpec, Section
+from megazero.layers.spec import NamedRows, ParamSpec
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, intersect, plan_buckets
 from megazero.zero.policy import ShardingPolicy
@@ -24,7 +24,7 @@ def parameter(
 ) -> ParamInfo:
     """Parameter `index`; `trait` is (optimizer group, split, sum_over_tp)."""
     group, split, sum_over_tp = trait
-    sections = (Section(f"p{index}", shape[0]),)
+    sections = (NamedRows(f"p{index}", shape[0]),)
     columns = shape[1] if len(shape) > 1 else None
     spec = ParamSpec(sections, columns, split, sum_over_tp=sum_over_tp, tied=tied)
     return ParamInfo(f"p{index}", shape, spec, unit, group=group, **more)

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from megazero.cli import app
-from megazero.schedules.action import Action, Kind, Schedule
-from megazero.schedules.generators import FAMILIES, forward_only
-from megazero.schedules.simulate import Costs, ScheduleError, Timeline, peak_activations, program, simulate
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.kind import forward_only
+from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, program, simulate
+from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.table import read_schedule, write_schedule
 from megazero.tools.draw import chrome_trace, compare_table, draw_around, draw_text
 from megazero.tools.draw_svg import draw_svg
@@ -31,10 +32,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def schedules(pp: int, m: int) -> list[Schedule]:
-    """Every family, and 1f1b for evaluation."""
-    made = [
-        family.generate(pp, m, family.chunks or 3) for n, family in FAMILIES.items() if family.chunks or m % pp == 0
-    ]
+    """Every kind, and 1f1b for evaluation."""
+    kinds = [SCHEDULES[name] for name in SCHEDULES]
+    made = [kind.build(pp, m, kind.chunks or 3) for kind in kinds if kind.chunks or m % pp == 0]
     return [*made, forward_only(made[1])]
 
 
@@ -98,10 +98,10 @@ def test_without_colour_the_text_is_plain_ascii_and_with_it_the_cells_have_the_s
 
 def test_a_cell_of_text_has_the_columns_of_its_time_and_says_what_it_is() -> None:
     """Makespan 33 in 73 columns: two for each unit of time."""
-    rows = rows_of(draw_text(simulate(FAMILIES["1f1b"].generate(4, 8, 1)), 80, colour=False), 4)
+    rows = rows_of(draw_text(simulate(SCHEDULES["1f1b"].build(4, 8, 1)), 80, colour=False), 4)
     assert rows[0].rstrip() == "rank 0 F0F1F2F3............B0==F4B1==F5B2==F6B3==F7B4==..B5==..B6==..B7=="
     assert rows[3].rstrip() == "rank 3 ......F0B0==F1B1==F2B2==F3B3==F4B4==F5B5==F6B6==F7B7==............"
-    narrow = rows_of(draw_text(simulate(FAMILIES["interleaved"].generate(2, 2, 2)), 40, colour=False), 2)
+    narrow = rows_of(draw_text(simulate(SCHEDULES["interleaved"].build(2, 2, 2)), 40, colour=False), 2)
     assert narrow[1].rstrip() == "rank 1 ..F0F1f0b0==f1b1==B0==B1==...."
 
 
@@ -115,7 +115,7 @@ def test_a_row_counts_the_time_of_each_kind() -> None:
 
 
 def test_the_figures_below_a_picture_are_the_timelines() -> None:
-    timeline = simulate(FAMILIES["interleaved"].generate(4, 8, 2))
+    timeline = simulate(SCHEDULES["interleaved"].build(4, 8, 2))
     lines = draw_text(timeline, 100, colour=False).split("\n")
     assert lines[-4].split() == ["0", "84.2%", "4.5", "5.5"]
     assert "bubble 15.8%" in lines[0]
@@ -163,7 +163,7 @@ def test_every_span_is_once_in_the_trace_at_its_time(timeline: Timeline) -> None
     spans = [event for event in events if event["ph"] == "X"]
     letter = {"forward": "F", "backward": "B", "weight": "W"}
     found = {
-        (e["tid"], Action(Kind(letter[e["cat"]]), e["args"]["microbatch"], e["args"]["chunk"])): (
+        (e["tid"], Action(ActionKind(letter[e["cat"]]), e["args"]["microbatch"], e["args"]["chunk"])): (
             e["ts"],
             e["ts"] + e["dur"],
         )
@@ -179,10 +179,10 @@ def test_every_span_is_once_in_the_trace_at_its_time(timeline: Timeline) -> None
 # ---- comparison
 
 
-def test_the_comparison_has_a_row_for_every_family_with_the_figures_of_the_papers() -> None:
+def test_the_comparison_has_a_row_for_every_schedule_with_the_figures_of_the_papers() -> None:
     for pp, m, v in ((2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3)):
         rows = {row.name: row for row in compare_table(pp, m, v, Costs(1, 2, 1))}
-        assert list(rows) == list(FAMILIES)
+        assert list(rows) == list(SCHEDULES)
         idle = {"gpipe": 4 * (pp - 1), "1f1b": 4 * (pp - 1), "interleaved": 4 * (pp - 1) / v, "zb-h1": 2 * (pp - 1)}
         peak = {"gpipe": m, "1f1b": pp, "interleaved": (2 * (pp - 1) + (v - 1) * pp + 1) / v, "zb-h1": pp, "zbv": pp}
         for name, row in rows.items():
@@ -197,21 +197,21 @@ def test_the_comparison_has_a_row_for_every_family_with_the_figures_of_the_paper
 def test_the_formulas_of_the_page_hold_on_every_shape() -> None:
     for pp in range(1, 7):
         for m in range(pp, 3 * pp + 1, max(pp // 2, 1)):
-            zero = FAMILIES["zb-h1"].generate(pp, m, 1)
+            zero = SCHEDULES["zb-h1"].build(pp, m, 1)
             for costs in (Costs(1, 1, 1), Costs(1, 1.7, 0.8), Costs(2, 1, 1)):
                 assert simulate(zero, costs).idle(0) == pytest.approx(
                     (pp - 1) * (costs.forward + costs.backward - costs.weight)
                 )
             for rank in range(pp):
                 assert peak_activations(zero, rank) == pp
-                assert peak_activations(FAMILIES["zbv"].generate(pp, m, 2), rank) <= 2 * pp
+                assert peak_activations(SCHEDULES["zbv"].build(pp, m, 2), rank) <= 2 * pp
                 if m % pp == 0:
-                    held = peak_activations(FAMILIES["interleaved"].generate(pp, m, 2), rank)
+                    held = peak_activations(SCHEDULES["interleaved"].build(pp, m, 2), rank)
                     assert held == min(2 * (pp - rank - 1) + pp + 1, 2 * m)
 
 
 def test_the_comparison_says_why_a_schedule_is_impossible_and_takes_ones_own() -> None:
-    own = replace(FAMILIES["1f1b"].generate(4, 6, 1), name="mine")
+    own = replace(SCHEDULES["1f1b"].build(4, 6, 1), name="mine")
     rows = {row.name: row for row in compare_table(4, 6, 2, own=[own])}
     assert rows["interleaved"].figures is None
     assert "multiples of pp=4, got 6" in rows["interleaved"].impossible
@@ -223,17 +223,17 @@ def test_the_comparison_says_why_a_schedule_is_impossible_and_takes_ones_own() -
 
 
 def test_a_refused_action_and_what_it_waits_for_are_marked() -> None:
-    schedule = FAMILIES["interleaved"].generate(4, 8, 2)
-    lines = draw_around(schedule, 0, Action(Kind.FORWARD, 3, 1)).split("\n")
+    schedule = SCHEDULES["interleaved"].build(4, 8, 2)
+    lines = draw_around(schedule, 0, Action(ActionKind.FORWARD, 3, 1)).split("\n")
     assert [">F3.1<" in line for line in lines] == [True, False, False, False]
     assert ["(F3)" in line for line in lines] == [False, False, False, True]
     assert lines[0].startswith("> rank 0")
 
 
 def test_around_speaks_plain_text_of_any_action_even_a_missing_or_impossible_one() -> None:
-    for schedule in (*schedules(4, 4), FAMILIES["1f1b"].generate(20, 30, 1)):
+    for schedule in (*schedules(4, 4), SCHEDULES["1f1b"].build(20, 30, 1)):
         for rank in (0, schedule.pp - 1):
-            for action in (*schedule.ranks[rank], Action(Kind.WEIGHT, 99), Action(Kind.BACKWARD, 0, 9)):
+            for action in (*schedule.ranks[rank], Action(ActionKind.WEIGHT, 99), Action(ActionKind.BACKWARD, 0, 9)):
                 text = draw_around(schedule, rank, action)
                 assert text.isascii()
                 assert len(text.split("\n")) <= 12
@@ -247,12 +247,12 @@ def test_around_speaks_plain_text_of_any_action_even_a_missing_or_impossible_one
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(list(FAMILIES)), st.integers(1, 6), st.integers(1, 12), st.integers(2, 4))
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 6), st.integers(1, 12), st.integers(2, 4))
 def test_a_table_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, name: str, pp: int, m: int, v: int
 ) -> None:
-    family = FAMILIES[name]
-    schedule = family.generate(pp, m * pp if name == "interleaved" else m, family.chunks or v)
+    kind = SCHEDULES[name]
+    schedule = kind.build(pp, m * pp if name == "interleaved" else m, kind.chunks or v)
     for whole in (schedule, forward_only(schedule)):
         path = tmp_path_factory.getbasetemp() / f"{whole.name}.csv"
         write_schedule(whole, path)
@@ -266,7 +266,7 @@ def table(path: Path, text: str) -> Path:
 
 def test_empty_cells_and_lines_say_nothing(tmp_path: Path) -> None:
     path = table(tmp_path / "mine.csv", "\ufeffF0, ,B0,,\n\n,,\n ,F0,B0\n")
-    assert read_schedule(path) == replace(FAMILIES["1f1b"].generate(2, 1, 1), name="mine")
+    assert read_schedule(path) == replace(SCHEDULES["1f1b"].build(2, 1, 1), name="mine")
 
 
 @pytest.mark.parametrize(
@@ -313,15 +313,21 @@ def show(*words: str | Path, columns: int = 100) -> Result:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--schedule interleved --pp 4 --microbatches 8", "unknown schedule interleved; did you mean interleaved?"),
-        ("--schedule ZB_H1 --pp 4 --microbatches 8", "did you mean zb-h1?"),
-        ("--schedule fast --pp 4 --microbatches 8", "the schedules are gpipe, 1f1b, interleaved, zb-h1, zbv"),
+        ("--schedule interleved --pp 4 --microbatches 8", "unknown schedule interleved; did you mean 'interleaved'?"),
+        ("--schedule ZB_H1 --pp 4 --microbatches 8", "did you mean 'zb-h1'?"),
+        ("--schedule fast --pp 4 --microbatches 8", "there are gpipe, 1f1b, interleaved, zb-h1, zbv"),
         (
             "--schedule interleaved --virtual-stages 2 --pp 4 --microbatches 6",
             "multiples of pp=4, got 6; nearest: 4 and 8",
         ),
-        ("--schedule interleaved --pp 4 --microbatches 8", "virtual_stages of at least 2, got 1"),
-        ("--schedule 1f1b --virtual-stages 2 --pp 4 --microbatches 8", "1f1b has virtual_stages=1, got 2"),
+        (
+            "--schedule interleaved --pp 4 --microbatches 8",
+            "virtual_stages=1: interleaved needs at least 2",
+        ),
+        (
+            "--schedule 1f1b --virtual-stages 2 --pp 4 --microbatches 8",
+            "virtual_stages=2: the schedule 1f1b has one",
+        ),
         ("--pp 0 --microbatches 8", "pp=0 and microbatches=8 must both be at least 1"),
         ("--pp 4", "needs --pp and --microbatches"),
         ("--pp 4 --microbatches 8 --costs 1,2", "costs=1,2 must be four numbers F,B,W,hop"),
@@ -354,7 +360,7 @@ def test_a_broken_file_is_refused_and_nothing_is_written(tmp_path: Path) -> None
 
 
 def test_the_command_writes_whole_files_and_compares_ones_own(tmp_path: Path) -> None:
-    write_schedule(FAMILIES["zbv"].generate(2, 4, 2), tmp_path / "mine.csv")
+    write_schedule(SCHEDULES["zbv"].build(2, 4, 2), tmp_path / "mine.csv")
     words = ["--file", tmp_path / "mine.csv", "--placement", "v", "--compare"]
     done = show(*words, "--svg", tmp_path / "a.svg", "--trace", tmp_path / "a.json")
     assert done.exit_code == 0, done.stderr
@@ -382,7 +388,7 @@ def test_the_command_starts_without_torch_and_without_colour_in_a_pipe() -> None
 def test_the_page_shows_what_its_commands_print() -> None:
     page = PAGE.read_text(encoding="utf-8")
     shown = re.findall(r"```sh\nmegazero schedule show ([^\n]+)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
-    assert len(shown) == 1 + len(FAMILIES)
+    assert len(shown) == 1 + len(list(SCHEDULES))
     for words, text in shown:
         done = show(*shlex.split(words))
         assert done.exit_code == 0, done.stderr

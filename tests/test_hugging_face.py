@@ -21,8 +21,8 @@ from typer.testing import CliRunner, Result
 from worlds import GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, plain_config, run_of
 
 from megazero.checkpoint.folder import LocalFolder, folder_at
-from megazero.checkpoint.hf_export import export_model
-from megazero.checkpoint.hf_import import import_model
+from megazero.checkpoint.hugging_face.exporter import export_model
+from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import (
     HF_CONFIG,
     MANIFEST,
@@ -39,7 +39,7 @@ from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.checkpoint.verify import find_damage
 from megazero.cli import app
 from megazero.config import ResolvedRun, load_config
-from megazero.models.hf_names import hugging_face_config
+from megazero.models.registry import FAMILIES
 
 MODELS = {
     "untied": LLAMA | {"tie_embeddings": False, "rope_theta": 500000.0},
@@ -67,7 +67,7 @@ def saved(run: ResolvedRun, directory: Path, steps: int = 2, **trainer: Any) -> 
     model = run.config.model
     about = {"model": model.model_dump(), "config": {"data": {"tokenizer": "byte"}}, "shape": {}, "versions": {}}
     state = TrainerState(steps, steps * 8, 0, steps, "data", **about | trainer)
-    files = {HF_CONFIG: to_json(hugging_face_config(model, run.config.precision.dtype))}
+    files = {HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, run.config.precision.dtype))}
     save_checkpoint(directory, engine.sharded_model.sharded_state, engine.state, state, files)
     return next_step(engine, run)
 
@@ -260,7 +260,7 @@ REFUSED = [
     (
         "llama",
         {"num_attention_heads": 5, "head_dim": None},
-        r"model\.hidden_size = 32: .* divisible by 2\*num_heads=10",
+        r"model\.hidden_size = 32: must be divisible by 2\*num_heads=10",
     ),
     ("llama", {"hidden_size": "32"}, "hidden_size.*integer"),
     ("llama", {"vocab_size": None}, "vocab_size is missing"),
@@ -405,7 +405,9 @@ def test_the_tokenizer_travels_out_and_in(tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "once-more").iterdir()} == files
     (tmp_path / "data" / "mine.json").unlink()
-    assert "mine.json of the run is not there" in export_model(tmp_path / "step", tmp_path / "without").about_tokenizer
+    assert (
+        "mine.json of the run does not exist" in export_model(tmp_path / "step", tmp_path / "without").about_tokenizer
+    )
     saved(run, tmp_path / "bytes", steps=0)
     shown = command("export", tmp_path / "bytes", tmp_path / "of-bytes")
     assert "no tokenizer: the run read bytes" in shown.output
@@ -423,7 +425,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         assert message in shown.stderr
         assert not (tmp_path / "no").exists()
 
-    refused(tmp_path / "script", "holds a script's own module, Net, which is neither a llama nor a gpt2")
+    refused(tmp_path / "script", "holds a script's own module, Net, which transformers does not have")
     refused(tmp_path / "nowhere", "is not a complete checkpoint")
     assert "is not empty: it holds" in command("export", tmp_path / "step", tmp_path / "script").stderr
     moments = next((tmp_path / "step").glob("exp_avg-*.safetensors"))

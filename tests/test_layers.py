@@ -18,7 +18,7 @@ from megazero.layers.dropout import Dropout
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import gated
-from megazero.layers.spec import Init, ParamSpec, Section
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 SEQ, BATCH, HIDDEN, OUT = 8, 2, 6, 12
@@ -60,22 +60,22 @@ def _linear_pair(
     """column -> gelu -> row, forward and backward; whole tensors of what each rank saw."""
     tp = ParallelState(RankGrid(tp=world), rank).tp
     waiting = WeightGradQueue() if wgrad_queue else None
-    init = Init("normal", 0.3)
+    init = Initializer("normal", 0.3)
     column = ColumnParallelLinear(
-        (Section("column", OUT),),
+        (NamedRows("column", OUT),),
         HIDDEN,
         tp,
-        bias_sections=(Section("column.bias", OUT),),
+        bias_sections=(NamedRows("column.bias", OUT),),
         sequence_parallel=sequence_parallel,
         gather_output=whole_between,
         init=init,
         wgrad_queue=waiting,
     )
     row = RowParallelLinear(
-        Section("row", HIDDEN),
+        NamedRows("row", HIDDEN),
         OUT,
         tp,
-        bias_section=Section("row.bias", HIDDEN),
+        bias_section=NamedRows("row.bias", HIDDEN),
         sequence_parallel=sequence_parallel,
         scatter_input=whole_between,
         init=init,
@@ -85,14 +85,14 @@ def _linear_pair(
         _fill(module, tp)
     x = _part(_given((SEQ, BATCH, HIDDEN)), tp, sequence_parallel).requires_grad_()
     if waiting is not None:
-        waiting.deferring = True
+        waiting.defers = True
         waiting.begin_pass()
     y = row(F.gelu(column(x)))
     y.backward(_part(_given((SEQ, BATCH, HIDDEN)).cos(), tp, sequence_parallel))
     if waiting is not None:
         assert column.weight.grad is None
         assert row.weight.grad is None
-        waiting.places = _InGrad()
+        waiting.accumulator = _InGrad()
         waiting.run_oldest()
         assert len(waiting) == 0
     grads = {"x": x.grad, "column": column.weight.grad, "row": row.weight.grad, "bias": column.bias.grad}
@@ -110,7 +110,9 @@ def test_a_column_and_a_row_layer_equal_plain_linear_layers(
     weights = {}
     for name, rows, columns in (("column", OUT, HIDDEN), ("row", HIDDEN, OUT)):
         flat = torch.empty(rows * columns)
-        ParamSpec((Section(name, rows),), columns, init=Init("normal", 0.3)).init_weights(flat, 0, 0, 1, seed=3)
+        ParamSpec((NamedRows(name, rows),), columns, init=Initializer("normal", 0.3)).init_weights(
+            flat, 0, 0, 1, seed=3
+        )
         weights[name] = flat.view(rows, columns).requires_grad_()
     x = _given((SEQ, BATCH, HIDDEN)).requires_grad_()
     bias = torch.ones(OUT, requires_grad=True)
@@ -140,7 +142,7 @@ def _untied_head(
         tp,
         sequence_parallel=False,
         tied=False,
-        init=Init("normal", 1.0),
+        init=Initializer("normal", 1.0),
         logits_bytes=chunk * rows * dtype.itemsize,
     )
     _fill(head, tp)
@@ -173,7 +175,7 @@ def test_the_head_equals_torchs_cross_entropy(world: int, vocab: int, chunk: int
     """Vocabularies that tp does not divide, one of them with a rank that holds padding only."""
     results = run_world(world, _head, world, vocab, chunk)
     flat = torch.empty(vocab * HIDDEN)
-    ParamSpec((Section("head", vocab),), HIDDEN, init=Init("normal", 1.0)).init_weights(flat, 0, 0, 1, seed=3)
+    ParamSpec((NamedRows("head", vocab),), HIDDEN, init=Initializer("normal", 1.0)).init_weights(flat, 0, 0, 1, seed=3)
     weight = flat.view(vocab, HIDDEN).requires_grad_()
     x = (_given((SEQ, BATCH, HIDDEN)) * 3).requires_grad_()
     logits = x @ weight.t()
@@ -250,8 +252,8 @@ def test_logits_of_a_long_sequence_never_exist_whole() -> None:
 def test_weight_gradients_wait_in_micro_batch_order_and_are_bit_equal() -> None:
     def gradient(waits: bool) -> Tensor:
         wgrad_queue = WeightGradQueue()
-        wgrad_queue.places, wgrad_queue.deferring = _InGrad(), waits
-        layer = ColumnParallelLinear((Section("w", OUT),), HIDDEN, Axis("tp"), wgrad_queue=wgrad_queue)
+        wgrad_queue.accumulator, wgrad_queue.defers = _InGrad(), waits
+        layer = ColumnParallelLinear((NamedRows("w", OUT),), HIDDEN, Axis("tp"), wgrad_queue=wgrad_queue)
         _fill(layer, Axis("tp"))
         for micro_batch in range(3):
             wgrad_queue.begin_pass()

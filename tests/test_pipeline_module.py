@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from megazero.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, partition_balanced
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.schedules.generators import gpipe
+from megazero.schedules.registry import SCHEDULES
 
 SEED = 77
 VOCAB, WIDTH = 11, 6
@@ -452,9 +452,9 @@ def test_a_layer_that_returns_no_tensor_is_named():
         ({"partition_method": "type:transformer"}, "matches none of the layers, which are Linear, tanh, Draws"),
         ({"partition_method": "type:("}, "no regular expression"),
         ({"schedule": "1f1d"}, "schedule='1f1d' is unknown; did you mean '1f1b'"),
-        ({"schedule": "interleaved"}, "interleaved needs virtual_stages of at least 2, got 1"),
-        ({"virtual_stages": 2}, "1f1b has virtual_stages=1, got 2"),
-        ({"schedule": gpipe(2, 4)}, "another number of stages than num_stages=1"),
+        ({"schedule": "interleaved"}, "virtual_stages=1: interleaved needs at least 2"),
+        ({"virtual_stages": 2}, "virtual_stages=2: the schedule 1f1b has one chunk"),
+        ({"schedule": SCHEDULES["gpipe"].build(2, 4, 1)}, "another number of stages than num_stages=1"),
         ({"schedule": "interleaved", "virtual_stages": 9}, "8 layers are too few for 9 virtual stages, 9 on each of 1"),
         ({"seed_layers": False}, "seed_layers=False would draw"),
         ({"activation_checkpoint_interval": -1}, "activation_checkpoint_interval=-1"),

@@ -19,37 +19,37 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megazero.schedules.action import Action, Kind, Placement, Schedule, Transfer, loop, v_shape
-from megazero.schedules.generators import (
-    FAMILIES,
-    forward_only,
-    gpipe,
-    interleaved,
-    one_forward_one_backward,
-    zero_bubble_h1,
-    zero_bubble_v,
-)
-from megazero.schedules.simulate import Costs, Program, ScheduleError, peak_activations, program, prove, simulate
+from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule, loop, v_shape
+from megazero.schedules.gpipe import GPIPE
+from megazero.schedules.interleaved import INTERLEAVED
+from megazero.schedules.kind import forward_only
+from megazero.schedules.one_f_one_b import ONE_F_ONE_B
+from megazero.schedules.proof import Costs, Program, ScheduleError, peak_activations, program, prove, simulate
+from megazero.schedules.registry import SCHEDULES
+from megazero.schedules.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_V
+
+gpipe, interleaved, one_forward_one_backward = GPIPE.build, INTERLEAVED.build, ONE_F_ONE_B.build
+zero_bubble_h1, zero_bubble_v = ZERO_BUBBLE_H1.build, ZERO_BUBBLE_V.build
 
 SHAPES = [(pp, m) for pp in range(1, 9) for m in range(1, 25)]
 SPLIT = ("zb-h1", "zbv")
 
-every_family = pytest.mark.parametrize("name", FAMILIES)
+every_kind = pytest.mark.parametrize("name", SCHEDULES)
 
 
 def shapes(name: str) -> Iterator[tuple[int, int, int]]:
-    """All (pp, m, chunks) up to (8, 24, 4) that a family can have."""
+    """All (pp, m, chunks) up to (8, 24, 4) that a kind can have."""
     for pp, m in SHAPES:
         if name != "interleaved":
-            yield pp, m, FAMILIES[name].chunks
+            yield pp, m, SCHEDULES[name].chunks
         elif m % pp == 0:
             yield from ((pp, m, chunks) for chunks in (2, 3, 4))
 
 
 @cache
 def every(name: str) -> list[Schedule]:
-    """A family's schedules of all shapes."""
-    return [FAMILIES[name].generate(*shape) for shape in shapes(name)]
+    """A kind's schedules of all shapes."""
+    return [SCHEDULES[name].build(*shape) for shape in shapes(name)]
 
 
 @cache
@@ -61,11 +61,11 @@ def every_program(name: str) -> list[tuple[Schedule, Program]]:
 
 @st.composite
 def small_schedules(draw: st.DrawFn, pp: tuple[int, int] = (1, 4)) -> Schedule:
-    """A small schedule of any family."""
-    name, ranks, m = draw(st.sampled_from(list(FAMILIES))), draw(st.integers(*pp)), draw(st.integers(1, 4))
+    """A small schedule of any kind."""
+    name, ranks, m = draw(st.sampled_from(list(SCHEDULES))), draw(st.integers(*pp)), draw(st.integers(1, 4))
     if name == "interleaved":
         return interleaved(ranks, ranks * (1 + m // 3), draw(st.integers(2, 3)))
-    return FAMILIES[name].generate(ranks, m, FAMILIES[name].chunks)
+    return SCHEDULES[name].build(ranks, m, SCHEDULES[name].chunks)
 
 
 def chunk_time(schedule: Schedule, hop: int = 0) -> Costs:
@@ -84,7 +84,7 @@ def actions(text: str) -> tuple[Action, ...]:
     parsed = []
     for word in text.split():
         microbatch, _, chunk = word[1:].partition(".")
-        parsed.append(Action(Kind(word[0]), int(microbatch), int(chunk or 0)))
+        parsed.append(Action(ActionKind(word[0]), int(microbatch), int(chunk or 0)))
     return tuple(parsed)
 
 
@@ -98,17 +98,17 @@ def printed(schedule: Schedule) -> list[str]:
 
 # ---- the second proof
 
-Computed = tuple[Kind, int, int]
+Computed = tuple[ActionKind, int, int]
 """F, B or W of a micro-batch on a virtual stage."""
 
 
-def needed(kind: Kind, microbatch: int, stage: int, stages: int) -> Computed | None:
+def needed(kind: ActionKind, microbatch: int, stage: int, stages: int) -> Computed | None:
     """What must be computed before, or None for a micro-batch's first forward."""
-    if kind is Kind.WEIGHT:
-        return Kind.BACKWARD, microbatch, stage
-    if kind is Kind.FORWARD:
+    if kind is ActionKind.WEIGHT:
+        return ActionKind.BACKWARD, microbatch, stage
+    if kind is ActionKind.FORWARD:
         return (kind, microbatch, stage - 1) if stage else None
-    return (kind, microbatch, stage + 1) if stage + 1 < stages else (Kind.FORWARD, microbatch, stage)
+    return (kind, microbatch, stage + 1) if stage + 1 < stages else (ActionKind.FORWARD, microbatch, stage)
 
 
 def has_order(before: dict) -> bool:
@@ -126,21 +126,21 @@ def can_run(placed: Program, placement: Placement) -> bool:
     sides; those of a rank that go to higher ranks pass in the order in which the rank posts them, and so do the others.
     """
     before: dict[object, set[object]] = {}  # event -> events that must come first
-    sides: dict[object, list[Kind]] = {}
+    sides: dict[object, list[ActionKind]] = {}
     for rank, steps in enumerate(placed):
         previous_step, previous_message = None, {}
         for index, step in enumerate(steps):
             here = (rank, index)
             before[here] = {previous_step} - {None}
             previous_step = here
-            if isinstance(step, Transfer):
-                sender, receiver = (rank, step.peer) if step.kind is Kind.SEND else (step.peer, rank)
+            if isinstance(step, MessageAction):
+                sender, receiver = (rank, step.peer) if step.kind is ActionKind.SEND else (step.peer, rank)
                 stage = placement.index((sender, step.carries.chunk))
                 message = (step.carries.kind, step.carries.microbatch, stage, receiver)
                 sides.setdefault(message, []).append(step.kind)
                 before.setdefault(message, set()).update({here, previous_message.get(sender < receiver, here)})
                 previous_message[sender < receiver] = message
-                if step.kind is Kind.SEND:
+                if step.kind is ActionKind.SEND:
                     before[here].add(("computed", *message[:3]))
             else:
                 stage = placement.index((rank, step.chunk))
@@ -150,80 +150,84 @@ def can_run(placed: Program, placement: Placement) -> bool:
                     is_local = placement[source[2]][0] == rank
                     before[here].add(("computed", *source) if is_local else (*source, rank))
     known = all(event in before for first in before.values() for event in first)
-    paired = all(sorted(kinds) == [Kind.RECV, Kind.SEND] for kinds in sides.values())
+    paired = all(sorted(kinds) == [ActionKind.RECV, ActionKind.SEND] for kinds in sides.values())
     return known and paired and has_order(before)
 
 
 # ---- every schedule, exhaustively
 
 
-@every_family
+@every_kind
 def test_every_shape_is_proved(name):
     assert len(every_program(name)) == 2 * len(list(shapes(name)))
 
 
-@every_family
+@every_kind
 def test_a_second_proof_agrees(name):
     for schedule, placed in every_program(name):
         if schedule.pp in (1, 2, 3, 5, 8) and schedule.microbatches in (1, 2, 4, 6, 10, 16):
             assert can_run(placed, schedule.placement)
 
 
-@every_family
+@every_kind
 def test_a_schedule_is_of_the_shape_that_was_asked_for(name):
     for schedule, (pp, m, chunks) in zip(every(name), shapes(name), strict=True):
         assert (schedule.name, schedule.pp, schedule.microbatches, schedule.chunks) == (name, pp, m, chunks)
-        assert schedule.placement == FAMILIES[name].placement(pp, chunks)
+        assert schedule.placement == SCHEDULES[name].placement(pp, chunks)
         assert sorted(schedule.placement) == list(itertools.product(range(pp), range(chunks)))
         assert schedule.splits_backward == (name in SPLIT)
 
 
-@every_family
+@every_kind
 def test_a_program_is_its_schedule_with_each_message_sent_once_and_received_once(name):
     for schedule, placed in every_program(name):
         assert tuple(tuple(s for s in steps if isinstance(s, Action)) for steps in placed) == schedule.ranks
         sent, received = Counter(), Counter()
         for rank, steps in enumerate(placed):
             for step in steps:
-                if isinstance(step, Transfer) and step.kind is Kind.SEND:
+                if isinstance(step, MessageAction) and step.kind is ActionKind.SEND:
                     sent[step.carries, step.lands, rank, step.peer] += 1
-                elif isinstance(step, Transfer):
+                elif isinstance(step, MessageAction):
                     received[step.carries, step.lands, step.peer, rank] += 1
         wanted = Counter()
         for (rank, chunk), (after, its) in itertools.pairwise(schedule.placement):
             for i in range(schedule.microbatches) if rank != after else ():
-                wanted[Action(Kind.FORWARD, i, chunk), Action(Kind.FORWARD, i, its), rank, after] += 1
+                wanted[Action(ActionKind.FORWARD, i, chunk), Action(ActionKind.FORWARD, i, its), rank, after] += 1
                 if schedule.has_backward:
-                    wanted[Action(Kind.BACKWARD, i, its), Action(Kind.BACKWARD, i, chunk), after, rank] += 1
+                    wanted[Action(ActionKind.BACKWARD, i, its), Action(ActionKind.BACKWARD, i, chunk), after, rank] += 1
         assert sent == received == wanted
 
 
-@every_family
+@every_kind
 def test_every_microbatch_passes_every_chunk_once_and_in_order(name):
     """The order of backwards and weight gradients is what makes the accumulated gradients of all schedules bit-equal."""
-    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT) if name in SPLIT else (Kind.FORWARD, Kind.BACKWARD)
+    kinds = (
+        (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+        if name in SPLIT
+        else (ActionKind.FORWARD, ActionKind.BACKWARD)
+    )
     for schedule in every(name):
         wanted = {
             (kind, chunk): list(range(schedule.microbatches)) for kind in kinds for chunk in range(schedule.chunks)
         }
         for rank in schedule.ranks:
-            found: dict[tuple[Kind, int], list[int]] = {}
+            found: dict[tuple[ActionKind, int], list[int]] = {}
             for action in rank:
                 found.setdefault((action.kind, action.chunk), []).append(action.microbatch)
             assert found == wanted
 
 
-@every_family
+@every_kind
 def test_an_evaluation_is_the_forwards_of_the_training_schedule_in_its_order(name):
     for training in every(name):
         schedule = forward_only(training)
-        forwards = tuple(tuple(a for a in rank if a.kind is Kind.FORWARD) for rank in training.ranks)
+        forwards = tuple(tuple(a for a in rank if a.kind is ActionKind.FORWARD) for rank in training.ranks)
         assert schedule == replace(training, name=f"{name}, forward only", ranks=forwards, has_backward=False)
         assert not schedule.splits_backward
         assert not any(peak_activations(schedule, rank) for rank in range(schedule.pp))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "zbv"])
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "zbv"])
 def test_an_evaluation_is_idle_for_the_forwards_that_fill_and_drain_the_pipeline(name):
     for schedule in map(forward_only, every(name)):
         assert idle_times(schedule) == [schedule.pp - 1] * schedule.pp
@@ -255,8 +259,8 @@ def test_interleaved_warms_up_with_two_forwards_per_stage_that_follows_and_a_gro
         for stage, rank in enumerate(schedule.ranks):
             warmup = min(2 * (pp - stage - 1) + (schedule.chunks - 1) * pp, work)
             assert "".join(a.kind for a in rank) == "F" * warmup + "FB" * (work - warmup) + "B" * warmup
-            forwards = [(a.microbatch // pp, a.chunk, a.microbatch) for a in rank if a.kind is Kind.FORWARD]
-            backwards = [(a.microbatch // pp, -a.chunk, a.microbatch) for a in rank if a.kind is Kind.BACKWARD]
+            forwards = [(a.microbatch // pp, a.chunk, a.microbatch) for a in rank if a.kind is ActionKind.FORWARD]
+            backwards = [(a.microbatch // pp, -a.chunk, a.microbatch) for a in rank if a.kind is ActionKind.BACKWARD]
             assert forwards == sorted(forwards)
             assert backwards == sorted(backwards)
 
@@ -264,12 +268,12 @@ def test_interleaved_warms_up_with_two_forwards_per_stage_that_follows_and_a_gro
 def test_zb_h1_without_its_weight_gradients_is_1f1b_and_rank_s_keeps_s_of_them_back():
     """Qi et al. 2024, section 2.1: the schedule is 1F1B, and W fills what were waits."""
     for split, whole in zip(every("zb-h1"), every("1f1b"), strict=True):
-        assert tuple(tuple(a for a in rank if a.kind is not Kind.WEIGHT) for rank in split.ranks) == whole.ranks
+        assert tuple(tuple(a for a in rank if a.kind is not ActionKind.WEIGHT) for rank in split.ranks) == whole.ranks
         for stage, rank in enumerate(split.ranks):
             kept = 0
             for action, following in itertools.pairwise((*rank, None)):
-                kept += {Kind.BACKWARD: 1, Kind.WEIGHT: -1}.get(action.kind, 0)
-                is_due = following is not None and following.kind is Kind.WEIGHT
+                kept += {ActionKind.BACKWARD: 1, ActionKind.WEIGHT: -1}.get(action.kind, 0)
+                is_due = following is not None and following.kind is ActionKind.WEIGHT
                 assert kept <= stage + is_due
 
 
@@ -344,7 +348,7 @@ def test_zbv_is_idle_for_no_longer_than_zb_h1():
         assert simulate(v).makespan <= simulate(h1).makespan
 
 
-@every_family
+@every_kind
 def test_a_hop_never_shortens_a_step(name):
     for schedule in every(name):
         none, short, long = (simulate(schedule, chunk_time(schedule, hop)).makespan for hop in (0, 1, 3))
@@ -378,19 +382,23 @@ def test_each_action_starts_as_soon_as_its_rank_is_free_and_its_input_is_there(s
                 there = spans[at, Action(source[0], source[1], chunk)][1] + (hop if at != rank else 0)
             assert spans[rank, action][0] == max(free, there)
             free = spans[rank, action][1]
-            length = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.WEIGHT: weight}[action.kind]
+            length = {ActionKind.FORWARD: forward, ActionKind.BACKWARD: backward, ActionKind.WEIGHT: weight}[
+                action.kind
+            ]
             assert free - spans[rank, action][0] == length
 
 
 # ---- receives ahead of their use
 
 
-def compute_between_receive_and_use(placed: Program, kind: Kind) -> list[list[int]]:
+def compute_between_receive_and_use(placed: Program, kind: ActionKind) -> list[list[int]]:
     """Per rank, in order of use: how many actions run between posting a receive and using it."""
     gaps: list[list[int]] = []
     for steps in placed:
         posted = {
-            step.lands: i for i, step in enumerate(steps) if isinstance(step, Transfer) and step.kind is Kind.RECV
+            step.lands: i
+            for i, step in enumerate(steps)
+            if isinstance(step, MessageAction) and step.kind is ActionKind.RECV
         }
         used = [(i, step) for i, step in enumerate(steps) if step in posted and step.kind is kind]
         gaps.append([sum(isinstance(s, Action) for s in steps[posted[step] + 1 : i]) for i, step in used])
@@ -400,7 +408,7 @@ def compute_between_receive_and_use(placed: Program, kind: Kind) -> list[list[in
 def test_1f1b_posts_the_receive_of_a_forward_before_the_backward_that_precedes_it():
     """So the activation travels while the backward runs: on every rank, for all but the first micro-batch."""
     for pp, m in itertools.product(range(2, 9), range(1, 25)):
-        gaps = compute_between_receive_and_use(program(one_forward_one_backward(pp, m)), Kind.FORWARD)
+        gaps = compute_between_receive_and_use(program(one_forward_one_backward(pp, m)), ActionKind.FORWARD)
         assert gaps[0] == []
         for rank in range(1, pp):
             assert len(gaps[rank]) == m
@@ -415,9 +423,9 @@ def test_actions_and_transfers_print_as_in_the_papers():
     assert printed(gpipe(2, 2)) == ["F0 F1 B0 B1"] * 2
     assert printed(zero_bubble_h1(2, 3)) == ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]
     assert printed(interleaved(2, 2, 2)) == ["F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1", "F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1"]
-    forward = Action(Kind.FORWARD, 0)
-    assert str(Transfer(Kind.SEND, forward, forward, 1)) == "SEND(F0->1)"
-    assert str(Transfer(Kind.RECV, forward, forward, 0)) == "RECV(F0<-0)"
+    forward = Action(ActionKind.FORWARD, 0)
+    assert str(MessageAction(ActionKind.SEND, forward, forward, 1)) == "SEND(F0->1)"
+    assert str(MessageAction(ActionKind.RECV, forward, forward, 0)) == "RECV(F0<-0)"
 
 
 def test_stages_go_round_the_ranks_or_down_and_back_up():
@@ -426,7 +434,9 @@ def test_stages_go_round_the_ranks_or_down_and_back_up():
 
 
 def sends(placed: Program) -> list[list[str]]:
-    return [sorted(str(s) for s in steps if isinstance(s, Transfer) and s.kind is Kind.SEND) for steps in placed]
+    return [
+        sorted(str(s) for s in steps if isinstance(s, MessageAction) and s.kind is ActionKind.SEND) for steps in placed
+    ]
 
 
 LOOP = "F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1"
@@ -439,8 +449,8 @@ def test_a_rank_with_two_chunks_sends_forwards_round_the_ring_and_backwards_home
     first, second = sends(placed)
     assert first == sorted(f"SEND({a}->1)" for a in ("F0", "F1", "F0.1", "F1.1", "B0.1", "B1.1"))
     assert second == sorted(f"SEND({a}->0)" for a in ("F0", "F1", "B0.1", "B1.1", "B0", "B1"))
-    wrapped = next(s for s in placed[1] if isinstance(s, Transfer) and str(s) == "SEND(F0->0)")
-    assert wrapped.lands == Action(Kind.FORWARD, 0, 1)
+    wrapped = next(s for s in placed[1] if isinstance(s, MessageAction) and str(s) == "SEND(F0->0)")
+    assert wrapped.lands == Action(ActionKind.FORWARD, 0, 1)
 
 
 V = ("F0 F0.1 B0.1 W0.1 B0 W0", "F0 F0.1 B0.1 W0.1 B0 W0")
@@ -459,11 +469,11 @@ def test_chunks_on_one_rank_hand_over_without_messages(placement):
     assert program(schedule) == schedule.ranks
 
 
-@every_family
+@every_kind
 @pytest.mark.parametrize(("pp", "m"), [(0, 1), (1, 0), (-2, 4)])
 def test_an_impossible_shape_is_an_error_with_both_numbers(name, pp, m):
     with pytest.raises(ValueError, match=f"pp={pp} and microbatches={m} must both be at least 1"):
-        FAMILIES[name].generate(pp, m, FAMILIES[name].chunks or 2)
+        SCHEDULES[name].build(pp, m, SCHEDULES[name].chunks or 2)
 
 
 def test_interleaved_refuses_groups_that_are_not_full_and_names_the_nearest_that_are():
@@ -561,7 +571,7 @@ def test_a_missing_or_doubled_action_is_refused_wherever_it_is(schedule, data):
     at = data.draw(st.integers(0, len(order) - 1))
     action = order[at]
     # Without its only weight gradient a schedule is one whose backwards are whole.
-    assume(sum(map(len, schedule.ranks)) > 3 or action.kind is not Kind.WEIGHT)
+    assume(sum(map(len, schedule.ranks)) > 3 or action.kind is not ActionKind.WEIGHT)
     for damaged, message in (
         (order[:at] + order[at + 1 :], f"never runs {action}"),
         ((*order, action), f"runs {action} twice"),
@@ -596,7 +606,7 @@ def test_any_order_of_actions_is_run_or_refused_as_its_dependencies_say(schedule
 # ---- damaged programs are refused
 
 
-def index_of(steps: tuple[Action | Transfer, ...], name: str) -> int:
+def index_of(steps: tuple[Action | MessageAction, ...], name: str) -> int:
     return [str(step) for step in steps].index(name)
 
 
@@ -632,7 +642,7 @@ def test_a_program_with_one_side_of_a_message_is_refused(rank, name, message):
 def test_a_message_that_nobody_answers_is_refused_even_when_all_actions_run():
     schedule = forward_only(gpipe(2, 1))
     placed = program(schedule)
-    stray = Transfer(Kind.SEND, Action(Kind.FORWARD, 0), Action(Kind.FORWARD, 0), 1)
+    stray = MessageAction(ActionKind.SEND, Action(ActionKind.FORWARD, 0), Action(ActionKind.FORWARD, 0), 1)
     with pytest.raises(ScheduleError, match=r"rank 0 posts SEND\(F0->1\), which no rank answers"):
         prove(schedule, ((*placed[0], stray), placed[1]))
 
@@ -709,7 +719,7 @@ def test_a_program_that_is_not_its_schedule_is_refused(damage):
     elif damage == "twice":
         damaged = ((*first, first[-1]), second)
     else:
-        elsewhere = Action(Kind.FORWARD, 7)
+        elsewhere = Action(ActionKind.FORWARD, 7)
         damaged = (
             first,
             tuple(replace(step, lands=elsewhere) if str(step) == "RECV(F0<-0)" else step for step in second),

@@ -9,25 +9,27 @@ from hypothesis import strategies as st
 
 from megazero.layers import spec as spec_module
 from megazero.layers.counter_rng import derive_key, normal
-from megazero.layers.spec import Init, ParamSpec, Section, bias_spec, vector_spec
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec, bias_spec, vector_spec
 
-FUSED = ParamSpec((Section("q", 12), Section("k", 4), Section("v", 4)), columns=6, split=0)
-SECTIONS = (Section("c_attn", 8, 0, 24), Section("c_attn", 8, 8, 24), Section("c_attn", 8, 16, 24))
+FUSED = ParamSpec((NamedRows("q", 12), NamedRows("k", 4), NamedRows("v", 4)), columns=6, split=0)
+SECTIONS = (NamedRows("c_attn", 8, 0, 24), NamedRows("c_attn", 8, 8, 24), NamedRows("c_attn", 8, 16, 24))
 SPECS = {
     "fused q|k|v": FUSED,
     "three sections of one transposed tensor": ParamSpec(SECTIONS, columns=5, split=0, transposed=True),
-    "columns cut": ParamSpec((Section("o_proj", 7),), columns=24, split=1),
-    "columns cut, transposed": ParamSpec((Section("c_proj", 7),), columns=24, split=1, transposed=True),
-    "columns cut, two sections": ParamSpec((Section("a", 3), Section("b", 2)), columns=12, split=1),
-    "every rank holds it": ParamSpec((Section("wpe", 9),), columns=4, init=Init(std=0.5)),
-    "rows that do not divide": ParamSpec((Section("wte", 13),), columns=3, split=0, tied=True),
-    "fused rows that do not divide": ParamSpec((Section("a", 7), Section("b", 5), Section("c", 1)), columns=2, split=0),
-    "fused bias": bias_spec(FUSED, (Section("q.b", 12), Section("k.b", 4), Section("v.b", 4))),
-    "bias of a transposed weight": replace(
-        bias_spec(ParamSpec(SECTIONS, columns=5, split=0, transposed=True), SECTIONS), init=Init("normal")
+    "columns cut": ParamSpec((NamedRows("o_proj", 7),), columns=24, split=1),
+    "columns cut, transposed": ParamSpec((NamedRows("c_proj", 7),), columns=24, split=1, transposed=True),
+    "columns cut, two sections": ParamSpec((NamedRows("a", 3), NamedRows("b", 2)), columns=12, split=1),
+    "every rank holds it": ParamSpec((NamedRows("wpe", 9),), columns=4, init=Initializer(std=0.5)),
+    "rows that do not divide": ParamSpec((NamedRows("wte", 13),), columns=3, split=0, tied=True),
+    "fused rows that do not divide": ParamSpec(
+        (NamedRows("a", 7), NamedRows("b", 5), NamedRows("c", 1)), columns=2, split=0
     ),
-    "norm": vector_spec("norm", 11, Init("ones")),
-    "vector that does not divide": vector_spec("bias", 10, Init("ones"), split=0),
+    "fused bias": bias_spec(FUSED, (NamedRows("q.b", 12), NamedRows("k.b", 4), NamedRows("v.b", 4))),
+    "bias of a transposed weight": replace(
+        bias_spec(ParamSpec(SECTIONS, columns=5, split=0, transposed=True), SECTIONS), init=Initializer("normal")
+    ),
+    "norm": vector_spec("norm", 11, Initializer("ones")),
+    "vector that does not divide": vector_spec("bias", 10, Initializer("ones"), split=0),
 }
 SIZES = (1, 2, 3, 4, 6)
 
@@ -80,7 +82,7 @@ def drawn(spec: ParamSpec, tp_rank: int, tp_size: int, seed: int = 7) -> torch.T
 def test_the_blocks_of_all_ranks_cover_every_logical_element_once(spec, tp_size):
     counts = {name: torch.zeros_like(tensor) for name, tensor in stored(spec, 0).items()}
     for tp_rank in range(tp_size):
-        for block in spec.blocks(tp_rank, tp_size):
+        for block in spec.regions(tp_rank, tp_size):
             count = counts[block.name].t() if block.transposed else counts[block.name]
             assert tuple(count.shape) == block.shape
             region = count[slice(*block.rows)]
@@ -97,7 +99,7 @@ def test_the_blocks_of_all_ranks_cover_every_logical_element_once(spec, tp_size)
 def test_the_blocks_of_a_rank_do_not_overlap_and_leave_only_padding(spec, tp_size):
     for tp_rank in range(tp_size):
         local = torch.zeros(spec.local_shape(tp_size)[0], dtype=torch.int)
-        for block in spec.blocks(tp_rank, tp_size):
+        for block in spec.regions(tp_rank, tp_size):
             local[slice(*block.local_rows)] += 1
         ones = {name: torch.ones_like(tensor) for name, tensor in stored(spec, 0).items()}
         expected = held(spec, ones, tp_rank, tp_size)
@@ -135,7 +137,7 @@ def test_the_number_of_elements_drawn_at_a_time_leaves_no_trace(spec, monkeypatc
 
 @pytest.mark.parametrize("kind", ["normal", "ones", "zeros"])
 def test_padding_is_zero_whatever_the_init(kind):
-    spec = ParamSpec((Section("wte", 5),), columns=3, split=0, init=Init(kind))
+    spec = ParamSpec((NamedRows("wte", 5),), columns=3, split=0, init=Initializer(kind))
     assert spec.local_shape(4) == (2, 3)
     assert (drawn(spec, 2, 4)[0] == 0).all() == (kind == "zeros")  # row 4, the last
     assert (drawn(spec, 2, 4)[1] == 0).all()
@@ -149,17 +151,17 @@ def test_a_checkpoint_shape_is_the_logical_one_without_padding(spec):
 
 
 def test_seeds_and_names_draw_different_weights():
-    spec = ParamSpec((Section("a", 8), Section("b", 8)), columns=8)
+    spec = ParamSpec((NamedRows("a", 8), NamedRows("b", 8)), columns=8)
     one, other = drawn(spec, 0, 1, seed=1), drawn(spec, 0, 1, seed=2)
     assert not (one == other).any()
     assert not (one[:8] == one[8:]).any()
 
 
 def test_biases_and_norms_never_decay_and_follow_the_cut_of_their_weight():
-    for spec in (vector_spec("n", 4, Init("ones")), bias_spec(FUSED, (Section("b", 20),))):
+    for spec in (vector_spec("n", 4, Initializer("ones")), bias_spec(FUSED, (NamedRows("b", 20),))):
         assert (spec.decay, spec.columns, spec.transposed) == (False, None, False)
-    row_parallel = ParamSpec((Section("o", 6),), columns=8, split=1)
-    assert bias_spec(FUSED, (Section("b", 20),)).split == 0
-    assert bias_spec(row_parallel, (Section("b", 6),), sum_over_tp=True).split is None
-    assert bias_spec(row_parallel, (Section("b", 6),), sum_over_tp=True).sum_over_tp
-    assert (drawn(bias_spec(FUSED, (Section("b", 20),)), 1, 2) == 0).all()
+    row_parallel = ParamSpec((NamedRows("o", 6),), columns=8, split=1)
+    assert bias_spec(FUSED, (NamedRows("b", 20),)).split == 0
+    assert bias_spec(row_parallel, (NamedRows("b", 6),), sum_over_tp=True).split is None
+    assert bias_spec(row_parallel, (NamedRows("b", 6),), sum_over_tp=True).sum_over_tp
+    assert (drawn(bias_spec(FUSED, (NamedRows("b", 20),)), 1, 2) == 0).all()

@@ -13,7 +13,7 @@ from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, p
 
 from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig
-from megazero.layers.spec import Init, ParamSpec, Section
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.zero.bucket import Bucket
 from megazero.zero.gradient_sums import gradient_square_sum, square_sum
@@ -53,9 +53,9 @@ class _Model:
         described = []
         for index, layer in enumerate(self.layers):
             for name, parameter in layer.named_parameters():
-                section = Section(f"{index}.{name}", parameter.shape[0])
+                section = NamedRows(f"{index}.{name}", parameter.shape[0])
                 columns = parameter.shape[1] if parameter.dim() == 2 else None
-                spec = ParamSpec((section,), columns, init=Init("normal", 0.5))
+                spec = ParamSpec((section,), columns, init=Initializer("normal", 0.5))
                 described.append(Described(f"{index}.{name}", parameter, spec))
         policy = ShardingPolicy(zero_stage, torch.float32, self.state.shard, self.state.replica, torch.device("cpu"))
         self.parameters = ShardedParameters(units_of([self.layers]), described, policy, bucket_bytes=1024, ties={})
@@ -200,7 +200,7 @@ def test_a_parameter_outside_every_unit_is_refused() -> None:
     with pytest.raises(ValueError, match="stray belongs to no unit"):
         ShardedParameters(
             [unit],
-            [Described("stray", stray, ParamSpec((Section("stray", 3),)))],
+            [Described("stray", stray, ParamSpec((NamedRows("stray", 3),)))],
             _policy(),
             bucket_bytes=1024,
             ties={},

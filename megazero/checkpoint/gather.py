@@ -223,7 +223,7 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
     shapes = spec.logical_shapes()
     whole: dict[str, Tensor] = {}
     for tp, tensor in enumerate(local):
-        for block in spec.blocks(tp, len(local)) if tensor.numel() else ():
+        for block in spec.regions(tp, len(local)) if tensor.numel() else ():
             rows, source = slice(*block.rows), tensor.view(-1, width)[slice(*block.local_rows)]
             if not block.transposed and source.numel() == numel(block.shape):  # all of it, in the order of the file
                 whole[block.name] = source.reshape(shapes[block.name])

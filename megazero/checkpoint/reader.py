@@ -21,7 +21,7 @@ from megazero.checkpoint.folder import Folder
 from megazero.checkpoint.index import CheckpointError, kinds_of, read_manifest
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.comm.collectives import all_gather
-from megazero.layers.spec import Block, ParamSpec
+from megazero.layers.spec import ParamSpec, Region
 from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, Run, Slot, intersect
 from megazero.zero.state import MASTER, MODEL, ShardedState
@@ -224,14 +224,14 @@ def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, 
     width = spec.width(tp_size)
     stop = start + out.numel()
     read, done = 0, start  # elements before `done` are read or cleared
-    for block in spec.blocks(tp_rank, tp_size):
-        low, high = max(block.local_rows[0] * width, start), min(block.local_rows[1] * width, stop)
+    for region in spec.regions(tp_rank, tp_size):
+        low, high = max(region.local_rows[0] * width, start), min(region.local_rows[1] * width, stop)
         if low >= high:
             continue
         if low > done:
             out[done - start : low - start] = 0
         first, last = low // width, -(-high // width)
-        rows = _rows(stored, block, first, last)
+        rows = _rows(stored, region, first, last)
         target = out[low - start : high - start]
         if low == first * width and high == last * width:  # whole rows: one copy, from the file's pages to the target
             target.view(last - first, width).copy_(rows.reshape(last - first, width) if rows.dim() != 2 else rows)
@@ -244,14 +244,14 @@ def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, 
     return read
 
 
-def _rows(stored: StoredTensors, block: Block, first: int, last: int) -> Tensor:
-    """Local rows [first, last) of a block; a view of the file if that is mapped."""
-    shift = block.rows[0] - block.local_rows[0]
+def _rows(stored: StoredTensors, region: Region, first: int, last: int) -> Tensor:
+    """Local rows [first, last) of a region; a view of the file if that is mapped."""
+    shift = region.rows[0] - region.local_rows[0]
     rows = (first + shift, last + shift)
-    if block.whole == ():
-        return stored.whole(block.name)
-    if block.whole is not None or block.columns is None:
-        return stored.rows(block.name, *rows)
-    if block.transposed:
-        return stored.rows(block.name, *block.columns)[:, slice(*rows)].t()
-    return stored.rows(block.name, *rows)[:, slice(*block.columns)]
+    if region.whole == ():
+        return stored.whole(region.name)
+    if region.whole is not None or region.columns is None:
+        return stored.rows(region.name, *rows)
+    if region.transposed:
+        return stored.rows(region.name, *region.columns)[:, slice(*rows)].t()
+    return stored.rows(region.name, *rows)[:, slice(*region.columns)]

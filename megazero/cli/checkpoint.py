@@ -177,7 +177,7 @@ def import_(
     max_shard_size: ShardOption = "5GB",
 ) -> None:
     """Make a checkpoint of a transformers model, to continue training from it."""
-    from megazero.checkpoint.hf_import import MODEL_TOML, import_model
+    from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
     from megazero.checkpoint.shards import parse_size
 
     with _errors_printed():
@@ -195,7 +195,7 @@ def export(
     max_shard_size: ShardOption = "5GB",
 ) -> None:
     """Write a checkpoint's model for transformers: weights, configuration and tokenizer."""
-    from megazero.checkpoint.hf_export import export_model
+    from megazero.checkpoint.hugging_face.exporter import export_model
     from megazero.checkpoint.shards import parse_size
 
     with _errors_printed():

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,7 @@ from megazero.cli._common import EXIT_CONFIG, fail, print_table
 
 if TYPE_CHECKING:
     from megazero.schedules.action import Schedule
-    from megazero.schedules.simulate import Costs
+    from megazero.schedules.proof import Costs
 
 app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules.")
 
@@ -43,7 +42,7 @@ def show(
     compare: Annotated[bool, typer.Option("--compare", help="Table of all schedules for these numbers.")] = False,
 ) -> None:
     """Prove a pipeline schedule, draw it, and tell its idle time and memory."""
-    from megazero.schedules.simulate import ScheduleError, program, simulate
+    from megazero.schedules.proof import ScheduleError, program, simulate
     from megazero.schedules.table import write_text
     from megazero.tools.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_text
     from megazero.tools.draw_svg import draw_svg
@@ -79,7 +78,7 @@ def show(
 
 
 def _parse_costs(text: str) -> Costs:
-    from megazero.schedules.simulate import Costs
+    from megazero.schedules.proof import Costs
 
     try:
         forward, backward, weight, hop = map(float, text.split(","))
@@ -114,18 +113,14 @@ def _agreed_numbers(own: Schedule | None, pp: int | None, microbatches: int | No
 
 
 def _named_schedule(name: str, pp: int, microbatches: int, virtual_stages: int | None, compares: bool) -> Schedule:
-    from megazero.schedules.generators import FAMILIES
+    from megazero.schedules.registry import SCHEDULES
 
-    if name not in FAMILIES:
-        close = get_close_matches(name.lower().replace("_", "-"), FAMILIES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"the schedules are {', '.join(FAMILIES)}"
-        raise ValueError(f"unknown schedule {name}; {hint}")
-    chunks = FAMILIES[name].chunks
-    if chunks is None:
-        chunks = 1 if virtual_stages is None else virtual_stages
-    elif virtual_stages not in (None, chunks) and not compares:  # where it compares, the number is for another row
-        raise ValueError(f"{name} has virtual_stages={chunks}, got {virtual_stages}; interleaved takes any from 2 on")
-    return FAMILIES[name].generate(pp, microbatches, chunks)
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name}; {SCHEDULES.hint(name)}")
+    kind = SCHEDULES[name]
+    if compares and kind.chunks is not None:  # the number of virtual stages is for another row of the table
+        virtual_stages = None
+    return kind.build(pp, microbatches, kind.chunks_of(virtual_stages or 1))
 
 
 def _print_comparison(

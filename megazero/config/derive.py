@@ -19,10 +19,9 @@ from pathlib import Path
 
 from megazero.config.schema import Auto, DataConfig, ElasticShape, ParallelConfig, RunConfig
 from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
+from megazero.schedules.registry import SCHEDULES
 from megazero.settings import ConfigError, Problem, divisors, nearest_multiples, nearest_text
-
-# With 8/3 of the hidden size, SwiGLU's three matrices hold as much as the two of a 4x MLP (Shazeer 2020, section 3).
-_FFN_MULTIPLE = 256
 
 
 def complete_model(model: ModelConfig) -> ModelConfig:
@@ -31,25 +30,7 @@ def complete_model(model: ModelConfig) -> ModelConfig:
     Args:
         model: the section as written.
     """
-    open_keys: dict[str, object] = {
-        "num_kv_heads": model.num_heads,
-        "ffn_hidden_size": ffn_hidden_size(model),
-        "tie_embeddings": model.family == "gpt2",
-    }
-    return model.model_copy(update={key: value for key, value in open_keys.items() if getattr(model, key) is None})
-
-
-def ffn_hidden_size(model: ModelConfig) -> int:
-    """Give the inner width of the MLP.
-
-    Args:
-        model: the section as written.
-    """
-    if model.ffn_hidden_size is not None:
-        return model.ffn_hidden_size
-    if model.family == "gpt2":
-        return 4 * model.hidden_size
-    return -(-8 * model.hidden_size // (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE
+    return FAMILIES[model.family].complete(model)
 
 
 def chunks_per_rank(parallel: ParallelConfig) -> int:
@@ -58,7 +39,7 @@ def chunks_per_rank(parallel: ParallelConfig) -> int:
     Args:
         parallel: the section as written.
     """
-    return 2 if parallel.schedule == "zbv" else parallel.virtual_stages
+    return SCHEDULES[parallel.schedule].chunks or parallel.virtual_stages
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
@@ -172,7 +153,7 @@ def micro_batch_multiple(parallel: ParallelConfig) -> int:
     Args:
         parallel: the section, with the pp of this world.
     """
-    return parallel.pp if parallel.schedule == "interleaved" else 1
+    return SCHEDULES[parallel.schedule].microbatch_multiple(parallel.pp)
 
 
 def batch_sizes(config: RunConfig, dp: int) -> BatchSizes:

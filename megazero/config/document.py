@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from megazero.config.load import ResolvedRun
 from megazero.config.schema import RunConfig, keys, sections
+from megazero.registry import NameIn
 from megazero.settings import LARGEST_COUNT, Spelling, toml_value
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
@@ -107,11 +108,11 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
         annotation: the type, as written in the schema.
         metadata: the constraints that stand beside it.
     """
-    if spelt := [item.text for item in metadata if isinstance(item, Spelling)]:
-        return spelt[0]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(arguments[0], _constraints(arguments[1:]))
+    if text := _said_by(metadata):
+        return text
     if origin in (Literal, Union, UnionType):
         say = toml_value if origin is Literal else type_text
         return " or ".join(say(part) for part in arguments if part is not NoneType)
@@ -121,6 +122,16 @@ def type_text(annotation: Any, metadata: tuple[object, ...] = ()) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "{ " + ", ".join(annotation.model_fields) + " }"
     return f"{_NAMES[annotation]} {' and '.join(_signs(metadata))}".rstrip()
+
+
+def _said_by(metadata: tuple[object, ...]) -> str:
+    """What the metadata alone says: the names of a registry, or that a key is written as a table; else nothing."""
+    for item in metadata:
+        if isinstance(item, NameIn):
+            return " or ".join(map(toml_value, item.registry))
+        if isinstance(item, Spelling):
+            return item.text
+    return ""
 
 
 def _constraints(metadata: tuple[Any, ...]) -> tuple[object, ...]:

@@ -17,13 +17,17 @@ from megazero.config.derive import (
     batch_sizes,
     chunks_per_rank,
     data_parallel_size,
-    ffn_hidden_size,
     fit,
     micro_batch_multiple,
     with_shape,
 )
 from megazero.config.schema import RunConfig
+from megazero.models.config import ModelConfig
+from megazero.models.family import ModelRule, tp_problems
+from megazero.models.registry import FAMILIES
 from megazero.models.stages import layer_counts
+from megazero.optim.registry import OPTIMIZERS
+from megazero.schedules.registry import SCHEDULES
 from megazero.settings import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text, toml_value
 
 
@@ -53,62 +57,26 @@ def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str]
         except ConfigError as error:
             problems += error.problems
             wrong.add("world_size")
-    for rule in RULES:
-        if not wrong.intersection(rule.reads):
-            problems += rule.check(written if rule in _AS_WRITTEN else config, world_size)
+    of_family = _family_rules(config.model)
+    for rule in (*of_family, *RULES):
+        if not set(rule.reads) & wrong:
+            is_shape = rule in of_family or rule in _AS_WRITTEN
+            problems += rule.check(written if is_shape else config, world_size)
     return problems
 
 
-def _heads_split_hidden(config: RunConfig, _: int) -> Iterator[Problem]:
-    model = config.model
-    rotary = model.family == "llama"
-    step, name = (2 * model.num_heads, "2*num_heads") if rotary else (model.num_heads, "num_heads")
-    if model.hidden_size % step:
-        why = " (rotary positions turn pairs of a head's elements)" if rotary else ""
-        nearest = nearest_text(nearest_multiples(model.hidden_size, step))
-        yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}={step}{why}", nearest)
+def _family_rules(model: ModelConfig) -> list[Rule]:
+    """What the model's family asks of its sizes."""
 
+    def asks(rule: ModelRule) -> Rule:
+        return Rule(("model.family", *rule.reads), lambda config, _: rule.check(config.model, config.parallel.tp))
 
-def _tp_splits_heads(config: RunConfig, _: int) -> Iterator[Problem]:
-    yield from _tp_splits("num_heads", config.model.num_heads, config.parallel.tp)
-
-
-def _tp_splits_ffn(config: RunConfig, _: int) -> Iterator[Problem]:
-    yield from _tp_splits("ffn_hidden_size", ffn_hidden_size(config.model), config.parallel.tp)
+    return [asks(rule) for rule in FAMILIES[model.family].rules()]
 
 
 def _tp_splits_sequence(config: RunConfig, _: int) -> Iterator[Problem]:
     if config.parallel.sequence_parallel:
-        yield from _tp_splits("seq_len", config.model.seq_len, config.parallel.tp, " (sequence_parallel)")
-
-
-def _tp_splits(key: str, value: int, tp: int, why: str = "") -> Iterator[Problem]:
-    if value % tp:
-        nearest = nearest_text(nearest_multiples(value, tp), key)
-        other = nearest_text(nearest_of(tp, divisors(value)), "tp")
-        yield Problem(f"model.{key}", value, f"must be divisible by parallel.tp={tp}{why}", f"{nearest}, {other}")
-
-
-def _kv_heads_fit(config: RunConfig, _: int) -> Iterator[Problem]:
-    heads, kv_heads, tp = config.model.num_heads, config.model.num_kv_heads, config.parallel.tp
-    if kv_heads is None:
-        return
-    if config.model.family == "gpt2":
-        if kv_heads != heads:
-            rule = f"must be num_heads={heads}: gpt2 has no grouped-query attention"
-            yield Problem("model.num_kv_heads", kv_heads, rule, "leave it out")
-        return
-    tp_fits = heads % tp == 0  # if not, that is told of num_heads, and kv heads need only divide heads
-    if heads % kv_heads or (tp_fits and kv_heads % tp):
-        rule = f"must divide num_heads={heads}" + (f" and be a multiple of parallel.tp={tp}" if tp_fits else "")
-        valid = [d for d in divisors(heads) if not tp_fits or d % tp == 0]
-        yield Problem("model.num_kv_heads", kv_heads, rule, nearest_text(nearest_of(kv_heads, valid)))
-
-
-def _gpt2_ties_embeddings(config: RunConfig, _: int) -> Iterator[Problem]:
-    if config.model.family == "gpt2" and config.model.tie_embeddings is False:
-        rule = "must be true for gpt2: its output layer is the embedding table"
-        yield Problem("model.tie_embeddings", False, rule, "leave it out")
+        yield from tp_problems("seq_len", config.model.seq_len, config.parallel.tp, " (sequence_parallel)")
 
 
 def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -132,27 +100,23 @@ def _layout_is_of_this_model(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _schedule_has_its_chunks(config: RunConfig, _: int) -> Iterator[Problem]:
-    schedule, chunks = config.parallel.schedule, config.parallel.virtual_stages
-    if schedule == "interleaved" and chunks < 2:
-        yield Problem("parallel.virtual_stages", chunks, "interleaved needs at least 2 chunks per rank", "write 2")
-    if schedule == "zbv" and chunks > 2:
-        yield Problem("parallel.virtual_stages", chunks, "zbv has two chunks per rank", "write 2, or leave it out")
-    if schedule not in ("interleaved", "zbv") and chunks != 1:
-        rule = f"the schedule {schedule} has one chunk per rank"
-        yield Problem("parallel.virtual_stages", chunks, rule, 'write 1, or parallel.schedule = "interleaved"')
+    chunks = config.parallel.virtual_stages
+    wrong = SCHEDULES[config.parallel.schedule].wrong_chunks(chunks)
+    if wrong is not None:
+        yield Problem("parallel.virtual_stages", chunks, *wrong)
 
 
-def _interleaved_has_full_groups(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    pp = config.parallel.pp
+def _micro_batches_fill_the_schedule(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    multiple = micro_batch_multiple(config.parallel)
     try:
         dp = data_parallel_size(config.parallel, world_size)
         count = batch_sizes(config, dp).accumulation
     except ConfigError:
         return  # reported by the rules of the batch
-    if count % micro_batch_multiple(config.parallel):
-        hint = nearest_text(nearest_multiples(count, pp))
-        rule = f"interleaved needs micro-batches in multiples of parallel.pp={pp}"
-        yield Problem("training.accumulation", count, rule, hint)
+    if count % multiple:
+        name = f"parallel.pp={multiple}" if multiple == config.parallel.pp else str(multiple)
+        rule = f"{config.parallel.schedule} needs micro-batches in multiples of {name}"
+        yield Problem("training.accumulation", count, rule, nearest_text(nearest_multiples(count, multiple)))
 
 
 def _world_is_filled(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -232,6 +196,13 @@ def _nvme_has_a_path(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("zero.offload.nvme_path", None, rule, "name a directory on a local disk of each node")
 
 
+def _options_are_of_a_registered_optimizer(config: RunConfig, _: int) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if optimizer.options and OPTIMIZERS.is_built_in(optimizer.name):
+        rule = f'must be empty where optimizer.name = "{optimizer.name}": only an optimizer of your own has options'
+        yield Problem("optimizer.options", dict(optimizer.options), rule, "write the keys of [optimizer]")
+
+
 def _loss_scale_starts_above_its_least(config: RunConfig, _: int) -> Iterator[Problem]:
     least, start = config.precision.min_loss_scale, 2.0**config.precision.initial_scale_power
     if least > start:
@@ -260,7 +231,8 @@ def _shapes_fit_the_model(config: RunConfig, _: int) -> Iterator[Problem]:
     for index, shape in enumerate(config.elastic.shapes):
         if (shape.tp, shape.pp) == (config.parallel.tp, config.parallel.pp):
             continue  # reported for the keys themselves
-        for rule in _SHAPE_RULES:
+        of_family = [rule for rule in _family_rules(config.model) if "parallel.tp" in rule.reads]
+        for rule in (*of_family, *_SHAPE_RULES):
             for problem in rule.check(with_shape(config, shape), shape.world_size):
                 key = problem.key if problem.value is None else f"{problem.key} = {toml_value(problem.value)}"
                 yield Problem(f"elastic.shapes[{index}]", shape, f"{key} {problem.rule}", problem.hint)
@@ -290,23 +262,19 @@ _CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
 _HALF = ("precision.dtype", ("bf16", "fp16"))
 _BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
 _SHAPE_RULES = (
-    Rule(("model.num_heads", "parallel.tp"), _tp_splits_heads),
-    Rule(("model.family", "model.num_heads", "model.num_kv_heads", "parallel.tp"), _kv_heads_fit),
-    Rule(("model.family", "model.hidden_size", "model.ffn_hidden_size", "parallel.tp"), _tp_splits_ffn),
     Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp"), _tp_splits_sequence),
     Rule(("model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
     Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _layout_is_of_this_model),
 )
-_EVERY_SHAPE = Rule((*_ELASTIC, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model)
+_SIZES = tuple(f"model.{key}" for key in ("family", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size"))
+_EVERY_SHAPE = Rule((*_ELASTIC, *_SIZES, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model)
 _AS_WRITTEN = (*_SHAPE_RULES, _EVERY_SHAPE)
 RULES = (
-    Rule(("model.family", "model.hidden_size", "model.num_heads"), _heads_split_hidden),
     *_SHAPE_RULES,
-    Rule(("model.family", "model.tie_embeddings"), _gpt2_ties_embeddings),
     Rule(_CHUNKS, _schedule_has_its_chunks),
     Rule(_WORLD, _world_is_filled),
     Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
-    Rule((*_WORLD, *_BATCH, *_CHUNKS), _interleaved_has_full_groups),
+    Rule((*_WORLD, *_BATCH, *_CHUNKS), _micro_batches_fill_the_schedule),
     Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),
     _only_with("parallel.schedule_file", None, "elastic.enabled", (False,), _OWN_SCHEDULE),
     _only_with("elastic.shapes", (), "elastic.enabled", (True,), "the shape is that of [parallel]"),
@@ -327,5 +295,6 @@ RULES = (
     _only_with("precision.reduce_dtype", "fp32", *_HALF, "gradients of fp32 weights travel in fp32"),
     _only_with("precision.loss_scale", 0.0, "precision.dtype", ("fp16",), "only fp16 scales the loss"),
     Rule(("precision.min_loss_scale", "precision.initial_scale_power"), _loss_scale_starts_above_its_least),
+    Rule(("optimizer.name", "optimizer.options"), _options_are_of_a_registered_optimizer),
     _only_with("optimizer.momentum", 0.0, "optimizer.name", ("sgd",), "only sgd has momentum"),
 )

@@ -20,6 +20,8 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from megazero.models.config import ModelConfig
 from megazero.optim.config import LrScheduleConfig, OptimizerConfig
+from megazero.registry import NameIn
+from megazero.schedules.registry import SCHEDULES
 from megazero.settings import (
     LARGEST_COUNT,
     Count,
@@ -75,7 +77,7 @@ class ParallelConfig(Section):
     """Data-parallel degree: number of model replicas. "auto" fills the world."""
     sequence_parallel: bool = False
     """Split activations between the tensor-parallel regions over tp, by sequence position; no effect at tp = 1."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"] = "1f1b"
+    schedule: Annotated[str, NameIn(SCHEDULES)] = "1f1b"
     """Order of forward and backward passes in the pipeline."""
     schedule_file: Text | None = None
     """A schedule of your own as a CSV file, instead of `schedule`; it fixes pp, accumulation and the chunks."""

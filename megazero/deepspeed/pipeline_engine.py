@@ -21,7 +21,7 @@ from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.executors import Executors
 from megazero.engine.stage_runner import ChunkRunner, StageRunner
-from megazero.schedules.action import Action, Kind
+from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.executor import Message
 from megazero.zero.sharded_model import ShardedModel
 
@@ -56,7 +56,7 @@ class PipelineEngine(TrainingEngine):
         self._inputs: dict[bool, Inputs] = {}  # by trains
         pp = self.parallel_state.pp.size
         self._executors = Executors(
-            lambda count: module.family.generate(pp, count, len(module.placement) // pp),
+            lambda count: module.schedule_kind.build(pp, count, len(module.placement) // pp),
             self.parallel_state,
             self._new_message,
         )
@@ -167,11 +167,11 @@ class PipelineEngine(TrainingEngine):
     def _new_message(self, inputs: Inputs, action: Action) -> Message:
         """Empty tensors: a forward receives its stage's inputs, a backward the gradients of its stage's outputs."""
         stage = self._pipeline.placement.index((self.parallel_state.at.pp, action.chunk))
-        shapes = inputs[stage if action.kind is Kind.FORWARD else stage + 1]
+        shapes = inputs[stage if action.kind is ActionKind.FORWARD else stage + 1]
         return tuple(
             torch.empty(shape, dtype=dtype, device=self.device)
             for shape, dtype in shapes
-            if action.kind is Kind.FORWARD or dtype.is_floating_point
+            if action.kind is ActionKind.FORWARD or dtype.is_floating_point
         )
 
     def _find_inputs(self, batches: Batches) -> Inputs:

@@ -44,7 +44,8 @@ from megazero.deepspeed.layer_specs import (
 )
 from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.schedules.action import Schedule
-from megazero.schedules.generators import FAMILIES, Family, family_of
+from megazero.schedules.kind import GivenSchedule, ScheduleKind
+from megazero.schedules.registry import SCHEDULES
 from megazero.settings import divisors, nearest_of, nearest_text
 
 
@@ -71,8 +72,8 @@ class PipelineModule(nn.Module):
         partition_method: what stages are balanced by: "parameters" (trainable ones), "uniform" (layers), or "type:regex"
             (layers whose class or function name has a match, in any case of letters).
         activation_checkpoint_interval: layers that are recomputed together in the backward; 0 recomputes none.
-        schedule: name of a schedule family, or a schedule of the user's own; it says which rank runs which virtual stage.
-        virtual_stages: chunks per rank, for "interleaved"; other families have their own number.
+        schedule: name of a schedule, or a schedule of the user's own; it says which rank runs which virtual stage.
+        virtual_stages: chunks per rank, for "interleaved"; other schedules have their own number.
         parallel_state: this rank's groups and device, if they exist already; made here otherwise.
         device: where this rank computes; by default cuda:LOCAL_RANK if there is CUDA, else the CPU.
 
@@ -119,9 +120,9 @@ class PipelineModule(nn.Module):
             if isinstance(layer, PipelineModule | LayerChunk):
                 raise TypeError(f"layer {index} is a pipeline itself; give its layers instead")
         self.loss_fn, self.base_seed = loss_fn, base_seed
-        self.family, chunks = _family(schedule, virtual_stages)
+        self.schedule_kind, chunks = _schedule_kind(schedule, virtual_stages)
         self.parallel_state = state = _find_parallel_state(num_stages, topology, device, parallel_state)
-        self.placement = self.family.placement(state.pp.size, chunks)
+        self.placement = self.schedule_kind.placement(state.pp.size, chunks)
         if len({rank for rank, _ in self.placement}) != state.pp.size:
             raise ValueError(f"the schedule is for another number of stages than num_stages={state.pp.size}")
         self.schedule = schedule
@@ -286,21 +287,12 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _family(schedule: str | Schedule, virtual_stages: int) -> tuple[Family, int]:
-    """The schedule's family and its chunks per rank."""
-    if isinstance(schedule, Schedule):
-        family, name = family_of(schedule), schedule.name
-    elif schedule in FAMILIES:
-        family, name = FAMILIES[schedule], schedule
-    else:
-        raise ValueError(f"schedule={schedule!r} is unknown; {hint(FAMILIES, schedule)}")
-    if family.chunks is None and virtual_stages < 2:
-        raise ValueError(f"{name} needs virtual_stages of at least 2, got {virtual_stages}")
-    if family.chunks is not None and virtual_stages not in (1, family.chunks):
-        raise ValueError(
-            f"{name} has virtual_stages={family.chunks}, got {virtual_stages}; interleaved takes any from 2 on"
-        )
-    return family, family.chunks or virtual_stages
+def _schedule_kind(schedule: str | Schedule, virtual_stages: int) -> tuple[ScheduleKind, int]:
+    """The kind of schedule, and its chunks per rank."""
+    if not isinstance(schedule, Schedule) and schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r} is unknown; {hint(SCHEDULES, schedule)}")
+    kind = GivenSchedule(schedule) if isinstance(schedule, Schedule) else SCHEDULES[schedule]
+    return kind, kind.chunks_of(virtual_stages)
 
 
 def _find_parallel_state(

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Action, Schedule
 from megazero.schedules.executor import Executor, Message
-from megazero.schedules.generators import forward_only
+from megazero.schedules.kind import forward_only
 
 SampleShape = TypeVar("SampleShape", bound=Hashable)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +30,16 @@ from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.linear import WeightGradQueue
 from megazero.models.compiled import compile_blocks, wants_compiling
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
-from megazero.models.hf_names import hugging_face_config
+from megazero.models.registry import FAMILIES
 from megazero.models.stages import cut
 from megazero.optim.config import OptimizerConfig
+from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Action, Placement, Schedule
 from megazero.schedules.executor import Message
-from megazero.schedules.generators import FAMILIES, family_of
-from megazero.schedules.simulate import Timeline
+from megazero.schedules.kind import GivenSchedule
+from megazero.schedules.proof import Timeline
+from megazero.schedules.registry import SCHEDULES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
@@ -256,7 +257,9 @@ class Engine:
             config=config.model_dump(mode="json"),
             val_loss=val_loss,
         )
-        files = {HF_CONFIG: to_json(hugging_face_config(config.model, config.precision.dtype))}
+        files = {
+            HF_CONFIG: to_json(FAMILIES[config.model.family].hugging_face_config(config.model, config.precision.dtype))
+        }
         if saver is None:
             save_checkpoint(path, self.sharded_model.sharded_state, self.state, trainer, files)
         else:
@@ -301,7 +304,7 @@ class Engine:
 
         executor = self._executors.get(len(batches), _samples_of(batches), trains=trains)
         for queue in self._wgrad_queues:
-            queue.deferring = executor.schedule.splits_backward
+            queue.defers = executor.schedule.splits_backward
         chunks = [
             ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
             for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)
@@ -344,15 +347,8 @@ def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x:
 
 def _optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
     """The configured optimizer, with a group that decays and one that does not."""
-    settings: dict[str, dict[str, Any]] = {
-        "adamw": {"betas": config.betas, "eps": config.eps},
-        "adam": {"betas": config.betas, "eps": config.eps, "adam_w_mode": False},
-        "sgd": {"momentum": config.momentum},
-        "lion": {"betas": config.betas},
-        "adagrad": {"eps": config.eps},
-    }
     groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
-    return recipe_by_name(config.name, {"lr": config.lr, **settings[config.name]}, groups)
+    return recipe_by_name(config.name, OPTIMIZERS[config.name].settings(config), groups)
 
 
 def initialize(
@@ -369,9 +365,9 @@ def initialize(
     Raises:
         ScheduleError, ValueError: the schedule cannot run, or not with these numbers.
     """
-    family = FAMILIES[config.parallel.schedule] if schedule is None else family_of(schedule)
-    chunks_per_rank = family.chunks or config.parallel.virtual_stages
-    placement = family.placement(state.pp.size, chunks_per_rank)
+    kind = SCHEDULES[config.parallel.schedule] if schedule is None else GivenSchedule(schedule)
+    chunks_per_rank = kind.chunks or config.parallel.virtual_stages
+    placement = kind.placement(state.pp.size, chunks_per_rank)
     layouts = cut(config.model, config.parallel.layout, len(placement))
     chunks, wgrad_queues = [], []
     for layout, (rank, _) in zip(layouts, placement, strict=True):  # a rank's chunks come in order
@@ -392,7 +388,7 @@ def initialize(
     engine = Engine(
         chunks,
         wgrad_queues,
-        lambda micro_batches: family.generate(state.pp.size, micro_batches, chunks_per_rank),
+        lambda micro_batches: kind.build(state.pp.size, micro_batches, chunks_per_rank),
         placement,
         config,
         state,

@@ -77,13 +77,13 @@ class StageRunner:
         wgrad_queue = self._chunks[chunk].wgrad_queue
         wgrad_queue.begin_pass()
         torch.autograd.backward([edge for edge, _ in paired], [one for _, one in paired])
-        if not wgrad_queue.deferring:
+        if not wgrad_queue.defers:
             self._model.reducer.close_pass(chunk)
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs) or None
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
         wgrad_queue = self._chunks[chunk].wgrad_queue
-        if wgrad_queue.deferring:  # otherwise `backward` has computed all gradients
+        if wgrad_queue.defers:  # otherwise `backward` has computed all gradients
             wgrad_queue.run_oldest()
             self._model.reducer.close_pass(chunk)
 

@@ -17,7 +17,7 @@ class Attention(nn.Module):
     Args:
         qkv: fused projection whose sections are q | k | v.
         out: projection back to the hidden size.
-        num_heads, num_kv_heads: of the whole model; both divide by tp (Ainslie et al. 2023 for fewer kv heads).
+        num_heads, num_kv_heads: of the whole model; both divisible by tp (Ainslie et al. 2023 for fewer kv heads).
         head_size: size of one head.
         rope: rotary tables, or None where positions are learned.
     """
@@ -37,22 +37,21 @@ class Attention(nn.Module):
         self.kv_heads = num_kv_heads // qkv.tp.size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix every position with those before it."""
+        """Every position attends to itself and those before it."""
         heads = rearrange(self.qkv(x), "s b (h d) -> b h s d", d=self.head_size)
-        turned, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        rotated, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.rope is not None:
-            turned = self.rope.rotate(turned)
-            v = v.contiguous()  # apart: as a part of q | k | v it would keep the other two, unturned, for the backward
-        q, k = turned.split([self.heads, self.kv_heads], dim=1)
+            rotated = self.rope.rotate(rotated)
+            v = v.contiguous()  # a copy: a view would keep all of q | k | v in memory for the backward
+        q, k = rotated.split([self.heads, self.kv_heads], dim=1)
         return self.out(rearrange(causal_attention(q, k, v), "b h s d -> s b (h d)"))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention.  q: [batch, heads, seq, size], k and v: [batch, kv heads, seq, size] -> as q.
 
-    On CUDA torch takes flash attention (or cuDNN's, on the devices where it is the faster one) in bf16 and fp16, where only
-    the last dimension need be contiguous and kv heads may be fewer.  In fp32 the one kernel that keeps no [seq, seq] matrix
-    wants as many kv heads as heads.
+    On CUDA torch uses flash attention (or cuDNN's, where that is faster) in bf16 and fp16; it needs only the last dimension
+    contiguous, and takes fewer kv heads than heads.  In fp32 the one kernel that stores no [seq, seq] matrix needs as many.
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:

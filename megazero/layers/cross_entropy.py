@@ -4,9 +4,8 @@
                            peak, sum(exp), target logit   of each rank's part, gathered over tp: one small collective
                            loss = log(sum) + peak - target
 
-A chunk's logits are 1 GiB at most.  With several chunks only two numbers of each token are kept and the backward computes
-a chunk's logits again.  Of a single chunk the logits' memory is kept, and nothing is multiplied twice; in fp32 it holds
-probabilities by then.
+A chunk's logits are 1 GiB at most.  With several chunks only two numbers per token are kept, and the backward computes each
+chunk's logits again.  A single chunk's logits are kept instead of computed twice; in fp32 as probabilities.
 """
 
 from __future__ import annotations
@@ -22,38 +21,38 @@ from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
 from megazero.comm.collectives import all_gather
 from megazero.layers.gemm import product_t
 from megazero.layers.linear import WeightGradQueue, sum_of_products
-from megazero.layers.spec import Init, ParamSpec, Section, drawn_parameter
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
 IGNORED_LABEL = -100
 """Label of a token that does not count (torch's convention)."""
 
 LOGITS_BYTES = 2**30
-"""Of the logits of one chunk on a rank, at most, in the dtype of the weights."""
+"""Largest size of one chunk's logits on a rank, in the dtype of the weights."""
 
 _LEAST = torch.finfo(torch.float32).min
 
 
 def statistics_of(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a rank's part of the vocabulary says of each token.
+    """Statistics of each token over a rank's part of the vocabulary.
 
     Args:
         logits: [tokens, rows]; fp32 ones become exp(logit - peak).
-        local: int64 [tokens], the row of the label, where it is `here`.
-        here: bool [tokens].
+        local: int64 [tokens], the row of the label.
+        here: bool [tokens], the label is in this part.
 
     Returns: fp32 [tokens] each: the largest logit, the sum of exp(logit - it), the label's logit or 0.
     """
     scores = logits.float()
     target = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(here, 0.0)
-    peak = scores.amax(-1).clamp_(min=_LEAST)  # where a rank has nothing but padding
+    peak = scores.amax(-1).clamp_(min=_LEAST)  # for a rank that has only padding
     return peak, scores.sub_(peak.unsqueeze(-1)).exp_().sum(-1), target
 
 
 def slope_of(
     scores: Tensor, shift: Tensor, of_label: Tensor, local: Tensor, here: Tensor, scale: Tensor, *, are_logits: bool
 ) -> Tensor:
-    """The loss's derivative by the logits: (probability - 1 at the label) * scale.  [tokens, rows], as `scores`.
+    """Gradient of the loss with respect to the logits: (probability - 1 at the label) * scale.  [tokens, rows], as `scores`.
 
     Args:
         scores: logits, or probabilities that are overwritten.
@@ -61,7 +60,7 @@ def slope_of(
         of_label: fp32 [tokens], the label's probability.
         local, here: see `statistics_of`.
         scale: fp32 [tokens].
-        are_logits: what `scores` are.
+        are_logits: `scores` are logits.
     """
     wide = scores.float()
     if are_logits:
@@ -114,13 +113,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: recomputation makes them anew at every look
+        saved = ctx.saved_tensors  # once: under recomputation every access computes them again
         x, weight, *_ = saved
         grad_x = torch.empty_like(x)
         factors = _slopes(ctx.head, saved, grad, grad_x)
         if ctx.needs_input_grad[1]:
-            gradients = ctx.head.gradients
-            grad_weight = sum_of_products(weight, factors) if gradients is None else gradients.bring(weight, factors)
+            queue = ctx.head.wgrad_queue
+            grad_weight = sum_of_products(weight, factors) if queue is None else queue.add_now(weight, factors)
         else:
             grad_weight = None
             for _ in factors:
@@ -131,13 +130,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _slopes(
     head: VocabParallelHead, saved: Sequence[Any], grad: Tensor, grad_x: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Per chunk the two factors of the weight's gradient; on the way the input's is written."""
+    """Yield the two factors of the weight's gradient chunk by chunk; also writes the gradient of the input."""
     x, weight, local, here, counted, log_sum, target, kept = saved
     scale, of_label = counted * grad, (target - log_sum).exp_()
     chunk = head.chunk_tokens(weight)
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
-        # Kept ones may be overwritten: autograd frees them after this.
+        # Kept logits may be overwritten: autograd frees them after this.
         scores = head.logits_of(x[part], weight) if kept is None else kept
         slope = head.passes.slope(
             scores,
@@ -176,14 +175,14 @@ class VocabParallelHead(nn.Module):
 
     Args:
         name: canonical name of the weight.
-        vocab_size: tokens of the vocabulary; need not divide by tp.
+        vocab_size: tokens of the vocabulary; need not be divisible by tp.
         hidden_size: size of the input.
         tp: the tensor-parallel axis.
         sequence_parallel: x arrives as [seq / tp, batch, hidden].
         tied: the weight is the input embedding's.
-        init: how the weight starts.
+        init: initial values of the weight.
         weight: the embedding's parameter when this rank holds both; None makes one.
-        gradients: takes the weight gradient where it comes from here alone; None returns it to autograd.
+        wgrad_queue: takes the weight gradient if the weight is used here alone; None returns it to autograd.
         logits_bytes: of the logits of one chunk.
     """
 
@@ -196,18 +195,18 @@ class VocabParallelHead(nn.Module):
         *,
         sequence_parallel: bool,
         tied: bool,
-        init: Init,
+        init: Initializer,
         weight: nn.Parameter | None = None,
-        gradients: WeightGradQueue | None = None,
+        wgrad_queue: WeightGradQueue | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         super().__init__()
         self.tp, self.vocab_size, self.logits_bytes, self.passes = tp, vocab_size, logits_bytes, LossPasses()
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
-        spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
+        spec = ParamSpec((NamedRows(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size) if weight is None else weight
-        self.gradients = gradients if weight is None else None
+        self.wgrad_queue = wgrad_queue if weight is None else None
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
         """Loss summed over counted tokens, or the logits where there are no labels.
@@ -228,7 +227,7 @@ class VocabParallelHead(nn.Module):
         return max(1, self.logits_bytes // (weight.shape[0] * weight.element_size()))
 
     def logits_of(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits of this rank's rows, past autograd; padded rows cannot be chosen.  [tokens, hidden] -> [tokens, rows]."""
+        """Logits of this rank's rows, past autograd; padded rows have probability 0.  [tokens, hidden] -> [tokens, rows]."""
         logits = product_t(x, weight)
         real_rows = max(0, min(weight.shape[0], self.vocab_size - self.tp.index * weight.shape[0]))
         if real_rows < weight.shape[0]:

@@ -1,6 +1,6 @@
 """Dropout whose mask is a function of (seed, site, sample, position, feature), never of a rank's random state.
 
-Recomputation, another cluster shape or another micro-batch size therefore drop the same elements.
+So recomputation, another cluster shape and another micro-batch size drop the same elements.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ class Dropout(nn.Module):
 
     Args:
         p: drop probability in [0, 1).
-        site: canonical name of the place in the model.
+        site: canonical name of this dropout in the model.
         seed: the run's seed.
         seq_len: length of the whole sequence.
         seq_part: which part of the sequence this rank holds (0 without sequence parallelism).
-        device: where the key lies.
+        device: of the key.
     """
 
     def __init__(self, p: float, site: str, seed: int, seq_len: int, seq_part: int, device: torch.device) -> None:
         super().__init__()
         self.p, self.seq_len, self.seq_part = p, seq_len, seq_part
-        # A tensor: compiled code would hold a number as a constant, and every site would be compiled anew.
+        # A tensor: compiled code would hold a number as a constant, and every site would be compiled again.
         self.key = torch.tensor(derive_key(seed, f"dropout:{site}"), device=device)
 
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:

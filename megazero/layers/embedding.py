@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.autograd import reduce_from_tp, scatter_sequence
-from megazero.layers.spec import Init, ParamSpec, Section, drawn_parameter
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
 
@@ -15,12 +15,12 @@ class VocabParallelEmbedding(nn.Module):
 
     Args:
         name: canonical name of the weight.
-        vocab_size: tokens of the vocabulary; need not divide by tp.
+        vocab_size: tokens of the vocabulary; need not be divisible by tp.
         hidden_size: size of an embedding.
         tp: the tensor-parallel axis.
         sequence_parallel: return this rank's part of the sequence.
         tied: the output head uses the same weight.
-        init: how the weight starts.
+        init: initial values of the weight.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -34,12 +34,12 @@ class VocabParallelEmbedding(nn.Module):
         *,
         sequence_parallel: bool,
         tied: bool,
-        init: Init,
+        init: Initializer,
     ) -> None:
         super().__init__()
         self.tp = tp
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
-        spec = ParamSpec((Section(name, vocab_size),), hidden_size, 0, init, tied=tied)
+        spec = ParamSpec((NamedRows(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
         self.first = tp.index * self.weight.shape[0]
@@ -63,15 +63,15 @@ class PositionEmbedding(nn.Module):
         hidden_size: size of an embedding.
         tp: the tensor-parallel axis.
         sequence_parallel: x is this rank's part of the sequence.
-        init: how the weight starts.
+        init: initial values of the weight.
     """
 
     def __init__(
-        self, name: str, seq_len: int, hidden_size: int, tp: Axis, *, sequence_parallel: bool, init: Init
+        self, name: str, seq_len: int, hidden_size: int, tp: Axis, *, sequence_parallel: bool, init: Initializer
     ) -> None:
         super().__init__()
         cut = sequence_parallel and tp.size > 1
-        self.specs = {"weight": ParamSpec((Section(name, seq_len),), hidden_size, None, init, sum_over_tp=cut)}
+        self.specs = {"weight": ParamSpec((NamedRows(name, seq_len),), hidden_size, None, init, sum_over_tp=cut)}
         self.weight = drawn_parameter(self.specs["weight"])
         self.part = tp.index if cut else 0
 

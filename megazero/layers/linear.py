@@ -1,12 +1,12 @@
-"""Linear layers cut over tensor parallelism, with sequence parallelism and a weight gradient that can wait.
+"""Linear layers cut over tensor parallelism, with sequence parallelism and weight gradients that can be computed later.
 
     column-parallel  y = x @ W.T, W cut by rows            row-parallel  W cut by columns, x arrives cut
       x  replicated --- copy -------+                        y  partial --- all-reduce ----> replicated
          or [seq/tp] -- all-gather -+--> y [.., out/tp]          or ----- reduce-scatter --> [seq/tp]
 
 One autograd function serves both.  Its backward starts the exchange of the input gradient, computes the weight gradient
-meanwhile, straight into its place (or hands it to `WeightGradQueue` for later), then waits.  Without `WeightGradQueue`, as
-in a user's own model, and with tp = 1 a layer is a plain `F.linear`, but where oneDNN's products are the faster.
+meanwhile, straight into its bucket (or `WeightGradQueue` queues it), then waits for the exchange.  Without a queue, as in a
+user's own model, and with tp = 1 a layer is a plain `F.linear`, except where oneDNN's products are faster.
 
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
 """
@@ -31,14 +31,14 @@ from megazero.comm.autograd import (
 )
 from megazero.comm.collectives import Pending, all_reduce
 from megazero.layers.gemm import add_product, prefers_onednn, product_t
-from megazero.layers.spec import Init, ParamSpec, Section, bias_spec, drawn_parameter
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec, bias_spec, drawn_parameter
 from megazero.parallel_state import Axis
 
 Entry: TypeAlias = Literal["local", "replicated", "sequence"]
 
 
-class GradientPlaces(Protocol):
-    """Where gradients add up."""
+class GradientAccumulator(Protocol):
+    """Adds up the gradients of micro-batches."""
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
         """Take one micro-batch's gradient, in the weight's shape."""
@@ -48,58 +48,59 @@ class GradientPlaces(Protocol):
 
 
 class WeightGradQueue:
-    """The way of linear layers' weight gradients to the places where they add up, past autograd: now, or when asked for.
+    """Takes weight gradients of linear layers past autograd to where they add up: at once, or when it is asked to.
 
-    While `deferring` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
+    While `defers` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
     queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.
 
     Attributes:
-        places: takes the gradients; without it those that need not wait are returned to autograd.
+        defers: queue the gradients instead of computing them at once.
+        accumulator: adds them up; without it those that are not queued are returned to autograd.
     """
 
     def __init__(self) -> None:
-        self.deferring = False
-        self.places: GradientPlaces | None = None
-        self._passes: deque[list[Callable[[GradientPlaces], None]]] = deque()
+        self.defers = False
+        self.accumulator: GradientAccumulator | None = None
+        self._passes: deque[list[Callable[[GradientAccumulator], None]]] = deque()
 
     def clear(self) -> None:
-        """Forget what a step that failed on the way has left."""
+        """Drop what a failed step has left."""
         self._passes.clear()
 
     def begin_pass(self) -> None:
         """Open the list of the backward pass that starts now."""
-        if self.deferring:
+        if self.defers:
             self._passes.append([])
 
     def submit(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
-        """Give a weight gradient a.T @ b, now or later; None where autograd has nothing left to do with it.
+        """Add the weight gradient a.T @ b, or queue it; what is returned is for autograd.
 
         Args:
             weight: [m, n].
             a, b: [k, m] and [k, n].
         """
-        if not self.deferring:
-            return self.bring(weight, [(a, b)])
-        self._passes[-1].append(lambda places: places.add_products(weight, [(a, b)]))
+        if not self.defers:
+            return self.add_now(weight, [(a, b)])
+        self._passes[-1].append(lambda accumulator: accumulator.add_products(weight, [(a, b)]))
         return None
 
-    def bring(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """Give a weight gradient as a sum of a.T @ b, at once; otherwise as `submit`."""
-        if self.places is None:
+    def add_now(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
+        """Add a weight gradient that is a sum of a.T @ b at once; what is returned is for autograd."""
+        if self.accumulator is None:
             return sum_of_products(weight, factors)
-        self.places.add_products(weight, factors)
+        self.accumulator.add_products(weight, factors)
         return None
 
-    def keep(self, weight: Tensor, gradient: Tensor) -> None:
-        """Hold back a gradient that is known already, until those of the same backward pass are computed."""
-        self._passes[-1].append(lambda places: places.add(weight, gradient))
+    def defer(self, weight: Tensor, gradient: Tensor) -> None:
+        """Queue a gradient that is known already behind those of the same backward pass."""
+        self._passes[-1].append(lambda accumulator: accumulator.add(weight, gradient))
 
     def run_oldest(self) -> None:
-        """Compute the weight gradients of the oldest backward pass that still waits."""
-        assert self.places is not None
+        """Compute the weight gradients of the oldest backward pass in the queue."""
+        assert self.accumulator is not None
         with torch.no_grad():
-            for bring in self._passes.popleft():
-                bring(self.places)
+            for compute in self._passes.popleft():
+                compute(self.accumulator)
 
     def __len__(self) -> int:
         return len(self._passes)
@@ -209,21 +210,21 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(
         self,
-        sections: tuple[Section, ...],
+        sections: tuple[NamedRows, ...],
         in_features: int,
         tp: Axis,
         *,
-        bias_sections: tuple[Section, ...] = (),
+        bias_sections: tuple[NamedRows, ...] = (),
         sequence_parallel: bool = False,
         gather_output: bool = False,
-        init: Init | None = None,
+        init: Initializer | None = None,
         transposed: bool = False,
         wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
         super().__init__()
         self.tp, self.wgrad_queue, self.gather_output = tp, wgrad_queue, gather_output
         self.entry: Entry = "sequence" if sequence_parallel else "replicated"
-        spec = ParamSpec(sections, in_features, 0, init or Init(), transposed=transposed)
+        spec = ParamSpec(sections, in_features, 0, init or Initializer(), transposed=transposed)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
         if bias_sections:
@@ -241,7 +242,7 @@ class RowParallelLinear(nn.Module):
 
     Args:
         section: the logical tensor.
-        in_features: size of the whole input; must divide by tp.
+        in_features: size of the whole input; must be divisible by tp.
         tp: the tensor-parallel axis.
         bias_section: logical name of the bias, or None.  It is added once, after the sum.
         sequence_parallel: return [seq / tp, batch, out].
@@ -252,21 +253,21 @@ class RowParallelLinear(nn.Module):
 
     def __init__(
         self,
-        section: Section,
+        section: NamedRows,
         in_features: int,
         tp: Axis,
         *,
-        bias_section: Section | None = None,
+        bias_section: NamedRows | None = None,
         sequence_parallel: bool = False,
         scatter_input: bool = False,
-        init: Init | None = None,
+        init: Initializer | None = None,
         transposed: bool = False,
         wgrad_queue: WeightGradQueue | None = None,
     ) -> None:
         super().__init__()
         self.tp, self.wgrad_queue, self.scatter_input = tp, wgrad_queue, scatter_input
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
-        spec = ParamSpec((section,), in_features, 1, init or Init(), transposed=transposed)
+        spec = ParamSpec((section,), in_features, 1, init or Initializer(), transposed=transposed)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
         if bias_section:

@@ -14,8 +14,8 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 class _Gated(torch.autograd.Function):
     """silu(gate) * up, [..., 2 * inner] -> [..., inner].
 
-    Keeps its input only, where autograd alone would keep silu(gate), too, and writes the gradient of both halves into one
-    tensor, where autograd would put it together from two.
+    It saves its input only, while autograd would also save silu(gate); and it writes the gradient of both halves into one
+    tensor, while autograd would concatenate two.
     """
 
     @staticmethod
@@ -27,7 +27,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            raise RuntimeError("a gated unit has no second derivative: its gradient was asked for with create_graph")
+            raise RuntimeError("a gated unit has no second derivative: do not use create_graph with it")
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         grad_both = torch.empty_like(gate_up)
@@ -40,7 +40,7 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up.  [..., 2 * inner], gate before up -> [..., inner].  A compiler sees the formula itself."""
+    """silu(gate) * up.  [..., 2 * inner], gate before up -> [..., inner].  torch.compile traces the plain formula."""
     if torch.compiler.is_compiling():
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.layers.spec import Init, drawn_parameter, vector_spec
+from megazero.layers.spec import Initializer, drawn_parameter, vector_spec
 
 
 class RMSNorm(nn.Module):
@@ -21,7 +21,9 @@ class RMSNorm(nn.Module):
     def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool) -> None:
         super().__init__()
         self.eps = eps
-        self.specs = {"weight": vector_spec(f"{name}.weight", hidden_size, Init("ones"), sum_over_tp=sum_over_tp)}
+        self.specs = {
+            "weight": vector_spec(f"{name}.weight", hidden_size, Initializer("ones"), sum_over_tp=sum_over_tp)
+        }
         self.weight = drawn_parameter(self.specs["weight"])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,8 +38,8 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.specs = {
-            "weight": vector_spec(f"{name}.weight", hidden_size, Init("ones"), sum_over_tp=sum_over_tp),
-            "bias": vector_spec(f"{name}.bias", hidden_size, Init("zeros"), sum_over_tp=sum_over_tp),
+            "weight": vector_spec(f"{name}.weight", hidden_size, Initializer("ones"), sum_over_tp=sum_over_tp),
+            "bias": vector_spec(f"{name}.bias", hidden_size, Initializer("zeros"), sum_over_tp=sum_over_tp),
         }
         self.weight = drawn_parameter(self.specs["weight"])
         self.bias = drawn_parameter(self.specs["bias"])

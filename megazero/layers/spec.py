@@ -1,14 +1,14 @@
-"""What a parameter is, globally: the one description that storage, initialisation, norm and checkpoint read.
+"""What a parameter is in the whole model: the description that storage, initial values, norms and checkpoints read.
 
-A module's own ("local") tensor is a stack of sections along dimension 0, each cut over TP.  In a checkpoint every section
-is a block of rows of one logical tensor under its Hugging Face name:
+A module's own ("local") tensor is a stack of named rows along dimension 0, each cut over TP.  In a checkpoint they are rows
+of one logical tensor under its Hugging Face name:
 
     fused q|k|v, tp = 2                       logical tensors
     rank 0  [ q0 | k0 | v0 ]                  q_proj = q0 q1
     rank 1  [ q1 | k1 | v1 ]      <->         k_proj = k0 k1
                                               v_proj = v0 v1
 
-Random numbers are keyed by the position in the logical tensor, so the fused layout and the cut leave no trace.
+Random numbers are keyed by the position in the logical tensor, so neither the fused layout nor the cut changes them.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _DRAW_ELEMENTS = 1 << 17  # elements drawn at a time: a few MB of scratch, which
 
 
 @dataclass(frozen=True)
-class Init:
-    """How a parameter starts: "normal" with standard deviation `std`, "zeros" or "ones"."""
+class Initializer:
+    """Initial values: "normal" with standard deviation `std`, "zeros" or "ones"."""
 
     kind: Literal["normal", "zeros", "ones"] = "normal"
     std: float = 0.02
 
 
 @dataclass(frozen=True)
-class Section:
-    """Rows of a fused parameter that are one block of a logical tensor.
+class NamedRows:
+    """Rows of a parameter, perhaps fused with others, that are rows of one logical tensor.
 
     Args:
         name: canonical (Hugging Face) name of the logical tensor.
-        rows: rows of the section, all TP ranks together.
+        rows: how many, all TP ranks together.
         offset: first of these rows in the logical tensor.
-        logical_rows: rows of the logical tensor; None when the section is all of it.
+        logical_rows: rows of the whole logical tensor; None when these are all.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A rectangle of a local parameter and where it lies in its logical tensor.
+class Region:
+    """A rectangle of a local parameter, and its position in the logical tensor.
 
     Args:
         name: logical tensor.
@@ -63,7 +63,7 @@ class Block:
         columns: (start, stop) in dimension 1; None for 1-D parameters.
         shape: of the logical tensor, before any transposition.
         transposed: the checkpoint stores the logical tensor as [columns, rows].
-        whole: shape under which the tensor is stored, where it is neither [rows] nor [rows, columns].
+        whole: shape of the stored tensor, where it is neither [rows] nor [rows, columns].
     """
 
     name: str
@@ -83,7 +83,7 @@ class ParamSpec:
         sections: the logical tensors, or parts of them, that are stacked along dimension 0.
         columns: size of dimension 1; None for a 1-D parameter.
         split: the dimension cut over TP (0 or 1), or None for a parameter that every TP rank holds.
-        init: how it starts.
+        init: initial values.
         sum_over_tp: a replicated parameter whose gradient on each TP rank covers only part of the sequence.
         tied: the embedding that first and last pipeline stage share.
         decay: whether weight decay applies.
@@ -91,14 +91,14 @@ class ParamSpec:
         whole: the shape of a parameter that has none or more than two dimensions and is not cut; `columns` is then all but
             the first of them, flattened.
 
-    Columns that are cut must divide by tp.  Rows that do not are cut into ceil(size / tp) rows each; the last rank's
-    surplus rows are padding: zero, masked in use, and part of no logical tensor.
+    Columns that are cut must be divisible by tp.  Rows are cut into ceil(size / tp) each; the surplus rows of the last rank
+    are padding: zero, masked in use, and part of no logical tensor.
     """
 
-    sections: tuple[Section, ...]
+    sections: tuple[NamedRows, ...]
     columns: int | None = None
     split: Literal[0, 1] | None = None
-    init: Init = Init()
+    init: Initializer = Initializer()
     sum_over_tp: bool = False
     tied: bool = False
     decay: bool = True
@@ -114,7 +114,7 @@ class ParamSpec:
         if self.columns is None:
             return (rows,)
         if self.split == 1 and self.columns % tp_size:
-            raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must divide by tp={tp_size}")
+            raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must be divisible by tp={tp_size}")
         return rows, self.columns // tp_size if self.split == 1 else self.columns
 
     def width(self, tp_size: int) -> int:
@@ -125,15 +125,15 @@ class ParamSpec:
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the logical tensors as a checkpoint stores them, by name."""
-        return {block.name: stored_shape(block) for block in self.blocks(0, 1)}
+        return {region.name: stored_shape(region) for region in self.regions(0, 1)}
 
-    def blocks(self, tp_rank: int, tp_size: int) -> Iterator[Block]:
-        """Where each part of one TP rank's tensor lies in the logical tensors.
+    def regions(self, tp_rank: int, tp_size: int) -> Iterator[Region]:
+        """The regions of one TP rank's tensor.
 
         Args:
-            tp_rank, tp_size: place on the tensor-parallel axis.
+            tp_rank, tp_size: index and size on the tensor-parallel axis.
 
-        Yields: blocks that cover the local tensor once, padding excepted.
+        Yields: regions that cover the local tensor once, padding excepted.
         """
         columns = None
         if self.columns is not None:
@@ -147,7 +147,7 @@ class ParamSpec:
             high = min(low + part, section.rows)
             total = section.logical_rows or section.rows
             if high > low:
-                yield Block(
+                yield Region(
                     section.name,
                     (first, first + high - low),
                     (section.offset + low, section.offset + high),
@@ -164,42 +164,42 @@ class ParamSpec:
         Args:
             out: fp32, 1-D; elements [start, start + len(out)) of the flattened local tensor.
             start: first element.
-            tp_rank, tp_size: place on the tensor-parallel axis.
+            tp_rank, tp_size: index and size on the tensor-parallel axis.
             seed: the run's seed.
         """
         out.zero_()
         width = self.width(tp_size)
-        for block in self.blocks(tp_rank, tp_size):
-            low = max(block.local_rows[0] * width, start)
-            high = min(block.local_rows[1] * width, start + out.numel())
+        for region in self.regions(tp_rank, tp_size):
+            low = max(region.local_rows[0] * width, start)
+            high = min(region.local_rows[1] * width, start + out.numel())
             for at in range(low, high, _DRAW_ELEMENTS):
                 stop = min(at + _DRAW_ELEMENTS, high)
-                self._draw_block(out[at - start : stop - start], at, width, block, seed)
+                self._draw_region(out[at - start : stop - start], at, width, region, seed)
 
-    def _draw_block(self, out: Tensor, at: int, width: int, block: Block, seed: int) -> None:
+    def _draw_region(self, out: Tensor, at: int, width: int, region: Region, seed: int) -> None:
         if self.init.kind != "normal":
             out.fill_(1.0 if self.init.kind == "ones" else 0.0)
             return
         local = torch.arange(at, at + out.numel(), dtype=torch.int64, device=out.device)
-        row = local // width - block.local_rows[0] + block.rows[0]
-        column = local % width + (block.columns[0] if block.columns else 0)
-        last = 1 if block.columns is None else block.shape[0] if block.transposed else block.shape[1]
-        index = column * last + row if block.transposed else row * last + column
-        out.copy_(normal(derive_key(seed, block.name), index) * self.init.std)
+        row = local // width - region.local_rows[0] + region.rows[0]
+        column = local % width + (region.columns[0] if region.columns else 0)
+        last = 1 if region.columns is None else region.shape[0] if region.transposed else region.shape[1]
+        index = column * last + row if region.transposed else row * last + column
+        out.copy_(normal(derive_key(seed, region.name), index) * self.init.std)
 
 
-def stored_shape(block: Block) -> tuple[int, ...]:
-    """Shape of the block's logical tensor as a checkpoint stores it."""
-    if block.whole is not None:
-        return block.whole
-    return tuple(reversed(block.shape)) if block.transposed else block.shape
+def stored_shape(region: Region) -> tuple[int, ...]:
+    """Shape of the region's logical tensor as a checkpoint stores it."""
+    if region.whole is not None:
+        return region.whole
+    return tuple(reversed(region.shape)) if region.transposed else region.shape
 
 
 def vector_spec(
-    name: str, size: int, init: Init, *, split: Literal[0] | None = None, sum_over_tp: bool = False
+    name: str, size: int, init: Initializer, *, split: Literal[0] | None = None, sum_over_tp: bool = False
 ) -> ParamSpec:
     """Spec of a norm weight or a bias: 1-D, never decayed."""
-    return ParamSpec((Section(name, size),), None, split, init, sum_over_tp, decay=False)
+    return ParamSpec((NamedRows(name, size),), None, split, init, sum_over_tp, decay=False)
 
 
 def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> ParamSpec:
@@ -211,10 +211,10 @@ def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> Para
         tied: it has a copy on another stage.
     """
     rows, columns = (shape[0] if shape else 1), (prod(shape[1:]) if len(shape) > 1 else None)
-    return ParamSpec((Section(name, rows),), columns, tied=tied, whole=None if len(shape) in (1, 2) else shape)
+    return ParamSpec((NamedRows(name, rows),), columns, tied=tied, whole=None if len(shape) in (1, 2) else shape)
 
 
-def bias_spec(weight: ParamSpec, sections: tuple[Section, ...], *, sum_over_tp: bool = False) -> ParamSpec:
+def bias_spec(weight: ParamSpec, sections: tuple[NamedRows, ...], *, sum_over_tp: bool = False) -> ParamSpec:
     """Spec of the bias that goes with a linear layer's weight: zero at the start, never decayed."""
     split: Literal[0] | None = 0 if weight.split == 0 else None
     return replace(
@@ -222,7 +222,7 @@ def bias_spec(weight: ParamSpec, sections: tuple[Section, ...], *, sum_over_tp: 
         sections=sections,
         columns=None,
         split=split,
-        init=Init("zeros"),
+        init=Initializer("zeros"),
         sum_over_tp=sum_over_tp,
         decay=False,
         transposed=False,
@@ -230,11 +230,11 @@ def bias_spec(weight: ParamSpec, sections: tuple[Section, ...], *, sum_over_tp: 
 
 
 def drawn_parameter(spec: ParamSpec, tp_rank: int = 0, tp_size: int = 1) -> nn.Parameter:
-    """A parameter with its initial values; on the meta device without any, to be drawn or loaded shard by shard.
+    """A parameter with its initial values; on the meta device without any, to be filled shard by shard.
 
     Args:
         spec: of the parameter.
-        tp_rank, tp_size: place on the tensor-parallel axis; whatever its size, the whole tensor is the same.
+        tp_rank, tp_size: index and size on the tensor-parallel axis; the whole tensor does not depend on them.
     """
     values = torch.empty(spec.local_shape(tp_size))
     if not values.is_meta:

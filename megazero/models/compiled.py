@@ -2,18 +2,18 @@
 
     call of a block      hooks (ZeRO-3 gathers the weights) -> compiled forward -> hooks (the weights are hidden)
     one code for all     block 0 compiles; a block of the same sizes finds that code by its guards
-    a linear layer       a seam: what stands between two seams is compiled, the layer itself runs as ever
+    a linear layer       not compiled; the code between two linear layers is
     the loss             its two passes over the logits are a kernel each
 
-[Note: seams]  A linear layer talks over tp and brings its weight gradient to the bucket, in fp32 and in one product, inside
-an autograd function of its own, with handles and queues that a compiler must not record.  Tracing stops before it.  What a
-compiler could do with the products themselves it leaves to the same library.
+[Note: linear layers]  A linear layer communicates over tp and adds its weight gradient to the bucket, in fp32 and in one
+product, inside an autograd function of its own, with handles and queues that a compiler must not record.  Tracing stops
+before it.  A compiler would call the same library for the products themselves.
 
-[Note: alignment]  Weights lie in a bucket one behind the other.  CUDA code that was compiled for aligned weights reads
-16 bytes at a time, and torch does not look again at the weights of the next block that runs it; so all must be aligned.
+[Note: alignment]  Weights are stored in a bucket one after the other.  CUDA code that was compiled for aligned weights reads
+16 bytes at a time, and torch does not check the weights of the next block that runs it; so all must be aligned.
 
 Sizes are constants of the code: a run has one micro-batch size, and an evaluation compiles once more for itself.  Nothing
-that differs between blocks may be a Python number (see `Dropout`), or each block would be compiled anew.
+that differs between blocks may be a Python number (see `Dropout`), or each block would be compiled again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megazero.layers.cross_entropy import LossPasses, slope_of, statistics_of
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.models.gpt import Block, GPTStage
+from megazero.models.gpt import GPTStage
 
 _ALIGNED_BYTES = 16
 
@@ -61,12 +61,13 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
         stage: its blocks' own `forward` is replaced; hooks and names of parameters stay.
         backend: of torch.compile.
     """
-    compiled: Any = torch.compile(Block.forward, dynamic=False, backend=backend)
+    kinds = {type(block) for block in stage.blocks}
+    compiled: dict[type, Any] = {kind: torch.compile(kind.forward, dynamic=False, backend=backend) for kind in kinds}
     for block in stage.blocks:
         for layer in block.modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
                 _replace_forward(layer, torch.compiler.disable(layer.forward))
-        _replace_forward(block, MethodType(compiled, block))
+        _replace_forward(block, MethodType(compiled[type(block)], block))
     if stage.head is not None:
         passes = (torch.compile(one, dynamic=False, backend=backend) for one in (statistics_of, slope_of))
         stage.head.output.passes = LossPasses(*passes)

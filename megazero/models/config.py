@@ -1,14 +1,16 @@
 """The `[model]` section of a run file."""
 
-from typing import Literal
+from typing import Annotated
 
+from megazero.models.registry import FAMILIES
+from megazero.registry import NameIn
 from megazero.settings import Count, Positive, Section, ShareBelowOne
 
 
 class ModelConfig(Section):
     """The network: its family and its sizes."""
 
-    family: Literal["llama", "gpt2"] = "llama"
+    family: Annotated[str, NameIn(FAMILIES)] = "llama"
     """Llama (RMSNorm, rotary positions, SwiGLU) or GPT-2 (LayerNorm, learned positions, GELU)."""
     hidden_size: Count = 1024
     """Width of the residual stream; a multiple of num_heads (llama: of twice num_heads)."""

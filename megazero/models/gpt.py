@@ -1,13 +1,10 @@
-"""One GPT in two families, written once for every cluster shape.
+"""The parts that every GPT here shares, written once for every cluster shape; a family (`models/llama`) puts them together.
 
 tokens -> embedding -> block 0 ... block n-1 -> final norm -> head -> loss
           [first stage]   [this stage's layers]     [last stage]
 
 block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq, batch, hidden]
         under sequence parallelism norms, residuals and dropout see [seq / tp, batch, hidden]
-
-Llama   RoPE, RMSNorm, SwiGLU, grouped-query attention, no biases (Touvron et al. 2023)
-GPT-2   learned positions, LayerNorm, GELU, biases, tied embeddings (Radford et al. 2019)
 """
 
 from __future__ import annotations
@@ -18,24 +15,21 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.attention import Attention
 from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.dropout import Dropout
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
-from megazero.layers.mlp import GELU, SwiGLU
 from megazero.layers.norm import LayerNorm, RMSNorm
-from megazero.layers.rope import RotaryEmbedding
-from megazero.layers.spec import Init, Section
+from megazero.layers.spec import Initializer, NamedRows
 from megazero.models.config import ModelConfig
-from megazero.models.hf_names import GPT2Names, LlamaNames
+from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout
 from megazero.parallel_state import Axis
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one micro-batch brings to a stage.
+    """The input of a stage for one micro-batch.
 
     Args:
         sample_ids: int64 [batch], the global index of each sample in the run; keys dropout.
@@ -57,7 +51,7 @@ class BuildContext:
         tp: the tensor-parallel axis.
         sequence_parallel: cut norms, residuals and dropout by sequence over tp.
         seed: the run's seed.
-        device: where computed tables lie.
+        device: of computed tables.
         wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
 
@@ -86,52 +80,60 @@ class BuildContext:
         return self.model.ffn_hidden_size
 
     @property
-    def init(self) -> Init:
+    def init(self) -> Initializer:
         """Initialisation of embeddings and of projections into a block."""
-        return Init("normal", self.model.init_std)
+        return Initializer("normal", self.model.init_std)
 
     @property
-    def residual_init(self) -> Init:
+    def residual_init(self) -> Initializer:
         """Initialisation of projections onto the residual stream, smaller with depth (Radford et al. 2019)."""
-        return Init("normal", self.model.init_std / sqrt(2 * self.model.num_layers))
+        return Initializer("normal", self.model.init_std / sqrt(2 * self.model.num_layers))
 
     def column(
-        self, sections: tuple[Section, ...], biases: tuple[Section, ...], transposed: bool
+        self, weight: tuple[NamedRows, ...], bias: tuple[NamedRows, ...] = (), *, transposed: bool = False
     ) -> ColumnParallelLinear:
         """A projection from the hidden size into a block."""
         return ColumnParallelLinear(
-            sections,
+            weight,
             self.model.hidden_size,
             self.tp,
-            bias_sections=biases,
+            bias_sections=bias,
             sequence_parallel=self.sequence_parallel,
             init=self.init,
             transposed=transposed,
             wgrad_queue=self.wgrad_queue,
         )
 
-    def row(self, name: str, in_features: int, bias: str | None, transposed: bool) -> RowParallelLinear:
+    def row(
+        self, weight: NamedRows, in_features: int, bias: NamedRows | None = None, *, transposed: bool = False
+    ) -> RowParallelLinear:
         """A projection from a block back onto the residual stream."""
-        hidden = self.model.hidden_size
         return RowParallelLinear(
-            Section(name, hidden),
+            weight,
             in_features,
             self.tp,
-            bias_section=Section(bias, hidden) if bias else None,
+            bias_section=bias,
             sequence_parallel=self.sequence_parallel,
             init=self.residual_init,
             transposed=transposed,
             wgrad_queue=self.wgrad_queue,
         )
 
-    def norm(self, name: str) -> nn.Module:
-        """The family's norm."""
-        kind = LayerNorm if self.model.family == "gpt2" else RMSNorm
-        partial = self.sequence_parallel and self.tp.size > 1
-        return kind(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=partial)
+    def rms_norm(self, name: str) -> RMSNorm:
+        """RMSNorm of the hidden size."""
+        return RMSNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self.cuts_sequence)
+
+    def layer_norm(self, name: str) -> LayerNorm:
+        """LayerNorm of the hidden size."""
+        return LayerNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self.cuts_sequence)
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether norms and residuals see a part of the sequence, so that gradients of their weights are partial sums."""
+        return self.sequence_parallel and self.tp.size > 1
 
     def dropout(self, site: str) -> Dropout:
-        """Dropout at one place of the model."""
+        """Dropout under the name `site`, which keys its mask."""
         part = self.tp.index if self.sequence_parallel else 0
         return Dropout(self.model.dropout, site, self.seed, self.model.seq_len, part, self.device)
 
@@ -140,19 +142,19 @@ class Block(nn.Module):
     """One transformer layer, pre-norm, with two residual branches.
 
     Args:
+        context: what every layer is built with.
         sites: canonical names of the two branches; they key dropout.
         norms: before attention and before the MLP.
         attention, mlp: the two branches.
-        context: what every layer is built with.
     """
 
     def __init__(
         self,
+        context: BuildContext,
         sites: tuple[str, str],
         norms: tuple[nn.Module, nn.Module],
-        attention: Attention,
+        attention: nn.Module,
         mlp: nn.Module,
-        context: BuildContext,
     ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norms
@@ -166,81 +168,32 @@ class Block(nn.Module):
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), sample_ids)
 
 
-def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None) -> Block:
-    """A Llama layer under its Hugging Face names."""
-    named = LlamaNames().block
-    hidden, ffn = context.model.hidden_size, context.ffn_hidden_size
-    kv_rows = context.kv_heads * context.head_size
-    rows = {"q": hidden, "k": kv_rows, "v": kv_rows}
-    qkv = tuple(Section(named(layer, f"self_attn.{key}_proj.weight"), rows[key]) for key in rows)
-    gate_up = tuple(Section(named(layer, f"mlp.{key}_proj.weight"), ffn) for key in ("gate", "up"))
-    attention = Attention(
-        context.column(qkv, (), False),
-        context.row(named(layer, "self_attn.o_proj.weight"), hidden, None, False),
-        context.model.num_heads,
-        context.kv_heads,
-        context.head_size,
-        rope,
-    )
-    mlp = SwiGLU(
-        context.column(gate_up, (), False), context.row(named(layer, "mlp.down_proj.weight"), ffn, None, False)
-    )
-    norms = tuple(context.norm(named(layer, part)) for part in ("input_layernorm", "post_attention_layernorm"))
-    sites = named(layer, "self_attn"), named(layer, "mlp")
-    return Block(sites, (norms[0], norms[1]), attention, mlp, context)
-
-
-def gpt2_block(layer: int, context: BuildContext, rope: RotaryEmbedding | None) -> Block:
-    """A GPT-2 layer under its Hugging Face names; q, k and v are blocks of one stored tensor."""
-    named = GPT2Names().block
-    hidden, ffn = context.model.hidden_size, context.ffn_hidden_size
-    weight, bias = (
-        tuple(Section(named(layer, f"attn.c_attn.{kind}"), hidden, part * hidden, 3 * hidden) for part in range(3))
-        for kind in ("weight", "bias")
-    )
-    attention = Attention(
-        context.column(weight, bias, True),
-        context.row(named(layer, "attn.c_proj.weight"), hidden, named(layer, "attn.c_proj.bias"), True),
-        context.model.num_heads,
-        context.kv_heads,
-        context.head_size,
-        rope,
-    )
-    up = context.column(
-        (Section(named(layer, "mlp.c_fc.weight"), ffn),), (Section(named(layer, "mlp.c_fc.bias"), ffn),), True
-    )
-    mlp = GELU(up, context.row(named(layer, "mlp.c_proj.weight"), ffn, named(layer, "mlp.c_proj.bias"), True))
-    norms = context.norm(named(layer, "ln_1")), context.norm(named(layer, "ln_2"))
-    return Block((named(layer, "attn"), named(layer, "mlp")), norms, attention, mlp, context)
-
-
 class Embedding(nn.Module):
-    """Tokens to hidden states: the first unit of the first stage.  Arguments: see `BuildContext`."""
+    """Tokens to hidden states: the first unit of the first stage.
 
-    def __init__(self, context: BuildContext) -> None:
+    Args:
+        context: what every layer is built with.
+        name: canonical name of the weight.
+        positions: canonical name of the learned positions; None for a model without.
+    """
+
+    def __init__(self, context: BuildContext, name: str, positions: str | None = None) -> None:
         super().__init__()
-        model, names = context.model, GPT2Names() if context.model.family == "gpt2" else LlamaNames()
+        model, cut = context.model, context.sequence_parallel
         self.tokens = VocabParallelEmbedding(
-            names.embedding,
+            name,
             model.vocab_size,
             model.hidden_size,
             context.tp,
-            sequence_parallel=context.sequence_parallel,
+            sequence_parallel=cut,
             tied=bool(model.tie_embeddings),
             init=context.init,
         )
-        self.positions = (
-            PositionEmbedding(
-                names.positions,
-                model.seq_len,
-                model.hidden_size,
-                context.tp,
-                sequence_parallel=context.sequence_parallel,
-                init=context.init,
+        self.positions: nn.Module = nn.Identity()
+        if positions is not None:
+            self.positions = PositionEmbedding(
+                positions, model.seq_len, model.hidden_size, context.tp, sequence_parallel=cut, init=context.init
             )
-            if isinstance(names, GPT2Names)
-            else nn.Identity()
-        )
         self.dropout = context.dropout("embedding")
 
     def forward(self, tokens: Tensor, sample_ids: Tensor) -> Tensor:
@@ -252,16 +205,18 @@ class Head(nn.Module):
     """Final norm, logits and loss: the last unit of the last stage.
 
     Args:
-        context: see `BuildContext`.
+        context: what every layer is built with.
+        norm: the final norm.
+        name: canonical name of the weight; the embedding's where embeddings are tied.
         tied_weight: the embedding's parameter when this stage holds it and embeddings are tied.
     """
 
-    def __init__(self, context: BuildContext, tied_weight: nn.Parameter | None) -> None:
+    def __init__(self, context: BuildContext, norm: nn.Module, name: str, tied_weight: nn.Parameter | None) -> None:
         super().__init__()
-        model, names = context.model, GPT2Names() if context.model.family == "gpt2" else LlamaNames()
-        self.norm = context.norm(names.final_norm)
+        model = context.model
+        self.norm = norm
         self.output = VocabParallelHead(
-            names.embedding if model.tie_embeddings or isinstance(names, GPT2Names) else names.head,
+            name,
             model.vocab_size,
             model.hidden_size,
             context.tp,
@@ -269,7 +224,7 @@ class Head(nn.Module):
             tied=bool(model.tie_embeddings),
             init=context.init,
             weight=tied_weight,
-            gradients=context.wgrad_queue,
+            wgrad_queue=context.wgrad_queue,
         )
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
@@ -287,15 +242,11 @@ class GPTStage(nn.Module):
 
     def __init__(self, context: BuildContext, layout: StageLayout) -> None:
         super().__init__()
-        model = context.model
-        rope = None
-        if model.family == "llama":
-            rope = RotaryEmbedding(context.head_size, model.seq_len, model.rope_theta, context.device)
-        block = gpt2_block if model.family == "gpt2" else llama_block
-        self.embedding = Embedding(context) if layout.has_embedding else None
-        self.blocks = nn.ModuleList(block(layer, context, rope) for layer in layout.layers)
-        shared = self.embedding.tokens.weight if self.embedding is not None and model.tie_embeddings else None
-        self.head = Head(context, shared) if layout.has_head else None
+        family = FAMILIES[context.model.family]
+        self.embedding = family.embedding(context) if layout.has_embedding else None
+        self.blocks = nn.ModuleList(family.blocks(context, layout.layers))
+        shared = self.embedding.tokens.weight if self.embedding is not None and context.model.tie_embeddings else None
+        self.head = family.head(context, shared) if layout.has_head else None
 
     def units(self) -> list[nn.Module]:
         """The modules that ZeRO-3 gathers one at a time, in forward order."""

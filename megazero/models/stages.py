@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class StageLayout:
 
 
 def cut_evenly(num_layers: int, stages: int) -> tuple[StageLayout, ...]:
-    """Cut layers into stages that differ by at most one layer; the earlier stages take the surplus.
+    """Cut layers into stages that differ by at most one layer; the surplus goes to the earlier stages.
 
     Args:
         num_layers: transformer layers of the model.
@@ -34,9 +35,7 @@ def cut_evenly(num_layers: int, stages: int) -> tuple[StageLayout, ...]:
     Raises:
         ValueError: more stages than layers.
     """
-    _check(num_layers, stages)
-    short, surplus = divmod(num_layers, stages)
-    return cut_by_counts([short + (stage < surplus) for stage in range(stages)])
+    return cut_by_cost(num_layers, stages, 0.0)
 
 
 def cut_by_cost(
@@ -53,7 +52,8 @@ def cut_by_cost(
     Raises:
         ValueError: more stages than layers.
     """
-    _check(num_layers, stages)
+    if not 1 <= stages <= num_layers:
+        raise ValueError(f"{stages} pipeline stages must be at least 1 and at most num_layers={num_layers}")
     counts, costs = [1] * stages, [1.0] * stages
     costs[0] += embedding_layers
     costs[-1] += head_layers
@@ -79,13 +79,10 @@ def head_cost_in_layers(model: ModelConfig) -> float:
     Args:
         model: a resolved model section.
 
-    A layer has its matrices and, per token, on average seq / 2 positions to attend to, in scores and in values.
+    A layer multiplies by its matrices and, per token, attends to seq / 2 positions on average, in scores and in values.
     """
-    hidden, head_size = model.hidden_size, model.hidden_size // model.num_heads
-    kv = (model.num_kv_heads or model.num_heads) * head_size
-    matrices = (2 if model.family == "gpt2" else 3) * hidden * (model.ffn_hidden_size or 4 * hidden)
-    layer = 2 * hidden * hidden + 2 * hidden * kv + matrices + hidden * model.seq_len
-    return model.vocab_size * hidden / layer
+    layer = FAMILIES[model.family].layer_weights(model) + model.hidden_size * model.seq_len
+    return model.vocab_size * model.hidden_size / layer
 
 
 def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], stages: int) -> tuple[StageLayout, ...]:
@@ -110,11 +107,6 @@ def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], sta
             f"the model has num_layers={model.num_layers} and the schedule {stages} stages"
         )
     return cut_by_counts(counts)
-
-
-def _check(num_layers: int, stages: int) -> None:
-    if not 1 <= stages <= num_layers:
-        raise ValueError(f"{stages} pipeline stages must be at least 1 and at most num_layers={num_layers}")
 
 
 def layer_counts(layout: str | tuple[tuple[int | str, ...], ...]) -> list[int]:

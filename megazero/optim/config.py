@@ -1,35 +1,50 @@
 """The `[optimizer]` and `[lr_schedule]` sections of a run file."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic_core import PydanticCustomError
 
-from megazero.settings import CountOrZero, Positive, PositiveOrZero, Section, Share, ShareBelowOne
+from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS
+from megazero.registry import NameIn
+from megazero.settings import CountOrZero, Positive, PositiveOrZero, Section, Share, ShareBelowOne, Spelling
+
+
+def _pairs(table: object) -> tuple[tuple[str, object], ...]:
+    """The keys and values of a table, hashable as all of a configuration is."""
+    if not isinstance(table, dict | tuple):
+        raise PydanticCustomError("table", "be a table")
+    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in dict(table).items())
+
+
+Options = Annotated[tuple[tuple[str, object], ...], BeforeValidator(_pairs), PlainSerializer(dict), Spelling("table")]
 
 
 class OptimizerConfig(Section):
     """How gradients change weights."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "adagrad"] = "adamw"
+    name: Annotated[str, NameIn(OPTIMIZERS)] = "adamw"
     """AdamW: Adam with decoupled weight decay; adam adds the decay to the gradient, as sgd and adagrad do."""
     lr: Positive = 3e-4
     """Peak learning rate."""
     betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Field(strict=False)] = (0.9, 0.95)
     """Decay of the running means of the gradient and of its square (adamw, adam, lion)."""
     momentum: ShareBelowOne = 0.0
-    """Share of the last update that is kept (sgd)."""
+    """Share of the last update that is added to the next (sgd)."""
     eps: Positive = 1e-8
     """Added to the denominator of the update (adamw, adam, adagrad)."""
     weight_decay: PositiveOrZero = 0.1
     """Weight decay; on matrices only, not on norms and biases."""
     grad_clip: PositiveOrZero = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    options: Options = ()
+    """Further keyword arguments of an optimizer that a script has registered."""
 
 
 class LrScheduleConfig(Section):
     """Learning rate over the steps."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    name: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
     """Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end."""
     warmup_steps: CountOrZero = 0
     """Steps of linear rise to the peak."""

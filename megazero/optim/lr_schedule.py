@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import cos, pi
 
 from megazero.optim.config import LrScheduleConfig
+from megazero.optim.registry import LR_SCHEDULES
 
 
 def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
@@ -23,17 +24,33 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> f
     counts.  Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (wsd: warm-up, stable, decay).
     """
     warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
+    return min(warmup, LR_SCHEDULES[schedule.name](step, steps, schedule))
+
+
+def constant(step: int, steps: int, schedule: LrScheduleConfig) -> float:
+    """1."""
+    return 1.0
+
+
+def linear(step: int, steps: int, schedule: LrScheduleConfig) -> float:
+    """Down to the floor in a line."""
+    return 1.0 - (1.0 - schedule.min_lr_ratio) * _done(step, steps, schedule)
+
+
+def cosine(step: int, steps: int, schedule: LrScheduleConfig) -> float:
+    """Down to the floor in half a cosine."""
     floor = schedule.min_lr_ratio
+    return floor + (1.0 - floor) * 0.5 * (1.0 + cos(pi * _done(step, steps, schedule)))
+
+
+def wsd(step: int, steps: int, schedule: LrScheduleConfig) -> float:
+    """Down to the floor in a line over the last share of the steps."""
+    start = (steps - 1) * (1.0 - schedule.decay_fraction)
+    falling = max(0.0, step - start) / max(1e-9, steps - 1 - start)
+    return 1.0 - (1.0 - schedule.min_lr_ratio) * min(1.0, falling)
+
+
+def _done(step: int, steps: int, schedule: LrScheduleConfig) -> float:
+    """Share of the steps after the warm-up that are done."""
     last = max(1, steps - 1 - schedule.warmup_steps)
-    done = min(1.0, max(0.0, (step - schedule.warmup_steps) / last))
-    if schedule.name == "constant":
-        decay = 1.0
-    elif schedule.name == "linear":
-        decay = 1.0 - (1.0 - floor) * done
-    elif schedule.name == "cosine":
-        decay = floor + (1.0 - floor) * 0.5 * (1.0 + cos(pi * done))
-    else:
-        start = (steps - 1) * (1.0 - schedule.decay_fraction)
-        falling = max(0.0, step - start) / max(1e-9, steps - 1 - start)
-        decay = 1.0 - (1.0 - floor) * min(1.0, falling)
-    return min(warmup, decay)
+    return min(1.0, max(0.0, (step - schedule.warmup_steps) / last))

@@ -5,19 +5,22 @@
                                               and numbers of the whole group: where the borders fall changes nothing
 
 An optimizer that looks at a matrix, or at the norm of a parameter, would compute something else on a shard, without any
-error; `check_elementwise` refuses those by name.
+error; `check_elementwise` refuses those by name.  `OPTIMIZERS` holds those that a run file may name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from inspect import Parameter, isclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megazero.optim.config import OptimizerConfig
 from megazero.optim.keywords import check_keywords, keywords_of, unknown_name
+from megazero.optim.registry import OPTIMIZERS
 
 
 class Lion(torch.optim.Optimizer):
@@ -53,7 +56,7 @@ class Lion(torch.optim.Optimizer):
         """Step every parameter that has a gradient.
 
         Args:
-            closure: computes the loss anew, with gradients.
+            closure: computes the loss again, with gradients.
         """
         loss = None
         if closure is not None:
@@ -69,6 +72,46 @@ class Lion(torch.optim.Optimizer):
                 for weight, gradient, momentum in _blocks(param, param.grad, state["exp_avg"]):
                     _lion(weight, gradient, momentum, float(group["lr"]), group["betas"], group["weight_decay"])
         return loss
+
+
+@dataclass(frozen=True)
+class ElementwiseOptimizer:
+    """An optimizer for `OPTIMIZERS`, and how it is made from the section [optimizer].
+
+    Args:
+        cls: made as `cls(groups, lr=..., **keywords)`; a group says its own weight_decay.
+        elementwise: True says that the update of an element reads only that element's weight, gradient and state, so that it
+            may run on shards.  Nothing checks it.
+        keys: of the section, besides lr and weight_decay, that are keywords of the class under the same names.
+        keywords: further ones, always the same.
+
+    Raises:
+        ValueError: elementwise is not True.
+    """
+
+    cls: type[torch.optim.Optimizer]
+    _: KW_ONLY
+    elementwise: bool
+    keys: tuple[str, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.elementwise is not True:
+            raise ValueError(
+                f"{self.cls.__name__} must act element by element to run on shards; if it does, say elementwise=True"
+            )
+
+    def settings(self, section: OptimizerConfig) -> dict[str, Any]:
+        """Keywords of the class, for all groups."""
+        of_section = {key: getattr(section, key) for key in ("lr", *self.keys)}
+        return of_section | dict(self.keywords) | dict(section.options)
+
+
+ADAMW = ElementwiseOptimizer(torch.optim.AdamW, elementwise=True, keys=("betas", "eps"))
+ADAM = ElementwiseOptimizer(torch.optim.Adam, elementwise=True, keys=("betas", "eps"), keywords={"adam_w_mode": False})
+SGD = ElementwiseOptimizer(torch.optim.SGD, elementwise=True, keys=("momentum",))
+LION = ElementwiseOptimizer(Lion, elementwise=True, keys=("betas",))
+ADAGRAD = ElementwiseOptimizer(torch.optim.Adagrad, elementwise=True, keys=("eps",))
 
 
 def _lion(
@@ -133,7 +176,7 @@ _NOT_ELEMENTWISE = {
     **dict.fromkeys(("lamb", "fusedlamb", "lars", "fusedlars", "nvlamb", "novograd", "fusednovograd"), _NORM),
     **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), _REPLICAS),
     **dict.fromkeys(("adam8bit", "adamw8bit", "lion8bit", "adagrad8bit", "rmsprop8bit", "sgd8bit"), _BLOCKS),
-    "lbfgs": "mixes all elements and needs a closure that computes the loss anew",
+    "lbfgs": "mixes all elements and needs a closure that computes the loss again",
     "adahessian": "needs second derivatives, which shards do not have",
     "sparseadam": "needs sparse gradients; shards have dense ones",
 }
@@ -144,7 +187,7 @@ def make_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any
 
     Args:
         type: Adam, AdamW, Lion, Adagrad, SGD or DeepSpeed's class names of them (FusedAdam, DeepSpeedCPUAdam,
-            FusedLion, ...), in any case; or the name of a class in torch.optim.
+            FusedLion, ...), in any case; a name that a script has added to `OPTIMIZERS`; or that of a class in torch.optim.
         params: its parameters, as DeepSpeed or torch documents them.
         groups: parameter groups; these dicts become the optimizer's `param_groups`.
 
@@ -188,7 +231,8 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
     for base in cls.__mro__:
         if reason := _NOT_ELEMENTWISE.get(base.__name__.lower()):
             raise ValueError(f"{cls.__name__} {reason}. Use ZeRO stage 0, or an optimizer such as AdamW or Lion")
-    if cls not in _ELEMENTWISE and not allow_untested:
+    known = {*_ELEMENTWISE, *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
+    if cls not in known and not allow_untested:
         raise ValueError(
             f"{cls.__module__}.{cls.__name__} is not known to act element by element, as shards need it to; if it does, "
             f"set zero_allow_untested_optimizer"
@@ -231,6 +275,8 @@ def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         for key, item in vars(torch.optim).items()
         if isclass(item) and issubclass(item, torch.optim.Optimizer) and item is not torch.optim.Optimizer
     }
+    if name in OPTIMIZERS and not OPTIMIZERS.is_built_in(name):
+        return OPTIMIZERS[name].cls, {}
     if name.lower() in _DEEPSPEED:
         return _DEEPSPEED[name.lower()]
     if name in of_torch:

@@ -3,8 +3,8 @@
     rank 0   F0 F1 F2 F3 B0 B1 B2 B3        F3 = forward of micro-batch 3, B3 = its backward
     rank 1      F0 F1 F2 F3 B0 B1 B2 B3     F3.1 = on the rank's second model chunk
 
-    rank 0   F0 F1 B0 W0 B1 W1              a schedule with W splits the backward: B gives the gradient of the input,
-                                            W later that of the weights
+    rank 0   F0 F1 B0 W0 B1 W1              a schedule with W splits the backward: B computes the gradient of the input,
+                                            W that of the weights
 
 Virtual stages are numbered along the model; `placement` says which (rank, chunk) runs each.
 """
@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cached_property
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does."""
 
     FORWARD = "F"
@@ -30,7 +30,7 @@ class Kind(StrEnum):
 class Action:
     """A forward, a backward or a weight gradient of one micro-batch on one model chunk."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int = 0
 
@@ -39,7 +39,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class MessageAction:
     """One side of a message: the result of `carries`, from one pipeline rank to another.
 
     Args:
@@ -49,17 +49,17 @@ class Transfer:
         peer: the other pipeline rank.
     """
 
-    kind: Kind
+    kind: ActionKind
     carries: Action
     lands: Action
     peer: int
 
     def goes_down(self, rank: int) -> bool:
         """Whether the message travels from a lower to a higher rank; `rank` is the side that this is."""
-        return (rank < self.peer) == (self.kind is Kind.SEND)
+        return (rank < self.peer) == (self.kind is ActionKind.SEND)
 
     def __str__(self) -> str:
-        return f"{self.kind.value}({self.carries}{'->' if self.kind is Kind.SEND else '<-'}{self.peer})"
+        return f"{self.kind.value}({self.carries}{'->' if self.kind is ActionKind.SEND else '<-'}{self.peer})"
 
 
 Placement = tuple[tuple[int, int], ...]
@@ -97,7 +97,7 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether backwards give the input's gradient only and weight gradients are actions of their own."""
-        return any(action.kind is Kind.WEIGHT for actions in self.ranks for action in actions)
+        return any(action.kind is ActionKind.WEIGHT for actions in self.ranks for action in actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
         """The virtual stage that a rank's chunk is."""
@@ -109,25 +109,25 @@ class Schedule:
         A forward needs the forward of the stage before; a backward the backward of the stage after, or on the last stage its
         own forward; a weight gradient its own backward.
         """
-        if action.kind is Kind.WEIGHT:
-            return rank, Action(Kind.BACKWARD, action.microbatch, action.chunk)
+        if action.kind is ActionKind.WEIGHT:
+            return rank, Action(ActionKind.BACKWARD, action.microbatch, action.chunk)
         stage = self.stage_of(rank, action.chunk)
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             if stage == 0:
                 return None
             before, chunk = self.placement[stage - 1]
-            return before, Action(Kind.FORWARD, action.microbatch, chunk)
+            return before, Action(ActionKind.FORWARD, action.microbatch, chunk)
         if stage == len(self.placement) - 1:
-            return rank, Action(Kind.FORWARD, action.microbatch, action.chunk)
+            return rank, Action(ActionKind.FORWARD, action.microbatch, action.chunk)
         after, chunk = self.placement[stage + 1]
-        return after, Action(Kind.BACKWARD, action.microbatch, chunk)
+        return after, Action(ActionKind.BACKWARD, action.microbatch, chunk)
 
     def target(self, rank: int, action: Action) -> tuple[int, Action] | None:
-        """The (rank, action) that uses the result of `action` through a message or hand-over, or None."""
-        if action.kind is Kind.WEIGHT:
+        """The (rank, action) that uses the result of `action` through a message or on the same rank, or None."""
+        if action.kind is ActionKind.WEIGHT:
             return None
         stage = self.stage_of(rank, action.chunk)
-        step = 1 if action.kind is Kind.FORWARD else -1
+        step = 1 if action.kind is ActionKind.FORWARD else -1
         if not 0 <= stage + step < len(self.placement):
             return None
         other, chunk = self.placement[stage + step]
@@ -135,7 +135,7 @@ class Schedule:
 
 
 def loop(pp: int, chunks: int = 1) -> Placement:
-    """Stages go round the ranks, once per chunk (Narayanan et al. 2021, section 2.2)."""
+    """Stages are dealt to the ranks in order, once per chunk (Narayanan et al. 2021, section 2.2)."""
     return tuple((rank, chunk) for chunk in range(chunks) for rank in range(pp))
 
 

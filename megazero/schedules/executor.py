@@ -1,8 +1,7 @@
 """The one executor: walks a proved program on one pipeline rank.
 
-It knows a stage only by `forward`, `backward` and `backward_weight`.  Receives are posted where the program says, ahead of
-their use; sends are left behind, and their tensors go when they are done, or as soon as a later message shows that the peer
-has used them.
+It knows a stage only by `forward`, `backward` and `backward_weight`.  Receives are posted ahead of their use.  Sends are not
+waited for: their tensors are kept until the send is done, or until a message from the peer shows that it has used them.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange
 from megazero.parallel_state import Axis
-from megazero.schedules.action import Action, Kind, Schedule, Transfer
-from megazero.schedules.simulate import Program, program
+from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
+from megazero.schedules.proof import Program, program
 
 Message: TypeAlias = tuple[Tensor, ...]
 """What passes between stages: the tensors of an activation, or a gradient for each of them that is floating-point."""
@@ -31,14 +30,14 @@ class Stage(Protocol):
     def backward(self, chunk: int, microbatch: int, grad: Message | None) -> Message | None:
         """Run a chunk's backward; grad is None on the last virtual stage.  Returns what the previous stage needs.
 
-        In a schedule that splits the backward it leaves the weight gradients for later.
+        In a schedule that splits the backward it leaves the weight gradients to `backward_weight`.
         """
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """Compute the weight gradients that `backward` left."""
 
     def expect(self, chunk: int, is_forward: bool) -> None:
-        """Hear, before a forward or backward runs, which one will be next."""
+        """Called before a forward or backward runs, with the one that follows it."""
 
 
 class Executor:
@@ -64,25 +63,25 @@ class Executor:
     ) -> None:
         self.schedule, self._rank, self._axes, self._new_message = schedule, down.index, (up, down), new_message
         self._watch = watch
-        passes = [a for a in schedule.ranks[down.index] if a.kind is not Kind.WEIGHT]
+        passes = [a for a in schedule.ranks[down.index] if a.kind is not ActionKind.WEIGHT]
         self._next = dict(pairwise(passes))
         placed = program(schedule)
         self._received = _what_messages_confirm(placed, down.index)
-        # Neighbouring transfers of a direction are posted as one batch.
-        self._steps: list[Action | tuple[bool, list[Transfer]]] = []
-        for is_transfer, members in groupby(placed[down.index], key=lambda step: isinstance(step, Transfer)):
+        # Neighbouring batch of a direction are posted as one batch.
+        self._steps: list[Action | tuple[bool, list[MessageAction]]] = []
+        for is_message, members in groupby(placed[down.index], key=lambda step: isinstance(step, MessageAction)):
             steps = list(members)
-            if not is_transfer:
+            if not is_message:
                 self._steps += [step for step in steps if isinstance(step, Action)]
                 continue
             for goes_down in (True, False):
-                batch = [s for s in steps if isinstance(s, Transfer) and s.goes_down(down.index) == goes_down]
+                batch = [s for s in steps if isinstance(s, MessageAction) and s.goes_down(down.index) == goes_down]
                 if batch:
                     self._steps.append((goes_down, batch))
 
     def run(self, stage: Stage) -> None:
         """Run one step's actions.  Raises: LostPeerError."""
-        messages = _Messages()
+        messages = _InFlight()
         for step in self._steps:
             if isinstance(step, Action):
                 self._compute(step, stage, messages)
@@ -91,7 +90,7 @@ class Executor:
         for pendings, _ in messages.sending.values():
             _wait(pendings)
 
-    def _compute(self, action: Action, stage: Stage, messages: _Messages) -> None:
+    def _compute(self, action: Action, stage: Stage, messages: _InFlight) -> None:
         given = messages.take(action)
         for sent in self._received.get(action, ()):
             _wait(messages.sending.pop(sent)[0])
@@ -99,10 +98,10 @@ class Executor:
         result = None
         following = self._next.get(action)
         if following is not None:
-            stage.expect(following.chunk, following.kind is Kind.FORWARD)
-        if action.kind is Kind.FORWARD:
+            stage.expect(following.chunk, following.kind is ActionKind.FORWARD)
+        if action.kind is ActionKind.FORWARD:
             result = stage.forward(action.chunk, action.microbatch, given)
-        elif action.kind is Kind.BACKWARD:
+        elif action.kind is ActionKind.BACKWARD:
             result = stage.backward(action.chunk, action.microbatch, given)
         else:
             stage.backward_weight(action.chunk, action.microbatch)
@@ -112,22 +111,22 @@ class Executor:
             rank, use = target
             messages.results[use if rank == self._rank else action] = tuple(tensor.detach() for tensor in result)
 
-    def _post(self, goes_down: bool, transfers: list[Transfer], messages: _Messages) -> None:
+    def _post(self, goes_down: bool, batch: list[MessageAction], messages: _InFlight) -> None:
         axis = self._axes[goes_down]
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
         going: list[tuple[Action, Message]] = []
         coming: list[tuple[Action, Message]] = []
-        for transfer in transfers:
-            peer = axis.ranks[transfer.peer]
-            if transfer.kind is Kind.SEND:
-                message = tuple(tensor.contiguous() for tensor in messages.results.pop(transfer.carries))
+        for side in batch:
+            peer = axis.ranks[side.peer]
+            if side.kind is ActionKind.SEND:
+                message = tuple(tensor.contiguous() for tensor in messages.results.pop(side.carries))
                 sends += [(tensor, peer) for tensor in message]
-                going.append((transfer.carries, message))
+                going.append((side.carries, message))
             else:
-                message = self._new_message(transfer.lands)
+                message = self._new_message(side.lands)
                 receives += [(tensor, peer) for tensor in message]
-                coming.append((transfer.lands, message))
+                coming.append((side.lands, message))
         pendings = iter(exchange(sends, receives, axis))
         for action, message in going:
             sent = [next(pendings) for _ in message]
@@ -137,30 +136,32 @@ class Executor:
 
 
 def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
-    """By the action that uses a message from a peer: the sends that the peer had used up when it sent that message.
+    """By the action that uses a message from a peer: the sends that the peer had used when it sent that message.
 
-    Their tensors can go then, at no wait.  Not every backend can tell by itself that a send is done.
+    Their tensors can be freed then, without a wait.  Not every backend can say by itself that a send is done.
     """
     confirmed: dict[Action, list[Action]] = {}
     for peer, steps in enumerate(placed):
         if peer == rank:
             continue
         coming = {
-            t.lands: t.carries for t in steps if isinstance(t, Transfer) and t.kind is Kind.RECV and t.peer == rank
+            t.lands: t.carries
+            for t in steps
+            if isinstance(t, MessageAction) and t.kind is ActionKind.RECV and t.peer == rank
         }
         used: list[Action] = []
         for step in steps:
             if isinstance(step, Action):
                 if step in coming:
                     used.append(coming[step])
-            elif step.kind is Kind.SEND and step.peer == rank and used:
+            elif step.kind is ActionKind.SEND and step.peer == rank and used:
                 confirmed[step.lands] = used
                 used = []
     return confirmed
 
 
-class _Messages:
-    """What is on its way in one step: results by the action that uses or carries them, receives, and sends."""
+class _InFlight:
+    """Messages of one step: results by the action that uses or carries them, receives, and sends."""
 
     def __init__(self) -> None:
         self.results: dict[Action, Message] = {}

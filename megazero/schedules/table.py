@@ -1,10 +1,10 @@
 """A user's own schedule as a table: comma-separated values, one line per pipeline rank, in the order in which it computes.
 
     F0,F1,B0,W0,B1,W1        F0 = forward of micro-batch 0, B0 = its backward, W0 = its weight gradient
-    ,F0,B0,W0,F1,B1,W1       F0.1 = on the rank's second model chunk; empty cells and lines say nothing
+    ,F0,B0,W0,F1,B1,W1       F0.1 = on the rank's second model chunk; empty cells and lines are skipped
 
-Ranks, micro-batches and chunks are counted from what is there.  A file with forwards alone is one for evaluation.  What is
-read here is not proved yet: `program` does that, as for every schedule.
+Ranks, micro-batches and chunks are counted from the cells.  A file with forwards alone is for evaluation.  A schedule that
+was read is not proved yet: `program` does that, as for every schedule.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from megazero.schedules.action import Action, Kind, Placement, Schedule, loop, v_shape
+from megazero.schedules.action import Action, ActionKind, Placement, Schedule, loop, v_shape
 
 _CELL = re.compile(r"([FBW])([0-9]{1,7})(?:\.([0-9]{1,3}))?")
 _EXPECTED = "expected F, B or W with a micro-batch, as F0, and after a dot the chunk where it is not 0, as F0.1"
@@ -26,11 +26,11 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
 
     Args:
         path: a file of comma-separated values.
-        placement: where the stages run: "loop" goes round the ranks once per chunk, "v" down the ranks and back up.
+        placement: of the stages: "loop" deals them to the ranks once per chunk, "v" goes down the ranks and back up.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no such table; the message names line and cell.
+        ValueError: it is not such a table; the message names line and cell.
     """
     if placement not in _PLACEMENTS:
         raise ValueError(f"placement={placement} must be {' or '.join(_PLACEMENTS)}")
@@ -47,12 +47,12 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
         microbatches=microbatches,
         placement=_PLACEMENTS[placement](len(rows), chunks),
         ranks=tuple(tuple(action for _, action in row) for _, row in rows),
-        has_backward=any(action.kind is not Kind.FORWARD for _, _, action in cells),
+        has_backward=any(action.kind is not ActionKind.FORWARD for _, _, action in cells),
     )
 
 
 def _read_cells(path: Path) -> list[tuple[int, list[tuple[int, Action]]]]:
-    """Lines that say something, as (line number, [(cell number, action)]), both from 1."""
+    """Lines with actions, as (line number, [(cell number, action)]), both from 1."""
     rows = []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -77,16 +77,16 @@ def _action(path: Path, line: int, cell: int, text: str) -> Action:
     if found is None:
         raise ValueError(f"{path}, line {line}, cell {cell}: got {text[:40]!r}; {_EXPECTED}")
     kind, microbatch, chunk = found.groups()
-    return Action(Kind(kind), int(microbatch), int(chunk or 0))
+    return Action(ActionKind(kind), int(microbatch), int(chunk or 0))
 
 
 def _count(path: Path, what: str, cells: Iterable[tuple[int, int, Action, int]]) -> int:
     """How many micro-batches or chunks (line, cell, action, its index) there are; every index below the highest is used."""
-    places = {index: (line, cell, action) for line, cell, action, index in cells}
-    highest = max(places)
-    if len(places) <= highest:
-        line, cell, action = places[highest]
-        missing = next(index for index in range(highest) if index not in places)
+    found = {index: (line, cell, action) for line, cell, action, index in cells}
+    highest = max(found)
+    if len(found) <= highest:
+        line, cell, action = found[highest]
+        missing = next(index for index in range(highest) if index not in found)
         raise ValueError(
             f"{path}, line {line}, cell {cell}: got {action}, but {what} {missing} is nowhere; "
             f"expected numbers from 0 on without a gap"
@@ -98,7 +98,7 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
     """Write a table that `read_schedule` reads; it holds neither the name nor the placement.
 
     Raises:
-        ValueError: stages are placed as neither of `read_schedule`'s placements says.
+        ValueError: the placement of stages is neither of `read_schedule`'s.
     """
     pp, chunks = schedule.pp, schedule.chunks
     if schedule.placement != loop(pp, chunks) and schedule.placement != v_shape(pp):
@@ -107,7 +107,7 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside `path`, then rename into place: never half a file under its name."""
+    """Write a temporary file, then rename it to `path`, so that a reader never sees half a file."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text, encoding="utf-8", newline="\n")

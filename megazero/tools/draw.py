@@ -19,16 +19,20 @@ from math import ceil
 from textwrap import wrap
 from typing import Any, TypeAlias
 
-from megazero.schedules.action import Action, Kind, Schedule
-from megazero.schedules.generators import FAMILIES
-from megazero.schedules.simulate import Costs, ScheduleError, Timeline, peak_activations, simulate
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, simulate
+from megazero.schedules.registry import SCHEDULES
 from megazero.tools.svg import ticks
 
 Span: TypeAlias = tuple[float, float, Action]  # start, end, what ran
 
 MIN_WIDTH = 40
-_FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.WEIGHT: "~"}
-_SHADES = {Kind.FORWARD: (153, 74, 25), Kind.BACKWARD: (157, 71, 28), Kind.WEIGHT: (223, 179, 130)}  # of 256 colours
+_FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "~"}
+_SHADES = {
+    ActionKind.FORWARD: (153, 74, 25),
+    ActionKind.BACKWARD: (157, 71, 28),
+    ActionKind.WEIGHT: (223, 179, 130),
+}  # of 256 colours
 
 
 # ---- what all pictures say
@@ -54,12 +58,12 @@ def title(timeline: Timeline) -> str:
     )
 
 
-def kinds_of(schedule: Schedule) -> dict[Kind, str]:
+def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
     """The kinds of action in a schedule, with their meaning."""
-    kinds = {Kind.FORWARD: "forward"}
+    kinds = {ActionKind.FORWARD: "forward"}
     if schedule.splits_backward:
-        return kinds | {Kind.BACKWARD: "gradient of the input", Kind.WEIGHT: "gradient of the weights"}
-    return kinds | ({Kind.BACKWARD: "backward"} if schedule.has_backward else {})
+        return kinds | {ActionKind.BACKWARD: "gradient of the input", ActionKind.WEIGHT: "gradient of the weights"}
+    return kinds | ({ActionKind.BACKWARD: "backward"} if schedule.has_backward else {})
 
 
 def spans_of_ranks(timeline: Timeline) -> list[list[Span]]:
@@ -154,7 +158,7 @@ def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: 
     chunks = schedule.chunks
     entries = [(cell(Action(kind, 0), 3, chunks), meaning) for kind, meaning in kinds_of(schedule).items()]
     if chunks > 1:
-        entries.append((cell(Action(Kind.FORWARD, 0, 1), 3, 2), "chunk 1" if chunks == 2 else "chunks from 1 on"))
+        entries.append((cell(Action(ActionKind.FORWARD, 0, 1), 3, 2), "chunk 1" if chunks == 2 else "chunks from 1 on"))
     entries.append(("...", "idle"))
     lines, used = [""], 0
     for shown, meaning in entries:
@@ -245,10 +249,11 @@ def compare_table(
         own: further schedules.
     """
     rows = []
-    for name, family in FAMILIES.items():
-        chunks = family.chunks or virtual_stages
+    for name in SCHEDULES:
+        kind = SCHEDULES[name]
+        chunks = kind.chunks or virtual_stages
         try:
-            rows.append(_compared(family.generate(pp, microbatches, chunks), costs))
+            rows.append(_compared(kind.build(pp, microbatches, chunks), costs))
         except ValueError as error:
             rows.append(Compared(name, chunks, None, str(error)))
     return (*rows, *(_compared(schedule, costs) for schedule in own))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from statistics import median
 
-from megazero.schedules.action import Action, Kind, Schedule
-from megazero.schedules.simulate import Timeline
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.proof import Timeline
 from megazero.tools.draw import kinds_of, number, spans_of_ranks, title
 from megazero.tools.svg import MARGIN, document, text, ticks
 
-_FILL_RGB = {Kind.FORWARD: 0xCFE3F8, Kind.BACKWARD: 0xD5EDD3, Kind.WEIGHT: 0xFBE3C0}
-_EDGE_RGB = {Kind.FORWARD: 0x5B92C9, Kind.BACKWARD: 0x5F9E5A, Kind.WEIGHT: 0xC98F35}
+_FILL_RGB = {ActionKind.FORWARD: 0xCFE3F8, ActionKind.BACKWARD: 0xD5EDD3, ActionKind.WEIGHT: 0xFBE3C0}
+_EDGE_RGB = {ActionKind.FORWARD: 0x5B92C9, ActionKind.BACKWARD: 0x5F9E5A, ActionKind.WEIGHT: 0xC98F35}
 _LABELS, _TOP, _ROW, _GAP, _DIGIT = 54, 50, 24, 5, 7  # pixels
 
 
@@ -36,7 +36,7 @@ def draw_svg(timeline: Timeline) -> str:
     return document(width, bottom + 74, title(timeline), body)
 
 
-def _paint(kind: Kind, chunk: int, chunks: int) -> str:
+def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
     """Fill and stroke of a cell; the higher the chunk, the nearer its fill is to the stroke."""
     share = 0.75 * chunk / max(chunks - 1, 1)
     fill = 0

@@ -18,7 +18,7 @@ from megazero.config import ResolvedRun
 from megazero.engine import BatchShare, Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
-from megazero.schedules.action import Action, Kind
+from megazero.schedules.action import Action, ActionKind
 from megazero.tools.live_memory import START, live_memory
 from megazero.zero.bucket import Bucket
 from megazero.zero.loss_scaler import LossScaleError
@@ -157,7 +157,7 @@ def _watched_step(
 
     def watch(action: Action) -> None:  # before and after every action
         if under_way and under_way.pop() == action:
-            if action.kind == Kind.FORWARD:
+            if action.kind == ActionKind.FORWARD:
                 note(FORWARD)
         else:
             under_way.append(action)

@@ -25,7 +25,7 @@ from megazero.config import ConfigError, ResolvedRun
 from megazero.config.extensions import import_extensions
 from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState
-from megazero.schedules.simulate import ScheduleError
+from megazero.schedules.proof import ScheduleError
 from megazero.training.allocator import prefer_expandable_segments
 from megazero.training.batches import DataError
 from megazero.training.loop import train

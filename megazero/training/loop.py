@@ -21,7 +21,7 @@ from megazero.config.derive import micro_batch_multiple
 from megazero.engine import NonFiniteError, Position, initialize
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import ParallelState
-from megazero.schedules.simulate import ScheduleError
+from megazero.schedules.proof import ScheduleError
 from megazero.training.batches import DataError, open_corpus_of, read_batches
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.checkpointing import Checkpointing, Checkpoints

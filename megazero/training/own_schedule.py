@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megazero.config import ResolvedRun
 from megazero.schedules.action import Schedule
-from megazero.schedules.generators import family_of
-from megazero.schedules.simulate import ScheduleError, program
+from megazero.schedules.kind import GivenSchedule
+from megazero.schedules.proof import ScheduleError, program
 from megazero.schedules.table import read_schedule
 
 
@@ -17,7 +17,7 @@ def read_own_schedule(run: ResolvedRun) -> Schedule | None:
     if parallel.schedule_file is None:
         return None
     schedule = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
-    family_of(schedule).generate(parallel.pp, run.accumulation, schedule.chunks)
+    GivenSchedule(schedule).build(parallel.pp, run.accumulation, schedule.chunks)
     try:
         program(schedule)
     except ScheduleError as error:

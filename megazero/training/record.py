@@ -17,7 +17,7 @@ import torch
 
 from megazero.engine import Position, StepStatistics
 from megazero.parallel_state import Traffic
-from megazero.schedules.simulate import Timeline
+from megazero.schedules.proof import Timeline
 
 Metric = float | str | Mapping[str, float]
 

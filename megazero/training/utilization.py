@@ -2,12 +2,7 @@
 
     MFU = tokens / second * FLOPs per token / (devices * peak FLOP/s)
 
-    FLOPs per token = 6 N + 6 layers * seq_len * hidden          Chowdhery et al. 2022 (PaLM), appendix B
-        N       weights of all matrix products: the projections of every layer and the head; not the embedding's look-up,
-                nor norms and biases.  2 FLOPs a weight forward, 4 backward.
-        second  q k^T and the mixing of v: 4 seq_len * hidden a layer forward and twice that backward, halved, since a token
-                attends to half of the sequence on average (the paper counts the whole, and so does nanoGPT)
-
+FLOPs per token are those of the model family, see `ModelFamily.flops_per_token`.
 What is computed a second time, such as the logits of a chunked head, is not counted: it is not the model's.
 """
 
@@ -18,6 +13,7 @@ import re
 import torch
 
 from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
 
 # Dense peak of the matrix units in bf16 and fp16, from the makers' data sheets (what is given "with sparsity" halved), by
 # words of torch.cuda.get_device_name(); the first entry counts whose words are all in the name.
@@ -43,19 +39,14 @@ _HALF_PRECISION_PEAKS = {
 
 
 def model_flops_per_token(model: ModelConfig) -> float:
-    """FLOPs of forward and backward that the model itself asks for, per token; see the formula above.
+    """FLOPs of forward and backward that the model itself asks for, per token.
 
     Args:
         model: resolved.
     """
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    if ffn is None:
+    if model.ffn_hidden_size is None:
         raise ValueError("model.ffn_hidden_size is not resolved; count the FLOPs of a resolved config")
-    kv_rows = (model.num_kv_heads or model.num_heads) * (hidden // model.num_heads)
-    attention = 2 * hidden * hidden + 2 * hidden * kv_rows  # q and out, k and v
-    mlp = (3 if model.family == "llama" else 2) * hidden * ffn
-    weights = model.num_layers * (attention + mlp) + model.vocab_size * hidden
-    return 6.0 * weights + 6.0 * model.num_layers * model.seq_len * hidden
+    return FAMILIES[model.family].flops_per_token(model)
 
 
 def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -114,7 +114,7 @@ class GradientReducer:
                 chunk incomplete.
         """
         for queue in set(wgrad_queues.values()):
-            queue.places = self
+            queue.accumulator = self
         for order in self._orders.values():
             for one in order.buckets:
                 for index, slot in enumerate(one.bucket.layout.slots):
@@ -127,8 +127,8 @@ class GradientReducer:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        if wgrad_queue is not None and wgrad_queue.deferring:
-            wgrad_queue.keep(parameter, gradient)
+        if wgrad_queue is not None and wgrad_queue.defers:
+            wgrad_queue.defer(parameter, gradient)
         else:
             self.add(parameter, gradient)
 

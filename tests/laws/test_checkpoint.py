@@ -30,7 +30,7 @@ from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.models.hf_names import hugging_face_config
+from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
 
 TIED, UNTIED = LLAMA | {"tie_embeddings": True}, LLAMA | {"tie_embeddings": False}
@@ -48,7 +48,9 @@ SHAPES: dict[str, tuple[int, dict[str, Any], int]] = {
 def _save(engine: Engine, directory: Path, step: int) -> None:
     config = engine.config
     state = TrainerState(step, step * 8, 0, step, "data", config.model.model_dump(), {}, {}, {})
-    files = {HF_CONFIG: to_json(hugging_face_config(config.model, config.precision.dtype))}
+    files = {
+        HF_CONFIG: to_json(FAMILIES[config.model.family].hugging_face_config(config.model, config.precision.dtype))
+    }
     save_checkpoint(directory, engine.sharded_model.sharded_state, engine.state, state, files)
 
 

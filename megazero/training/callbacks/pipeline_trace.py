@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megazero.schedules.simulate import measured_costs, simulate
+from megazero.schedules.proof import measured_costs, simulate
 from megazero.schedules.table import write_text
 from megazero.training.callbacks.base import Callback
 from megazero.training.record import StepRecord

@@ -6,7 +6,7 @@
                                               generation_config.json
       trainer_state.json         ->           config.json (last: without it nothing loads the directory)
 
-A tensor is read, converted and written before the next one is read.
+One tensor is read, converted and written at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, Location
-from megazero.checkpoint.hf_config import logical_shapes
-from megazero.checkpoint.hf_tokenizer import GENERATION, token_ids, travelling_files
+from megazero.checkpoint.hugging_face.config import format_of, logical_shapes
+from megazero.checkpoint.hugging_face.tokenizer import GENERATION, token_ids, tokenizer_of
 from megazero.checkpoint.index import (
     HF_CONFIG,
     TRAINER_STATE,
@@ -37,7 +37,6 @@ from megazero.checkpoint.shards import DTYPE_NAMES, DTYPES, Layout, new_folder, 
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.checkpoint.verify import find_damage
 from megazero.models.config import ModelConfig
-from megazero.models.hf_names import hugging_face_config
 from megazero.zero.state import MASTER, MODEL
 
 _SINGLE = "model.safetensors"
@@ -61,12 +60,12 @@ class Exported:
 
 
 def export_model(
-    place: Location, out: Location, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9
+    path: Location, out: Location, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9
 ) -> Exported:
     """Write the model of a checkpoint for transformers.
 
     Args:
-        place: a step directory, or the URL of one.
+        path: a step directory, or the URL of one.
         out: a new or empty directory, or a URL.
         dtype: "fp32", "bf16" or "fp16"; that of the run's weights when None.  Another one than the run's is made from the
             fp32 masters where there are any.
@@ -76,7 +75,7 @@ def export_model(
         CheckpointError: the checkpoint is damaged or is not of our models, a value does not fit the dtype, or the files
             cannot be read or written; nothing is left in `out`.
     """
-    with reading(place) as folder:
+    with reading(path) as folder:
         return _export(folder, out, dtype, max_shard_bytes)
 
 
@@ -101,12 +100,12 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
 
     with new_folder(out) as target:
         written = write_shards(target, tensors, read, max_shard_bytes, single=_SINGLE)
-        files, about = travelling_files(folder, trainer)
+        files, about = tokenizer_of(folder, trainer)
         ids = token_ids(folder, trainer, files, model.vocab_size)
         files = ({GENERATION: to_json(ids)} if ids else {}) | files
         if set(written.records) != {_SINGLE}:
             files[index_name(MODEL)] = written.index()
-        files[HF_CONFIG] = to_json(hugging_face_config(model, DTYPE_NAMES[wanted]) | ids)
+        files[HF_CONFIG] = to_json(format_of(model.family).config(model, DTYPE_NAMES[wanted]) | ids)
         for name, data in files.items():
             target.write(name, data)
     return Exported(DTYPE_NAMES[wanted], len(written.records), written.tensor_bytes, about)
@@ -116,10 +115,10 @@ def _model_of(folder: Folder, trainer: TrainerState) -> ModelConfig:
     """The [model] section that a checkpoint was written with.  Raises: CheckpointError for a script's own module."""
     if "module" in trainer.model:
         raise CheckpointError(
-            f"{folder} holds a script's own module, {trainer.model['module']}, which is neither a llama nor a gpt2 of "
-            "transformers: its tensors are named as the module names them. Load them with the script"
+            f"{folder} holds a script's own module, {trainer.model['module']}, which transformers does not "
+            "have: its tensors are named as the module names them. Load them with the script"
         )
     try:
         return ModelConfig.model_validate(trainer.model)
     except ValidationError as error:
-        raise CheckpointError(f"{folder} has a [model] section that this release does not know ({error})") from error
+        raise CheckpointError(f"{folder} has a [model] section that this release cannot read ({error})") from error

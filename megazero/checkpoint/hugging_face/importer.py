@@ -1,4 +1,4 @@
-"""A transformers model directory becomes a checkpoint from which a run goes on.
+"""A transformers model directory becomes a checkpoint that a run can resume.
 
     config.json            ->  [model] section, or a refusal that says why
     model*.safetensors     ->  step 0 of kind `model`, under the names that transformers writes today
@@ -6,13 +6,12 @@
     tokenizer.json, ...    ->  the same files
                            +   trainer_state.json, model.toml, manifest.json (last)
 
-A tensor is read, converted and written before the next one is read.
+One tensor is read, converted and written at a time.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
@@ -23,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, LocalFolder, Location, Output
-from megazero.checkpoint.hf_config import logical_shapes, model_section
-from megazero.checkpoint.hf_tokenizer import TOKENIZER, tokenizer_files
-from megazero.checkpoint.hf_weights import HubWeights
+from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
+from megazero.checkpoint.hugging_face.tokenizer import TOKENIZER, tokenizer_files
+from megazero.checkpoint.hugging_face.weights import HubWeights
 from megazero.checkpoint.index import (
     HF_CONFIG,
     TRAINER_STATE,
@@ -39,17 +38,10 @@ from megazero.checkpoint.index import (
 )
 from megazero.checkpoint.shards import CHUNK_ELEMENTS, DTYPE_NAMES, DTYPES, Layout, new_folder, write_shards
 from megazero.models.config import ModelConfig
-from megazero.models.hf_names import GPT2Names, LlamaNames, hugging_face_config
+from megazero.models.registry import FAMILIES
 from megazero.settings import toml_value
 
 MODEL_TOML = "model.toml"
-_PREFIX = {"llama": "model.", "gpt2": "transformer."}
-# Constants that older releases stored with the weights.
-_BUFFERS = {
-    "llama": re.compile(r".*\.rotary_emb\.inv_freq"),
-    "gpt2": re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
-}
-_HEAD = LlamaNames().head  # of both families
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,7 @@ def import_model(
         toml = _toml(model, folder, target, config, has_tokenizer=TOKENIZER in tokenizer)
         files = tokenizer | {
             index_name("model"): written.index(),
-            HF_CONFIG: to_json(hugging_face_config(model, DTYPE_NAMES[kept]) | ids),
+            HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, DTYPE_NAMES[kept]) | ids),
             TRAINER_STATE: to_json(asdict(_beginning(model))),
             MODEL_TOML: toml.encode(),
         }
@@ -141,15 +133,15 @@ def _read_config(folder: Folder) -> dict[str, Any]:
 
 
 def _beginning(model: ModelConfig) -> TrainerState:
-    """A run that has not begun, on data that is not chosen yet."""
+    """The state of a run before its first step, on data that is not chosen yet."""
     return TrainerState(0, 0, 0, 0, "", model.model_dump(), {}, {}, versions())
 
 
 def _toml(model: ModelConfig, source: Folder, out: Folder, config: Mapping[str, Any], *, has_tokenizer: bool) -> str:
-    """The run file's sections that go on from an imported model."""
+    """The sections of a run file that resumes an imported model."""
     lines = [f"# The model of {source}, imported into {out}."]
-    if config.get("attn_pdrop", 0.1) and model.family == "gpt2":
-        lines.append(f"# Its attn_pdrop={config.get('attn_pdrop', 0.1)} has no counterpart; dropout may be set anew.")
+    if lost := format_of(model.family).lost(config):
+        lines.append(f"# {lost}")
     lines += ["[model]", *(f"{key} = {toml_value(value)}" for key, value in model.model_dump().items())]
     if has_tokenizer:
         lines += ["", "[data]", f"tokenizer = {toml_value(f'{out}/{TOKENIZER}')}"]
@@ -160,24 +152,24 @@ def _toml(model: ModelConfig, source: Folder, out: Folder, config: Mapping[str, 
 
 def _match(weights: HubWeights, model: ModelConfig) -> dict[str, str]:
     """The stored name of each logical tensor.  Raises: CheckpointError naming what is missing, unknown or misshapen."""
-    wanted = logical_shapes(model)
+    wanted, form = logical_shapes(model), format_of(model.family)
     names: dict[str, str] = {}
     problems = []
     for name in weights.names:
-        ours = name if name in wanted else _PREFIX[model.family] + name
+        ours = name if name in wanted else form.prefix + name
         if ours in names:
             problems.append(f"{names[ours]} and {name} are the same tensor")
         elif ours in wanted:
             names[ours] = name
-        elif not (_BUFFERS[model.family].fullmatch(name) or (name == _HEAD and model.tie_embeddings)):
+        elif not (form.buffers.fullmatch(name) or (name == form.head and model.tie_embeddings)):
             problems.append(f"{name} belongs to no parameter of a {model.family} of this configuration")
     problems += [f"{name} is missing" for name in wanted if name not in names]
     problems += _misfits(weights, names, wanted)
-    if not problems and model.tie_embeddings and _HEAD in weights.names:
-        embedding = (GPT2Names() if model.family == "gpt2" else LlamaNames()).embedding
-        if not _are_equal(weights.read(_HEAD), weights.read(names[embedding])):
+    if not problems and model.tie_embeddings and form.head in weights.names:
+        embedding = names[form.embedding]
+        if not _are_equal(weights.read(form.head), weights.read(embedding)):
             problems.append(
-                f"{_HEAD} differs from {names[embedding]}, though tie_word_embeddings is true: tied weights are one tensor"
+                f"{form.head} differs from {embedding}, though tie_word_embeddings is true: tied weights are one tensor"
             )
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

@@ -1,4 +1,4 @@
-"""The tokenizer that travels with a model, as files that `transformers.AutoTokenizer` loads."""
+"""The tokenizer of a model, as files that `transformers.AutoTokenizer` loads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megazero.checkpoint.index import HF_CONFIG, TrainerState, to_json
 from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS, ByteTokenizer
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-_TRAVELLING = (
+_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
     GENERATION,
@@ -27,14 +27,14 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_files(folder: Folder) -> dict[str, bytes]:
-    """What a model's directory holds of its tokenizer, and of how to generate with it."""
-    return {name: folder.read(name) for name in _TRAVELLING if folder.has(name)}
+    """The files of a directory that describe its tokenizer, and how to generate text with it."""
+    return {name: folder.read(name) for name in _FILES if folder.has(name)}
 
 
-def travelling_files(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes], str]:
+def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes], str]:
     """The tokenizer's files of a checkpoint, and a line about them.
 
-    They lie in the checkpoint's directory where it was imported; else `data.tokenizer` of the run names them.
+    An imported checkpoint has them in its own directory; for others `data.tokenizer` of the run names them.
 
     Args:
         folder: a step directory.
@@ -48,7 +48,10 @@ def travelling_files(folder: Folder, trainer: TrainerState) -> tuple[dict[str, b
         return own, "no tokenizer: the run read bytes" if named else "no tokenizer: the checkpoint names none"
     path = Path(named) / TOKENIZER if Path(named).is_dir() else Path(named)
     if not path.is_file():
-        return own, f"no tokenizer: data.tokenizer={named} of the run is not there; copy it beside the weights yourself"
+        return (
+            own,
+            f"no tokenizer: data.tokenizer={named} of the run does not exist; copy it beside the weights yourself",
+        )
     beside = tokenizer_files(LocalFolder(path.parent)) if path.name == TOKENIZER else {}
     return _completed(beside | {TOKENIZER: path.read_bytes()}), f"the tokenizer {path}"
 
@@ -68,7 +71,7 @@ def _end_of_document(tokenizer: bytes) -> tuple[int | None, str | None]:
 
     try:
         inner = Tokenizer.from_buffer(tokenizer)
-    except Exception:  # the library raises nothing narrower; a file that it cannot read travels all the same
+    except Exception:  # the library raises nothing narrower; a file that it cannot read is copied all the same
         return None, None
     known = ((inner.token_to_id(token), token) for token in END_OF_DOCUMENT_TOKENS)
     return next(((id_, token) for id_, token in known if id_ is not None), (None, None))
@@ -78,14 +81,14 @@ def token_ids(folder: Folder, trainer: TrainerState, files: Mapping[str, bytes],
     """Ids of the tokens that begin and end a text, where they are known.
 
     Args:
-        folder: a step directory; an imported one's config.json tells them.
+        folder: a step directory; an imported one has them in its config.json.
         trainer: its trainer state.
         files: those of the tokenizer.
         vocab_size: ids from here on are left out.
     """
     for text in (folder.read(HF_CONFIG) if folder.has(HF_CONFIG) else b"{}", files.get(GENERATION, b"{}")):
-        told = json.loads(text)
-        found = {key: told[key] for key in _TOKEN_IDS if told.get(key) is not None}
+        config = json.loads(text)
+        found = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
         if found:
             return found
     ends: int | None = None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +20,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 class HubWeights:
-    """The tensors of a transformers model directory, in whichever of its formats they lie.
+    """The tensors of a transformers model directory, in any of its formats.
 
     Args:
         folder: the directory.
@@ -31,23 +34,23 @@ class HubWeights:
 
     def __init__(self, folder: LocalFolder) -> None:
         self.folder = folder
-        self._files: dict[str, _Safetensors | _Pickled] = {}
+        self._tensors: dict[str, _Stored] = {}
         listed: dict[str, str] = {}
         for file in self._find(listed):
             try:
-                opened = (_Safetensors if file.endswith(".safetensors") else _Pickled)(folder.path / file)
+                opened = (_open_safetensors if file.endswith(".safetensors") else _open_pickled)(folder.path / file)
             except FileNotFoundError as error:
                 raise CheckpointError(f"{folder}/{file} is missing") from error
             except (OSError, ValueError, RuntimeError, SafetensorError) as error:
                 raise CheckpointError(f"{folder}/{file} cannot be read ({error})") from error
-            twice = next((name for name in opened.names() if name in self._files), None)
+            twice = next((name for name in opened if name in self._tensors), None)
             if twice is not None:
                 raise CheckpointError(f"{folder}/{file} holds {twice}, which another of its files holds too")
-            self._files |= dict.fromkeys(opened.names(), opened)
-        lost = next((name for name in listed if name not in self._files), None)
+            self._tensors |= opened
+        lost = next((name for name in listed if name not in self._tensors), None)
         if lost is not None:
             raise CheckpointError(f"{folder}/{listed[lost]} does not hold {lost}, which its index says it does")
-        self.names = list(self._files)
+        self.names = list(self._tensors)
 
     def _find(self, listed: dict[str, str]) -> list[str]:
         """Files of weights; an index's map of tensors to files goes into `listed`."""
@@ -65,58 +68,45 @@ class HubWeights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return self._files[name].shape(name)
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""
-        return self._files[name].dtype(name)
-
-    def read(self, name: str) -> Tensor:
-        """A tensor; not to be written to."""
-        return self._files[name].read(name)
-
-
-class _Safetensors:
-    """A safetensors file, which may hold dtypes that checkpoints of ours do not."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, framework="pt")
-
-    def names(self) -> list[str]:
-        return list(self._file.keys())
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file.get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype:
-        kept = self._file.get_slice(name)
-        return (kept[:0] if kept.get_shape() else kept[...]).dtype
-
-    def read(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)
-
-
-class _Pickled:
-    """A file of `torch.save`, mapped; one older than torch 1.6 is read whole."""
-
-    def __init__(self, path: Path) -> None:
-        maps = zipfile.is_zipfile(path)
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # of pickle, of zip, of torch: whatever stands in the file
-            raise ValueError(str(error).splitlines()[0]) from error
-        self._tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
 
     def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
+        """A tensor; not to be written to."""
+        return self._tensors[name].read()
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor of a file, read when it is asked for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def _open_safetensors(path: Path) -> dict[str, _Stored]:
+    """The tensors of a safetensors file, which may have dtypes that our checkpoints do not have."""
+    file = safe_open(path, framework="pt")
+
+    def stored(name: str) -> _Stored:
+        part = file.get_slice(name)
+        shape = tuple(part.get_shape())
+        return _Stored(shape, (part[:0] if shape else part[...]).dtype, partial(file.get_tensor, name))
+
+    return {name: stored(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+
+
+def _open_pickled(path: Path) -> dict[str, _Stored]:
+    """The tensors of a file of `torch.save`, mapped; a file older than torch 1.6 is read whole."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of pickle, of zip, of torch: anything can be in the file
+        raise ValueError(str(error).splitlines()[0]) from error
+    tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+    return {name: _Stored(tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()}

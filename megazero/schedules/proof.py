@@ -1,9 +1,9 @@
-"""The proof of a schedule: it is played on paper before it runs, and its messages are put in an order that cannot deadlock.
+"""The proof of a schedule: it is simulated before it runs, and its messages are put in an order that cannot deadlock.
 
-    simulate   who computes what when; refuses a schedule whose dependencies never come true
-    program    the same actions with SEND and RECV placed between them, each direction in one agreed order
-    prove      plays a program under the strictest rule: the messages of a direction pass one after the other on each
-               rank, each only once both sides have posted it
+    simulate   who computes what when; refuses a schedule with a dependency that is never met
+    program    the same actions with SEND and RECV between them, each direction in one agreed order
+    prove      simulates a program under the strictest rule: the messages of a direction pass one after the other on
+               each rank, each only once both sides have posted it
 
 [Note: agreed order]  Messages from lower to higher ranks ("down") and back ("up") travel over communicators of their own,
 so the order matters within a direction only.  There all messages are put in the order of the simulated time at which they
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeAlias
 
-from megazero.schedules.action import Action, Kind, Schedule, Transfer
+from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
 
-Program: TypeAlias = tuple[tuple[Action | Transfer, ...], ...]
+Program: TypeAlias = tuple[tuple[Action | MessageAction, ...], ...]
 
 
 class ScheduleError(ValueError):
@@ -56,9 +56,9 @@ class Costs:
 
     def of(self, action: Action, schedule: Schedule) -> float:
         """Time that an action takes; a chunk has its share of the rank's work."""
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             whole = self.forward
-        elif action.kind is Kind.WEIGHT:
+        elif action.kind is ActionKind.WEIGHT:
             whole = self.weight
         else:
             whole = self.backward + (0.0 if schedule.splits_backward else self.weight)
@@ -70,7 +70,7 @@ class Timeline:
     """When every action runs.
 
     Args:
-        schedule: what was played.
+        schedule: what ran.
         spans: (rank, action) -> (start, end).
     """
 
@@ -95,7 +95,9 @@ class Timeline:
 
 def measured_costs(timeline: Timeline) -> Costs:
     """Mean cost of each part of a rank's work in a timeline that was measured; without a hop, which it cannot tell."""
-    durations: dict[Kind, list[float]] = {kind: [] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)}
+    durations: dict[ActionKind, list[float]] = {
+        kind: [] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+    }
     for (_, action), (start, end) in timeline.spans.items():
         durations[action.kind].append(end - start)
     chunks = timeline.schedule.chunks
@@ -110,23 +112,23 @@ def peak_activations(schedule: Schedule, rank: int) -> int:
     """
     if not schedule.has_backward:
         return 0
-    last = Kind.WEIGHT if schedule.splits_backward else Kind.BACKWARD
+    last = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
     held = peak = 0
     for action in schedule.ranks[rank]:
-        held += {Kind.FORWARD: 1, last: -1}.get(action.kind, 0)
+        held += {ActionKind.FORWARD: 1, last: -1}.get(action.kind, 0)
         peak = max(peak, held)
     return peak
 
 
 def _check_complete(schedule: Schedule) -> None:
-    kinds = [Kind.FORWARD]
+    kinds = [ActionKind.FORWARD]
     if schedule.has_backward:
-        kinds += [Kind.BACKWARD, Kind.WEIGHT] if schedule.splits_backward else [Kind.BACKWARD]
+        kinds += [ActionKind.BACKWARD, ActionKind.WEIGHT] if schedule.splits_backward else [ActionKind.BACKWARD]
     for rank, actions in enumerate(schedule.ranks):
         chunks = [chunk for at, chunk in schedule.placement if at == rank]
         wanted = {Action(k, m, c) for k in kinds for m in range(schedule.microbatches) for c in chunks}
-        place = {action: index for index, action in reversed(list(enumerate(actions)))}
-        if repeated := [action for index, action in enumerate(actions) if place[action] < index]:
+        index_of = {action: index for index, action in reversed(list(enumerate(actions)))}
+        if repeated := [action for index, action in enumerate(actions) if index_of[action] < index]:
             raise ScheduleError(f"{schedule.name}: rank {rank} runs {repeated[0]} twice", rank, repeated[0])
         if missing := wanted - set(actions):
             first = min(missing, key=str)
@@ -135,21 +137,21 @@ def _check_complete(schedule: Schedule) -> None:
             first = min(surplus, key=str)
             raise ScheduleError(f"{schedule.name}: rank {rank} runs {first}, which is no part of a step", rank, first)
         for action in actions:
-            before = {Kind.BACKWARD: Kind.FORWARD, Kind.WEIGHT: Kind.BACKWARD}.get(action.kind)
+            before = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}.get(action.kind)
             own = Action(before, action.microbatch, action.chunk) if before else action
-            if place[own] > place[action]:
+            if index_of[own] > index_of[action]:
                 raise ScheduleError(f"{schedule.name}: rank {rank} runs {action} before {own}", rank, action)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Play a schedule.
+    """Compute when every action of a schedule runs.
 
     Args:
-        schedule: what to play.
+        schedule: any schedule.
         costs: time of each kind of action.
 
     Raises:
-        ScheduleError: an action is missing or runs twice, or waits for one that can never come.
+        ScheduleError: an action is missing, runs twice, or waits for one that never runs.
     """
     _check_complete(schedule)
     costs = costs or Costs()
@@ -182,7 +184,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def program(schedule: Schedule) -> Program:
-    """Place sends and receives among the actions, and prove the result.
+    """Put sends and receives among the actions, and prove the result.
 
     Raises:
         ScheduleError: as `simulate` and `prove`.
@@ -195,52 +197,43 @@ def program(schedule: Schedule) -> Program:
         if (target := schedule.target(rank, action)) is not None and target[0] != rank
     )
     ends = [[spans[rank, action][1] for action in actions] for rank, actions in enumerate(schedule.ranks)]
-    place = [{action: index for index, action in enumerate(actions)} for actions in schedule.ranks]
-    # Per rank: transfers to post before action i (index len(actions): after the last), in global message order.
-    posts: list[list[tuple[int, Transfer]]] = [[] for _ in range(schedule.pp)]
+    index_of = [{action: index for index, action in enumerate(actions)} for actions in schedule.ranks]
+    # Per rank: messages to post before action i (index len(actions): after the last), in global message order.
+    posts: list[list[tuple[int, Action | MessageAction]]] = [[] for _ in range(schedule.pp)]
     latest: dict[tuple[int, bool], int] = {}
     for time, sender, index, action, (receiver, use) in messages:
         # The receive is posted before the action during which the message arrives, or its use where that comes first.
-        ahead = min(bisect_left(ends[receiver], time), place[receiver][use])
-        for rank, before, transfer in (
-            (sender, index + 1, Transfer(Kind.SEND, action, use, receiver)),
-            (receiver, ahead, Transfer(Kind.RECV, action, use, sender)),
+        ahead = min(bisect_left(ends[receiver], time), index_of[receiver][use])
+        for rank, before, message in (
+            (sender, index + 1, MessageAction(ActionKind.SEND, action, use, receiver)),
+            (receiver, ahead, MessageAction(ActionKind.RECV, action, use, sender)),
         ):
             # never before an earlier message of the same direction
-            key = (rank, transfer.goes_down(rank))
+            key = (rank, message.goes_down(rank))
             latest[key] = max(before, latest.get(key, 0))
-            posts[rank].append((latest[key], transfer))
-    placed = tuple(
-        _merge(actions, sorted(posts[rank], key=lambda post: post[0])) for rank, actions in enumerate(schedule.ranks)
+            posts[rank].append((latest[key], message))
+    placed = tuple(  # the sort is stable: messages keep their order and come before the action of the same index
+        tuple(step for _, step in sorted([*posts[rank], *enumerate(actions)], key=lambda post: post[0]))
+        for rank, actions in enumerate(schedule.ranks)
     )
     prove(schedule, placed)
     return placed
 
 
-def _merge(actions: tuple[Action, ...], posts: list[tuple[int, Transfer]]) -> tuple[Action | Transfer, ...]:
-    merged: list[Action | Transfer] = []
-    waiting = deque(posts)
-    for index in range(len(actions) + 1):
-        while waiting and waiting[0][0] == index:
-            merged.append(waiting.popleft()[1])
-        merged += actions[index : index + 1]
-    return tuple(merged)
-
-
 def prove(schedule: Schedule, placed: Program) -> None:
-    """Play a program with in-order, rendezvous messages.
+    """Simulate a program whose messages pass in order, each once both sides have posted it.
 
     Args:
         schedule: the schedule that the program was made from.
-        placed: actions with transfers among them.
+        placed: actions with messages among them.
 
     Raises:
-        ScheduleError: a rank waits for ever, a message is used before it was received or sent before it was computed, or a
+        ScheduleError: a rank waits forever, a message is used before it was received or sent before it was computed, or a
             message has only one side.
     """
     _check_faithful(schedule, placed)
     at = [0] * len(placed)
-    posted: list[tuple[deque[Transfer], deque[Transfer]]] = [(deque(), deque()) for _ in placed]  # up, down
+    posted: list[tuple[deque[MessageAction], deque[MessageAction]]] = [(deque(), deque()) for _ in placed]  # up, down
     arrived: list[set[tuple[Action, int]]] = [set() for _ in placed]
     done: list[set[Action]] = [set() for _ in placed]
     moved = True
@@ -249,11 +242,11 @@ def prove(schedule: Schedule, placed: Program) -> None:
         for rank, steps in enumerate(placed):
             while at[rank] < len(steps):
                 step = steps[at[rank]]
-                if isinstance(step, Transfer):
-                    if step.kind is Kind.SEND and step.carries not in done[rank]:
+                if isinstance(step, MessageAction):
+                    if step.kind is ActionKind.SEND and step.carries not in done[rank]:
                         raise ScheduleError(f"{schedule.name}: rank {rank} posts {step} before {step.carries}")
                     posted[rank][step.goes_down(rank)].append(step)
-                elif not _ready(schedule, rank, step, arrived[rank], done[rank]):
+                elif not _is_ready(schedule, rank, step, arrived[rank], done[rank]):
                     break
                 else:
                     done[rank].add(step)
@@ -269,7 +262,7 @@ def prove(schedule: Schedule, placed: Program) -> None:
 
 
 def _check_faithful(schedule: Schedule, placed: Program) -> None:
-    """A program computes what its schedule says, and every transfer lands where the schedule says."""
+    """A program computes what its schedule says, and every message goes where the schedule says."""
     for rank, steps in enumerate(placed):
         computed = tuple(step for step in steps if isinstance(step, Action))
         if computed != schedule.ranks[rank]:
@@ -277,22 +270,24 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
             found, wanted = next((found, wanted) for found, wanted in pairs if found != wanted)
             raise ScheduleError(f"{schedule.name}: rank {rank} runs {found} where the schedule has {wanted}")
         for step in steps:
-            if isinstance(step, Transfer):
-                sender, receiver = (rank, step.peer) if step.kind is Kind.SEND else (step.peer, rank)
+            if isinstance(step, MessageAction):
+                sender, receiver = (rank, step.peer) if step.kind is ActionKind.SEND else (step.peer, rank)
                 if schedule.target(sender, step.carries) != (receiver, step.lands):
                     raise ScheduleError(
                         f"{schedule.name}: rank {rank} posts {step} for {step.lands}, which is no message"
                     )
 
 
-def _ready(schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Action, int]], done: set[Action]) -> bool:
+def _is_ready(
+    schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Action, int]], done: set[Action]
+) -> bool:
     source = schedule.source(rank, action)
     if source is None:
         return True
     return source[1] in done if source[0] == rank else (source[1], source[0]) in arrived
 
 
-def _pass_messages(rank: int, posted: Sequence[deque[Transfer]], arrived: list[set[tuple[Action, int]]]) -> bool:
+def _pass_messages(rank: int, posted: Sequence[deque[MessageAction]], arrived: list[set[tuple[Action, int]]]) -> bool:
     """Pass the messages at the head of both queues of a pair; a rank's queue moves strictly in order."""
     moved = False
     while posted[rank]:
@@ -300,7 +295,7 @@ def _pass_messages(rank: int, posted: Sequence[deque[Transfer]], arrived: list[s
         other = posted[head.peer]
         if not other or other[0].peer != rank or other[0].carries != head.carries or other[0].kind is head.kind:
             return moved
-        receiver, sender = (rank, head.peer) if head.kind is Kind.RECV else (head.peer, rank)
+        receiver, sender = (rank, head.peer) if head.kind is ActionKind.RECV else (head.peer, rank)
         arrived[receiver].add((head.carries, sender))
         posted[rank].popleft()
         other.popleft()

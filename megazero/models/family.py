@@ -1,0 +1,154 @@
+"""What the rest of the package asks of a model family; `llama/` and `gpt2/` are the two that come with it.
+
+    config      open sizes, rules           complete, rules
+    plan        products per token          layer_weights, flops_per_token
+    files       transformers                hugging_face
+    engine      torch modules               embedding, blocks, head        (torch is imported inside these only)
+
+A script adds a family with `FAMILIES.register("mine", Mine())`, and its run file says `model.family = "mine"`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megazero.models.config import ModelConfig
+from megazero.models.hugging_face import HuggingFaceFormat
+from megazero.settings import Problem, divisors, nearest_multiples, nearest_of, nearest_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megazero.models.gpt import Block, BuildContext, Embedding, Head
+
+
+@dataclass(frozen=True)
+class ModelRule:
+    """A relation between keys of [model], and of these to tp."""
+
+    reads: tuple[str, ...]
+    """The keys it looks at, as `section.key`; it is not checked where one of them is wrong by itself."""
+    check: Callable[[ModelConfig, int], Iterator[Problem]]
+    """(section as written, tp) -> what is wrong."""
+
+
+class ModelFamily(ABC):
+    """One family of GPTs."""
+
+    ties_embeddings = False
+    """Whether the output layer is the embedding table where `model.tie_embeddings` is unset."""
+    hugging_face: HuggingFaceFormat | None = None
+    """Its form in transformers; None where transformers does not have it."""
+
+    @abstractmethod
+    def layer_weights(self, model: ModelConfig) -> int:
+        """Elements of a layer's matrices, each of which is multiplied once per token.  `model` is resolved."""
+
+    @abstractmethod
+    def embedding(self, context: BuildContext) -> Embedding:
+        """Tokens to hidden states."""
+
+    @abstractmethod
+    def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
+        """The transformer layers of one stage.
+
+        Args:
+            context: what every layer is built with.
+            layers: their indices in the whole model.
+        """
+
+    @abstractmethod
+    def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
+        """Final norm, logits and loss.
+
+        Args:
+            context: what every layer is built with.
+            tied_weight: the embedding's parameter where this stage holds both and they are tied.
+        """
+
+    def ffn_hidden_size(self, model: ModelConfig) -> int:
+        """Inner width of the MLP where `model.ffn_hidden_size` is unset."""
+        return 4 * model.hidden_size
+
+    def complete(self, model: ModelConfig) -> ModelConfig:
+        """Fill in the sizes that are unset."""
+        unset: dict[str, object] = {
+            "num_kv_heads": model.num_heads,
+            "ffn_hidden_size": self.ffn_hidden_size(model),
+            "tie_embeddings": self.ties_embeddings,
+        }
+        return model.model_copy(update={key: value for key, value in unset.items() if getattr(model, key) is None})
+
+    def rules(self) -> tuple[ModelRule, ...]:
+        """What must hold between sizes, in the order in which problems are shown."""
+        return (
+            ModelRule(("model.hidden_size", "model.num_heads"), self.check_hidden_size),
+            ModelRule(("model.num_heads", "parallel.tp"), self.check_heads),
+            ModelRule(("model.num_heads", "model.num_kv_heads", "parallel.tp"), self.check_kv_heads),
+            ModelRule(("model.hidden_size", "model.ffn_hidden_size", "parallel.tp"), self.check_ffn),
+        )
+
+    def check_hidden_size(self, model: ModelConfig, _: int) -> Iterator[Problem]:
+        """Heads split the hidden size."""
+        yield from hidden_size_problems(model, model.num_heads, f"num_heads={model.num_heads}")
+
+    def check_heads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
+        """tp splits the heads."""
+        yield from tp_problems("num_heads", model.num_heads, tp)
+
+    def check_kv_heads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
+        """Key and value heads are shared evenly, and tp splits them."""
+        heads, kv_heads = model.num_heads, model.num_kv_heads
+        if kv_heads is None:
+            return
+        tp_fits = heads % tp == 0  # if not, `check_heads` says so, and kv heads need only divide heads
+        if heads % kv_heads or (tp_fits and kv_heads % tp):
+            rule = f"must divide num_heads={heads}" + (f" and be a multiple of parallel.tp={tp}" if tp_fits else "")
+            valid = [d for d in divisors(heads) if not tp_fits or d % tp == 0]
+            yield Problem("model.num_kv_heads", kv_heads, rule, nearest_text(nearest_of(kv_heads, valid)))
+
+    def check_ffn(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
+        """tp splits the MLP."""
+        yield from tp_problems("ffn_hidden_size", model.ffn_hidden_size or self.ffn_hidden_size(model), tp)
+
+    def flops_per_token(self, model: ModelConfig) -> float:
+        """FLOPs of forward and backward that a resolved model asks for per token (Chowdhery et al. 2022, appendix B).
+
+            6 N + 6 layers * seq_len * hidden
+
+        N are the weights of all matrix products: those of every layer, and the head; 2 FLOPs a weight forward, 4 backward.
+        The second term is q k^T and the weighted sum of v: 4 seq_len * hidden a layer forward and twice that backward,
+        halved, since a token attends to half of the sequence on average (the paper counts the whole, and so does nanoGPT).
+        """
+        weights = model.num_layers * self.layer_weights(model) + model.vocab_size * model.hidden_size
+        return 6.0 * weights + 6.0 * model.num_layers * model.seq_len * model.hidden_size
+
+    def hugging_face_config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
+        """The `config.json` beside the weights; our own section where transformers does not have the family."""
+        if self.hugging_face is None:
+            return model.model_dump() | {"model_type": model.family, "dtype": dtype}
+        return self.hugging_face.config(model, dtype)
+
+
+def attention_weights(model: ModelConfig) -> int:
+    """Elements of a layer's q, k, v and output projections."""
+    hidden, kv_heads = model.hidden_size, model.num_kv_heads or model.num_heads
+    return 2 * hidden * hidden + 2 * hidden * kv_heads * (hidden // model.num_heads)
+
+
+def hidden_size_problems(model: ModelConfig, divisor: int, name: str) -> Iterator[Problem]:
+    """`model.hidden_size` must be divisible by a number; `name` says which number that is."""
+    if model.hidden_size % divisor:
+        nearest = nearest_text(nearest_multiples(model.hidden_size, divisor))
+        yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}", nearest)
+
+
+def tp_problems(key: str, value: int, tp: int, why: str = "") -> Iterator[Problem]:
+    """A size of [model] must be divisible by tp."""
+    if value % tp:
+        nearest = nearest_text(nearest_multiples(value, tp), key)
+        other = nearest_text(nearest_of(tp, divisors(value)), "tp")
+        yield Problem(f"model.{key}", value, f"must be divisible by parallel.tp={tp}{why}", f"{nearest}, {other}")

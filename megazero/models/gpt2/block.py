@@ -1,0 +1,36 @@
+"""A GPT-2 layer under its Hugging Face names; q, k and v are rows of one stored tensor."""
+
+from __future__ import annotations
+
+from megazero.layers.attention import Attention
+from megazero.layers.mlp import GELU
+from megazero.layers.spec import NamedRows
+from megazero.models.gpt import Block, BuildContext
+
+
+def gpt2_block(layer: int, context: BuildContext) -> Block:
+    """One layer; its linear weights are stored [in, out]."""
+    prefix, hidden, ffn = f"transformer.h.{layer}", context.model.hidden_size, context.ffn_hidden_size
+
+    def rows(name: str, count: int) -> tuple[NamedRows, NamedRows]:
+        """The weight and the bias of one projection."""
+        return NamedRows(f"{prefix}.{name}.weight", count), NamedRows(f"{prefix}.{name}.bias", count)
+
+    qkv, qkv_bias = (
+        tuple(NamedRows(f"{prefix}.attn.c_attn.{kind}", hidden, part * hidden, 3 * hidden) for part in range(3))
+        for kind in ("weight", "bias")
+    )
+    attention_out, attention_bias = rows("attn.c_proj", hidden)
+    up, up_bias = rows("mlp.c_fc", ffn)
+    down, down_bias = rows("mlp.c_proj", hidden)
+    attention = Attention(
+        context.column(qkv, qkv_bias, transposed=True),
+        context.row(attention_out, hidden, attention_bias, transposed=True),
+        context.model.num_heads,
+        context.kv_heads,
+        context.head_size,
+        None,
+    )
+    mlp = GELU(context.column((up,), (up_bias,), transposed=True), context.row(down, ffn, down_bias, transposed=True))
+    norms = context.layer_norm(f"{prefix}.ln_1"), context.layer_norm(f"{prefix}.ln_2")
+    return Block(context, (f"{prefix}.attn", f"{prefix}.mlp"), norms, attention, mlp)

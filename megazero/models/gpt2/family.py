@@ -1,0 +1,110 @@
+"""GPT-2: learned positions, LayerNorm, GELU, biases, tied embeddings (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megazero.models.config import ModelConfig
+from megazero.models.family import ModelFamily, ModelRule, attention_weights
+from megazero.models.hugging_face import HuggingFaceFormat
+from megazero.settings import Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megazero.models.gpt import Block, BuildContext, Embedding, Head
+
+
+def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str]:
+    if seq_len is not None and seq_len != config.get("n_positions"):
+        yield (
+            f"seq_len={seq_len}, but a gpt2 has its n_positions={config.get('n_positions')!r} rows of learned "
+            "positions; leave seq_len out"
+        )
+
+
+def _dropout(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dropout where it is one number for the embedding and the residual branches, else 0."""
+    found = {config.get(key, 0.1) or 0.0 for key in ("embd_pdrop", "resid_pdrop")}
+    return {"dropout": found.pop() if len(found) == 1 else 0.0}
+
+
+def _lost(config: Mapping[str, Any]) -> str:
+    dropout = config.get("attn_pdrop", 0.1)
+    return f"Its attn_pdrop={dropout} has no counterpart; dropout may be set anew." if dropout else ""
+
+
+class GPT2Family(ModelFamily):
+    """See the module."""
+
+    ties_embeddings = True
+    hugging_face = HuggingFaceFormat(
+        architecture="GPT2LMHeadModel",
+        sizes={
+            "n_embd": "hidden_size",
+            "n_layer": "num_layers",
+            "n_head": "num_heads",
+            "vocab_size": "vocab_size",
+            "n_positions": "seq_len",
+        },
+        defaults={
+            "n_inner": ("ffn_hidden_size", None),
+            "layer_norm_epsilon": ("norm_eps", 1e-5),
+            "initializer_range": ("init_std", 0.02),
+        },
+        constants={"activation_function": "gelu_new"},
+        assumed={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+            "quantization_config": None,
+        },
+        prefix="transformer.",
+        buffers=re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"),
+        embedding="transformer.wte.weight",
+        extra=lambda model: {"embd_pdrop": model.dropout, "resid_pdrop": model.dropout, "attn_pdrop": 0.0},
+        read_extra=_dropout,
+        problems=_unsupported,
+        lost=_lost,
+    )
+
+    def rules(self) -> tuple[ModelRule, ...]:
+        """Those of every family, and tied embeddings."""
+        return (*super().rules(), ModelRule(("model.tie_embeddings",), self.check_tied))
+
+    def check_kv_heads(self, model: ModelConfig, _: int) -> Iterator[Problem]:
+        """There are as many key and value heads as heads."""
+        if model.num_kv_heads not in (None, model.num_heads):
+            rule = f"must be num_heads={model.num_heads}: gpt2 has no grouped-query attention"
+            yield Problem("model.num_kv_heads", model.num_kv_heads, rule, "leave it out")
+
+    def check_tied(self, model: ModelConfig, _: int) -> Iterator[Problem]:
+        """There is no output layer but the embedding table."""
+        if model.tie_embeddings is False:
+            rule = "must be true for gpt2: its output layer is the embedding table"
+            yield Problem("model.tie_embeddings", False, rule, "leave it out")
+
+    def layer_weights(self, model: ModelConfig) -> int:
+        """q, k, v, out; up, down."""
+        return attention_weights(model) + 2 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
+
+    def embedding(self, context: BuildContext) -> Embedding:
+        from megazero.models.gpt import Embedding
+
+        return Embedding(context, "transformer.wte.weight", "transformer.wpe.weight")
+
+    def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
+        from megazero.models.gpt2.block import gpt2_block
+
+        return [gpt2_block(layer, context) for layer in layers]
+
+    def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
+        from megazero.models.gpt import Head
+
+        return Head(context, context.layer_norm("transformer.ln_f"), "transformer.wte.weight", tied_weight)
+
+
+GPT2 = GPT2Family()

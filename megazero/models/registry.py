@@ -1,0 +1,15 @@
+"""The model families that `model.family` may name; a script may register its own, see `ModelFamily`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megazero.registry import Registry
+
+if TYPE_CHECKING:
+    from megazero.models.family import ModelFamily
+
+FAMILIES: Registry[ModelFamily] = Registry(
+    "model family",
+    {"llama": "megazero.models.llama.family:LLAMA", "gpt2": "megazero.models.gpt2.family:GPT2"},
+)

@@ -1,0 +1,44 @@
+"""Interleaved 1F1B (Narayanan et al. 2021, section 2.2)."""
+
+from __future__ import annotations
+
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.kind import ScheduleKind, alternate, check_counts
+from megazero.settings import nearest_multiples
+
+
+class Interleaved(ScheduleKind):
+    """1F1B over several model chunks per rank, in groups of pp micro-batches.
+
+    Rank s warms up with 2 (pp - s - 1) + (chunks - 1) pp forwards.
+    """
+
+    name = "interleaved"
+    chunks = None
+
+    def microbatch_multiple(self, pp: int) -> int:
+        """pp: a group that is not full would leave ranks waiting for each other."""
+        return pp
+
+    def build(self, pp: int, microbatches: int, chunks: int) -> Schedule:
+        check_counts(pp, microbatches)
+        if chunks < 2:
+            raise ValueError(f"interleaved needs virtual_stages of at least 2, got {chunks}; with 1 it is 1f1b")
+        if microbatches % pp:
+            nearest = " and ".join(map(str, nearest_multiples(microbatches, pp)))
+            raise ValueError(
+                f"interleaved needs micro-batches in multiples of pp={pp}, got {microbatches}; nearest: {nearest}"
+            )
+
+        def order(kind: ActionKind, order_of_chunks: list[int]) -> list[Action]:
+            groups = range(0, microbatches, pp)
+            return [Action(kind, first + i, chunk) for first in groups for chunk in order_of_chunks for i in range(pp)]
+
+        forwards = order(ActionKind.FORWARD, list(range(chunks)))
+        backwards = order(ActionKind.BACKWARD, list(reversed(range(chunks))))
+        warmups = [min(2 * (pp - rank - 1) + (chunks - 1) * pp, len(forwards)) for rank in range(pp)]
+        ranks = tuple(alternate(forwards, backwards, warmup) for warmup in warmups)
+        return Schedule(self.name, microbatches, self.placement(pp, chunks), ranks)
+
+
+INTERLEAVED = Interleaved()

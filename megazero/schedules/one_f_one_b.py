@@ -1,0 +1,25 @@
+"""1F1B (Narayanan et al. 2019, 2021)."""
+
+from __future__ import annotations
+
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.kind import ScheduleKind, alternate, check_counts
+
+
+class OneFOneB(ScheduleKind):
+    """Warm-up forwards, then one forward and one backward at a time, then the rest.
+
+    Rank s holds the activations of at most min(pp - s, microbatches) micro-batches.
+    """
+
+    name = "1f1b"
+
+    def build(self, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
+        check_counts(pp, microbatches)
+        forwards = [Action(ActionKind.FORWARD, index) for index in range(microbatches)]
+        backwards = [Action(ActionKind.BACKWARD, index) for index in range(microbatches)]
+        ranks = tuple(alternate(forwards, backwards, min(pp - rank - 1, microbatches)) for rank in range(pp))
+        return Schedule(self.name, microbatches, self.placement(pp, 1), ranks)
+
+
+ONE_F_ONE_B = OneFOneB()

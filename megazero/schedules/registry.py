@@ -1,0 +1,21 @@
+"""The schedules that `parallel.schedule` may name; a script may register its own, see `ScheduleKind`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megazero.registry import Registry
+
+if TYPE_CHECKING:
+    from megazero.schedules.kind import ScheduleKind
+
+SCHEDULES: Registry[ScheduleKind] = Registry(
+    "schedule",
+    {
+        "gpipe": "megazero.schedules.gpipe:GPIPE",
+        "1f1b": "megazero.schedules.one_f_one_b:ONE_F_ONE_B",
+        "interleaved": "megazero.schedules.interleaved:INTERLEAVED",
+        "zb-h1": "megazero.schedules.zero_bubble:ZERO_BUBBLE_H1",
+        "zbv": "megazero.schedules.zero_bubble:ZERO_BUBBLE_V",
+    },
+)

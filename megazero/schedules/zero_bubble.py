@@ -1,0 +1,83 @@
+"""Zero-bubble schedules, whose weight gradients are actions of their own that fill idle time (Qi et al. 2024)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from megazero.schedules.action import Action, ActionKind, Placement, Schedule, v_shape
+from megazero.schedules.kind import ScheduleKind, check_counts
+
+
+class ZeroBubbleH1(ScheduleKind):
+    """1F1B with weight gradients apart: rank s delays s of them to fill its idle time (section 2.1).
+
+    Rank s holds pp - s micro-batches as in 1F1B and s that lack their weight gradient: at most pp.
+    """
+
+    name = "zb-h1"
+
+    def build(self, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
+        check_counts(pp, microbatches)
+        ranks = []
+        for rank in range(pp):
+            warmup = min(pp - rank - 1, microbatches)
+            actions = [Action(ActionKind.FORWARD, index) for index in range(warmup)]
+            for index in range(microbatches):
+                if warmup + index < microbatches:
+                    actions.append(Action(ActionKind.FORWARD, warmup + index))
+                actions.append(Action(ActionKind.BACKWARD, index))
+                if index >= rank:
+                    actions.append(Action(ActionKind.WEIGHT, index - rank))
+            actions += [Action(ActionKind.WEIGHT, index) for index in range(max(0, microbatches - rank), microbatches)]
+            ranks.append(tuple(actions))
+        return Schedule(self.name, microbatches, self.placement(pp, 1), tuple(ranks))
+
+
+class ZeroBubbleV(ScheduleKind):
+    """Two chunks per rank in a V and split backwards, at 1F1B's memory ("ZB-V", section 6).
+
+    Down the V and up again, chunk 1 runs on rank s long before chunk 0's backward comes back: 2 (pp - s) - 1 forwards of
+    chunk 0 warm up, chunk 1 follows, then F0 B0 W0 F1 B1 W1 repeat, and the weight gradients left over fill the end.  Made
+    for at least 2 pp - 1 micro-batches; with fewer, those that do not exist are left out.
+    """
+
+    name = "zbv"
+    chunks = 2
+
+    def placement(self, pp: int, chunks: int) -> Placement:
+        """First and last stage are on rank 0."""
+        return v_shape(pp)
+
+    def build(self, pp: int, microbatches: int, chunks: int = 2) -> Schedule:
+        check_counts(pp, microbatches)
+        ranks = tuple(_rank_of_v(rank, pp, microbatches) for rank in range(pp))
+        return Schedule(self.name, microbatches, self.placement(pp, 2), ranks)
+
+
+def _rank_of_v(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
+    count = max(2 * pp - 1, microbatches)
+    done: Counter[tuple[ActionKind, int]] = Counter()
+    actions: list[Action] = []
+
+    def run(pattern: str, times: int = 1) -> None:
+        """The next micro-batch of each: "F1" is a forward of chunk 1."""
+        for word in pattern.split() * times:
+            key = (ActionKind(word[0]), int(word[1]))
+            actions.append(Action(key[0], done[key], key[1]))
+            done[key] += 1
+
+    forward = ActionKind.FORWARD
+    run("F0", 2 * (pp - rank) - 1)
+    run("F1 F0", rank)
+    run("F1 B1 W1", pp - rank)
+    while done[forward, 1] < done[forward, 0] or done[forward, 0] < count:
+        run("F0 B0 W0 F1 B1 W1" if done[forward, 0] < count else "B0 W0 F1 B1 W1")
+    run("B0 B1", rank)
+    run("B0 W0", pp - rank)
+    for chunk in (1, 0):
+        run(f"W{chunk}", done[ActionKind.BACKWARD, chunk] - done[ActionKind.WEIGHT, chunk])
+    return tuple(action for action in actions if action.microbatch < microbatches)
+
+
+ZERO_BUBBLE_H1 = ZeroBubbleH1()
+ZERO_BUBBLE_V = ZeroBubbleV()

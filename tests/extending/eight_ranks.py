@@ -1,0 +1,47 @@
+"""One TOML file on eight ranks: tp 2 with sequence parallelism, pp 2, dp 2, ZeRO 3; each test changes a few keys of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import run_world
+from worlds import engine_on, train_on
+
+from megazero.config import ResolvedRun, load_config
+from megazero.settings import toml_value
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "hidden_size": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 64,
+        "vocab_size": 61,
+        "seq_len": 16,
+    },
+    "parallel": {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
+    "zero": {"stage": 3, "bucket_bytes": 8192},
+    "precision": {"dtype": "fp32"},
+    "optimizer": {"lr": 3e-3, "eps": 1e-5, "grad_clip": 0.5},
+    "training": {"global_batch_size": 8, "accumulation": 4, "seed": 7, "compile": False, "steps": 3},
+}
+
+
+def run_with(directory: Path, **sections: dict[str, Any]) -> ResolvedRun:
+    """Write the file, with these keys in it, and load it for eight ranks."""
+    tables = {name: SECTIONS.get(name, {}) | sections.get(name, {}) for name in [*SECTIONS, *sections]}
+    text = "\n".join(
+        f"[{name}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in table.items())
+        for name, table in tables.items()
+    )
+    path = directory / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, world_size=8)
+
+
+def steps_of(run: ResolvedRun, body: Callable[..., Any] = train_on) -> Any:
+    """What rank 0 gives of `body(engine, run)`; three steps, where not said otherwise."""
+    return run_world(8, lambda rank: body(engine_on(rank, run), run))[0]

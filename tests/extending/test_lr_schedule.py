@@ -1,0 +1,66 @@
+"""A script adds a learning-rate schedule: the inverse square root of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eight_ranks import run_with, steps_of
+from harness import run_world
+from plain_model import PlainTrainer
+from test_any_shape import _assert_agrees
+from worlds import STEPS, global_batch, initial_weights, micro_batches, plain_config, whole
+
+from megazero.config import ResolvedRun
+from megazero.engine import Engine
+from megazero.optim.config import LrScheduleConfig
+from megazero.optim.lr_schedule import learning_rate_factor
+from megazero.optim.registry import LR_SCHEDULES
+
+
+def inverse_sqrt(step: int, steps: int, section: LrScheduleConfig) -> float:
+    """1 / sqrt(step + 1), but not below the smallest rate."""
+    return max(section.min_lr_ratio, (step + 1) ** -0.5)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    """A script says this line at its top; here the name ends with the tests of this file."""
+    LR_SCHEDULES.register("inverse-sqrt", inverse_sqrt)
+    yield
+    LR_SCHEDULES._registered.pop("inverse-sqrt")
+
+
+FACTORS = (0.5, 2**-0.5, 3**-0.5)  # by hand: the first of two warm-up steps, then the inverse square root
+
+
+def _train(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
+    out: dict[str, Any] = {"initial": whole(engine, "model"), "loss": [], "norm": [], "gradients": {}}
+    for step in range(STEPS):
+        factor = learning_rate_factor(run.config.lr_schedule, step, run.config.training.steps)
+        statistics = engine.train_step(micro_batches(run, engine.state, step), run.config.optimizer.lr * factor)
+        out["loss"].append(statistics.loss)
+        out["norm"].append(statistics.grad_norm)
+    return out | {"weights": whole(engine, "model")}
+
+
+def _plainly(run: ResolvedRun) -> dict[str, Any]:
+    given, weights = run.config.optimizer, initial_weights(run)
+    trainer = PlainTrainer(
+        weights, plain_config(run), given.lr, given.betas, given.eps, given.weight_decay, given.grad_clip
+    )
+    steps = [trainer.step(*global_batch(run, step), given.lr * FACTORS[step]) for step in range(STEPS)]
+    return {
+        "initial": weights,
+        "gradients": {},
+        "loss": [step.loss for step in steps],
+        "norm": [step.grad_norm for step in steps],
+        "weights": {name: weight.detach() for name, weight in trainer.weights.items()},
+    }
+
+
+def test_a_registered_learning_rate_schedule_gives_the_plain_models_run(tmp_path: Path) -> None:
+    run = run_with(tmp_path, lr_schedule={"name": "inverse-sqrt", "warmup_steps": 2})
+    _assert_agrees(steps_of(run, _train), run_world(1, lambda _: _plainly(run))[0])

@@ -1,0 +1,95 @@
+"""A script adds an element-wise optimizer: a soft sign of the momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eight_ranks import run_with, steps_of
+from harness import run_world
+from plain_model import PlainTrainer, decays
+from test_any_shape import _assert_agrees
+from torch import Tensor
+from worlds import LR, STEPS, global_batch, initial_weights, plain_config
+
+from megazero.config import ConfigError, ResolvedRun
+from megazero.optim.optimizers import ElementwiseOptimizer
+from megazero.optim.registry import OPTIMIZERS
+
+MOMENTUM, SOFTNESS = 0.8, 1e-2
+
+
+class SoftSign(torch.optim.Optimizer):
+    """m <- momentum m + g;  w <- w - lr (m / (|m| + softness) + weight_decay w)."""
+
+    def __init__(
+        self, params: Any, lr: float, momentum: float = 0.9, softness: float = 1e-3, weight_decay: float = 0.0
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "softness": softness, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                momentum.mul_(group["momentum"]).add_(weight.grad)
+                update = momentum / (momentum.abs() + group["softness"]) + group["weight_decay"] * weight
+                weight.sub_(update, alpha=group["lr"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    """A script says this line at its top; here the name ends with the tests of this file."""
+    OPTIMIZERS.register("softsign", ElementwiseOptimizer(SoftSign, elementwise=True))
+    yield
+    OPTIMIZERS._registered.pop("softsign")
+
+
+class PlainSoftSign(PlainTrainer):
+    """The same on whole tensors."""
+
+    @torch.no_grad()
+    def _adamw(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        for name, weight in self.weights.items():
+            momentum = self.first_moment[name]
+            momentum.copy_(MOMENTUM * momentum + gradients[name])
+            decay = self.weight_decay if decays(name, tuple(weight.shape)) else 0.0
+            weight.copy_(weight - lr * (momentum / (momentum.abs() + SOFTNESS) + decay * weight))
+
+
+def _plainly(run: ResolvedRun) -> dict[str, Any]:
+    given, weights = run.config.optimizer, initial_weights(run)
+    trainer = PlainSoftSign(weights, plain_config(run), LR, given.betas, given.eps, given.weight_decay, given.grad_clip)
+    steps = [trainer.step(*global_batch(run, step)) for step in range(STEPS)]
+    return {
+        "initial": weights,
+        "gradients": steps[0].gradients,
+        "loss": [step.loss for step in steps],
+        "norm": [step.grad_norm for step in steps],
+        "weights": {name: weight.detach() for name, weight in trainer.weights.items()},
+    }
+
+
+def test_a_registered_optimizer_steps_shards_as_whole_tensors(tmp_path: Path) -> None:
+    options = {"momentum": MOMENTUM, "softness": SOFTNESS}
+    run = run_with(tmp_path, optimizer={"name": "softsign", "options": options})
+    _assert_agrees(steps_of(run), run_world(1, lambda _: _plainly(run))[0])
+
+
+def test_options_are_for_registered_optimizers_and_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.options = .* only an optimizer of your own has options"):
+        run_with(tmp_path, optimizer={"options": {"amsgrad": True}})
+    run = run_with(tmp_path, optimizer={"name": "softsign", "options": {"momentun": 0.5}})
+    with pytest.raises(AssertionError, match=r"softsign has no parameter 'momentun' \(did you mean momentum\?\)"):
+        steps_of(run)
+
+
+def test_a_registration_says_that_it_acts_element_by_element() -> None:
+    with pytest.raises(ValueError, match="say elementwise=True"):
+        ElementwiseOptimizer(SoftSign, elementwise=False)
+    with pytest.raises(ValueError, match="'adamw' is already registered"):
+        OPTIMIZERS.register("adamw", ElementwiseOptimizer(SoftSign, elementwise=True))
