@@ -16,15 +16,17 @@ Sums are taken in rank order, so every rank has the same bits.
 
 from __future__ import annotations
 
+import mmap
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from megazero.comm.process_group import combine, place_shard
-from megazero.comm.rendezvous import Neighbours, Poller
+from megazero.comm.rendezvous import Peer, Poller
 from megazero.parallel_state import Axis, Work
 
 HALF_BYTES = 1 << 19
@@ -35,33 +37,54 @@ AREA_BYTES = 2 * _LABELLED_BYTES
 _ONE_ROUND_BYTES = 1 << 16  # up to here every rank sums everything, which saves a round
 _OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
+# An operation: it writes its area, yields, reads the others' areas, calls `end_round`, and so on.
 Rounds: TypeAlias = Generator[None, None, None]
-"""An operation: it writes its area, yields, reads the others' areas, calls `end_round`, and so on."""
 
 
+def place_shard(out: Tensor, shard: Tensor, axis: Axis) -> list[Tensor]:
+    """Copy this rank's shard to its position in the result of an all-gather.  Returns: all positions by rank, 1-D."""
+    shard = shard.detach()
+    shards = [one.view(-1) for one in out.detach().view(axis.size, *shard.shape).unbind(0)]
+    mine = shards[axis.index]
+    if mine.data_ptr() != shard.data_ptr():
+        mine.copy_(shard.view(-1))
+    return shards
+
+
+def combine(out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor]) -> None:
+    """Combine at least two parts pairwise, in rank order; `out` may be the first or the second of them."""
+    op(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        op(out, part, out=out)
+
+
+@dataclass(eq=False)
 class _Operation:
-    """One operation of a channel; the label is equal on all ranks."""
+    """One operation of a channel."""
 
-    def __init__(self, label: str, rounds: Rounds) -> None:
-        self.label = label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES)
-        self.rounds, self.has_begun, self.is_done = rounds, False, False
+    label: bytes  # equal on all ranks
+    rounds: Rounds
+    has_begun: bool = False
+    is_done: bool = False
 
 
 class Channel:
     """Runs operations of one kind among the ranks of a group, in the order in which they are started.
 
     Args:
-        neighbours: the ranks; their areas have AREA_BYTES each.
+        peers, areas: the other ranks, and the areas of all, AREA_BYTES each; see `rendezvous`.
         index: of this rank.
         timeout_seconds: how long an operation may take.
         poller: of all channels of this rank.
     """
 
-    def __init__(self, neighbours: Neighbours, index: int, timeout_seconds: float, poller: Poller) -> None:
-        self.peers, self._areas = neighbours
-        self.index, self.size = index, len(self._areas)
+    def __init__(
+        self, peers: list[Peer], areas: list[mmap.mmap], index: int, timeout_seconds: float, poller: Poller
+    ) -> None:
+        self.peers, self._areas = peers, areas
+        self.index, self.size = index, len(areas)
         self._timeout, self._poller = timeout_seconds, poller
-        wholes = [torch.frombuffer(area, dtype=torch.uint8) for area in self._areas]
+        wholes = [torch.frombuffer(area, dtype=torch.uint8) for area in areas]
         self._halves = [[whole[half * _LABELLED_BYTES :][:HALF_BYTES] for whole in wholes] for half in range(2)]
         self._half = 0
         self._started: deque[_Operation] = deque()
@@ -78,14 +101,9 @@ class Channel:
     def start(self, label: str, rounds: Rounds) -> Work:
         """Start an operation; if no other is under way, its first round is written at once.
 
-        Args:
-            label: equal on all ranks; at most 64 characters count.
-            rounds: the operation.
-
-        Raises:
-            RuntimeError: the ranks start different operations.
+        Raises: RuntimeError: the ranks start operations with different labels.
         """
-        operation = _Operation(label, rounds)
+        operation = _Operation(label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES), rounds)
         self._started.append(operation)
         self._progress()
         return Work(lambda: self._finish(operation))
@@ -100,13 +118,14 @@ class Channel:
     def _finish(self, operation: _Operation) -> None:
         """Wait for an operation.  Raises: RuntimeError: a peer has died, or is late, or runs another operation."""
         self._progress()
-        if not operation.is_done and not self.peers:
-            raise RuntimeError("this rank has left the memory that it shared")
-        self._poller.wait_until(
-            lambda: operation.is_done,
-            lambda: any(peer.is_lost and not peer.signals for peer in self.peers),
-            self._timeout,
-        )
+        deadline = time.monotonic() + self._timeout
+        while not operation.is_done:
+            if not self.peers:
+                raise RuntimeError("this rank has left the memory that it shared")
+            if any(peer.is_lost and not peer.signals for peer in self.peers):
+                raise RuntimeError("Connection closed by a rank of this host")
+            if not self._poller.poll(deadline - time.monotonic()):
+                raise RuntimeError(f"Timed out waiting {self._timeout:g} s for a rank of this host")
 
     def _progress(self) -> None:
         """Run the operations as far as the peers' signals allow."""
@@ -145,12 +164,7 @@ class Channel:
 
 
 class SharedMemoryBackend:
-    """Collectives of ranks that all run on this host.
-
-    Args:
-        reduce, gather: a channel for each kind of operation.
-        poller: of all channels of this rank.
-    """
+    """Collectives of ranks that all run on this host, with a channel for each kind of operation."""
 
     needs_scratch = False
 
@@ -158,25 +172,19 @@ class SharedMemoryBackend:
         self.reduce, self.gather, self.poller = reduce, gather, poller
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Work:
-        """Every rank combines what all have written."""
-        return self.reduce.start(
-            _label("all_reduce", tensor, axis), _all_reduce(self.reduce, tensor.detach().view(-1), _OPS[op])
-        )
+        rounds = _all_reduce(self.reduce, tensor.detach().view(-1), _OPS[op])
+        return self.reduce.start(_label("all_reduce", tensor, axis), rounds)
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Work:
-        """Every rank copies what the others have written."""
-        shards = place_shard(out, shard, axis)
-        return self.gather.start(_label("all_gather", shard, axis), _all_gather(self.gather, shards))
+        rounds = _all_gather(self.gather, place_shard(out, shard, axis))
+        return self.gather.start(_label("all_gather", shard, axis), rounds)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Work:
-        """Every rank sums its part."""
-        parts = full.detach().view(axis.size, -1).unbind(0)
-        return self.reduce.start(
-            _label("reduce_scatter", full, axis), _reduce_scatter(self.reduce, out.detach().view(-1), parts)
-        )
+        rounds = _reduce_scatter(self.reduce, out.detach().view(-1), full.detach().view(axis.size, -1).unbind(0))
+        return self.reduce.start(_label("reduce_scatter", full, axis), rounds)
 
     def close(self) -> None:
-        """Disconnect from the peers."""
+        """Leave both channels."""
         self.reduce.close()
         self.gather.close()
 
@@ -210,13 +218,7 @@ def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Ro
 
 
 def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> Rounds:
-    """out = the sum of every rank's part for this one.
-
-    Args:
-        channel: of the ranks.
-        out: 1-D; may be this rank's own part.
-        parts: by rank, 1-D, of equal length.
-    """
+    """out = the sum of every rank's part for this one.  1-D, of equal length; `out` may be this rank's own part."""
     me = channel.index
     longest = HALF_BYTES // out.element_size() // (channel.size - 1)
 
