@@ -98,11 +98,7 @@ class RankGrid:
         return sum(getattr(at, axis) * self._strides[axis] for axis in AXES)
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only on `axes`, in rank order.
-
-        Args:
-            rank: a rank of the grid; it is part of the group.
-            axes: one or more axis names; the group has the product of their sizes.
+        """`rank` and the ranks that differ from it only on `axes`, in rank order.
 
         Raises:
             ValueError: an unknown or repeated axis.

@@ -1,9 +1,8 @@
 """Every collective call of the project, asynchronous, counted, and with an error that names the lost peer.
 
 A call starts the operation and returns a `Pending`; its result may be used after `wait()`.  Over an axis of one rank there
-is no call and the `Pending` is already done, so that callers write one path.
-
-Reductions and gathers are carried by the backend of the axis (see `comm/backend.py`), all else by torch's process group.
+is no call and the `Pending` is already done, so that callers write one path.  A backend carries reductions and gathers (see
+`comm/backend.py`), torch's process group all else.
 """
 
 from __future__ import annotations
@@ -150,9 +149,6 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
     Args:
         out: 1-D or leading dimension n * shard's; contiguous.
         shard: contiguous; may be this rank's own part of `out`.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     _check_parts(out, shard, axis)
     if axis.size == 1:
@@ -175,9 +171,6 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
         out: this rank's 1/n of `full`'s leading dimension; contiguous; may be this rank's own part of `full`.
         full: contiguous; its leading dimension is divisible by the axis size. Not to be changed before `wait`.
         scratch: 1-D, at least `arriving_elements`; allocated here when None. `out` may be its beginning.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     _check_parts(full, out, axis)
     if axis.size == 1:

@@ -37,7 +37,7 @@ AREA_BYTES = 2 * _LABELLED_BYTES
 _ONE_ROUND_BYTES = 1 << 16  # up to here every rank sums everything, which saves a round
 _OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
-# An operation: it writes its area, yields, reads the others' areas, calls `end_round`, and so on.
+# An operation: it asks for the areas of a round, writes its own, yields, reads the others', and so on.
 Rounds: TypeAlias = Generator[None, None, None]
 
 
@@ -94,10 +94,6 @@ class Channel:
         """Every rank's half of this round, 1-D."""
         return [half.view(dtype) for half in self._halves[self._half]]
 
-    def end_round(self) -> None:
-        """This rank has read what was written in this round."""
-        self._half = 1 - self._half
-
     def start(self, label: str, rounds: Rounds) -> Work:
         """Start an operation; if no other is under way, its first round is written at once.
 
@@ -137,6 +133,7 @@ class Channel:
                 for peer in self.peers:
                     peer.signals -= 1
                 self._check_labels(first.label)
+                self._half = 1 - self._half  # an operation still reads the areas that it asked for before
             first.has_begun = True
             try:
                 next(first.rounds)
@@ -202,11 +199,9 @@ def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Ro
         yield
         if channel.size == 2 or piece.nbytes <= _ONE_ROUND_BYTES:
             combine(piece, areas, op)
-            channel.end_round()
             continue
         parts = piece.tensor_split(channel.size)
         combine(parts[me], [area.tensor_split(channel.size)[me] for area in areas], op)
-        channel.end_round()
         areas = [area[: len(piece)] for area in channel.areas(flat.dtype)]
         sums = [area.tensor_split(channel.size)[index] for index, area in enumerate(areas)]
         sums[me].copy_(parts[me])
@@ -214,7 +209,6 @@ def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Ro
         for index, part in enumerate(parts):
             if index != me:
                 part.copy_(sums[index])
-        channel.end_round()
 
 
 def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> Rounds:
@@ -226,33 +220,26 @@ def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> R
         start = (target - (target > source)) * longest
         return area[start : start + length]
 
-    for start in range(0, len(out), longest):
-        piece = slice(start, min(start + longest, len(out)))
-        length = piece.stop - piece.start
+    for total, *pieces in zip(*(tensor.split(longest) for tensor in (out, *parts)), strict=True):
         areas = channel.areas(out.dtype)
-        for index, part in enumerate(parts):
+        for index, piece in enumerate(pieces):
             if index != me:
-                slot(areas[me], me, index, length).copy_(part[piece])
+                slot(areas[me], me, index, len(piece)).copy_(piece)
         yield
-        arrived = [
-            slot(area, index, me, length) if index != me else parts[me][piece] for index, area in enumerate(areas)
-        ]
-        if me > 1:  # `out` is written before this rank's part is added, and may be the same memory
-            arrived[me] = arrived[me].clone()
-        combine(out[piece], arrived, torch.add)
-        channel.end_round()
+        arrived = [slot(area, index, me, len(total)) for index, area in enumerate(areas)]
+        # `out` is written before the part of a rank > 1 is added, and may be the same memory
+        arrived[me] = pieces[me].clone() if me > 1 else pieces[me]
+        combine(total, arrived, torch.add)
 
 
 def _all_gather(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
     """Fill every rank's shard, 1-D, of equal length; this rank's own is filled already."""
-    mine = shards[channel.index]
-    longest = HALF_BYTES // mine.element_size()
-    for start in range(0, len(mine), longest):
-        piece = slice(start, min(start + longest, len(mine)))
-        areas = [area[: piece.stop - piece.start] for area in channel.areas(mine.dtype)]
-        areas[channel.index].copy_(mine[piece])
+    me = channel.index
+    longest = HALF_BYTES // shards[me].element_size()
+    for pieces in zip(*(shard.split(longest) for shard in shards), strict=True):
+        areas = [area[: len(pieces[me])] for area in channel.areas(shards[me].dtype)]
+        areas[me].copy_(pieces[me])
         yield
         for index, area in enumerate(areas):
-            if index != channel.index:
-                shards[index][piece].copy_(area)
-        channel.end_round()
+            if index != me:
+                pieces[index].copy_(area)
