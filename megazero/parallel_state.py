@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor
 
 AXES = ("tp", "cp", "dp", "pp")
 TIMEOUT = timedelta(minutes=30)  # for scripts that start their ranks themselves
+Wait: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -167,26 +168,20 @@ class Traffic:
         self.calls.clear()
 
 
-class Work(NamedTuple):
-    """A collective that a backend has started."""
-
-    wait: Callable[[], object]  # returns when the peers have done their part
-    finish: Callable[[], None] = lambda: None  # what this rank still does by itself, for example a local sum
-
-
 class Backend(Protocol):
     """Carries the reductions and gathers of one group of at least two ranks; see `comm/backend.py`.
 
-    Arguments are those of the functions of the same names in `comm/collectives.py`.
+    Arguments are those of the functions of the same names in `comm/collectives.py`.  Every method starts an operation and
+    returns the call that waits for it and completes it.
     """
 
     needs_scratch: bool  # `reduce_scatter` uses memory as long as `full`; without `scratch` it allocates some
 
-    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Work: ...
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
 
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Work: ...
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait: ...
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None, /) -> Work: ...
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None, /) -> Wait: ...
 
     def close(self) -> None:
         """Release what it holds; operations that are not finished fail."""
@@ -338,22 +333,21 @@ class ParallelState:
             saves = purpose == "save"
             device = torch.device("cpu") if saves else self.device
             seconds = timeout_seconds or self._timeout_seconds
-            made = self._process_group(ranks, purpose, device, timedelta(seconds=seconds))
+            # On CUDA the world's own group has the options of whoever made it; unused, it costs nothing.
+            takes_world = len(ranks) == self.grid.world_size and not purpose and device.type != "cuda"
+            made = dist.group.WORLD if takes_world else self._process_group(ranks, saves, device, seconds)
             shares = self._shares_memory and device.type == "cpu" and not saves  # a channel serves one thread
             self._groups[ranks, purpose] = Group(made, device, seconds, shares, self._groups.values())
         return self._groups[ranks, purpose]
 
-    def _process_group(
-        self, ranks: tuple[int, ...], purpose: str, device: torch.device, timeout: timedelta
-    ) -> dist.ProcessGroup | None:
-        if len(ranks) == self.grid.world_size and not purpose and device.type != "cuda":
-            return dist.group.WORLD  # on CUDA it has the options of whoever made it; unused, it costs nothing
+    def _process_group(self, ranks: tuple[int, ...], saves: bool, device: torch.device, seconds: float) -> Any:
         # Only members wait for one another, so the time to make a group does not grow with the world.  torch names a group
         # by its ranks and by how many groups a rank has made: a rank outside makes one of its own to keep count.
+        timeout = timedelta(seconds=seconds)
         group = dist.new_group(
             list(ranks if self.rank in ranks else (self.rank,)),
             timeout=timeout,
-            backend="gloo" if purpose == "save" else None,
+            backend="gloo" if saves else None,
             pg_options=nccl_options(device, timeout),
             use_local_synchronization=True,
         )

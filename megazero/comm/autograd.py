@@ -59,6 +59,7 @@ def _slice_last(x: Tensor, tp: Axis) -> Tensor:
 
 
 def _sum_in_place(x: Tensor, tp: Axis) -> Tensor:
+    x = x.contiguous()
     all_reduce(x, tp).wait()
     return x
 
@@ -89,8 +90,8 @@ def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
-    """Sum partial results over tp, in place; the gradient passes unchanged."""
-    return _Differentiable.apply(x.contiguous(), tp, _sum_in_place, lambda grad, _: grad) if tp.size > 1 else x
+    """Sum partial results over tp, in place if contiguous; the gradient passes unchanged."""
+    return _Differentiable.apply(x, tp, _sum_in_place, lambda grad, _: grad) if tp.size > 1 else x
 
 
 def gather_sequence(x: Tensor, tp: Axis) -> Tensor:

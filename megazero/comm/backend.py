@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megazero.comm.rendezvous import Gather, Poller, rendezvous
 from megazero.comm.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend, combine, place_shard
-from megazero.parallel_state import Axis, Backend, Group, Work
+from megazero.parallel_state import Axis, Backend, Group, Wait
 
 # torch 2.13 renamed both; 2.11 has the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,14 +31,14 @@ class TorchBackend:
 
     needs_scratch = False
 
-    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Work:
-        return Work(dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.process_group, async_op=True).wait)
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
+        return dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.process_group, async_op=True).wait
 
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Work:
-        return Work(_all_gather(out, shard, group=axis.process_group, async_op=True).wait)
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        return _all_gather(out, shard, group=axis.process_group, async_op=True).wait
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Work:
-        return Work(_reduce_scatter(out, full, group=axis.process_group, async_op=True).wait)
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Wait:
+        return _reduce_scatter(out, full, group=axis.process_group, async_op=True).wait
 
     def close(self) -> None:
         """There is nothing to release."""
@@ -52,20 +52,25 @@ class GlooBackend(TorchBackend):
 
     needs_scratch = True
 
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Work:
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
         """Messages to and from every other rank, straight to their positions in the result."""
         shards, group = place_shard(out, shard, axis), axis.process_group
         mine = shards[axis.index]
         others = [index for index in range(axis.size) if index != axis.index and mine.numel()]
         works: list[Any] = [dist.irecv(shards[index], axis.ranks[index], group, _GATHER_TAG) for index in others]
         works += [dist.isend(mine, axis.ranks[index], group, _GATHER_TAG) for index in others]
-        return Work(lambda: [work.wait() for work in works])
+        return lambda: [work.wait() for work in works]
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None) -> Work:
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None) -> Wait:
         """An all-to-all of the parts, then a local sum in rank order."""
         arriving = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
         work = dist.all_to_all_single(arriving, full, group=axis.process_group, async_op=True)
-        return Work(work.wait, lambda: combine(out, arriving.view(axis.size, *out.shape).unbind(0), torch.add))
+
+        def finish() -> None:
+            work.wait()
+            combine(out, arriving.view(axis.size, *out.shape).unbind(0), torch.add)
+
+        return finish
 
 
 def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gather) -> Backend:
@@ -80,5 +85,5 @@ def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gathe
         return GlooBackend()
     backends = (backend for one in group.siblings for backend in one.backends.values())
     poller = next((one.poller for one in backends if isinstance(one, SharedMemoryBackend)), None) or Poller()
-    channels = [Channel(*one, axis.index, group.timeout_seconds, poller) for one in (reduce, gathers)]
+    channels = [Channel(one, axis.index, group.timeout_seconds, poller) for one in (reduce, gathers)]
     return SharedMemoryBackend(channels[0], channels[1], poller)

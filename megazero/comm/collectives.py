@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.backend import choose_backend
-from megazero.parallel_state import Axis, Backend, Work
+from megazero.parallel_state import Axis, Backend, Wait
 
 T = TypeVar("T")
 
@@ -28,10 +28,12 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "Acceler
 class LostPeerError(RuntimeError):
     """A collective could not finish: a peer died, or did not come within the time limit."""
 
-    def __init__(self, operation: str, axis: Axis, reason: str) -> None:
+    def __init__(self, operation: str, axis: Axis, error: RuntimeError) -> None:
         # not the axis itself: the error may outlive its process group
         self.operation, self.axis, self.ranks, self.rank = operation, axis.name, axis.ranks, axis.ranks[axis.index]
-        self.reason = reason
+        # the first sentence of torch's text, without the line of its source
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        self.reason = re.sub(r"^\[[^\[\]]*:\d+\] ", "", line).split(". ")[0]
         super().__init__(self._text("", "a rank was lost or is stuck. The first rank to fail holds the cause."))
 
     def _text(self, where: str, found: str) -> str:
@@ -46,16 +48,10 @@ class LostPeerError(RuntimeError):
         self.args = (self._text(f" in step {step}", found),)
 
 
-def _reason(error: RuntimeError) -> str:
-    """The first sentence of an error of torch, without the line of its source."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^\[\]]*:\d+\] ", "", line).split(". ")[0]
-
-
 class Pending:
     """An operation under way; done already when made without `wait`."""
 
-    def __init__(self, wait: Callable[[], object] | None = None) -> None:
+    def __init__(self, wait: Wait | None = None) -> None:
         self._wait = wait
 
     def wait(self) -> None:
@@ -73,20 +69,14 @@ def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
     except _OF_THE_DEVICE:
         raise
     except RuntimeError as error:  # gloo and NCCL report a lost peer and a time-out as RuntimeError
-        raise LostPeerError(operation, axis, _reason(error)) from error
+        raise LostPeerError(operation, axis, error) from error
     finally:
         axis.traffic.leave(entered)
 
 
-def _start(operation: str, axis: Axis, sent_bytes: int, start: Callable[[], Work]) -> Pending:
+def _start(operation: str, axis: Axis, sent_bytes: int, start: Callable[[], Wait]) -> Pending:
     axis.traffic.add(axis.name, operation, sent_bytes)
-    work = _guarded(operation, axis, start)
-
-    def wait() -> None:
-        _guarded(operation, axis, work.wait)
-        work.finish()
-
-    return Pending(wait)
+    return Pending(partial(_guarded, operation, axis, _guarded(operation, axis, start)))
 
 
 def _backend(axis: Axis, device: torch.device) -> Backend:
@@ -113,10 +103,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
 
 
 def numbers_of(reduced: Tensor, axis: Axis) -> list[float]:
-    """The numbers of an `all_reduce` that was waited for, on the host.
-
-    On CUDA the host waits for the device, and so for its peers, here and not in `Pending.wait`.
-    """
+    """The numbers of a finished `all_reduce`.  On CUDA the host waits for its peers here and not in `Pending.wait`."""
     return list(_guarded("all_reduce", axis, reduced.tolist) if axis.size > 1 else reduced.tolist())
 
 
@@ -130,8 +117,8 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     if axis.size == 1:
         return Pending()
 
-    def start() -> Work:
-        return Work(dist.broadcast(tensor, src=axis.ranks[source], group=axis.process_group, async_op=True).wait)
+    def start() -> Wait:
+        return dist.broadcast(tensor, src=axis.ranks[source], group=axis.process_group, async_op=True).wait
 
     return _start("broadcast", axis, tensor.nbytes if axis.index == source else 0, start)
 

@@ -54,6 +54,9 @@ def _close_all(connection: socket.socket, *counters: int) -> None:
         os.close(counter)
 
 
+Neighbours: TypeAlias = tuple[list[Peer], list[mmap.mmap]]  # the other ranks, and the areas of all; in rank order
+
+
 class Poller:
     """Polls the peers of all channels of this rank at once.  The channels are closed together.
 
@@ -88,11 +91,10 @@ class Poller:
         return bool(ready)
 
 
-def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> tuple[list[Peer], list[mmap.mmap]] | None:
+def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> Neighbours | None:
     """Connect this rank to all others of a group of `size`; each gets an area of `area_bytes`.
 
-    Returns: the other ranks, and the areas of all ranks, both in rank order; None, on all ranks, if they are on several
-        hosts or a system call fails on one.
+    Returns: None, on all ranks, if they are on several hosts or a system call fails on one.
     """
     listener, offer = _listen()
     offers = [one for one in gather(offer) if one is not None]

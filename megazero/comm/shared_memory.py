@@ -16,7 +16,6 @@ Sums are taken in rank order, so every rank has the same bits.
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -26,8 +25,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.comm.rendezvous import Peer, Poller
-from megazero.parallel_state import Axis, Work
+from megazero.comm.rendezvous import Neighbours, Poller
+from megazero.parallel_state import Axis, Wait
 
 HALF_BYTES = 1 << 19
 _LABEL_BYTES = 64
@@ -72,19 +71,17 @@ class Channel:
     """Runs operations of one kind among the ranks of a group, in the order in which they are started.
 
     Args:
-        peers, areas: the other ranks, and the areas of all, AREA_BYTES each; see `rendezvous`.
+        neighbours: the ranks, with areas of AREA_BYTES each.
         index: of this rank.
         timeout_seconds: how long an operation may take.
         poller: of all channels of this rank.
     """
 
-    def __init__(
-        self, peers: list[Peer], areas: list[mmap.mmap], index: int, timeout_seconds: float, poller: Poller
-    ) -> None:
-        self.peers, self._areas = peers, areas
-        self.index, self.size = index, len(areas)
+    def __init__(self, neighbours: Neighbours, index: int, timeout_seconds: float, poller: Poller) -> None:
+        self.peers, self._areas = neighbours
+        self.index, self.size = index, len(self._areas)
         self._timeout, self._poller = timeout_seconds, poller
-        wholes = [torch.frombuffer(area, dtype=torch.uint8) for area in areas]
+        wholes = [torch.frombuffer(area, dtype=torch.uint8) for area in self._areas]
         self._halves = [[whole[half * _LABELLED_BYTES :][:HALF_BYTES] for whole in wholes] for half in range(2)]
         self._half = 0
         self._started: deque[_Operation] = deque()
@@ -94,7 +91,7 @@ class Channel:
         """Every rank's half of this round, 1-D."""
         return [half.view(dtype) for half in self._halves[self._half]]
 
-    def start(self, label: str, rounds: Rounds) -> Work:
+    def start(self, label: str, rounds: Rounds) -> Wait:
         """Start an operation; if no other is under way, its first round is written at once.
 
         Raises: RuntimeError: the ranks start operations with different labels.
@@ -102,7 +99,7 @@ class Channel:
         operation = _Operation(label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES), rounds)
         self._started.append(operation)
         self._progress()
-        return Work(lambda: self._finish(operation))
+        return lambda: self._finish(operation)
 
     def close(self) -> None:
         """Disconnect from the peers."""
@@ -168,15 +165,15 @@ class SharedMemoryBackend:
     def __init__(self, reduce: Channel, gather: Channel, poller: Poller) -> None:
         self.reduce, self.gather, self.poller = reduce, gather, poller
 
-    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Work:
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
         rounds = _all_reduce(self.reduce, tensor.detach().view(-1), _OPS[op])
         return self.reduce.start(_label("all_reduce", tensor, axis), rounds)
 
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Work:
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
         rounds = _all_gather(self.gather, place_shard(out, shard, axis))
         return self.gather.start(_label("all_gather", shard, axis), rounds)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Work:
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Wait:
         rounds = _reduce_scatter(self.reduce, out.detach().view(-1), full.detach().view(axis.size, -1).unbind(0))
         return self.reduce.start(_label("reduce_scatter", full, axis), rounds)
 
