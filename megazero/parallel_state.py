@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor
 
 AXES = ("tp", "cp", "dp", "pp")
 TIMEOUT = timedelta(minutes=30)  # for scripts that start their ranks themselves
+Wait: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -98,46 +99,22 @@ class RankGrid:
         return sum(getattr(at, axis) * self._strides[axis] for axis in AXES)
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only on `axes`, in rank order.
-
-        Args:
-            rank: a rank of the grid; it is part of the group.
-            axes: one or more axis names; the group has the product of their sizes.
+        """`rank` and the ranks that differ from it only on `axes`, in rank order.
 
         Raises:
             ValueError: an unknown or repeated axis.
         """
-        _check_axes(axes)
-        base = rank - sum(getattr(self.coordinate(rank), axis) * self._strides[axis] for axis in axes)
-        steps = ([i * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
-        return tuple(sorted(base + sum(combination) for combination in itertools.product(*steps)))
-
-    def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Every group over `axes`: a partition of all ranks, ordered by first rank.  Raises: as `group_of`."""
-        _check_axes(axes)
-        others = [axis for axis in AXES if axis not in axes]
-        steps = ([i * self._strides[axis] for i in range(self.size(axis))] for axis in others)
-        bases = sorted(sum(combination) for combination in itertools.product(*steps))
-        return [self.group_of(base, *axes) for base in bases]
-
-    def embedding_group_of(self, rank: int) -> tuple[int, ...]:
-        """First and last pipeline stage at this rank's other coordinates: the two holders of tied embeddings.
-
-        One rank when pp = 1.  Defined for every rank; ranks of other stages are not members of it.
-        """
-        pipeline = self.group_of(rank, "pp")
-        return tuple(sorted({pipeline[0], pipeline[-1]}))
-
-
-def _check_axes(axes: Sequence[str]) -> None:
-    if unknown := [axis for axis in axes if axis not in AXES]:
-        raise ValueError(f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
-    if len(set(axes)) != len(axes):
-        raise ValueError(f"axes {', '.join(axes)} name one more than once")
+        if unknown := [axis for axis in axes if axis not in AXES]:
+            raise ValueError(f"unknown axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
+        if len(set(axes)) != len(axes):
+            raise ValueError(f"axes {', '.join(axes)} name one more than once")
+        at = self.coordinate(rank)
+        steps = ([(i - getattr(at, axis)) * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
+        return tuple(sorted(rank + sum(combination) for combination in itertools.product(*steps)))
 
 
 class Call(NamedTuple):
-    """The collective that this rank entered or left last, and when (`time.perf_counter`).
+    """The collective that this rank entered or left last.
 
     It is inside while the host waits for it, not while the operation runs beside the computation.
     """
@@ -146,7 +123,7 @@ class Call(NamedTuple):
     axis: str
     ranks: tuple[int, ...]
     is_inside: bool
-    since: float
+    since: float  # of `time.perf_counter`
 
 
 class Traffic:
@@ -164,17 +141,16 @@ class Traffic:
         self.last: Call | None = None
 
     def add(self, axis: str, operation: str, sent_bytes: int) -> None:
-        """Count one call."""
         self.sent_bytes[axis, operation] += sent_bytes
         self.calls[axis, operation] += 1
 
     def enter(self, axis: Axis, operation: str) -> Call:
-        """Note that the host starts to wait for an operation."""
+        """The host starts to wait for an operation."""
         self.last = Call(operation, axis.name, axis.ranks, True, time.perf_counter())
         return self.last
 
     def leave(self, entered: Call) -> None:
-        """Note that the host has stopped waiting."""
+        """The host has stopped waiting."""
         now = time.perf_counter()
         self.waited_seconds += now - entered.since
         self.last = Call(entered.operation, entered.axis, entered.ranks, False, now)
@@ -192,37 +168,20 @@ class Traffic:
         self.calls.clear()
 
 
-class Work(NamedTuple):
-    """A collective that a backend has started.
-
-    Args:
-        wait: returns when the peers have done their part.
-        finish: what this rank still does by itself afterwards, for example a local sum.
-    """
-
-    wait: Callable[[], object]
-    finish: Callable[[], None] | None = None
-
-
 class Backend(Protocol):
-    """Carries the reductions and gathers of one group.  `comm` implements it; see `comm/backend.py`.
+    """Carries the reductions and gathers of one group of at least two ranks; see `comm/backend.py`.
 
-    Arguments are those of the functions of the same names in `comm/collectives.py`; the axis has at least two ranks.
-
-    Attributes:
-        needs_scratch: `reduce_scatter` uses memory as long as `full`; without `scratch` it allocates some.
+    Arguments are those of the functions of the same names in `comm/collectives.py`.  Every method starts an operation and
+    returns the call that waits for it and completes it.
     """
 
-    needs_scratch: bool
+    needs_scratch: bool  # `reduce_scatter` uses memory as long as `full`; without `scratch` it allocates some
 
-    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Work:
-        """Replace `tensor` by its sum or maximum."""
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
 
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Work:
-        """Concatenate all shards in `out`."""
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait: ...
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None, /) -> Work:
-        """Sum `full` and keep this rank's part in `out`."""
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None, /) -> Wait: ...
 
     def close(self) -> None:
         """Release what it holds; operations that are not finished fail."""
@@ -230,52 +189,35 @@ class Backend(Protocol):
 
 @dataclass(eq=False)
 class Group:
-    """The communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it.
+    """The communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it."""
 
-    Args:
-        process_group: of torch; None once closed.
-        device: of the tensors that it communicates.
-        timeout_seconds: how long an operation may wait for a peer.
-        shares_memory: ranks of one host may communicate through memory.
-        siblings: all groups of this rank.
-        backend: chosen by `comm` at the group's first reduction or gather.
-    """
-
-    process_group: dist.ProcessGroup | None
-    device: torch.device
-    timeout_seconds: float
-    shares_memory: bool
-    siblings: Collection[Group]
-    backend: Backend | None = None
+    process_group: dist.ProcessGroup | None  # None once closed
+    device: torch.device  # where the ranks compute
+    timeout_seconds: float  # how long an operation may wait for a peer
+    shares_memory: bool  # whether ranks of one host may communicate through memory
+    siblings: Collection[Group]  # all groups of this rank
+    backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; `comm` chooses them
 
     def close(self) -> None:
-        """Release the backend and the process group."""
-        if self.backend is not None:
-            self.backend.close()
-        self.backend = self.process_group = None
+        """Release the backends and the process group."""
+        for backend in self.backends.values():
+            backend.close()
+        self.backends.clear()
+        self.process_group = None
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One rank's view of a group: the argument of every parallel layer and every collective.
+    """One rank's view of a group: the argument of every parallel layer and every collective."""
 
-    Args:
-        name: "tp", "dp", ...; the key under which traffic is counted.
-        ranks: global ranks of the group, in order.
-        index: position of this rank among them.
-        group: how they communicate; None when the axis has one rank.
-        traffic: where collectives count their bytes.
-    """
-
-    name: str
-    ranks: tuple[int, ...] = (0,)
-    index: int = 0
-    group: Group | None = None
+    name: str  # "tp", "dp", ...; the key under which traffic is counted
+    ranks: tuple[int, ...] = (0,)  # global ranks of the group, in order
+    index: int = 0  # position of this rank among them
+    group: Group | None = None  # None when the axis has one rank
     traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def size(self) -> int:
-        """Number of ranks on the axis."""
         return len(self.ranks)
 
     @property
@@ -286,8 +228,7 @@ class Axis:
         return self.group.process_group
 
 
-@dataclass(frozen=True, eq=False)
-class SavingAxes:
+class SavingAxes(NamedTuple):
     """The ranks of a stage, and all ranks, over communicators that only checkpoints use."""
 
     model: Axis
@@ -332,8 +273,7 @@ class ParallelState:
             )
         if shard_group_size and grid.dp % shard_group_size:
             raise ValueError(f"shard_group_size={shard_group_size} must divide dp={grid.dp}")
-        self.grid, self.neighbours = grid, neighbours
-        self.rank = rank
+        self.grid, self.rank, self.neighbours = grid, rank, neighbours
         self.device = device or torch.device("cpu")
         if running > 1 and self.device.type != "cpu" and "gloo" not in str(dist.get_backend_config()):
             raise ValueError(
@@ -344,13 +284,12 @@ class ParallelState:
         self.traffic = Traffic()
         self._timeout_seconds, self._shares_memory = timeout_seconds, shares_memory
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
-        self._saving: SavingAxes | None = None
         self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)
         # Messages down and up the pipeline have communicators of their own, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
         self.model = self._axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._axis("world", tuple(range(grid.world_size)))
-        self.embedding = self._subset("embedding", grid.embedding_group_of(rank))
+        self.embedding = self.among_stages([0, grid.pp - 1], "embedding")
         size = shard_group_size or grid.dp
         first = self.dp.index // size * size
         self.shard, self.replica = self.dp, Axis("replica", (rank,), traffic=self.traffic)
@@ -358,44 +297,31 @@ class ParallelState:
             self.shard = self._axis("shard", self.dp.ranks[first : first + size])
             self.replica = self._axis("replica", self.dp.ranks[self.dp.index % size :: size])
 
-    def among_stages(self, stages: Sequence[int]) -> Axis:
+    def among_stages(self, stages: Sequence[int], name: str = "tied") -> Axis:
         """The ranks of some pipeline stages at this rank's other coordinates; this rank alone if it is in none of them.
 
-        Every rank of the pipeline calls it, in the same order.
+        Every rank of the pipeline calls it, in the same order: those outside take part in making the group.
         """
-        return self._subset("tied", tuple(self.pp.ranks[stage] for stage in sorted(set(stages))))
+        ranks = tuple(self.pp.ranks[stage] for stage in sorted(set(stages)))
+        self._group(ranks)
+        return self._axis(name, ranks if self.rank in ranks else (self.rank,))
 
     def saving_axes(self, timeout_seconds: float) -> SavingAxes:
         """Communicators over host memory, for saving in a thread while training goes on.  Every rank makes them, once.
 
         Make them before the first step: in the middle of a run the ranks would wait for one that has died meanwhile.
-
-        Args:
-            timeout_seconds: how long a rank may wait for a peer that is writing.
         """
-        if self._saving is None:
-            traffic = Traffic()
-            model, world = (
-                replace(
-                    axis,
-                    name=f"saving {axis.name}",
-                    group=self._group(axis.ranks, "save", timeout_seconds),
-                    traffic=traffic,
-                )
-                for axis in (self.model, self.world)
-            )
-            self._saving = SavingAxes(model, world)
-        return self._saving
+        traffic = Traffic()  # of another thread
+        groups = [self._group(axis.ranks, "save", timeout_seconds) for axis in (self.model, self.world)]
+        return SavingAxes(
+            replace(self.model, name="saving stage", group=groups[0], traffic=traffic),
+            replace(self.world, name="saving world", group=groups[1], traffic=traffic),
+        )
 
     def leave(self) -> None:
         """Release every process group: one that is still referenced when the interpreter exits aborts the process."""
         for group in self._groups.values():
             group.close()
-        self._groups.clear()
-
-    def _subset(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        self._group(ranks)  # ranks outside take part in making it
-        return self._axis(name, ranks if self.rank in ranks else (self.rank,))
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         return Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic)
@@ -406,27 +332,22 @@ class ParallelState:
         if (ranks, purpose) not in self._groups:
             saves = purpose == "save"
             device = torch.device("cpu") if saves else self.device
-            timeout = timeout_seconds or self._timeout_seconds
-            self._groups[ranks, purpose] = Group(
-                self._process_group(ranks, purpose, device, timedelta(seconds=timeout)),
-                device,
-                timeout,
-                self._shares_memory and device.type == "cpu" and not saves,  # a channel serves one thread
-                self._groups.values(),
-            )
+            seconds = timeout_seconds or self._timeout_seconds
+            # On CUDA the world's own group has the options of whoever made it; unused, it costs nothing.
+            takes_world = len(ranks) == self.grid.world_size and not purpose and device.type != "cuda"
+            made = dist.group.WORLD if takes_world else self._process_group(ranks, saves, device, seconds)
+            shares = self._shares_memory and device.type == "cpu" and not saves  # a channel serves one thread
+            self._groups[ranks, purpose] = Group(made, device, seconds, shares, self._groups.values())
         return self._groups[ranks, purpose]
 
-    def _process_group(
-        self, ranks: tuple[int, ...], purpose: str, device: torch.device, timeout: timedelta
-    ) -> dist.ProcessGroup | None:
-        if len(ranks) == self.grid.world_size and not purpose and device.type != "cuda":
-            return dist.group.WORLD  # on CUDA it has the options of whoever made it; unused, it costs nothing
+    def _process_group(self, ranks: tuple[int, ...], saves: bool, device: torch.device, seconds: float) -> Any:
         # Only members wait for one another, so the time to make a group does not grow with the world.  torch names a group
         # by its ranks and by how many groups a rank has made: a rank outside makes one of its own to keep count.
+        timeout = timedelta(seconds=seconds)
         group = dist.new_group(
             list(ranks if self.rank in ranks else (self.rank,)),
             timeout=timeout,
-            backend="gloo" if purpose == "save" else None,
+            backend="gloo" if saves else None,
             pg_options=nccl_options(device, timeout),
             use_local_synchronization=True,
         )
@@ -439,10 +360,6 @@ def nccl_options(device: torch.device, timeout: timedelta) -> Any:
     """Options for process groups of a CUDA run: streams of high priority; None on other devices.
 
     A collective takes few of a GPU's cores and much computation depends on it, so it must not queue behind other kernels.
-
-    Args:
-        device: where the rank computes.
-        timeout: of the group's collectives.
     """
     if device.type != "cuda":
         return None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megazero.comm import rendezvous
+from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import (
     LostPeerError,
     Pending,
@@ -19,7 +20,6 @@ from megazero.comm.collectives import (
     exchange,
     reduce_scatter,
 )
-from megazero.comm.process_group import GlooBackend
 from megazero.comm.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from tests.harness import run_world
@@ -28,8 +28,9 @@ LONG = 3 * HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last o
 LENGTHS = (0, 1, 7, 16_385, LONG)
 
 
-def _axis(rank: int, world: int, timeout_seconds: float = 60, shares: bool = True) -> Axis:
-    return ParallelState(RankGrid(dp=world), rank, timeout_seconds=timeout_seconds, shares_memory=shares).dp
+def _axis(rank: int, world: int, timeout_seconds: float = 60, shares: bool = True, device: str = "cpu") -> Axis:
+    grid, of = RankGrid(dp=world), torch.device(device)
+    return ParallelState(grid, rank, of, timeout_seconds=timeout_seconds, shares_memory=shares).dp
 
 
 def _values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -40,7 +41,17 @@ def _values(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
 def _collectives(rank: int, world: int, shares: bool) -> None:
     axis = _axis(rank, world, shares=shares)
     assert arriving_elements(64, axis) == (0 if shares else 64)
-    assert isinstance(axis.group.backend, SharedMemoryBackend if shares else GlooBackend)
+    _every_collective(axis, rank, world)
+    assert isinstance(axis.group.backends["cpu"], SharedMemoryBackend if shares else GlooBackend)
+
+
+def _on_the_host(rank: int, world: int) -> None:
+    axis = _axis(rank, world, device="meta")  # a device that needs no options of its own
+    _every_collective(axis, rank, world)
+    assert type(axis.group.backends["cpu"]) is GlooBackend
+
+
+def _every_collective(axis: Axis, rank: int, world: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for length in LENGTHS:
             every = [_values(one, length, dtype) for one in range(world)]
@@ -64,6 +75,10 @@ def _collectives(rank: int, world: int, shares: bool) -> None:
 @pytest.mark.parametrize(("world", "shares"), [(2, True), (3, True), (4, True), (2, False), (4, False)])
 def test_collectives_are_exact_in_memory_and_over_gloo(world: int, shares: bool) -> None:
     run_world(world, _collectives, world, shares)
+
+
+def test_host_tensors_of_a_run_on_devices_take_gloo() -> None:
+    run_world(2, _on_the_host, 2)
 
 
 def _everyone_to_everyone(rank: int, world: int) -> None:
@@ -115,7 +130,7 @@ def _lose(rank: int, dies: bool) -> str:
     all_reduce(torch.zeros(4), axis).wait()
     if rank == 1:
         if dies:
-            axis.group.backend.reduce.peers[0].connection.close()  # as the system does when it has died
+            axis.group.backends["cpu"].reduce.peers[0].connection.close()  # as the system does when it has died
         time.sleep(1.0)
         return ""
     with pytest.raises(LostPeerError) as caught:
@@ -152,7 +167,7 @@ def _apart(rank: int, breaks: str) -> None:
     got = torch.full((3,), rank + 1.0)
     all_reduce(got, axis).wait()
     assert got.tolist() == [3.0] * 3
-    assert isinstance(axis.group.backend, GlooBackend)
+    assert isinstance(axis.group.backends["cpu"], GlooBackend)
 
 
 @pytest.mark.parametrize("breaks", ["other machine", "no such system", "no connection"])

@@ -320,7 +320,7 @@ def test_the_time_spent_waiting_is_that_of_the_rank_that_came_first(tmp_path: Pa
 
 
 def test_errors_of_the_device_are_not_blamed_on_a_peer() -> None:
-    from megazero.comm.collectives import _Guard
+    from megazero.comm.collectives import _guarded
 
     def out_of_memory() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -328,8 +328,8 @@ def test_errors_of_the_device_are_not_blamed_on_a_peer() -> None:
     def nothing_to_say() -> None:
         raise RuntimeError("")
 
-    guard = _Guard("all_reduce", Axis("dp", (0, 1), 0))
+    axis = Axis("dp", (0, 1), 0)
     with pytest.raises(torch.OutOfMemoryError):
-        guard(out_of_memory)
+        _guarded("all_reduce", axis, out_of_memory)
     with pytest.raises(LostPeerError, match="all_reduce over dp, as rank 0 of"):
-        guard(nothing_to_say)
+        _guarded("all_reduce", axis, nothing_to_say)

@@ -58,14 +58,14 @@ def _slice_last(x: Tensor, tp: Axis) -> Tensor:
     return x.chunk(tp.size, dim=-1)[tp.index].contiguous()
 
 
-def _same(x: Tensor, tp: Axis) -> Tensor:
-    return x.view_as(x)
+def _sum_in_place(x: Tensor, tp: Axis) -> Tensor:
+    x = x.contiguous()
+    all_reduce(x, tp).wait()
+    return x
 
 
-def _sum_of(x: Tensor, tp: Axis) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    all_reduce(total, tp).wait()
-    return total
+def _sum(x: Tensor, tp: Axis) -> Tensor:
+    return _sum_in_place(x.clone(memory_format=torch.contiguous_format), tp)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -74,33 +74,24 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis, forward: Collective, backward: Collective) -> Tensor:
         ctx.tp, ctx.collective = tp, backward
-        return forward(x, tp)
+        result = forward(x, tp)
+        if result is x:
+            ctx.mark_dirty(x)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.collective(grad, ctx.tp), None, None, None
 
 
-class _ReduceInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        ctx.mark_dirty(x)
-        all_reduce(x, tp).wait()
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
     """Pass a replicated tensor to tensor-parallel work; its gradients are summed over tp."""
-    return _Differentiable.apply(x, tp, _same, _sum_of) if tp.size > 1 else x
+    return _Differentiable.apply(x, tp, lambda x, _: x.view_as(x), _sum) if tp.size > 1 else x
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
-    """Sum partial results over tp, in place; the gradient passes unchanged."""
-    return _ReduceInPlace.apply(x.contiguous(), tp) if tp.size > 1 else x
+    """Sum partial results over tp, in place if contiguous; the gradient passes unchanged."""
+    return _Differentiable.apply(x, tp, _sum_in_place, lambda grad, _: grad) if tp.size > 1 else x
 
 
 def gather_sequence(x: Tensor, tp: Axis) -> Tensor:

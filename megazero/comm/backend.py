@@ -1,41 +1,89 @@
-"""The boundary between collectives and what carries them: `parallel_state.Backend`, and which one a group gets.
+"""What carries the reductions and gathers of a group: the implementations of `parallel_state.Backend`, and their choice.
 
-    CPU ranks of one host            SharedMemoryBackend    memory that they share
-    other CPU ranks                  GlooBackend            messages over sockets
-    ranks with devices of their own  TorchBackend           torch's collectives, over NCCL
-
-`Backend` is declared beside `Axis`, which lies on the floor below this room.
+CPU tensors of a CPU run, on one host    SharedMemoryBackend    memory that the ranks share
+other CPU tensors                        GlooBackend            messages over sockets
+tensors of other devices                 TorchBackend           torch's collectives, over NCCL
 """
 
 from __future__ import annotations
 
-from megazero.comm.process_group import GlooBackend, TorchBackend
-from megazero.comm.rendezvous import Gather, Poller, rendezvous
-from megazero.comm.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend
-from megazero.parallel_state import Axis, Backend, Group
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.rendezvous import Gather, Poller, rendezvous
+from megazero.comm.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend, combine, place_shard
+from megazero.parallel_state import Axis, Backend, Group, Wait
+
+# torch 2.13 renamed both; 2.11 has the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_GATHER_TAG = 1  # keeps the messages of an all-gather apart from those of `exchange`
 _MOST_SHARING_RANKS = 16  # every rank signals every other, which is slow among more
 
 
-def choose_backend(axis: Axis, group: Group, gather: Gather) -> Backend:
-    """The backend of a group.  All its ranks call this at the same operation, so all choose the same one.
+class TorchBackend:
+    """torch's own collectives, for NCCL."""
 
-    Args:
-        axis: an axis of the group.
-        group: its communication.
-        gather: every rank's value, on every rank.
+    needs_scratch = False
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
+        return dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.process_group, async_op=True).wait
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        return _all_gather(out, shard, group=axis.process_group, async_op=True).wait
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Wait:
+        return _reduce_scatter(out, full, group=axis.process_group, async_op=True).wait
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+class GlooBackend(TorchBackend):
+    """Gloo, with two collectives replaced.
+
+    Gloo's all-gather copies through memory that it allocates each time, and its reduce-scatter moves an all-reduce's bytes.
     """
-    if group.device.type != "cpu":
+
+    needs_scratch = True
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        """Messages to and from every other rank, straight to their positions in the result."""
+        shards, group = place_shard(out, shard, axis), axis.process_group
+        mine = shards[axis.index]
+        others = [index for index in range(axis.size) if index != axis.index and mine.numel()]
+        works: list[Any] = [dist.irecv(shards[index], axis.ranks[index], group, _GATHER_TAG) for index in others]
+        works += [dist.isend(mine, axis.ranks[index], group, _GATHER_TAG) for index in others]
+        return lambda: [work.wait() for work in works]
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None) -> Wait:
+        """An all-to-all of the parts, then a local sum in rank order."""
+        arriving = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
+        work = dist.all_to_all_single(arriving, full, group=axis.process_group, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            combine(out, arriving.view(axis.size, *out.shape).unbind(0), torch.add)
+
+        return finish
+
+
+def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gather) -> Backend:
+    """The backend for a group's tensors of a device.  All its ranks call this at the same operation and choose the same."""
+    if device.type != "cpu":
         return TorchBackend()
     if not group.shares_memory or axis.size > _MOST_SHARING_RANKS:
         return GlooBackend()
     reduce = rendezvous(axis.index, axis.size, AREA_BYTES, gather)
     gathers = rendezvous(axis.index, axis.size, AREA_BYTES, gather) if reduce else None
     if reduce is None or gathers is None:
-        if reduce is not None:
-            reduce.close()
         return GlooBackend()
-    of_siblings = (one.backend.poller for one in group.siblings if isinstance(one.backend, SharedMemoryBackend))
-    poller = next(of_siblings, None) or Poller()
+    backends = (backend for one in group.siblings for backend in one.backends.values())
+    poller = next((one.poller for one in backends if isinstance(one, SharedMemoryBackend)), None) or Poller()
     channels = [Channel(one, axis.index, group.timeout_seconds, poller) for one in (reduce, gathers)]
     return SharedMemoryBackend(channels[0], channels[1], poller)

@@ -1,25 +1,24 @@
 """Every collective call of the project, asynchronous, counted, and with an error that names the lost peer.
 
 A call starts the operation and returns a `Pending`; its result may be used after `wait()`.  Over an axis of one rank there
-is no call and the `Pending` is already done, so that callers write one path.
-
-Reductions and gathers are carried by the backend of the axis (see `comm/backend.py`), all else by torch's process group.
+is no call and the `Pending` is already done, so that callers write one path.  A backend carries reductions and gathers (see
+`comm/backend.py`), torch's process group all else.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm import process_group
 from megazero.comm.backend import choose_backend
-from megazero.parallel_state import Axis, Backend, Work
+from megazero.parallel_state import Axis, Backend, Wait
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 # These are RuntimeErrors too, but no peer is to blame.  (AcceleratorError: a kernel failed.)
@@ -27,18 +26,14 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "Acceler
 
 
 class LostPeerError(RuntimeError):
-    """A collective could not finish: a peer died, or did not come within the time limit.
+    """A collective could not finish: a peer died, or did not come within the time limit."""
 
-    Args:
-        operation: the collective.
-        axis: the ranks that ran it.
-        reason: what the backend reports.
-    """
-
-    def __init__(self, operation: str, axis: Axis, reason: str) -> None:
+    def __init__(self, operation: str, axis: Axis, error: RuntimeError) -> None:
         # not the axis itself: the error may outlive its process group
         self.operation, self.axis, self.ranks, self.rank = operation, axis.name, axis.ranks, axis.ranks[axis.index]
-        self.reason = reason
+        # the first sentence of torch's text, without the line of its source
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        self.reason = re.sub(r"^\[[^\[\]]*:\d+\] ", "", line).split(". ")[0]
         super().__init__(self._text("", "a rank was lost or is stuck. The first rank to fail holds the cause."))
 
     def _text(self, where: str, found: str) -> str:
@@ -53,66 +48,45 @@ class LostPeerError(RuntimeError):
         self.args = (self._text(f" in step {step}", found),)
 
 
-def _reason(error: RuntimeError) -> str:
-    """The first sentence of an error of torch, without the line of its source."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^\[\]]*:\d+\] ", "", line).split(". ")[0]
-
-
 class Pending:
-    """An operation under way; done already when made without arguments.
+    """An operation under way; done already when made without `wait`."""
 
-    Args:
-        work: what was started.
-        guard: makes the calls that wait; see `_Guard`.
-    """
-
-    def __init__(self, work: Work | None = None, guard: _Guard | None = None) -> None:
-        self._work, self._guard = work, guard
+    def __init__(self, wait: Wait | None = None) -> None:
+        self._wait = wait
 
     def wait(self) -> None:
         """Wait until the result may be used; more than once is harmless.  Raises: LostPeerError."""
-        if self._work is None or self._guard is None:
-            return
-        self._guard(self._work.wait)
-        if self._work.finish is not None:
-            self._work.finish()
-        self._work = None
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
 
-class _Guard:
-    """Makes the calls of one operation that may wait for a peer: measures their time, and names the operation in errors."""
-
-    __slots__ = ("_axis", "_operation")
-
-    def __init__(self, operation: str, axis: Axis) -> None:
-        self._operation, self._axis = operation, axis
-
-    def __call__(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        traffic = self._axis.traffic
-        entered = traffic.enter(self._axis, self._operation)
-        try:
-            return call(*args, **kwargs)
-        except _OF_THE_DEVICE:
-            raise
-        except RuntimeError as error:  # gloo and NCCL report a lost peer and a time-out as RuntimeError
-            raise LostPeerError(self._operation, self._axis, _reason(error)) from error
-        finally:
-            traffic.leave(entered)
+def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
+    """Make a call that may wait for a peer: measure its time, and name the operation in its error."""
+    entered = axis.traffic.enter(axis, operation)
+    try:
+        return call()
+    except _OF_THE_DEVICE:
+        raise
+    except RuntimeError as error:  # gloo and NCCL report a lost peer and a time-out as RuntimeError
+        raise LostPeerError(operation, axis, error) from error
+    finally:
+        axis.traffic.leave(entered)
 
 
-def _count(operation: str, axis: Axis, sent_bytes: int) -> _Guard:
+def _start(operation: str, axis: Axis, sent_bytes: int, start: Callable[[], Wait]) -> Pending:
     axis.traffic.add(axis.name, operation, sent_bytes)
-    return _Guard(operation, axis)
+    return Pending(partial(_guarded, operation, axis, _guarded(operation, axis, start)))
 
 
-def _backend(axis: Axis) -> Backend:
-    """The backend of an axis, chosen by all its ranks at their first operation that needs it."""
+def _backend(axis: Axis, device: torch.device) -> Backend:
+    """The backend for tensors of a device, chosen by all ranks of the axis at their first operation that needs it."""
     if axis.group is None:
         raise RuntimeError(f"{axis.name} has {axis.size} ranks but no process group")
-    if axis.group.backend is None:
-        axis.group.backend = choose_backend(axis, axis.group, lambda offer: gather_objects(offer, axis))
-    return axis.group.backend
+    backends = axis.group.backends
+    if device.type not in backends:
+        backends[device.type] = choose_backend(axis, axis.group, device, lambda offer: gather_objects(offer, axis))
+    return backends[device.type]
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
@@ -120,22 +94,17 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
 
     Args:
         tensor: contiguous, equal shape and dtype on every rank; overwritten.
-        axis: the ranks that take part.
         op: "sum" or "max".
     """
     if axis.size == 1:
         return Pending()
-    backend = _backend(axis)
-    guard = _count("all_reduce", axis, 2 * tensor.nbytes * (axis.size - 1) // axis.size)
-    return Pending(guard(backend.all_reduce, tensor, axis, op), guard)
+    backend, sent = _backend(axis, tensor.device), 2 * tensor.nbytes * (axis.size - 1) // axis.size
+    return _start("all_reduce", axis, sent, lambda: backend.all_reduce(tensor, axis, op))
 
 
 def numbers_of(reduced: Tensor, axis: Axis) -> list[float]:
-    """The numbers of an `all_reduce` that was waited for, on the host.
-
-    On CUDA the host waits for the device, and so for its peers, here and not in `Pending.wait`.
-    """
-    return list(_Guard("all_reduce", axis)(reduced.tolist) if axis.size > 1 else reduced.tolist())
+    """The numbers of a finished `all_reduce`.  On CUDA the host waits for its peers here and not in `Pending.wait`."""
+    return list(_guarded("all_reduce", axis, reduced.tolist) if axis.size > 1 else reduced.tolist())
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
@@ -143,13 +112,15 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
 
     Args:
         tensor: contiguous, equal shape and dtype on every rank; overwritten but on the source.
-        axis: the ranks that take part.
         source: index of the sending rank on the axis.
     """
     if axis.size == 1:
         return Pending()
-    guard = _count("broadcast", axis, tensor.nbytes if axis.index == source else 0)
-    return Pending(guard(process_group.broadcast, tensor, axis, source), guard)
+
+    def start() -> Wait:
+        return dist.broadcast(tensor, src=axis.ranks[source], group=axis.process_group, async_op=True).wait
+
+    return _start("broadcast", axis, tensor.nbytes if axis.index == source else 0, start)
 
 
 def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
@@ -165,24 +136,19 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
     Args:
         out: 1-D or leading dimension n * shard's; contiguous.
         shard: contiguous; may be this rank's own part of `out`.
-        axis: the ranks that take part.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     _check_parts(out, shard, axis)
     if axis.size == 1:
         if out.data_ptr() != shard.data_ptr():
             out.copy_(shard)
         return Pending()
-    backend = _backend(axis)
-    guard = _count("all_gather", axis, shard.nbytes * (axis.size - 1))
-    return Pending(guard(backend.all_gather, out, shard, axis), guard)
+    backend = _backend(axis, shard.device)
+    return _start("all_gather", axis, shard.nbytes * (axis.size - 1), lambda: backend.all_gather(out, shard, axis))
 
 
 def arriving_elements(full: int, axis: Axis) -> int:
     """Elements of `scratch` that a `reduce_scatter` of `full` elements uses.  All ranks of the axis call this."""
-    return full if axis.size > 1 and _backend(axis).needs_scratch else 0
+    return full if axis.group is not None and _backend(axis, axis.group.device).needs_scratch else 0
 
 
 def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None = None) -> Pending:
@@ -191,27 +157,25 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
     Args:
         out: this rank's 1/n of `full`'s leading dimension; contiguous; may be this rank's own part of `full`.
         full: contiguous; its leading dimension is divisible by the axis size. Not to be changed before `wait`.
-        axis: the ranks that take part.
         scratch: 1-D, at least `arriving_elements`; allocated here when None. `out` may be its beginning.
-
-    Raises:
-        ValueError: the shapes do not fit.
     """
     _check_parts(full, out, axis)
     if axis.size == 1:
         if out.data_ptr() != full.data_ptr():
             out.copy_(full)
         return Pending()
-    backend = _backend(axis)
-    guard = _count("reduce_scatter", axis, full.nbytes * (axis.size - 1) // axis.size)
-    return Pending(guard(backend.reduce_scatter, out, full, axis, scratch), guard)
+    backend, sent = _backend(axis, full.device), full.nbytes * (axis.size - 1) // axis.size
+    return _start("reduce_scatter", axis, sent, lambda: backend.reduce_scatter(out, full, axis, scratch))
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
     """Every rank's `value`, in rank order, on every rank.  For small picklable values."""
     if axis.size == 1:
         return [value]
-    return _count("gather_objects", axis, 0)(process_group.gather_objects, value, axis)
+    values: list[Any] = [None] * axis.size
+    axis.traffic.add(axis.name, "gather_objects", 0)
+    _guarded("gather_objects", axis, lambda: dist.all_gather_object(values, value, group=axis.process_group))
+    return values
 
 
 def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
@@ -219,7 +183,6 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
 
     Args:
         action: makes no collective call.
-        axis: the ranks that run it.
         raises: what all ranks raise, with the texts of the failures; a subclass of it if that was raised first.
     """
     answer: list[T] = []
@@ -249,5 +212,13 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     """
     if not sends and not receives:
         return []
-    guard = _count("send_recv", axis, sum(tensor.nbytes for tensor, _ in sends))
-    return [Pending(Work(wait), guard) for wait in guard(process_group.exchange, sends, receives, axis)]
+
+    def post() -> list[dist.Work]:
+        operations = [dist.P2POp(dist.isend, tensor, peer, group=axis.process_group) for tensor, peer in sends]
+        operations += [dist.P2POp(dist.irecv, buffer, peer, group=axis.process_group) for buffer, peer in receives]
+        works = list(dist.batch_isend_irecv(operations))
+        return works if len(works) == len(operations) else works * len(operations)  # NCCL has one for the whole batch
+
+    axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends))
+    works = _guarded("send_recv", axis, post)
+    return [Pending(partial(_guarded, "send_recv", axis, work.wait)) for work in works]

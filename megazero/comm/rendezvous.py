@@ -5,8 +5,7 @@ of a socket.  The socket carries nothing more: it closes when its process dies.
 
 [Note: why not sockets]  A socket's bytes are copied by a thread that needs a core, and ranks keep every core busy: beside a
 computation an exchange of half a megabyte took 2 ms, without one 0.25 ms.  Here each rank copies for itself, once.  Signals
-are event counters because the scheduler may move a process that a socket wakes to the core of its waker; then the two
-share one core.
+are event counters because the scheduler may move a process that a socket wakes to the core of its waker.
 """
 
 from __future__ import annotations
@@ -16,38 +15,31 @@ import os
 import secrets
 import select
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from weakref import finalize
 
 _CONNECT_SECONDS = 10.0
 _LONGEST_POLL = 1 << 30  # ms
 
+Offer: TypeAlias = tuple[str, str] | None  # where a rank listens: its host, the name of its socket
+Gather: TypeAlias = Callable[[Offer], list[Offer]]  # gives every rank's value, in rank order, to every rank
+
 
 class Peer:
-    """Another rank of this host.
-
-    Args:
-        connection: a socket that closes when the peer dies.
-        to_it, from_it: event counters for signals to the peer and from it.
-
-    Attributes:
-        descriptors: readable when the peer has signalled, and when it has died.
-        signals: signals received and not yet used.
-        is_lost: the peer has died.
-    """
+    """Another rank of this host: a socket to it, which closes when it dies, and event counters to signal it and hear it."""
 
     def __init__(self, connection: socket.socket, to_it: int, from_it: int) -> None:
         self.connection, self._to_it = connection, to_it
-        self.descriptors = (from_it, connection.fileno())
-        self.signals, self.is_lost = 0, False
+        self.descriptors = (from_it, connection.fileno())  # readable when it has signalled, and when it has died
+        self.signals = 0  # received and not yet used
+        self.is_lost = False
         self.close = finalize(self, _close_all, connection, to_it, from_it)
 
     def signal(self) -> None:
-        """Tell the peer that this rank has written its area."""
+        """Signal that this rank has written its area."""
         os.eventfd_write(self._to_it, 1)
 
     def poll(self) -> None:
@@ -62,8 +54,11 @@ def _close_all(connection: socket.socket, *counters: int) -> None:
         os.close(counter)
 
 
+Neighbours: TypeAlias = tuple[list[Peer], list[mmap.mmap]]  # the other ranks, and the areas of all; in rank order
+
+
 class Poller:
-    """Waits for the peers of all channels of this rank at once.  The channels are closed together.
+    """Polls the peers of all channels of this rank at once.  The channels are closed together.
 
     Every signal lets all channels make progress, not only the one that is waited for: two ranks that wait in different
     channels would otherwise wait for each other.
@@ -95,52 +90,11 @@ class Poller:
             progress()
         return bool(ready)
 
-    def wait_until(self, is_done: Callable[[], bool], is_lost: Callable[[], bool], seconds: float) -> None:
-        """Wait for peers to finish something.
-
-        Args:
-            is_done: whether they have.
-            is_lost: whether they cannot any more, because one has died.
-            seconds: how long to wait.
-
-        Raises:
-            RuntimeError: a peer has died, or the time is over.
-        """
-        deadline = time.monotonic() + seconds
-        while not is_done():
-            if is_lost():
-                raise RuntimeError("Connection closed by a rank of this host")
-            if not self.poll(deadline - time.monotonic()):
-                raise RuntimeError(f"Timed out waiting {seconds:g} s for a rank of this host")
-
-
-Offer: TypeAlias = tuple[str, str] | None
-"""Where a rank listens: (its host, the name of its socket); None where it cannot."""
-
-Gather: TypeAlias = Callable[[Offer], list[Offer]]
-"""Gives every rank's value, in rank order, to every rank."""
-
-
-class Neighbours(NamedTuple):
-    """The other ranks of a group, all on this host, and the areas of all its ranks; both in rank order."""
-
-    peers: list[Peer]
-    areas: list[mmap.mmap]
-
-    def close(self) -> None:
-        """Disconnect from the peers."""
-        for peer in self.peers:
-            peer.close()
-
 
 def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> Neighbours | None:
-    """Connect the ranks of a group; None, on all of them, if they are on several hosts or a system call fails on one.
+    """Connect this rank to all others of a group of `size`; each gets an area of `area_bytes`.
 
-    Args:
-        index: of this rank in the group.
-        size: number of ranks.
-        area_bytes: length of each rank's area.
-        gather: over these ranks.
+    Returns: None, on all ranks, if they are on several hosts or a system call fails on one.
     """
     listener, offer = _listen()
     offers = [one for one in gather(offer) if one is not None]
@@ -148,21 +102,15 @@ def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> Neighb
         return None
     peers: dict[int, Peer] = {}
     areas: dict[int, mmap.mmap] = {}
-    file = -1
-    with suppress(OSError), listener:
-        file = os.memfd_create("megazero")
-        os.ftruncate(file, area_bytes)
-        areas[index] = mmap.mmap(file, area_bytes)
+    with suppress(OSError), listener, open(os.memfd_create("megazero"), "r+b") as file:
+        file.truncate(area_bytes)
+        areas[index] = mmap.mmap(file.fileno(), area_bytes)
         for connection in _connections(index, offers, listener):
-            other, peer, area = _introduce(connection, index, file, area_bytes)
+            other, peer, area = _introduce(connection, index, file.fileno(), area_bytes)
             peers[other], areas[other] = peer, area
-    if file >= 0:
-        os.close(file)
-    neighbours = Neighbours([peers[other] for other in sorted(peers)], [areas[rank] for rank in sorted(areas)])
-    if all(gather(offer if len(peers) == size - 1 else None)):
-        return neighbours
-    neighbours.close()
-    return None
+    if not all(gather(offer if len(peers) == size - 1 else None)):
+        return None
+    return [peers[other] for other in sorted(peers)], [areas[rank] for rank in sorted(areas)]
 
 
 def _listen() -> tuple[socket.socket | None, Offer]:

@@ -16,16 +16,17 @@ Sums are taken in rank order, so every rank has the same bits.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from megazero.comm.process_group import combine, place_shard
 from megazero.comm.rendezvous import Neighbours, Poller
-from megazero.parallel_state import Axis, Work
+from megazero.parallel_state import Axis, Wait
 
 HALF_BYTES = 1 << 19
 _LABEL_BYTES = 64
@@ -35,23 +36,42 @@ AREA_BYTES = 2 * _LABELLED_BYTES
 _ONE_ROUND_BYTES = 1 << 16  # up to here every rank sums everything, which saves a round
 _OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
+# An operation: it asks for the areas of a round, writes its own, yields, reads the others', and so on.
 Rounds: TypeAlias = Generator[None, None, None]
-"""An operation: it writes its area, yields, reads the others' areas, calls `end_round`, and so on."""
 
 
+def place_shard(out: Tensor, shard: Tensor, axis: Axis) -> list[Tensor]:
+    """Copy this rank's shard to its position in the result of an all-gather.  Returns: all positions by rank, 1-D."""
+    shard = shard.detach()
+    shards = [one.view(-1) for one in out.detach().view(axis.size, *shard.shape).unbind(0)]
+    mine = shards[axis.index]
+    if mine.data_ptr() != shard.data_ptr():
+        mine.copy_(shard.view(-1))
+    return shards
+
+
+def combine(out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor]) -> None:
+    """Combine at least two parts pairwise, in rank order; `out` may be the first or the second of them."""
+    op(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        op(out, part, out=out)
+
+
+@dataclass(eq=False)
 class _Operation:
-    """One operation of a channel; the label is equal on all ranks."""
+    """One operation of a channel."""
 
-    def __init__(self, label: str, rounds: Rounds) -> None:
-        self.label = label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES)
-        self.rounds, self.has_begun, self.is_done = rounds, False, False
+    label: bytes  # equal on all ranks
+    rounds: Rounds
+    has_begun: bool = False
+    is_done: bool = False
 
 
 class Channel:
     """Runs operations of one kind among the ranks of a group, in the order in which they are started.
 
     Args:
-        neighbours: the ranks; their areas have AREA_BYTES each.
+        neighbours: the ranks, with areas of AREA_BYTES each.
         index: of this rank.
         timeout_seconds: how long an operation may take.
         poller: of all channels of this rank.
@@ -71,24 +91,15 @@ class Channel:
         """Every rank's half of this round, 1-D."""
         return [half.view(dtype) for half in self._halves[self._half]]
 
-    def end_round(self) -> None:
-        """This rank has read what was written in this round."""
-        self._half = 1 - self._half
-
-    def start(self, label: str, rounds: Rounds) -> Work:
+    def start(self, label: str, rounds: Rounds) -> Wait:
         """Start an operation; if no other is under way, its first round is written at once.
 
-        Args:
-            label: equal on all ranks; at most 64 characters count.
-            rounds: the operation.
-
-        Raises:
-            RuntimeError: the ranks start different operations.
+        Raises: RuntimeError: the ranks start operations with different labels.
         """
-        operation = _Operation(label, rounds)
+        operation = _Operation(label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES), rounds)
         self._started.append(operation)
         self._progress()
-        return Work(lambda: self._finish(operation))
+        return lambda: self._finish(operation)
 
     def close(self) -> None:
         """Disconnect from the peers."""
@@ -100,13 +111,14 @@ class Channel:
     def _finish(self, operation: _Operation) -> None:
         """Wait for an operation.  Raises: RuntimeError: a peer has died, or is late, or runs another operation."""
         self._progress()
-        if not operation.is_done and not self.peers:
-            raise RuntimeError("this rank has left the memory that it shared")
-        self._poller.wait_until(
-            lambda: operation.is_done,
-            lambda: any(peer.is_lost and not peer.signals for peer in self.peers),
-            self._timeout,
-        )
+        deadline = time.monotonic() + self._timeout
+        while not operation.is_done:
+            if not self.peers:
+                raise RuntimeError("this rank has left the memory that it shared")
+            if any(peer.is_lost and not peer.signals for peer in self.peers):
+                raise RuntimeError("Connection closed by a rank of this host")
+            if not self._poller.poll(deadline - time.monotonic()):
+                raise RuntimeError(f"Timed out waiting {self._timeout:g} s for a rank of this host")
 
     def _progress(self) -> None:
         """Run the operations as far as the peers' signals allow."""
@@ -118,6 +130,7 @@ class Channel:
                 for peer in self.peers:
                     peer.signals -= 1
                 self._check_labels(first.label)
+                self._half = 1 - self._half  # an operation still reads the areas that it asked for before
             first.has_begun = True
             try:
                 next(first.rounds)
@@ -145,38 +158,27 @@ class Channel:
 
 
 class SharedMemoryBackend:
-    """Collectives of ranks that all run on this host.
-
-    Args:
-        reduce, gather: a channel for each kind of operation.
-        poller: of all channels of this rank.
-    """
+    """Collectives of ranks that all run on this host, with a channel for each kind of operation."""
 
     needs_scratch = False
 
     def __init__(self, reduce: Channel, gather: Channel, poller: Poller) -> None:
         self.reduce, self.gather, self.poller = reduce, gather, poller
 
-    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Work:
-        """Every rank combines what all have written."""
-        return self.reduce.start(
-            _label("all_reduce", tensor, axis), _all_reduce(self.reduce, tensor.detach().view(-1), _OPS[op])
-        )
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
+        rounds = _all_reduce(self.reduce, tensor.detach().view(-1), _OPS[op])
+        return self.reduce.start(_label("all_reduce", tensor, axis), rounds)
 
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Work:
-        """Every rank copies what the others have written."""
-        shards = place_shard(out, shard, axis)
-        return self.gather.start(_label("all_gather", shard, axis), _all_gather(self.gather, shards))
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
+        rounds = _all_gather(self.gather, place_shard(out, shard, axis))
+        return self.gather.start(_label("all_gather", shard, axis), rounds)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Work:
-        """Every rank sums its part."""
-        parts = full.detach().view(axis.size, -1).unbind(0)
-        return self.reduce.start(
-            _label("reduce_scatter", full, axis), _reduce_scatter(self.reduce, out.detach().view(-1), parts)
-        )
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Wait:
+        rounds = _reduce_scatter(self.reduce, out.detach().view(-1), full.detach().view(axis.size, -1).unbind(0))
+        return self.reduce.start(_label("reduce_scatter", full, axis), rounds)
 
     def close(self) -> None:
-        """Disconnect from the peers."""
+        """Leave both channels."""
         self.reduce.close()
         self.gather.close()
 
@@ -194,11 +196,9 @@ def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Ro
         yield
         if channel.size == 2 or piece.nbytes <= _ONE_ROUND_BYTES:
             combine(piece, areas, op)
-            channel.end_round()
             continue
         parts = piece.tensor_split(channel.size)
         combine(parts[me], [area.tensor_split(channel.size)[me] for area in areas], op)
-        channel.end_round()
         areas = [area[: len(piece)] for area in channel.areas(flat.dtype)]
         sums = [area.tensor_split(channel.size)[index] for index, area in enumerate(areas)]
         sums[me].copy_(parts[me])
@@ -206,17 +206,10 @@ def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Ro
         for index, part in enumerate(parts):
             if index != me:
                 part.copy_(sums[index])
-        channel.end_round()
 
 
 def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> Rounds:
-    """out = the sum of every rank's part for this one.
-
-    Args:
-        channel: of the ranks.
-        out: 1-D; may be this rank's own part.
-        parts: by rank, 1-D, of equal length.
-    """
+    """out = the sum of every rank's part for this one.  1-D, of equal length; `out` may be this rank's own part."""
     me = channel.index
     longest = HALF_BYTES // out.element_size() // (channel.size - 1)
 
@@ -224,33 +217,26 @@ def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> R
         start = (target - (target > source)) * longest
         return area[start : start + length]
 
-    for start in range(0, len(out), longest):
-        piece = slice(start, min(start + longest, len(out)))
-        length = piece.stop - piece.start
+    for total, *pieces in zip(*(tensor.split(longest) for tensor in (out, *parts)), strict=True):
         areas = channel.areas(out.dtype)
-        for index, part in enumerate(parts):
+        for index, piece in enumerate(pieces):
             if index != me:
-                slot(areas[me], me, index, length).copy_(part[piece])
+                slot(areas[me], me, index, len(piece)).copy_(piece)
         yield
-        arrived = [
-            slot(area, index, me, length) if index != me else parts[me][piece] for index, area in enumerate(areas)
-        ]
-        if me > 1:  # `out` is written before this rank's part is added, and may be the same memory
-            arrived[me] = arrived[me].clone()
-        combine(out[piece], arrived, torch.add)
-        channel.end_round()
+        arrived = [slot(area, index, me, len(total)) for index, area in enumerate(areas)]
+        # `out` is written before the part of a rank > 1 is added, and may be the same memory
+        arrived[me] = pieces[me].clone() if me > 1 else pieces[me]
+        combine(total, arrived, torch.add)
 
 
 def _all_gather(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
     """Fill every rank's shard, 1-D, of equal length; this rank's own is filled already."""
-    mine = shards[channel.index]
-    longest = HALF_BYTES // mine.element_size()
-    for start in range(0, len(mine), longest):
-        piece = slice(start, min(start + longest, len(mine)))
-        areas = [area[: piece.stop - piece.start] for area in channel.areas(mine.dtype)]
-        areas[channel.index].copy_(mine[piece])
+    me = channel.index
+    longest = HALF_BYTES // shards[me].element_size()
+    for pieces in zip(*(shard.split(longest) for shard in shards), strict=True):
+        areas = [area[: len(pieces[me])] for area in channel.areas(shards[me].dtype)]
+        areas[me].copy_(pieces[me])
         yield
         for index, area in enumerate(areas):
-            if index != channel.index:
-                shards[index][piece].copy_(area)
-        channel.end_round()
+            if index != me:
+                pieces[index].copy_(area)

@@ -1,8 +1,7 @@
 """Matrix products without autograd, on the faster of torch's two CPU libraries.
 
-torch's fp32 `mm` calls MKL, which on AMD processors runs at about half the speed of oneDNN (1 thread, 128 x 256 x 768: 104
-and 219 GFLOP/s on an AMD EPYC with AVX-512).  The choice depends on the processor's vendor and not on a measurement, so
-that every run on a machine computes the same numbers.
+torch's fp32 `mm` calls MKL, which on AMD processors runs at about half the speed of oneDNN.  The choice depends on the
+processor's vendor and not on a measurement, so that every run on a machine computes the same numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +25,11 @@ def prefers_onednn(x: Tensor) -> bool:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    """out = a.T @ b, or out += a.T @ b unless `is_first`.
+    """out = a.T @ b, or out += a.T @ b unless `is_first`; without a temporary where the library can.
 
     Args:
-        out: [m, n], contiguous, in the dtype of the sum.
+        out: [m, n], contiguous, in the dtype of the sum; on CUDA 16-bit factors lose nothing in an fp32 sum.
         a, b: [k, m] and [k, n], in the dtype of the computation; any strides.
-        is_first: overwrite.
-
-    Where the library can, it adds to `out` without a temporary; on CUDA 16-bit factors lose nothing in an fp32 sum.
     """
     a = a.t()
     if out.dtype == a.dtype and not prefers_onednn(a):
@@ -46,10 +42,9 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-    elif is_first:
-        out.copy_(product_t(a, b.t()))
     else:
-        out.add_(product_t(a, b.t()))
+        write = out.copy_ if is_first else out.add_
+        write(product_t(a, b.t()))
 
 
 def product_t(a: Tensor, b: Tensor) -> Tensor:
