@@ -13,8 +13,9 @@ import errno
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -26,8 +27,18 @@ _READ_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 23  # after each so many bytes the disk begins to write
 _PARTIAL = ".partial"
 
+ReadBytes: TypeAlias = Callable[[int, int], Tensor]  # bytes [start, stop) of a file as uint8; read-only; raises OSError
 
-class Output:
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and xxh3-128 of one file."""
+
+    bytes: int
+    xxh3: str
+
+
+class Output(ABC):
     """A file that is being written, and hashed on the way.  It appears under its name when it is finished, not before.
 
     Attributes:
@@ -43,34 +54,22 @@ class Output:
         self._hash.update(data)
         self.bytes += len(data)
 
-    @property
-    def xxh3(self) -> str:
-        """xxh3-128 of what was written."""
-        return self._hash.hexdigest()
-
-    def finish(self) -> None:
+    def finish(self) -> FileRecord:
         """Make it durable under its name.  Raises: OSError."""
-        self._file.close()
+        self._publish()
+        return FileRecord(self.bytes, self._hash.hexdigest())
 
+    @abstractmethod
+    def _publish(self) -> None:
+        """Close the file and let it appear."""
+
+    @abstractmethod
     def abandon(self) -> None:
         """Remove what was written; never raises."""
 
 
-class Input(ABC):
-    """A file that can be read in parts."""
-
-    @abstractmethod
-    def read(self, start: int, stop: int) -> Tensor:
-        """Bytes [start, stop) as uint8 [stop - start]; read-only.  Raises: OSError."""
-
-
 class Folder(ABC):
     """Files and folders by name.  Every method raises OSError if the storage refuses."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Last part of the path."""
 
     @abstractmethod
     def __str__(self) -> str:
@@ -81,6 +80,11 @@ class Folder(ABC):
 
     def __hash__(self) -> int:
         return hash(str(self))
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return str(self).rsplit("/", 1)[-1]
 
     @abstractmethod
     def child(self, name: str) -> Folder:
@@ -108,16 +112,16 @@ class Folder(ABC):
         """Begin a file; an existing one is replaced when the new one is finished."""
 
     @abstractmethod
-    def open(self, name: str) -> Input:
-        """Open a file for reading.  Raises: FileNotFoundError."""
+    def open(self, name: str) -> ReadBytes:
+        """Open a file for reading in parts.  Raises: FileNotFoundError."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
         """All of a file.  Raises: FileNotFoundError."""
 
     @abstractmethod
-    def blocks(self, name: str) -> Iterator[bytes]:
-        """All of a file, block by block.  Raises: FileNotFoundError."""
+    def _stream(self, name: str) -> BinaryIO:
+        """A file to be read block by block."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -127,16 +131,15 @@ class Folder(ABC):
     def remove_all(self) -> None:
         """Remove the folder with all its contents, if it exists."""
 
-    def write(self, name: str, data: bytes) -> Output:
-        """Write a small file at once; the result has its size and hash."""
+    def write(self, name: str, data: bytes) -> FileRecord:
+        """Write a small file at once."""
         output = self.create(name)
         try:
             output.write(data)
-            output.finish()
+            return output.finish()
         except BaseException:
             output.abandon()
             raise
-        return output
 
     def files(self) -> list[str]:
         """Names of the files directly within, sorted; empty if the folder does not exist."""
@@ -153,12 +156,13 @@ class Folder(ABC):
     def hash(self, name: str) -> str:
         """xxh3-128 of a file.  Raises: FileNotFoundError."""
         digest = xxhash.xxh3_128()
-        for block in self.blocks(name):
-            digest.update(block)
+        with self._stream(name) as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
         return digest.hexdigest()
 
     def free_bytes(self) -> int | None:
-        """Free space in bytes; None if the storage does not say."""
+        """Free space; None if the storage does not say."""
         return None
 
 
@@ -192,10 +196,6 @@ class LocalFolder(Folder):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @property
-    def name(self) -> str:
-        return self.path.name
-
     def __str__(self) -> str:
         return str(self.path)
 
@@ -223,16 +223,18 @@ class LocalFolder(Folder):
     def create(self, name: str) -> Output:
         return _LocalOutput(self.path / name)
 
-    def open(self, name: str) -> Input:
-        return _MappedFile(self.path / name)
+    def open(self, name: str) -> ReadBytes:
+        path = self.path / name
+        size, mapped = path.stat().st_size, torch.empty(0, dtype=torch.uint8)
+        if size:
+            mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        return lambda start, stop: mapped[start:stop]
 
     def read(self, name: str) -> bytes:
         return (self.path / name).read_bytes()
 
-    def blocks(self, name: str) -> Iterator[bytes]:
-        with (self.path / name).open("rb", buffering=0) as file:
-            while block := file.read(_READ_BYTES):
-                yield block
+    def _stream(self, name: str) -> BinaryIO:
+        return (self.path / name).open("rb", buffering=0)
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
@@ -260,50 +262,30 @@ class _LocalOutput(Output):
                 self._start_flushing()
 
     def _start_flushing(self) -> None:
-        """Let the disk begin to write now; otherwise it begins when `finish` waits for it.
-
-        The advice says that the pages are not needed any more.  The system begins to write them and drops the few that
-        are clean.
-        """
+        """Let the disk begin to write now, not when `_publish` waits for it: the advice drops pages, dirty ones later."""
         if hasattr(os, "posix_fadvise"):
             self._file.flush()
             with suppress(OSError):  # a file system may not support the advice
                 os.posix_fadvise(self._file.fileno(), self._started, self.bytes - self._started, os.POSIX_FADV_DONTNEED)
         self._started = self.bytes
 
-    def finish(self) -> None:
+    def _publish(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self._path)
-        _flush_directory(self._path.parent)
+        with suppress(OSError):  # makes the rename durable, if the system can
+            directory = os.open(self._path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
 
     def abandon(self) -> None:
         with suppress(OSError):
             self._file.close()  # may try once more to write what the disk refused
         with suppress(OSError):
             self._partial.unlink(missing_ok=True)
-
-
-def _flush_directory(path: Path) -> None:
-    """Make a rename durable, if the system can."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-class _MappedFile(Input):
-    def __init__(self, path: Path) -> None:
-        size = path.stat().st_size
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        if size:
-            self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self._bytes[start:stop]
 
 
 class RemoteFolder(Folder):
@@ -317,15 +299,11 @@ class RemoteFolder(Folder):
     def __init__(self, system: Any, path: str) -> None:
         self._system, self._path = system, path.rstrip("/")
 
-    @property
-    def name(self) -> str:
-        return self._path.rsplit("/", 1)[-1]
-
     def __str__(self) -> str:
         return str(self._system.unstrip_protocol(self._path))
 
     def child(self, name: str) -> RemoteFolder:
-        return RemoteFolder(self._system, f"{self._path}/{name}")
+        return RemoteFolder(self._system, self._at(name))
 
     @property
     def parent(self) -> RemoteFolder:
@@ -357,20 +335,25 @@ class RemoteFolder(Folder):
         return None if found["type"] == "directory" else int(found["size"])
 
     def create(self, name: str) -> Output:
-        return _RemoteOutput(self._system, self._at(name))
+        return _RemoteOutput(self._system.open(self._at(name), "wb", autocommit=False))
 
-    def open(self, name: str) -> Input:
+    def open(self, name: str) -> ReadBytes:
+        path = self._at(name)
         if not self.has(name):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._at(name))
-        return _RemoteFile(self._system, self._at(name))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+        def read(start: int, stop: int) -> Tensor:
+            data = self._system.cat_file(path, start=start, end=stop) if start < stop else b""
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+        return read
 
     def read(self, name: str) -> bytes:
         return bytes(self._system.cat_file(self._at(name)))
 
-    def blocks(self, name: str) -> Iterator[bytes]:
-        with self._system.open(self._at(name), "rb", block_size=_READ_BYTES) as file:
-            while block := file.read(_READ_BYTES):
-                yield block
+    def _stream(self, name: str) -> BinaryIO:
+        file: BinaryIO = self._system.open(self._at(name), "rb", block_size=_READ_BYTES)
+        return file
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -382,27 +365,14 @@ class RemoteFolder(Folder):
 
 
 class _RemoteOutput(Output):
-    def __init__(self, system: Any, path: str) -> None:
-        self._upload: Any = system.open(path, "wb", autocommit=False)
-        super().__init__(self._upload)
+    _file: Any  # fsspec's own methods
 
-    def finish(self) -> None:
-        self._upload.close()
-        self._upload.commit()
+    def _publish(self) -> None:
+        self._file.close()
+        self._file.commit()
 
     def abandon(self) -> None:
         with suppress(Exception):  # errors of abandoning an upload do not matter
-            self._upload.discard()
+            self._file.discard()
         with suppress(Exception):
-            self._upload.closed = True  # otherwise its destructor would try to finish it
-
-
-class _RemoteFile(Input):
-    def __init__(self, system: Any, path: str) -> None:
-        self._system, self._path = system, path
-
-    def read(self, start: int, stop: int) -> Tensor:
-        if start == stop:
-            return torch.empty(0, dtype=torch.uint8)
-        data = self._system.cat_file(self._path, start=start, end=stop)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._file.closed = True  # otherwise its destructor would try to finish it

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,29 +21,11 @@ from megazero.comm.collectives import Pending, exchange
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis, Coordinate, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot, intersect
+from megazero.zero.state import ShardedState
 
 _SENDS_IN_FLIGHT = 16  # parameters whose parts are being sent at the same time
 _RECEIVED_AHEAD = 2  # parameters that may arrive while their writer works on earlier ones
 _SLACK = 1.1  # a writer may have so many times its fair share of elements if that saves sending them
-
-
-class Source(Protocol):
-    """State that can be written: that of a rank, or a copy of it."""
-
-    buckets: Sequence[Bucket]
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of tensors to save."""
-
-    def dtype(self, kind: str) -> torch.dtype:
-        """Dtype of a kind."""
-
-    def holds(self, kind: str, bucket: Bucket) -> bool:
-        """Whether a bucket has this kind."""
-
-    def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
-        """Elements of a bucket that this rank counts, 1-D."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +40,8 @@ class Assignment:
 def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assignment, ...]:
     """Spread the parameters of this rank's stage over its ranks: the largest first, to the rank that holds most of it.
 
-    If that rank already has its fair share, the least loaded rank gets the parameter.
-
-    Args:
-        buckets: of the stage, with equal layouts on all its ranks; second copies of tied parameters are not written.
-        at: this rank.
-
-    Returns: assignments in bucket order.
+    If that rank already has its fair share, the least loaded rank gets the parameter.  Second copies of tied parameters
+    are not written.  All ranks of the stage get the same assignments, in bucket order.
     """
     load = dict.fromkeys(at.model.ranks, 0)
     found = []
@@ -121,19 +97,19 @@ class _Transfers:
     """What one rank does for one parameter.
 
     Args:
-        flats: on the writer the flat local tensors of all TP ranks, with its own parts in them.
+        locals: on the writer the flat local tensors of all TP ranks, with its own parts in them.
         sends, receives: (tensor, the other rank).
         taken: host buffers in use.
     """
 
-    flats: list[Tensor]
+    locals: list[Tensor]
     sends: list[tuple[Tensor, int]] = field(default_factory=list)
     receives: list[tuple[Tensor, int]] = field(default_factory=list)
     taken: list[Tensor] = field(default_factory=list)
 
 
 def gather_locals(
-    source: Source,
+    source: ShardedState,
     kind: str,
     assignments: Sequence[Assignment],
     at: ParallelState,
@@ -143,10 +119,8 @@ def gather_locals(
     """On each writer, every parameter assigned to it as the local tensors of all TP ranks, on the CPU.
 
     Args:
-        source: this rank's part; what a rank holds whole is yielded as it is, not copied.
-        kind: what to gather.
+        source: what a rank holds whole is yielded as it is, not copied.
         assignments: of this stage; equal on all its ranks, all of which must iterate to the end.
-        at: this rank.
         axis: the stage's ranks.
         buffers: for the local tensors, which are then valid only until the next is asked for; None for new memory each time.
     """
@@ -156,7 +130,7 @@ def gather_locals(
     def arrived() -> Iterator[tuple[Assignment, list[Tensor]]]:
         assignment, transfers, receiving = arriving.popleft()
         _wait(receiving)
-        yield assignment, [flat.view(assignment.slot.info.shape) for flat in transfers.flats]
+        yield assignment, [flat.view(assignment.slot.info.shape) for flat in transfers.locals]
         if buffers is not None:
             buffers.release(transfers.taken)
 
@@ -178,14 +152,14 @@ def gather_locals(
 
 
 def _transfers(
-    source: Source, kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
+    source: ShardedState, kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
 ) -> _Transfers:
     bucket, slot, dtype = source.buckets[assignment.bucket], assignment.slot, source.dtype(kind)
     writes = assignment.writer == at.rank
     count = 1 if slot.info.spec.split is None else at.tp.size
     nbytes = numel(slot.info.shape) * dtype.itemsize
     transfers = _Transfers([torch.empty(0) for _ in range(count)] if writes else [])
-    flats = transfers.flats
+    flats = transfers.locals
     for rank, tp, run in _parts(slot, bucket.layout, at):
         if at.rank not in (rank, assignment.writer):
             continue
@@ -215,9 +189,7 @@ def _wait(pendings: Sequence[Pending]) -> None:
 def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
     """Whole logical tensors, as a checkpoint stores them; views of `local` if they are contiguous there.
 
-    Args:
-        spec: of the parameter.
-        local: the local tensors of all TP ranks; one if every rank holds the same.
+    `local` are the local tensors of all TP ranks; one if every rank holds the same.
     """
     width = spec.width(len(local))
     shapes = spec.logical_shapes()
@@ -238,7 +210,7 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
     return {name: whole.get(name, local[0].new_empty(shape)) for name, shape in shapes.items()}
 
 
-def gather_logical(source: Source, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
+def gather_logical(source: ShardedState, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
     """Every logical tensor of this rank's stage, on its writer only.  All ranks must iterate to the end."""
     for assignment, local in gather_locals(source, kind, assign_writers(source.buckets, at), at, at.model):
         yield from assemble(assignment.slot.info.spec, local).items()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, LocalFolder, Location, Output
+from megazero.checkpoint.folder import Folder, LocalFolder, Location
 from megazero.checkpoint.hf_config import logical_shapes, model_section
 from megazero.checkpoint.hf_tokenizer import TOKENIZER, tokenizer_files
 from megazero.checkpoint.hf_weights import HubWeights
@@ -30,7 +30,6 @@ from megazero.checkpoint.index import (
     HF_CONFIG,
     TRAINER_STATE,
     CheckpointError,
-    FileRecord,
     TrainerState,
     index_name,
     to_json,
@@ -119,13 +118,9 @@ def import_model(
             TRAINER_STATE: to_json(asdict(_beginning(model))),
             MODEL_TOML: toml.encode(),
         }
-        records = {name: _record(target.write(name, data)) for name, data in files.items()}
+        records = {name: target.write(name, data) for name, data in files.items()}
         write_manifest(target, written.records | records)
     return Imported(model, toml, DTYPE_NAMES[kept], len(tensors), written.tensor_bytes)
-
-
-def _record(output: Output) -> FileRecord:
-    return FileRecord(output.bytes, output.xxh3)
 
 
 def _read_config(folder: Folder) -> dict[str, Any]:

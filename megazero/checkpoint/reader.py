@@ -1,7 +1,6 @@
 """Reading stored tensors into the shards of a rank, whatever the shape of the run that wrote them.
 
-    plan_reads    for each bucket the elements that this rank reads, as values
-    Reader        follows the plan: file -> masters, moments, weights
+    Reader        for each bucket: file -> masters, moments, weights
     read_range    elements of a local tensor from the rows and columns of logical tensors
 
 Ranks that hold the same elements each read a part and exchange it.  If all of them run on one machine, each reads
@@ -12,7 +11,6 @@ by exactly one rank of the world, so the sum of the counts proves the coverage.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,13 +49,14 @@ class StoredKinds:
             self._open[kind] = StoredTensors(self.folder, kind, self._step)
         return self._open[kind]
 
-    def source(self, kind: str, slot: Slot) -> StoredTensors:
+    def source(self, kind: str, spec: ParamSpec) -> StoredTensors:
         """The tensors that a parameter's kind is read from.
 
-        Master weights are read from the weights if none were stored: the run was in fp32, or the parameter was frozen.
+        Masters are read from the weights if none were stored: the run was in fp32, or the parameter was frozen.
         """
-        names = slot.info.spec.logical_shapes().keys()
-        if kind == MASTER and (MASTER not in self.kinds or not names <= self.of(MASTER).files.keys()):
+        if kind == MASTER and (
+            MASTER not in self.kinds or not spec.logical_shapes().keys() <= self.of(MASTER).files.keys()
+        ):
             return self.of(MODEL)
         return self.of(kind)
 
@@ -66,101 +65,50 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-@dataclass(frozen=True)
-class BucketRead:
-    """What this rank reads of one bucket.
-
-    Args:
-        bucket: whose elements.
-        owned: elements whose masters and moments this rank holds, without padding at the end.
-        counted: the part of them that this rank reads for the count.
-        exchange: ranks that own the same elements and give each other what they have counted; None to read the rest of
-            `owned` from the file, too.
-        weights: elements whose weights are read, and whose masters another rank holds.
-    """
-
-    bucket: Bucket
-    owned: Run
-    counted: Run
-    exchange: Axis | None
-    weights: tuple[Run, ...]
-
-
-def plan_reads(
-    kind: str, state: ShardedState, at: ParallelState, *, shares_memory: bool, fills_weights: bool
-) -> list[BucketRead]:
-    """The elements of one kind that this rank reads, bucket by bucket.
-
-    Frozen parameters have no masters, but are read with them: they have nothing else.
-
-    Args:
-        kind: what is read.
-        state: this rank's shards.
-        at: this rank.
-        shares_memory, fills_weights: see the functions of `load` with these names.
-    """
-    reads = []
-    for bucket in state.buckets:
-        if kind != MASTER and not state.holds(kind, bucket):
-            continue
-        copies = at.dp if bucket.policy.zero_stage == 0 else bucket.policy.replica
-        end = bucket.layout.slots[-1].stop
-        owned = Run(bucket.owned.start, min(bucket.owned.stop, end))
-        if copies.size > 1 and not shares_memory:
-            each = -(-max(owned.stop - owned.start, 0) // copies.size)
-            start = owned.start + each * copies.index
-            reads.append(BucketRead(bucket, owned, Run(start, min(start + each, owned.stop)), copies, ()))
-            continue
-        counted = intersect(owned, bucket.counted) or Run(owned.start, owned.start)
-        others = kind == MASTER and fills_weights and bucket.keeps_weights
-        weights = tuple(_around(bucket.owned, Run(0, end))) if others else ()
-        reads.append(BucketRead(bucket, owned, counted, None, weights))
-    return reads
-
-
-def _around(part: Run, whole: Run) -> Iterator[Run]:
-    """The rest of `whole` before and after `part`."""
-    for run in (Run(whole.start, min(part.start, whole.stop)), Run(max(part.stop, whole.start), whole.stop)):
-        if run.start < run.stop:
-            yield run
-
-
 class Reader:
-    """Follows a plan: reads from the files, exchanges, and writes into a rank's shards.
+    """Reads from the files, exchanges, and writes into a rank's shards.
 
     Args:
-        stored: the checkpoint.
-        state: overwritten.
-        at: this rank.
+        shares_memory: every rank reads all it needs, from pages that they share; otherwise ranks exchange what they read.
+        fills_weights: also read weights whose masters another rank holds.
 
     Attributes:
         elements: by kind, those that this rank has read for the count.
+        error: the first that stopped this rank from reading, or None.
     """
 
-    def __init__(self, stored: StoredKinds, state: ShardedState, at: ParallelState) -> None:
+    def __init__(
+        self, stored: StoredKinds, state: ShardedState, at: ParallelState, *, shares_memory: bool, fills_weights: bool
+    ) -> None:
         self._stored, self._state, self._at = stored, state, at
+        self._shares_memory, self._fills_weights = shares_memory, fills_weights
         self.elements: dict[str, int] = {}
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         self._scratch = torch.empty(0)
 
-    def check(self) -> None:
-        """Raises: the first error that stopped this rank from reading."""
-        if self._error is not None:
-            raise self._error
+    def read(self, kind: str) -> None:
+        """Read one kind.  A rank that cannot read goes on with the exchange, so that no other rank waits for it.
 
-    def read(self, kind: str, plan: Sequence[BucketRead]) -> None:
-        """Read one kind.  A rank that cannot read goes on with the exchange, so that no other rank waits for it."""
+        Frozen parameters have no masters, but are read with them: they have nothing else.
+        """
         self.elements[kind] = 0
-        for one in plan:
-            if one.exchange is not None:
-                self._read_together(kind, one, one.exchange)
+        for bucket in self._state.buckets:
+            if kind != MASTER and not self._state.holds(kind, bucket):
                 continue
-            self._read_own(kind, one.bucket, one.counted, counts=True)
-            for run in _around(one.counted, one.owned):
-                self._read_own(kind, one.bucket, run, counts=False)
-            for run in one.weights:
-                for slot, part in _parts(one.bucket, run):
-                    self._read_part(kind, one.bucket, slot, part, one.bucket.weights[part.start : part.stop], False)
+            copies = self._at.dp if bucket.policy.zero_stage == 0 else bucket.policy.replica
+            end = bucket.layout.numel
+            owned = Run(bucket.owned.start, min(bucket.owned.stop, end))
+            if copies.size > 1 and not self._shares_memory:
+                self._read_together(kind, bucket, owned, copies)
+                continue
+            counted = intersect(owned, bucket.counted) or Run(owned.start, owned.start)
+            self._read_own(kind, bucket, counted, counts=True)
+            for run in _around(counted, owned):
+                self._read_own(kind, bucket, run, counts=False)
+            if kind == MASTER and self._fills_weights and bucket.keeps_weights:
+                for run in _around(bucket.owned, Run(0, end)):
+                    for slot, part in _parts(bucket, run):
+                        self._read_part(kind, bucket, slot, part, bucket.weights[part.start : part.stop], False)
 
     def _read_own(self, kind: str, bucket: Bucket, run: Run, *, counts: bool) -> None:
         """Elements that this rank holds: straight into the state if that is in memory."""
@@ -171,18 +119,18 @@ class Reader:
             if memory is None:
                 self._state.write(kind, bucket, part, values)
 
-    def _read_together(self, kind: str, one: BucketRead, copies: Axis) -> None:
-        each = -(-max(one.owned.stop - one.owned.start, 0) // copies.size)
+    def _read_together(self, kind: str, bucket: Bucket, owned: Run, copies: Axis) -> None:
+        """Elements that all of `copies` hold: each rank reads an equal part for the count."""
+        each = -(-max(owned.stop - owned.start, 0) // copies.size)
         values = self._buffer(each * copies.size)
         mine = values[each * copies.index : each * (copies.index + 1)]
-        start = one.counted.start
-        for slot, part in _parts(one.bucket, one.counted):
-            self._read_part(kind, one.bucket, slot, part, mine[part.start - start : part.stop - start], True)
+        start = owned.start + each * copies.index
+        for slot, part in _parts(bucket, Run(start, min(start + each, owned.stop))):
+            self._read_part(kind, bucket, slot, part, mine[part.start - start : part.stop - start], True)
         if each:
             all_gather(values, mine, copies).wait()
-        start = one.owned.start
-        for _, part in _parts(one.bucket, one.owned):
-            self._state.write(kind, one.bucket, part, values[part.start - start : part.stop - start])
+        for _, part in _parts(bucket, owned):
+            self._state.write(kind, bucket, part, values[part.start - owned.start : part.stop - owned.start])
 
     def _buffer(self, elements: int) -> Tensor:
         if self._scratch.numel() < elements:
@@ -192,13 +140,19 @@ class Reader:
     def _read_part(self, kind: str, bucket: Bucket, slot: Slot, run: Run, out: Tensor, counts: bool) -> None:
         spec, tp = slot.info.spec, self._at.tp
         try:
-            source = self._stored.source(kind, slot)
-            read = read_range(source, spec, out, run.start - slot.start, tp.index, tp.size)
+            read = read_range(self._stored.source(kind, spec), spec, out, run.start - slot.start, tp)
         except Exception as error:  # an object store has errors of its own
-            self._error = self._error or error
+            self.error = self.error or error
             return
         if counts and not bucket.is_second_copy and (spec.split is not None or tp.index == 0):
             self.elements[kind] += read
+
+
+def _around(part: Run, whole: Run) -> Iterator[Run]:
+    """The rest of `whole` before and after `part`."""
+    for run in (Run(whole.start, min(part.start, whole.stop)), Run(max(part.stop, whole.start), whole.stop)):
+        if run.start < run.stop:
+            yield run
 
 
 def _parts(bucket: Bucket, run: Run) -> Iterator[tuple[Slot, Run]]:
@@ -209,22 +163,19 @@ def _parts(bucket: Bucket, run: Run) -> Iterator[tuple[Slot, Run]]:
             yield slot, part
 
 
-def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, tp_rank: int, tp_size: int) -> int:
-    """Read part of a local tensor from the logical tensors that hold it.
+def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, tp: Axis) -> int:
+    """Read elements [start, start + len(out)) of a flattened local tensor from the logical tensors that hold them.
 
     Args:
         stored: tensors of one kind.
-        spec: of the parameter.
-        out: 1-D; elements [start, start + len(out)) of the flattened local tensor; padding becomes zero.
-        start: first element.
-        tp_rank, tp_size: index and size of the tensor-parallel axis.
+        out: 1-D; padding becomes zero.
 
     Returns: elements read; all but the padding.
     """
-    width = spec.width(tp_size)
+    width = spec.width(tp.size)
     stop = start + out.numel()
     read, done = 0, start  # elements before `done` are read or cleared
-    for block in spec.blocks(tp_rank, tp_size):
+    for block in spec.blocks(tp.index, tp.size):
         low, high = max(block.local_rows[0] * width, start), min(block.local_rows[1] * width, stop)
         if low >= high:
             continue
@@ -246,12 +197,12 @@ def read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, 
 
 def _rows(stored: StoredTensors, block: Block, first: int, last: int) -> Tensor:
     """Local rows [first, last) of a block; a view of the file if that is mapped."""
-    shift = block.rows[0] - block.local_rows[0]
+    tensor, shift = stored[block.name], block.rows[0] - block.local_rows[0]
     rows = (first + shift, last + shift)
     if block.whole == ():
-        return stored.whole(block.name)
+        return tensor.whole()
     if block.whole is not None or block.columns is None:
-        return stored.rows(block.name, *rows)
+        return tensor.rows(*rows)
     if block.transposed:
-        return stored.rows(block.name, *block.columns)[:, slice(*rows)].t()
-    return stored.rows(block.name, *rows)[:, slice(*block.columns)]
+        return tensor.rows(*block.columns)[:, slice(*rows)].t()
+    return tensor.rows(*rows)[:, slice(*block.columns)]

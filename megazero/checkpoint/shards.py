@@ -12,8 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, Location, folder_at
-from megazero.checkpoint.index import CheckpointError, FileRecord, to_index
+from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
+from megazero.checkpoint.index import CheckpointError, to_index
 from megazero.checkpoint.tensor_file import SafetensorsWriter
 
 Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -27,16 +27,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files that hold a model.
-
-    Args:
-        records: size and hash of each file.
-        weight_map: the file of each tensor.
-        tensor_bytes: of all tensors together.
-    """
+    """The files that hold a model."""
 
     records: dict[str, FileRecord]
-    weight_map: dict[str, str]
+    weight_map: dict[str, str]  # the file of each tensor
     tensor_bytes: int
 
     def index(self) -> bytes:
@@ -79,8 +73,7 @@ def write_shards(
     """Write a model's tensors as `model-00001-of-0000n.safetensors`.
 
     Args:
-        folder: of the files.
-        tensors: dtype and shape of each tensor in the file, by name.
+        tensors: dtype and shape of each tensor in the file.
         read: returns a tensor; it is converted, and released before the next is read.
         limit: bytes of tensors in a file.
         single: name of the file if one is enough; None numbers it all the same.
@@ -109,28 +102,25 @@ def write_shards(
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def is_finite(values: Tensor) -> bool:  # part by part, because the test copies
+        return all(bool(part.isfinite().all()) for part in values.reshape(-1).split(CHUNK_ELEMENTS))
+
     converted = tensor.contiguous().to(dtype)
-    if not _is_finite(converted):
-        if _is_finite(tensor):
-            largest = max(float(part.abs().max()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
-            wrong = f"has a value of {largest:g}, which {DTYPE_NAMES[dtype]} cannot hold; choose another dtype"
-        else:
-            wrong = "holds values that are not numbers, or infinite ones"
-        raise CheckpointError(f"{name} {wrong}")
+    if not is_finite(converted):
+        if not is_finite(tensor):
+            raise CheckpointError(f"{name} holds values that are not numbers, or infinite ones")
+        largest = max(float(part.abs().max()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
+        raise CheckpointError(
+            f"{name} has a value of {largest:g}, which {DTYPE_NAMES[dtype]} cannot hold; choose another dtype"
+        )
     return converted
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite; part by part, because the test copies."""
-    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
 
 
 @contextmanager
 def new_folder(location: Location) -> Iterator[Folder]:
     """A folder that is filled within the block, and emptied again if that raises.
 
-    Raises:
-        CheckpointError: it is not empty, or the storage refuses.
+    Raises: CheckpointError: it is not empty, or the storage refuses.
     """
     folder = folder_at(location)
     try:
