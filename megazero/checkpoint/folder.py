@@ -26,6 +26,7 @@ from torch import Tensor
 _READ_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 23  # after each so many bytes the disk begins to write
 _PARTIAL = ".partial"
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 ReadBytes: TypeAlias = Callable[[int, int], Tensor]  # bytes [start, stop) of a file as uint8; read-only; raises OSError
 
@@ -39,11 +40,7 @@ class FileRecord:
 
 
 class Output(ABC):
-    """A file that is being written, and hashed on the way.  It appears under its name when it is finished, not before.
-
-    Attributes:
-        bytes: written so far.
-    """
+    """A file that is being written, and hashed on the way.  It appears under its name when it is finished, not before."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._hash, self.bytes = file, xxhash.xxh3_128(), 0
@@ -74,12 +71,6 @@ class Folder(ABC):
     @abstractmethod
     def __str__(self) -> str:
         """The path or URL."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Folder) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
 
     @property
     def name(self) -> str:
@@ -116,12 +107,8 @@ class Folder(ABC):
         """Open a file for reading in parts.  Raises: FileNotFoundError."""
 
     @abstractmethod
-    def read(self, name: str) -> bytes:
-        """All of a file.  Raises: FileNotFoundError."""
-
-    @abstractmethod
     def _stream(self, name: str) -> BinaryIO:
-        """A file to be read block by block."""
+        """A file to be read from its beginning, unbuffered."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -153,6 +140,11 @@ class Folder(ABC):
         """Whether a file exists."""
         return self.size(name) is not None
 
+    def read(self, name: str) -> bytes:
+        """All of a file.  Raises: FileNotFoundError."""
+        with self._stream(name) as file:
+            return file.read()
+
     def hash(self, name: str) -> str:
         """xxh3-128 of a file.  Raises: FileNotFoundError."""
         digest = xxhash.xxh3_128()
@@ -172,8 +164,7 @@ Location: TypeAlias = "str | Path | Folder"
 def folder_at(location: Location) -> Folder:
     """The folder of a path or of an fsspec URL such as s3://bucket/run.
 
-    Raises:
-        ValueError: no such protocol, or its package is not installed; the message says which.
+    Raises: ValueError, no such protocol, or its package is not installed; the message says which.
     """
     if isinstance(location, Folder):
         return location
@@ -187,14 +178,14 @@ def folder_at(location: Location) -> Folder:
         raise ValueError(f"{location} cannot be used: {error}") from error
     if type(system).__name__ == "LocalFileSystem":  # file://
         return LocalFolder(Path(path))
-    return RemoteFolder(system, path)
+    return RemoteFolder(system, path.rstrip("/"))
 
 
+@dataclass(frozen=True)
 class LocalFolder(Folder):
     """A directory of a file system."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __str__(self) -> str:
         return str(self.path)
@@ -225,13 +216,10 @@ class LocalFolder(Folder):
 
     def open(self, name: str) -> ReadBytes:
         path = self.path / name
-        size, mapped = path.stat().st_size, torch.empty(0, dtype=torch.uint8)
+        size, mapped = path.stat().st_size, _NOTHING
         if size:
             mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         return lambda start, stop: mapped[start:stop]
-
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
 
     def _stream(self, name: str) -> BinaryIO:
         return (self.path / name).open("rb", buffering=0)
@@ -258,16 +246,13 @@ class _LocalOutput(Output):
     def write(self, data: bytes | memoryview) -> None:
         for start in range(0, len(data), _WRITE_BYTES):
             super().write(data[start : start + _WRITE_BYTES])
-            if self.bytes - self._started >= _WRITE_BYTES:
-                self._start_flushing()
-
-    def _start_flushing(self) -> None:
-        """Let the disk begin to write now, not when `_publish` waits for it: the advice drops pages, dirty ones later."""
-        if hasattr(os, "posix_fadvise"):
-            self._file.flush()
-            with suppress(OSError):  # a file system may not support the advice
-                os.posix_fadvise(self._file.fileno(), self._started, self.bytes - self._started, os.POSIX_FADV_DONTNEED)
-        self._started = self.bytes
+            grown = self.bytes - self._started
+            if grown >= _WRITE_BYTES and hasattr(os, "posix_fadvise"):
+                # The advice that pages are not needed lets the disk begin to write now, not when `finish` waits for it.
+                self._file.flush()
+                with suppress(OSError):  # a file system may not support the advice
+                    os.posix_fadvise(self._file.fileno(), self._started, grown, os.POSIX_FADV_DONTNEED)
+                self._started = self.bytes
 
     def _publish(self) -> None:
         self._file.flush()
@@ -288,54 +273,50 @@ class _LocalOutput(Output):
             self._partial.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
 class RemoteFolder(Folder):
-    """A prefix of an fsspec file system.
+    """A prefix of an fsspec file system."""
 
-    Args:
-        system: an `fsspec.AbstractFileSystem`.
-        path: without the protocol.
-    """
-
-    def __init__(self, system: Any, path: str) -> None:
-        self._system, self._path = system, path.rstrip("/")
+    system: Any  # an `fsspec.AbstractFileSystem`
+    path: str  # without the protocol
 
     def __str__(self) -> str:
-        return str(self._system.unstrip_protocol(self._path))
+        return str(self.system.unstrip_protocol(self.path))
 
     def child(self, name: str) -> RemoteFolder:
-        return RemoteFolder(self._system, self._at(name))
+        return RemoteFolder(self.system, self._at(name))
 
     @property
     def parent(self) -> RemoteFolder:
-        return RemoteFolder(self._system, self._path.rpartition("/")[0])
+        return RemoteFolder(self.system, self.path.rpartition("/")[0])
 
     def _at(self, name: str) -> str:
-        return f"{self._path}/{name}"
+        return f"{self.path}/{name}"
 
     def make(self) -> None:
         with suppress(FileExistsError):
-            self._system.makedirs(self._path, exist_ok=True)
+            self.system.makedirs(self.path, exist_ok=True)
 
     def _entries(self) -> list[tuple[str, bool]]:
-        self._system.invalidate_cache(self._path)
+        self.system.invalidate_cache(self.path)
         try:
-            entries = self._system.ls(self._path, detail=True)
+            entries = self.system.ls(self.path, detail=True)
         except FileNotFoundError:
             return []
         paths = {entry["name"].rstrip("/"): entry["type"] == "directory" for entry in entries}
-        own = self._path.lstrip("/")  # some stores list the folder itself
+        own = self.path.lstrip("/")  # some stores list the folder itself
         return [(path.rsplit("/", 1)[-1], is_folder) for path, is_folder in paths.items() if path.lstrip("/") != own]
 
     def size(self, name: str) -> int | None:
-        self._system.invalidate_cache(self._path)
+        self.system.invalidate_cache(self.path)
         try:
-            found = self._system.info(self._at(name))
+            found = self.system.info(self._at(name))
         except FileNotFoundError:
             return None
         return None if found["type"] == "directory" else int(found["size"])
 
     def create(self, name: str) -> Output:
-        return _RemoteOutput(self._system.open(self._at(name), "wb", autocommit=False))
+        return _RemoteOutput(self.system.open(self._at(name), "wb", autocommit=False))
 
     def open(self, name: str) -> ReadBytes:
         path = self._at(name)
@@ -343,25 +324,25 @@ class RemoteFolder(Folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
         def read(start: int, stop: int) -> Tensor:
-            data = self._system.cat_file(path, start=start, end=stop) if start < stop else b""
-            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            data = self.system.cat_file(path, start=start, end=stop) if start < stop else b""
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
 
         return read
 
     def read(self, name: str) -> bytes:
-        return bytes(self._system.cat_file(self._at(name)))
+        return bytes(self.system.cat_file(self._at(name)))
 
     def _stream(self, name: str) -> BinaryIO:
-        file: BinaryIO = self._system.open(self._at(name), "rb", block_size=_READ_BYTES)
+        file: BinaryIO = self.system.open(self._at(name), "rb", block_size=_READ_BYTES)
         return file
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._system.rm_file(self._at(name))
+            self.system.rm_file(self._at(name))
 
     def remove_all(self) -> None:
         with suppress(FileNotFoundError):
-            self._system.rm(self._path, recursive=True)
+            self.system.rm(self.path, recursive=True)
 
 
 class _RemoteOutput(Output):

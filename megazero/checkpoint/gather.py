@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from megazero.zero.state import ShardedState
 _SENDS_IN_FLIGHT = 16  # parameters whose parts are being sent at the same time
 _RECEIVED_AHEAD = 2  # parameters that may arrive while their writer works on earlier ones
 _SLACK = 1.1  # a writer may have so many times its fair share of elements if that saves sending them
+
+Messages: TypeAlias = list[tuple[Tensor, int]]  # (tensor, the other rank)
 
 
 @dataclass(frozen=True)
@@ -75,37 +78,17 @@ class HostBuffers:
     """Host memory that is used again: new memory comes page by page and takes several times as long to fill."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        self.free: list[Tensor] = []  # what is no longer in use goes back here
 
     def take(self, size: int) -> Tensor:
         """A buffer of at least so many bytes, with any content."""
-        self._free.sort(key=len)
-        for index, memory in enumerate(self._free):
+        self.free.sort(key=len)
+        for index, memory in enumerate(self.free):
             if len(memory) >= size:
-                return self._free.pop(index)
-        if self._free:
-            self._free.pop()  # all are too small: drop one, so that there are never more than were in use at once
+                return self.free.pop(index)
+        if self.free:
+            self.free.pop()  # all are too small: drop one, so that there are never more than were in use at once
         return torch.empty(size, dtype=torch.uint8)
-
-    def release(self, buffers: Sequence[Tensor]) -> None:
-        """Return what `take` gave."""
-        self._free += buffers
-
-
-@dataclass
-class _Transfers:
-    """What one rank does for one parameter.
-
-    Args:
-        locals: on the writer the flat local tensors of all TP ranks, with its own parts in them.
-        sends, receives: (tensor, the other rank).
-        taken: host buffers in use.
-    """
-
-    locals: list[Tensor]
-    sends: list[tuple[Tensor, int]] = field(default_factory=list)
-    receives: list[tuple[Tensor, int]] = field(default_factory=list)
-    taken: list[Tensor] = field(default_factory=list)
 
 
 def gather_locals(
@@ -124,25 +107,24 @@ def gather_locals(
         axis: the stage's ranks.
         buffers: for the local tensors, which are then valid only until the next is asked for; None for new memory each time.
     """
-    sending: deque[tuple[list[Pending], _Transfers]] = deque()  # holds what is sent until it has left
-    arriving: deque[tuple[Assignment, _Transfers, list[Pending]]] = deque()
+    sending: deque[tuple[list[Pending], Messages]] = deque()  # holds what is sent until it has left
+    arriving: deque[tuple[Assignment, list[Tensor], list[Tensor], list[Pending]]] = deque()
 
     def arrived() -> Iterator[tuple[Assignment, list[Tensor]]]:
-        assignment, transfers, receiving = arriving.popleft()
+        assignment, flats, taken, receiving = arriving.popleft()
         _wait(receiving)
-        yield assignment, [flat.view(assignment.slot.info.shape) for flat in transfers.locals]
+        yield assignment, [flat.view(assignment.slot.info.shape) for flat in flats]
         if buffers is not None:
-            buffers.release(transfers.taken)
+            buffers.free += taken
 
     for assignment in assignments:
-        transfers = _transfers(source, kind, assignment, at, buffers or HostBuffers())
-        pendings = exchange(transfers.sends, transfers.receives, axis)
-        sent = len(transfers.sends)
-        sending.append((pendings[:sent], transfers))
+        sends, receives, flats, taken = _transfers(source, kind, assignment, at, buffers or HostBuffers())
+        pendings = exchange(sends, receives, axis)
+        sending.append((pendings[: len(sends)], sends))
         while len(sending) > _SENDS_IN_FLIGHT:
             _wait(sending.popleft()[0])
         if assignment.writer == at.rank:
-            arriving.append((assignment, transfers, pendings[sent:]))
+            arriving.append((assignment, flats, taken, pendings[len(sends) :]))
         while len(arriving) > _RECEIVED_AHEAD:
             yield from arrived()
     while arriving:
@@ -153,32 +135,33 @@ def gather_locals(
 
 def _transfers(
     source: ShardedState, kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
-) -> _Transfers:
+) -> tuple[Messages, Messages, list[Tensor], list[Tensor]]:
+    """What to send and to receive, and on the writer the flat local tensors of all TP ranks and the buffers in use."""
     bucket, slot, dtype = source.buckets[assignment.bucket], assignment.slot, source.dtype(kind)
-    writes = assignment.writer == at.rank
-    count = 1 if slot.info.spec.split is None else at.tp.size
     nbytes = numel(slot.info.shape) * dtype.itemsize
-    transfers = _Transfers([torch.empty(0) for _ in range(count)] if writes else [])
-    flats = transfers.locals
+    sends: Messages = []
+    receives: Messages = []
+    flats = [torch.empty(0) for _ in range(1 if slot.info.spec.split is None else at.tp.size)]
+    taken: list[Tensor] = []
     for rank, tp, run in _parts(slot, bucket.layout, at):
         if at.rank not in (rank, assignment.writer):
             continue
         own = source.read(kind, bucket, run).detach() if rank == at.rank else None
-        if own is not None and not writes:
-            transfers.sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
+        if own is not None and assignment.writer != at.rank:
+            sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
             continue
         if own is not None and run == slot.run:
             flats[tp] = own.cpu()
             continue
         if not flats[tp].numel():
-            transfers.taken.append(buffers.take(nbytes))
-            flats[tp] = transfers.taken[-1][:nbytes].view(dtype)
+            taken.append(buffers.take(nbytes))
+            flats[tp] = taken[-1][:nbytes].view(dtype)
         target = flats[tp][run.start - slot.start : run.stop - slot.start]
         if own is None:
-            transfers.receives.append((target, rank))
+            receives.append((target, rank))
         else:
             target.copy_(own)
-    return transfers
+    return sends, receives, flats, taken
 
 
 def _wait(pendings: Sequence[Pending]) -> None:

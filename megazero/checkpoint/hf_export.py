@@ -105,7 +105,7 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
         ids = token_ids(folder, trainer, files, model.vocab_size)
         files = ({GENERATION: to_json(ids)} if ids else {}) | files
         if set(written.records) != {_SINGLE}:
-            files[index_name(MODEL)] = written.index()
+            files[index_name(MODEL)] = written.index
         files[HF_CONFIG] = to_json(hugging_face_config(model, DTYPE_NAMES[wanted]) | ids)
         for name, data in files.items():
             target.write(name, data)

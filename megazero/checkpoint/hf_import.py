@@ -113,7 +113,7 @@ def import_model(
         tokenizer = tokenizer_files(folder)
         toml = _toml(model, folder, target, config, has_tokenizer=TOKENIZER in tokenizer)
         files = tokenizer | {
-            index_name("model"): written.index(),
+            index_name("model"): written.index,
             HF_CONFIG: to_json(hugging_face_config(model, DTYPE_NAMES[kept]) | ids),
             TRAINER_STATE: to_json(asdict(_beginning(model))),
             MODEL_TOML: toml.encode(),

@@ -42,32 +42,21 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The position of a run and its small state, independent of its shape.
+    """The position of a run and its small state, independent of its shape."""
 
-    Args:
-        consumed_samples: samples read since the start; the next sample's global index.
-        consumed_tokens: counted tokens since the start.
-        optimizer_steps: steps that changed the weights, for the bias correction.
-        model: the model section of the configuration.
-        config, shape, versions: the resolved configuration, the cluster and the packages that wrote it, as information.
-        optimizer_scalars: optimizer state that is a single number, by group.
-        script: counters, groups and schedule of a DeepSpeed-style engine.
-        val_loss: mean nats per token of the validation samples, if this very step was evaluated.
-    """
-
-    step: int
-    consumed_samples: int
-    consumed_tokens: int
-    optimizer_steps: int
+    step: int  # optimizer steps done
+    consumed_samples: int  # since the start; the next sample's global index
+    consumed_tokens: int  # counted tokens since the start
+    optimizer_steps: int  # that changed the weights, for the bias correction
     data_fingerprint: str
-    model: dict[str, Any]
-    config: dict[str, Any]
-    shape: dict[str, Any]
-    versions: dict[str, str]
-    optimizer_scalars: dict[str, dict[str, float]] = field(default_factory=dict)
-    loss_scaler: dict[str, Any] | None = None
-    script: dict[str, Any] = field(default_factory=dict)
-    val_loss: float | None = None
+    model: dict[str, Any]  # the model section of the configuration
+    config: dict[str, Any]  # all of it; this and the next two are information
+    shape: dict[str, Any]  # parallel degrees, ZeRO stage and world size
+    versions: dict[str, str]  # of megazero and torch
+    optimizer_scalars: dict[str, dict[str, float]] = field(default_factory=dict)  # by group
+    loss_scaler: dict[str, Any] | None = None  # under fp16
+    script: dict[str, Any] = field(default_factory=dict)  # a DeepSpeed-style engine's counters, groups and schedule
+    val_loss: float | None = None  # mean nats per token, if this very step was evaluated
 
 
 def index_name(kind: str) -> str:
@@ -78,8 +67,8 @@ def index_name(kind: str) -> str:
 def kinds_of(files: Iterable[str]) -> list[str]:
     """Kinds that a checkpoint holds, the weights first."""
     suffix = index_name("")
-    kinds = sorted(name.removesuffix(suffix) for name in files if name.endswith(suffix))
-    return sorted(kinds, key=lambda kind: kind != "model")
+    kinds = (name.removesuffix(suffix) for name in files if name.endswith(suffix))
+    return sorted(kinds, key=lambda kind: (kind != "model", kind))
 
 
 def versions() -> dict[str, str]:

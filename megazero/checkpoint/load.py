@@ -2,14 +2,22 @@
 
 manifest     every file has the size and hash that were written      each rank checks its share of the files
 index        the stored tensors are those of this model              nothing has been overwritten until here
-read         masters and moments, from the files into the shards     `reader`
+read         masters, moments, weights, from the files into the shards
 coverage     all ranks together have read each element of the model once
+
+Ranks that hold the same elements each read a part and exchange it.  If all of them run on one machine, each reads
+everything for itself from the file's pages, which is faster.  Either way each element of the model is read for the count
+by exactly one rank of the world, so the sum of the counts proves the coverage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
+
+import torch
+from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, LocalFolder, Location, folder_at
 from megazero.checkpoint.index import (
@@ -18,13 +26,15 @@ from megazero.checkpoint.index import (
     TrainerState,
     find_damage,
     index_name,
+    kinds_of,
     read_manifest,
     read_trainer_state,
 )
-from megazero.checkpoint.reader import Reader, StoredKinds
-from megazero.comm.collectives import agree, gather_objects
-from megazero.layers.spec import numel
-from megazero.parallel_state import ParallelState
+from megazero.checkpoint.tensor_file import StoredTensors
+from megazero.comm.collectives import agree, all_gather, gather_objects
+from megazero.layers.spec import Block, ParamSpec, numel
+from megazero.parallel_state import Axis, ParallelState
+from megazero.zero.bucket import Bucket, Run, Slot, intersect
 from megazero.zero.state import MASTER, MODEL, ShardedState
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
@@ -45,7 +55,6 @@ def load_checkpoint(
 
     Args:
         location: a complete step directory.
-        state: overwritten.
         check: raises CheckpointError if the run that wrote it does not fit this one.
         with_optimizer: read the optimizer's state too; otherwise it starts anew.
         by_hash: check the hash of every file, not only its size.
@@ -61,12 +70,9 @@ def load_checkpoint(
     has_moments = with_optimizer and trainer.optimizer_steps > 0
     moments = state.optimizer.known_states if has_moments else ()
 
-    def open_and_check() -> StoredKinds:
+    def open_and_check() -> dict[str, StoredTensors]:
         check(trainer)
-        stored = StoredKinds(folder, trainer.step)
-        if has_moments:
-            stored.check_optimizer(moments)
-        return stored
+        return _open_kinds(folder, trainer.step, moments if has_moments else None)
 
     stored = agree(open_and_check, at.world, CheckpointError)
     shapes = {kind: _logical_shapes(state, kind) for kind in (MODEL, *moments)}
@@ -74,16 +80,10 @@ def load_checkpoint(
     all_shapes = {kind: {name: shape for one in stages for name, shape in one[kind].items()} for kind in shapes}
     agree(lambda: _compare(stored, shapes, all_shapes), at.world, CheckpointError)
 
-    shares_memory, fills = _shares_memory(folder, at), fills_weights(folder, at)
-    reader = Reader(stored, state, at, shares_memory=shares_memory, fills_weights=fills)
+    reader = _Reader(stored, state, at, _shares_memory(folder, at), fills_weights(folder, at))
     for kind in (MASTER, *moments):
         reader.read(kind)
-
-    def raise_error() -> None:
-        if reader.error is not None:
-            raise reader.error
-
-    agree(raise_error, at.world, CheckpointError)
+    agree(reader.check, at.world, CheckpointError)
     elements = gather_objects(reader.elements, at.world)
     for kind in (MASTER, *moments):
         read = sum(one[kind] for one in elements)
@@ -130,6 +130,21 @@ def _check_files(folder: Folder, at: ParallelState, by_hash: bool) -> None:
         raise DamagedError("\n".join([*damage, advice]))
 
 
+def _open_kinds(folder: Folder, step: int, moments: Sequence[str] | None) -> dict[str, StoredTensors]:
+    """Weights, masters if there are any, and moments, which must be all that are stored; None to leave them out."""
+    kinds = kinds_of(read_manifest(folder))
+    stored = [kind for kind in kinds if kind not in (MODEL, MASTER)]
+    if moments is not None and set(stored) != set(moments):
+        held, needed = (", ".join(names) or "nothing" for names in (stored, moments))
+        raise CheckpointError(
+            f"{folder} was written with another optimizer: it holds {held}, this one keeps {needed}. "
+            "Go on with the optimizer that wrote it"
+        )
+    if MODEL not in kinds:
+        raise CheckpointError(f"{folder} has no {MODEL}; it holds {', '.join(kinds) or 'nothing'}")
+    return {kind: StoredTensors(folder, kind, step) for kind in (MODEL, MASTER, *(moments or ())) if kind in kinds}
+
+
 def _logical_shapes(state: ShardedState, kind: str) -> Shapes:
     shapes: Shapes = {}
     for bucket in state.buckets:
@@ -138,10 +153,10 @@ def _logical_shapes(state: ShardedState, kind: str) -> Shapes:
     return shapes
 
 
-def _compare(stored: StoredKinds, shapes: dict[str, Shapes], all_shapes: dict[str, Shapes]) -> None:
+def _compare(stored: Mapping[str, StoredTensors], shapes: dict[str, Shapes], all_shapes: dict[str, Shapes]) -> None:
     """Check that the stored tensors are those of this model: all names, and the shapes of this rank's stage."""
     for kind, mine in shapes.items():
-        tensors, wanted = stored.of(kind), all_shapes[kind]
+        tensors, wanted = stored[kind], all_shapes[kind]
         problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.files)]
         problems += [f"{name} belongs to no parameter of this model" for name in sorted(tensors.files.keys() - wanted)]
         for name in sorted(mine.keys() & tensors.files.keys()):
@@ -149,4 +164,145 @@ def _compare(stored: StoredKinds, shapes: dict[str, Shapes], all_shapes: dict[st
             if found != mine[name]:
                 problems.append(f"{name} has shape {list(found)}, this model needs {list(mine[name])}")
         if problems:
-            raise CheckpointError(f"{stored.folder}/{index_name(kind)} is of another model: " + "; ".join(problems[:5]))
+            shown = "; ".join(problems[:5])
+            raise CheckpointError(f"{tensors.folder}/{index_name(kind)} is of another model: {shown}")
+
+
+@dataclass
+class _Reader:
+    """Reads from the files, exchanges, and writes into a rank's shards."""
+
+    stored: Mapping[str, StoredTensors]
+    state: ShardedState
+    at: ParallelState
+    shares_memory: bool  # every rank reads all it needs from shared pages; otherwise they exchange what they read
+    fills_weights: bool  # also read weights whose masters another rank holds
+    elements: dict[str, int] = field(default_factory=dict)  # by kind, those that this rank has read for the count
+    error: Exception | None = None  # the first that stopped this rank from reading
+    scratch: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def check(self) -> None:
+        """Raises: what stopped this rank from reading."""
+        if self.error is not None:
+            raise self.error
+
+    def read(self, kind: str) -> None:
+        """Read one kind.  A rank that cannot read goes on with the exchange, so that no other rank waits for it.
+
+        Frozen parameters have no masters, but are read with them: they have nothing else.
+        """
+        self.elements[kind] = 0
+        for bucket in self.state.buckets:
+            if kind != MASTER and not self.state.holds(kind, bucket):
+                continue
+            copies = self.at.dp if bucket.policy.zero_stage == 0 else bucket.policy.replica
+            end = bucket.layout.numel
+            owned = Run(bucket.owned.start, min(bucket.owned.stop, end))
+            if copies.size > 1 and not self.shares_memory:
+                self._read_together(kind, bucket, owned, copies)
+                continue
+            counted = intersect(owned, bucket.counted) or Run(owned.start, owned.start)
+            self._read_own(kind, bucket, counted, counts=True)
+            for run in _around(counted, owned):
+                self._read_own(kind, bucket, run, counts=False)
+            if kind == MASTER and self.fills_weights and bucket.keeps_weights:
+                for run in _around(bucket.owned, Run(0, end)):
+                    for slot, part in _parts(bucket, run):
+                        self._read_part(kind, bucket, slot, part, bucket.weights[part.start : part.stop], False)
+
+    def _read_own(self, kind: str, bucket: Bucket, run: Run, *, counts: bool) -> None:
+        """Elements that this rank holds: straight into the state if that is in memory."""
+        for slot, part in _parts(bucket, run):
+            memory = self.state.memory(kind, bucket, part)
+            values = self._buffer(part.stop - part.start) if memory is None else memory
+            self._read_part(kind, bucket, slot, part, values, counts)
+            if memory is None:
+                self.state.write(kind, bucket, part, values)
+
+    def _read_together(self, kind: str, bucket: Bucket, owned: Run, copies: Axis) -> None:
+        """Elements that all of `copies` hold: each rank reads an equal part for the count."""
+        each = -(-max(owned.stop - owned.start, 0) // copies.size)
+        values = self._buffer(each * copies.size)
+        mine = values[each * copies.index : each * (copies.index + 1)]
+        start = owned.start + each * copies.index
+        for slot, part in _parts(bucket, Run(start, min(start + each, owned.stop))):
+            self._read_part(kind, bucket, slot, part, mine[part.start - start : part.stop - start], True)
+        if each:
+            all_gather(values, mine, copies).wait()
+        for _, part in _parts(bucket, owned):
+            self.state.write(kind, bucket, part, values[part.start - owned.start : part.stop - owned.start])
+
+    def _buffer(self, elements: int) -> Tensor:
+        if self.scratch.numel() < elements:
+            self.scratch = torch.empty(elements)
+        return self.scratch[:elements]
+
+    def _read_part(self, kind: str, bucket: Bucket, slot: Slot, run: Run, out: Tensor, counts: bool) -> None:
+        spec, tp = slot.info.spec, self.at.tp
+        try:
+            stored = self.stored.get(kind)
+            # Without masters it was a run in fp32, or the parameter was frozen.
+            if stored is None or (kind == MASTER and not spec.logical_shapes().keys() <= stored.files.keys()):
+                stored = self.stored[MODEL]
+            read = _read_range(stored, spec, out, run.start - slot.start, tp)
+        except Exception as error:  # an object store has errors of its own
+            self.error = self.error or error
+            return
+        if counts and not bucket.is_second_copy and (spec.split is not None or tp.index == 0):
+            self.elements[kind] += read
+
+
+def _around(part: Run, whole: Run) -> Iterator[Run]:
+    """The rest of `whole` before and after `part`."""
+    for run in (Run(whole.start, min(part.start, whole.stop)), Run(max(part.stop, whole.start), whole.stop)):
+        if run.start < run.stop:
+            yield run
+
+
+def _parts(bucket: Bucket, run: Run) -> Iterator[tuple[Slot, Run]]:
+    """The parameters of a bucket within a run of its elements, each with its elements."""
+    for slot in bucket.layout.slots:
+        part = intersect(slot.run, run)
+        if part is not None:
+            yield slot, part
+
+
+def _read_range(stored: StoredTensors, spec: ParamSpec, out: Tensor, start: int, tp: Axis) -> int:
+    """Read elements [start, start + len(out)) of a flattened local tensor; padding becomes zero.
+
+    Returns: elements read; all but the padding.
+    """
+    width = spec.width(tp.size)
+    stop = start + out.numel()
+    read, done = 0, start  # elements before `done` are read or cleared
+    for block in spec.blocks(tp.index, tp.size):
+        low, high = max(block.local_rows[0] * width, start), min(block.local_rows[1] * width, stop)
+        if low >= high:
+            continue
+        if low > done:
+            out[done - start : low - start] = 0
+        first, last = low // width, -(-high // width)
+        rows = _rows(stored, block, first, last)
+        target = out[low - start : high - start]
+        if low == first * width and high == last * width:  # whole rows: one copy, from the file's pages to the target
+            target.view(last - first, width).copy_(rows.reshape(last - first, width) if rows.dim() != 2 else rows)
+        else:
+            target.copy_(rows.reshape(-1)[low - first * width : high - first * width])
+        read += high - low
+        done = max(done, high)
+    if done < stop:
+        out[done - start :] = 0
+    return read
+
+
+def _rows(stored: StoredTensors, block: Block, first: int, last: int) -> Tensor:
+    """Local rows [first, last) of a block; a view of the file if that is mapped."""
+    tensor, shift = stored[block.name], block.rows[0] - block.local_rows[0]
+    rows = (first + shift, last + shift)
+    if block.whole == ():
+        return tensor.whole()
+    if block.whole is not None or block.columns is None:
+        return tensor.rows(*rows)
+    if block.transposed:
+        return tensor.rows(*block.columns)[:, slice(*rows)].t()
+    return tensor.rows(*rows)[:, slice(*block.columns)]

@@ -29,6 +29,7 @@ from megazero.parallel_state import ParallelState, SavingAxes
 from megazero.zero.state import ShardedState
 
 T = TypeVar("T")
+_FAILED = "checkpoint {} could not be written ({}); older checkpoints are untouched"
 _OURS = (".safetensors", ".json", ".partial")
 
 
@@ -110,11 +111,7 @@ def _prepare(folder: Folder, files: Mapping[str, bytes]) -> None:
             folder.remove(name)
         folder.make()
     except OSError as error:
-        raise _not_written(folder, str(error)) from error
-
-
-def _not_written(folder: Folder, reason: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {folder.name} could not be written ({reason}); older checkpoints are untouched")
+        raise CheckpointError(_FAILED.format(folder.name, error)) from error
 
 
 @dataclass
@@ -169,7 +166,8 @@ def _commit(
         with suppress(Exception):
             if not folder.has(MANIFEST):
                 folder.remove_all()  # frees the space for the next one
-        raise _not_written(folder, f"{failure}; it takes {needed:,} bytes{beside}") from failure
+        reason = f"{failure}; it takes {needed:,} bytes{beside}"
+        raise CheckpointError(_FAILED.format(folder.name, reason)) from failure
     if moves_latest:  # after the manifest, which decides
         try:
             folder.parent.write(LATEST, (folder.name + "\n").encode())

@@ -32,12 +32,7 @@ _REMEDY = "set checkpoint.asynchronous = false"
 
 
 class Snapshot(ShardedState):
-    """A rank's part of a checkpoint as it was at the last `take`: `read` gives elements of a copy in host memory.
-
-    Args:
-        state: what is copied.
-        device: of the state; for CUDA the memory is page-locked, so that it copies at full speed.
-    """
+    """A rank's part of a checkpoint as it was at the last `take`: `read` gives elements of a copy in host memory."""
 
     kinds: tuple[str, ...] = ()  # of the last copy
 
@@ -51,24 +46,17 @@ class Snapshot(ShardedState):
 
     def reserve(self, limit: int) -> str | None:
         """Allocate memory for all kinds that there will ever be, up to `limit` bytes; returns why not, or None."""
-        parts = [
-            (kind, bucket, bucket.counted.stop - bucket.counted.start) for kind, bucket in self._parts(self.known_kinds)
-        ]
-        needed = sum(numel * self.dtype(kind).itemsize for kind, _, numel in parts)
+        sizes = {part: part[1].counted.stop - part[1].counted.start for part in self._parts(self.known_kinds)}
+        needed = sum(numel * self.dtype(kind).itemsize for (kind, _), numel in sizes.items())
         if needed > limit:
             return f"needs {needed:,} bytes of host memory for it and may take {limit:,}"
-        pins = self._device.type == "cuda"
+        pins = self._device.type == "cuda"  # then it copies at full speed
         try:
-            for kind, bucket, numel in parts:
-                memory = in_host_memory(numel, self.dtype(kind), pin=pins, remedy=_REMEDY)
-                self._copies[kind, bucket] = memory.tensor
+            for part, numel in sizes.items():
+                self._copies[part] = in_host_memory(numel, self.dtype(part[0]), pin=pins, remedy=_REMEDY).tensor
         except StorageError as error:
             return str(error)
         return None
-
-    def release(self) -> None:
-        """Free the memory."""
-        self._copies.clear()
 
     def take(self) -> None:
         """Copy the present state."""
@@ -90,23 +78,14 @@ class Snapshot(ShardedState):
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Size and times of one save.
-
-    Args:
-        folder: the step directory.
-        bytes: of the tensors in it.
-        waited_seconds: training waited for the save before this one.
-        copy_seconds: training waited for the copy, or for everything if there is none.
-        seconds: from the call until the checkpoint was durable.
-        error: why there is no checkpoint, or None.
-    """
+    """Size and times of one save."""
 
     folder: Folder
-    bytes: int
-    waited_seconds: float
-    copy_seconds: float
-    seconds: float
-    error: str | None = None
+    bytes: int  # of the tensors
+    waited_seconds: float  # training waited for the save before this one
+    copy_seconds: float  # training waited for the copy, or for everything if there is none
+    seconds: float  # from the call until the checkpoint was durable
+    error: str | None = None  # why there is no checkpoint
 
 
 class Saver:
@@ -118,9 +97,6 @@ class Saver:
         timeout_seconds: how long a rank may wait for a peer that is writing.
         report: called on rank 0, in the thread, with the report of each save.
         after: called on rank 0 after each checkpoint, before the report; if it raises, the report has its error.
-
-    Attributes:
-        refusal: why there is no memory for a copy, or None.
     """
 
     def __init__(
@@ -139,9 +115,10 @@ class Saver:
         if host_memory_bytes is None:
             host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.neighbours
         everyone = gather_objects(self._snapshot.reserve(host_memory_bytes), at.world)
+        # why there is no memory for a copy, or None
         self.refusal = next((f"rank {rank} {why}" for rank, why in enumerate(everyone) if why), None)
         if self.refusal is not None:
-            self._snapshot.release()
+            self._snapshot = Snapshot(state, at.device)  # frees the memory
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 

@@ -30,12 +30,8 @@ class ModelFiles:
     """The files that hold a model."""
 
     records: dict[str, FileRecord]
-    weight_map: dict[str, str]  # the file of each tensor
+    index: bytes  # what stock tools read
     tensor_bytes: int
-
-    def index(self) -> bytes:
-        """The index that stock tools read."""
-        return to_index(self.weight_map, self.tensor_bytes)
 
 
 def parse_size(text: str) -> int:
@@ -77,7 +73,6 @@ def write_shards(
         read: returns a tensor; it is converted, and released before the next is read.
         limit: bytes of tensors in a file.
         single: name of the file if one is enough; None numbers it all the same.
-        metadata: strings in the header of each file.
 
     Raises:
         OSError: the storage refuses.
@@ -98,7 +93,8 @@ def write_shards(
             writer.abandon()
             raise
         weight_map |= dict.fromkeys(held, file)
-    return ModelFiles(records, weight_map, sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values()))
+    tensor_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values())
+    return ModelFiles(records, to_index(weight_map, tensor_bytes), tensor_bytes)
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

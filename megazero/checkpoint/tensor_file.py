@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from megazero.checkpoint.index import DamagedError, index_name, read_errors
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+Described: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the format
 
 
@@ -35,16 +36,11 @@ class SafetensorsWriter:
         tensors: name -> (dtype, shape), in the order in which they will be written.
         metadata: strings that the header holds.
 
-    Raises:
-        OSError: the storage refuses; also by the methods.
+    Raises: OSError, the storage refuses; also by the methods.  Then call `abandon`, which removes what was written.
     """
 
     def __init__(
-        self,
-        folder: Folder,
-        name: str,
-        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        metadata: Mapping[str, str] | None = None,
+        self, folder: Folder, name: str, tensors: Described, metadata: Mapping[str, str] | None = None
     ) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         start = 0
@@ -57,6 +53,7 @@ class SafetensorsWriter:
         self._name, self._left = name, deque(tensors)
         self._output = folder.create(name)
         self._output.write(len(text).to_bytes(8, "little") + text)
+        self.abandon = self._output.abandon
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor.  Raises: ValueError when it is not the next."""
@@ -73,18 +70,12 @@ class SafetensorsWriter:
             raise ValueError(f"{self._name}: {self._left[0]} was not written")
         return self._output.finish()
 
-    def abandon(self) -> None:
-        """Remove what was written; never raises."""
-        self._output.abandon()
-
 
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file, read row by row.  What is read must not be written to: the file may be mapped.
 
-    Raises, in its methods:
-        CheckpointError: the file cannot be read.
-        DamagedError: it ends before the tensor does.
+    Its methods raise as `read_errors`.
     """
 
     path: str
@@ -106,9 +97,7 @@ class StoredTensor:
         """Elements [first, last)."""
         start, stop = (self.start + element * self.dtype.itemsize for element in (first, last))
         with read_errors(self.path):
-            found = self.read_bytes(start, stop)
-        if found.numel() != stop - start:
-            raise DamagedError(f"{self.path} ends before byte {stop}")
+            found = _read(self.read_bytes, start, stop)
         if found.storage_offset() % self.dtype.itemsize:
             found = found.clone()
         return found.view(self.dtype)
@@ -117,17 +106,15 @@ class StoredTensor:
 def open_tensors(folder: Folder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """The tensors of one safetensors file, and its metadata.
 
-    Raises:
-        CheckpointError: it cannot be read.
-        DamagedError: it is no safetensors file, or holds dtypes that we do not store.
+    Raises: as `read_errors`; dtypes that we do not store are damage, too.
     """
     path = f"{folder}/{name}"
     with read_errors(path):
         read_bytes = folder.open(name)
-        length = int.from_bytes(_header(read_bytes, 0, 8), "little")
+        length = int.from_bytes(_read(read_bytes, 0, 8).numpy().tobytes(), "little")
         if not 0 < length <= _LONGEST_HEADER:
             raise ValueError(f"a header of {length} bytes")
-        tensors, header = {}, json.loads(_header(read_bytes, 8, 8 + length))
+        tensors, header = {}, json.loads(_read(read_bytes, 8, 8 + length).numpy().tobytes())
         metadata: dict[str, str] = header.pop("__metadata__", {})
         for tensor, found in header.items():
             dtype, shape = _DTYPES[found["dtype"]], tuple(int(size) for size in found["shape"])
@@ -138,27 +125,24 @@ def open_tensors(folder: Folder, name: str) -> tuple[dict[str, StoredTensor], di
     return tensors, metadata
 
 
-def _header(read_bytes: ReadBytes, start: int, stop: int) -> bytes:
+def _read(read_bytes: ReadBytes, start: int, stop: int) -> Tensor:
     data = read_bytes(start, stop)
     if data.numel() != stop - start:
         raise ValueError(f"it ends before byte {stop}")
-    return data.numpy().tobytes()
+    return data
 
 
 class StoredTensors:
     """The logical tensors of one kind in a checkpoint, by name; a file is opened when one of its tensors is asked for.
 
     Args:
-        location: a complete checkpoint.
         kind: "model", "master", "exp_avg", ...
         step: of the checkpoint, if known; files with another one are refused.
 
     Attributes:
         files: the file that holds each tensor.
 
-    Raises, also for a tensor:
-        CheckpointError: a file cannot be read.
-        DamagedError: the kind's index or a file is damaged.
+    Raises: as `read_errors`, also for a tensor; DamagedError for a file of another kind or step.
     """
 
     def __init__(self, location: Location, kind: str, step: int | None = None) -> None:
