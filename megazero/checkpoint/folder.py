@@ -239,8 +239,7 @@ class LocalFolder(Folder):
 
 class _LocalOutput(Output):
     def __init__(self, path: Path) -> None:
-        self._path, self._partial = path, path.with_name(path.name + _PARTIAL)
-        self._started = 0
+        self._path, self._partial, self._started = path, path.with_name(path.name + _PARTIAL), 0
         super().__init__(self._partial.open("wb"))
 
     def write(self, data: bytes | memoryview) -> None:

@@ -66,8 +66,7 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
 
 def _parts(slot: Slot, layout: BucketLayout, at: ParallelState) -> Iterator[tuple[int, int, Run]]:
     """(rank, tp index, elements of the bucket) of each part of a parameter, once each."""
-    tp_size = 1 if slot.info.spec.split is None else at.tp.size
-    for tp in range(tp_size):
+    for tp in range(1 if slot.info.spec.split is None else at.tp.size):
         for dp in range(layout.shards):  # the ranks of the first group that shares one copy of the state
             run = intersect(slot.run, layout.shard(dp))
             if run is not None:
@@ -103,8 +102,7 @@ def gather_locals(
 
     Args:
         source: what a rank holds whole is yielded as it is, not copied.
-        assignments: of this stage; equal on all its ranks, all of which must iterate to the end.
-        axis: the stage's ranks.
+        assignments: of this stage; equal on all ranks of `axis`, all of which must iterate to the end.
         buffers: for the local tensors, which are then valid only until the next is asked for; None for new memory each time.
     """
     sending: deque[tuple[list[Pending], Messages]] = deque()  # holds what is sent until it has left

@@ -137,10 +137,7 @@ def read_manifest(location: Location) -> dict[str, FileRecord]:
 def find_damage(location: Location, names: Sequence[str] | None = None, *, by_hash: bool = True) -> list[str]:
     """One line for every file that is missing, or whose size or hash is not that of the manifest.
 
-    Args:
-        location: a step directory.
-        names: files to check; None for all of the manifest.
-        by_hash: compare hashes, not only sizes.
+    Checks the files in `names`, or all of the manifest; only their sizes unless `by_hash`.
 
     Raises:
         CheckpointError: the manifest is missing or damaged, or the storage does not answer, which says nothing of files.

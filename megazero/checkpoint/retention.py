@@ -115,8 +115,7 @@ def _remove(folder: Folder) -> bool:
 def reading(location: Location) -> Iterator[Folder]:
     """Protect a step directory from pruning while it is read; one with another name is never pruned.
 
-    Raises:
-        CheckpointError: it is not complete, or is not any more.
+    Raises: CheckpointError, it is not complete, or is not any more.
     """
     folder = folder_at(location)
     marker = f"{folder.name}.{int(time.time())}.{uuid.uuid4().hex}"

@@ -174,10 +174,7 @@ class Saver:
         self._report(SaveReport(folder, size, began - called, (copied or end) - began, end - called, error))
 
     def _join(self) -> None:
-        """Wait for the thread.
-
-        Raises: a failure that the ranks do not share; if this rank went on, it would wait for those that still save.
-        """
+        """Wait for the thread.  Raises: a failure that the ranks do not share; the others may be saving still."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -82,8 +82,7 @@ def write_shards(
     records: dict[str, FileRecord] = {}
     weight_map: dict[str, str] = {}
     for number, held in enumerate(files, 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        file = single if single is not None and len(files) == 1 else file
+        file = single if single and len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         writer = SafetensorsWriter(folder, file, held, metadata)
         try:
             for name, (dtype, _) in held.items():

@@ -73,10 +73,7 @@ class SafetensorsWriter:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, read row by row.  What is read must not be written to: the file may be mapped.
-
-    Its methods raise as `read_errors`.
-    """
+    """A tensor in a file, read row by row; not to be written to, it may be mapped.  Methods raise as `read_errors`."""
 
     path: str
     read_bytes: ReadBytes
@@ -104,10 +101,7 @@ class StoredTensor:
 
 
 def open_tensors(folder: Folder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of one safetensors file, and its metadata.
-
-    Raises: as `read_errors`; dtypes that we do not store are damage, too.
-    """
+    """The tensors of one safetensors file, and its metadata.  Raises: as `read_errors`, also for unknown dtypes."""
     path = f"{folder}/{name}"
     with read_errors(path):
         read_bytes = folder.open(name)
