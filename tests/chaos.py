@@ -42,9 +42,8 @@ from fault_injection import MOMENTS, Fault, FaultInjector
 
 from megazero.checkpoint import retention
 from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.index import LATEST, MANIFEST, is_complete, read_manifest, step_folders, step_of
+from megazero.checkpoint.index import LATEST, MANIFEST, find_damage, is_complete, read_manifest, step_folders, step_of
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.checkpoint.verify import find_damage
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
@@ -376,8 +375,8 @@ class Chaos:
         )
         assert set(last.files) == set(expected.files)
         for name in expected.files:
-            wanted = expected.whole(name).double()
-            difference = float((last.whole(name).double() - wanted).norm() / wanted.norm())
+            wanted = expected[name].whole().double()
+            difference = float((last[name].whole().double() - wanted).norm() / wanted.norm())
             assert difference <= TOLERANCE, f"{name} differs by {difference}"
             self.worst_weight = max(self.worst_weight, difference)
         assert self.root.read(LATEST).decode().strip() == f"step-{self.steps:08d}"

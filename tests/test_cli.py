@@ -16,8 +16,7 @@ from harness import run_command as megazero
 from quickstart import QUICKSTART, TINY
 
 from megazero.checkpoint.folder import folder_at
-from megazero.checkpoint.index import find_newest
-from megazero.checkpoint.verify import find_damage
+from megazero.checkpoint.index import find_damage, find_newest
 
 COMMAND = [sys.executable, "-m", "megazero.cli"]
 

@@ -29,6 +29,7 @@ from megazero.checkpoint.index import (
     TRAINER_STATE,
     CheckpointError,
     TrainerState,
+    find_damage,
     read_manifest,
     read_trainer_state,
     to_json,
@@ -36,7 +37,6 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.shards import cut, parse_size
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.checkpoint.verify import find_damage
 from megazero.cli import app
 from megazero.config import ResolvedRun, load_config
 from megazero.models.registry import FAMILIES
@@ -87,7 +87,7 @@ def resumed(rank: int, run: ResolvedRun, origin: Path) -> tuple[float, float]:
 
 def stored(directory: Path, kind: str = "model") -> dict[str, Tensor]:
     tensors = StoredTensors(directory, kind)
-    return {name: tensors.whole(name).clone() for name in tensors.files}
+    return {name: tensors[name].whole().clone() for name in tensors.files}
 
 
 def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -544,7 +544,8 @@ def changed(step: Path, directory: Path, file: str, change: Callable[[Path], Non
     """A checkpoint that says of itself that it is whole, with one file changed."""
     import shutil
 
-    from megazero.checkpoint.index import FileRecord, write_manifest
+    from megazero.checkpoint.folder import FileRecord
+    from megazero.checkpoint.index import write_manifest
 
     shutil.copytree(step, directory)
     change(directory / file)

@@ -14,8 +14,8 @@ from megazero.checkpoint.folder import Folder, LocalFolder
 from megazero.checkpoint.index import (
     MANIFEST,
     CheckpointError,
-    FileRecord,
     TrainerState,
+    find_damage,
     find_newest,
     is_complete,
     step_folder,
@@ -25,7 +25,6 @@ from megazero.checkpoint.index import (
     write_manifest,
 )
 from megazero.checkpoint.retention import Retention, kept_steps, mark_damaged, prune, reading
-from megazero.checkpoint.verify import find_damage
 
 
 def _write(root: Path, step: int, val_loss: float | None = None) -> Folder:
@@ -37,8 +36,7 @@ def _write(root: Path, step: int, val_loss: float | None = None) -> Folder:
         "trainer_state.json": to_json(vars(state)),
         "model-00001-of-00001.safetensors": b"x" * 64,
     }.items():
-        output = folder.write(name, data)
-        records[name] = FileRecord(output.bytes, output.xxh3)
+        records[name] = folder.write(name, data)
     write_manifest(folder, records)
     return folder
 

@@ -17,8 +17,7 @@ import pytest
 from quickstart import ONE_STAGE, QUICKSTART, ROOT
 from quickstart import TINY as SMALL
 
-from megazero.checkpoint.index import find_newest
-from megazero.checkpoint.verify import find_damage
+from megazero.checkpoint.index import find_damage, find_newest
 from megazero.training.signals import EXIT_STOPPED, SAME_REQUEST_SECONDS, StopRequest
 
 TINY = [*SMALL, *ONE_STAGE, "lr_schedule.name=constant"]

@@ -13,8 +13,9 @@ import errno
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -25,14 +26,21 @@ from torch import Tensor
 _READ_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 23  # after each so many bytes the disk begins to write
 _PARTIAL = ".partial"
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+ReadBytes: TypeAlias = Callable[[int, int], Tensor]  # bytes [start, stop) of a file as uint8; read-only; raises OSError
 
 
-class Output:
-    """A file that is being written, and hashed on the way.  It appears under its name when it is finished, not before.
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and xxh3-128 of one file."""
 
-    Attributes:
-        bytes: written so far.
-    """
+    bytes: int
+    xxh3: str
+
+
+class Output(ABC):
+    """A file that is being written, and hashed on the way.  It appears under its name when it is finished, not before."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._hash, self.bytes = file, xxhash.xxh3_128(), 0
@@ -43,44 +51,31 @@ class Output:
         self._hash.update(data)
         self.bytes += len(data)
 
-    @property
-    def xxh3(self) -> str:
-        """xxh3-128 of what was written."""
-        return self._hash.hexdigest()
-
-    def finish(self) -> None:
+    def finish(self) -> FileRecord:
         """Make it durable under its name.  Raises: OSError."""
-        self._file.close()
-
-    def abandon(self) -> None:
-        """Remove what was written; never raises."""
-
-
-class Input(ABC):
-    """A file that can be read in parts."""
+        self._publish()
+        return FileRecord(self.bytes, self._hash.hexdigest())
 
     @abstractmethod
-    def read(self, start: int, stop: int) -> Tensor:
-        """Bytes [start, stop) as uint8 [stop - start]; read-only.  Raises: OSError."""
+    def _publish(self) -> None:
+        """Close the file and let it appear."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove what was written; never raises."""
 
 
 class Folder(ABC):
     """Files and folders by name.  Every method raises OSError if the storage refuses."""
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """Last part of the path."""
-
     @abstractmethod
     def __str__(self) -> str:
         """The path or URL."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Folder) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return str(self).rsplit("/", 1)[-1]
 
     @abstractmethod
     def child(self, name: str) -> Folder:
@@ -108,16 +103,12 @@ class Folder(ABC):
         """Begin a file; an existing one is replaced when the new one is finished."""
 
     @abstractmethod
-    def open(self, name: str) -> Input:
-        """Open a file for reading.  Raises: FileNotFoundError."""
+    def open(self, name: str) -> ReadBytes:
+        """Open a file for reading in parts.  Raises: FileNotFoundError."""
 
     @abstractmethod
-    def read(self, name: str) -> bytes:
-        """All of a file.  Raises: FileNotFoundError."""
-
-    @abstractmethod
-    def blocks(self, name: str) -> Iterator[bytes]:
-        """All of a file, block by block.  Raises: FileNotFoundError."""
+    def _stream(self, name: str) -> BinaryIO:
+        """A file to be read from its beginning, unbuffered."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -127,16 +118,15 @@ class Folder(ABC):
     def remove_all(self) -> None:
         """Remove the folder with all its contents, if it exists."""
 
-    def write(self, name: str, data: bytes) -> Output:
-        """Write a small file at once; the result has its size and hash."""
+    def write(self, name: str, data: bytes) -> FileRecord:
+        """Write a small file at once."""
         output = self.create(name)
         try:
             output.write(data)
-            output.finish()
+            return output.finish()
         except BaseException:
             output.abandon()
             raise
-        return output
 
     def files(self) -> list[str]:
         """Names of the files directly within, sorted; empty if the folder does not exist."""
@@ -150,15 +140,21 @@ class Folder(ABC):
         """Whether a file exists."""
         return self.size(name) is not None
 
+    def read(self, name: str) -> bytes:
+        """All of a file.  Raises: FileNotFoundError."""
+        with self._stream(name) as file:
+            return file.read()
+
     def hash(self, name: str) -> str:
         """xxh3-128 of a file.  Raises: FileNotFoundError."""
         digest = xxhash.xxh3_128()
-        for block in self.blocks(name):
-            digest.update(block)
+        with self._stream(name) as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
         return digest.hexdigest()
 
     def free_bytes(self) -> int | None:
-        """Free space in bytes; None if the storage does not say."""
+        """Free space; None if the storage does not say."""
         return None
 
 
@@ -168,8 +164,7 @@ Location: TypeAlias = "str | Path | Folder"
 def folder_at(location: Location) -> Folder:
     """The folder of a path or of an fsspec URL such as s3://bucket/run.
 
-    Raises:
-        ValueError: no such protocol, or its package is not installed; the message says which.
+    Raises: ValueError, no such protocol, or its package is not installed; the message says which.
     """
     if isinstance(location, Folder):
         return location
@@ -183,18 +178,14 @@ def folder_at(location: Location) -> Folder:
         raise ValueError(f"{location} cannot be used: {error}") from error
     if type(system).__name__ == "LocalFileSystem":  # file://
         return LocalFolder(Path(path))
-    return RemoteFolder(system, path)
+    return RemoteFolder(system, path.rstrip("/"))
 
 
+@dataclass(frozen=True)
 class LocalFolder(Folder):
     """A directory of a file system."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
+    path: Path
 
     def __str__(self) -> str:
         return str(self.path)
@@ -223,16 +214,15 @@ class LocalFolder(Folder):
     def create(self, name: str) -> Output:
         return _LocalOutput(self.path / name)
 
-    def open(self, name: str) -> Input:
-        return _MappedFile(self.path / name)
+    def open(self, name: str) -> ReadBytes:
+        path = self.path / name
+        size, mapped = path.stat().st_size, _NOTHING
+        if size:
+            mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        return lambda start, stop: mapped[start:stop]
 
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
-
-    def blocks(self, name: str) -> Iterator[bytes]:
-        with (self.path / name).open("rb", buffering=0) as file:
-            while block := file.read(_READ_BYTES):
-                yield block
+    def _stream(self, name: str) -> BinaryIO:
+        return (self.path / name).open("rb", buffering=0)
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
@@ -249,34 +239,31 @@ class LocalFolder(Folder):
 
 class _LocalOutput(Output):
     def __init__(self, path: Path) -> None:
-        self._path, self._partial = path, path.with_name(path.name + _PARTIAL)
-        self._started = 0
+        self._path, self._partial, self._started = path, path.with_name(path.name + _PARTIAL), 0
         super().__init__(self._partial.open("wb"))
 
     def write(self, data: bytes | memoryview) -> None:
         for start in range(0, len(data), _WRITE_BYTES):
             super().write(data[start : start + _WRITE_BYTES])
-            if self.bytes - self._started >= _WRITE_BYTES:
-                self._start_flushing()
+            grown = self.bytes - self._started
+            if grown >= _WRITE_BYTES and hasattr(os, "posix_fadvise"):
+                # The advice that pages are not needed lets the disk begin to write now, not when `finish` waits for it.
+                self._file.flush()
+                with suppress(OSError):  # a file system may not support the advice
+                    os.posix_fadvise(self._file.fileno(), self._started, grown, os.POSIX_FADV_DONTNEED)
+                self._started = self.bytes
 
-    def _start_flushing(self) -> None:
-        """Let the disk begin to write now; otherwise it begins when `finish` waits for it.
-
-        The advice says that the pages are not needed any more.  The system begins to write them and drops the few that
-        are clean.
-        """
-        if hasattr(os, "posix_fadvise"):
-            self._file.flush()
-            with suppress(OSError):  # a file system may not support the advice
-                os.posix_fadvise(self._file.fileno(), self._started, self.bytes - self._started, os.POSIX_FADV_DONTNEED)
-        self._started = self.bytes
-
-    def finish(self) -> None:
+    def _publish(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self._path)
-        _flush_directory(self._path.parent)
+        with suppress(OSError):  # makes the rename durable, if the system can
+            directory = os.open(self._path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
 
     def abandon(self) -> None:
         with suppress(OSError):
@@ -285,124 +272,87 @@ class _LocalOutput(Output):
             self._partial.unlink(missing_ok=True)
 
 
-def _flush_directory(path: Path) -> None:
-    """Make a rename durable, if the system can."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-class _MappedFile(Input):
-    def __init__(self, path: Path) -> None:
-        size = path.stat().st_size
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        if size:
-            self._bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self._bytes[start:stop]
-
-
+@dataclass(frozen=True)
 class RemoteFolder(Folder):
-    """A prefix of an fsspec file system.
+    """A prefix of an fsspec file system."""
 
-    Args:
-        system: an `fsspec.AbstractFileSystem`.
-        path: without the protocol.
-    """
-
-    def __init__(self, system: Any, path: str) -> None:
-        self._system, self._path = system, path.rstrip("/")
-
-    @property
-    def name(self) -> str:
-        return self._path.rsplit("/", 1)[-1]
+    system: Any  # an `fsspec.AbstractFileSystem`
+    path: str  # without the protocol
 
     def __str__(self) -> str:
-        return str(self._system.unstrip_protocol(self._path))
+        return str(self.system.unstrip_protocol(self.path))
 
     def child(self, name: str) -> RemoteFolder:
-        return RemoteFolder(self._system, f"{self._path}/{name}")
+        return RemoteFolder(self.system, self._at(name))
 
     @property
     def parent(self) -> RemoteFolder:
-        return RemoteFolder(self._system, self._path.rpartition("/")[0])
+        return RemoteFolder(self.system, self.path.rpartition("/")[0])
 
     def _at(self, name: str) -> str:
-        return f"{self._path}/{name}"
+        return f"{self.path}/{name}"
 
     def make(self) -> None:
         with suppress(FileExistsError):
-            self._system.makedirs(self._path, exist_ok=True)
+            self.system.makedirs(self.path, exist_ok=True)
 
     def _entries(self) -> list[tuple[str, bool]]:
-        self._system.invalidate_cache(self._path)
+        self.system.invalidate_cache(self.path)
         try:
-            entries = self._system.ls(self._path, detail=True)
+            entries = self.system.ls(self.path, detail=True)
         except FileNotFoundError:
             return []
         paths = {entry["name"].rstrip("/"): entry["type"] == "directory" for entry in entries}
-        own = self._path.lstrip("/")  # some stores list the folder itself
+        own = self.path.lstrip("/")  # some stores list the folder itself
         return [(path.rsplit("/", 1)[-1], is_folder) for path, is_folder in paths.items() if path.lstrip("/") != own]
 
     def size(self, name: str) -> int | None:
-        self._system.invalidate_cache(self._path)
+        self.system.invalidate_cache(self.path)
         try:
-            found = self._system.info(self._at(name))
+            found = self.system.info(self._at(name))
         except FileNotFoundError:
             return None
         return None if found["type"] == "directory" else int(found["size"])
 
     def create(self, name: str) -> Output:
-        return _RemoteOutput(self._system, self._at(name))
+        return _RemoteOutput(self.system.open(self._at(name), "wb", autocommit=False))
 
-    def open(self, name: str) -> Input:
+    def open(self, name: str) -> ReadBytes:
+        path = self._at(name)
         if not self.has(name):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._at(name))
-        return _RemoteFile(self._system, self._at(name))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+        def read(start: int, stop: int) -> Tensor:
+            data = self.system.cat_file(path, start=start, end=stop) if start < stop else b""
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
+
+        return read
 
     def read(self, name: str) -> bytes:
-        return bytes(self._system.cat_file(self._at(name)))
+        return bytes(self.system.cat_file(self._at(name)))
 
-    def blocks(self, name: str) -> Iterator[bytes]:
-        with self._system.open(self._at(name), "rb", block_size=_READ_BYTES) as file:
-            while block := file.read(_READ_BYTES):
-                yield block
+    def _stream(self, name: str) -> BinaryIO:
+        file: BinaryIO = self.system.open(self._at(name), "rb", block_size=_READ_BYTES)
+        return file
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._system.rm_file(self._at(name))
+            self.system.rm_file(self._at(name))
 
     def remove_all(self) -> None:
         with suppress(FileNotFoundError):
-            self._system.rm(self._path, recursive=True)
+            self.system.rm(self.path, recursive=True)
 
 
 class _RemoteOutput(Output):
-    def __init__(self, system: Any, path: str) -> None:
-        self._upload: Any = system.open(path, "wb", autocommit=False)
-        super().__init__(self._upload)
+    _file: Any  # fsspec's own methods
 
-    def finish(self) -> None:
-        self._upload.close()
-        self._upload.commit()
+    def _publish(self) -> None:
+        self._file.close()
+        self._file.commit()
 
     def abandon(self) -> None:
         with suppress(Exception):  # errors of abandoning an upload do not matter
-            self._upload.discard()
+            self._file.discard()
         with suppress(Exception):
-            self._upload.closed = True  # otherwise its destructor would try to finish it
-
-
-class _RemoteFile(Input):
-    def __init__(self, system: Any, path: str) -> None:
-        self._system, self._path = system, path
-
-    def read(self, start: int, stop: int) -> Tensor:
-        if start == stop:
-            return torch.empty(0, dtype=torch.uint8)
-        data = self._system.cat_file(self._path, start=start, end=stop)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._file.closed = True  # otherwise its destructor would try to finish it

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,29 +22,13 @@ from megazero.comm.collectives import Pending, exchange
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis, Coordinate, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot, intersect
+from megazero.zero.state import ShardedState
 
 _SENDS_IN_FLIGHT = 16  # parameters whose parts are being sent at the same time
 _RECEIVED_AHEAD = 2  # parameters that may arrive while their writer works on earlier ones
 _SLACK = 1.1  # a writer may have so many times its fair share of elements if that saves sending them
 
-
-class Source(Protocol):
-    """State that can be written: that of a rank, or a copy of it."""
-
-    buckets: Sequence[Bucket]
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of tensors to save."""
-
-    def dtype(self, kind: str) -> torch.dtype:
-        """Dtype of a kind."""
-
-    def holds(self, kind: str, bucket: Bucket) -> bool:
-        """Whether a bucket has this kind."""
-
-    def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
-        """Elements of a bucket that this rank counts, 1-D."""
+Messages: TypeAlias = list[tuple[Tensor, int]]  # (tensor, the other rank)
 
 
 @dataclass(frozen=True)
@@ -59,13 +43,8 @@ class Assignment:
 def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assignment, ...]:
     """Spread the parameters of this rank's stage over its ranks: the largest first, to the rank that holds most of it.
 
-    If that rank already has its fair share, the least loaded rank gets the parameter.
-
-    Args:
-        buckets: of the stage, with equal layouts on all its ranks; second copies of tied parameters are not written.
-        at: this rank.
-
-    Returns: assignments in bucket order.
+    If that rank already has its fair share, the least loaded rank gets the parameter.  Second copies of tied parameters
+    are not written.  All ranks of the stage get the same assignments, in bucket order.
     """
     load = dict.fromkeys(at.model.ranks, 0)
     found = []
@@ -87,8 +66,7 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
 
 def _parts(slot: Slot, layout: BucketLayout, at: ParallelState) -> Iterator[tuple[int, int, Run]]:
     """(rank, tp index, elements of the bucket) of each part of a parameter, once each."""
-    tp_size = 1 if slot.info.spec.split is None else at.tp.size
-    for tp in range(tp_size):
+    for tp in range(1 if slot.info.spec.split is None else at.tp.size):
         for dp in range(layout.shards):  # the ranks of the first group that shares one copy of the state
             run = intersect(slot.run, layout.shard(dp))
             if run is not None:
@@ -99,41 +77,21 @@ class HostBuffers:
     """Host memory that is used again: new memory comes page by page and takes several times as long to fill."""
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        self.free: list[Tensor] = []  # what is no longer in use goes back here
 
     def take(self, size: int) -> Tensor:
         """A buffer of at least so many bytes, with any content."""
-        self._free.sort(key=len)
-        for index, memory in enumerate(self._free):
+        self.free.sort(key=len)
+        for index, memory in enumerate(self.free):
             if len(memory) >= size:
-                return self._free.pop(index)
-        if self._free:
-            self._free.pop()  # all are too small: drop one, so that there are never more than were in use at once
+                return self.free.pop(index)
+        if self.free:
+            self.free.pop()  # all are too small: drop one, so that there are never more than were in use at once
         return torch.empty(size, dtype=torch.uint8)
-
-    def release(self, buffers: Sequence[Tensor]) -> None:
-        """Return what `take` gave."""
-        self._free += buffers
-
-
-@dataclass
-class _Transfers:
-    """What one rank does for one parameter.
-
-    Args:
-        flats: on the writer the flat local tensors of all TP ranks, with its own parts in them.
-        sends, receives: (tensor, the other rank).
-        taken: host buffers in use.
-    """
-
-    flats: list[Tensor]
-    sends: list[tuple[Tensor, int]] = field(default_factory=list)
-    receives: list[tuple[Tensor, int]] = field(default_factory=list)
-    taken: list[Tensor] = field(default_factory=list)
 
 
 def gather_locals(
-    source: Source,
+    source: ShardedState,
     kind: str,
     assignments: Sequence[Assignment],
     at: ParallelState,
@@ -143,32 +101,28 @@ def gather_locals(
     """On each writer, every parameter assigned to it as the local tensors of all TP ranks, on the CPU.
 
     Args:
-        source: this rank's part; what a rank holds whole is yielded as it is, not copied.
-        kind: what to gather.
-        assignments: of this stage; equal on all its ranks, all of which must iterate to the end.
-        at: this rank.
-        axis: the stage's ranks.
+        source: what a rank holds whole is yielded as it is, not copied.
+        assignments: of this stage; equal on all ranks of `axis`, all of which must iterate to the end.
         buffers: for the local tensors, which are then valid only until the next is asked for; None for new memory each time.
     """
-    sending: deque[tuple[list[Pending], _Transfers]] = deque()  # holds what is sent until it has left
-    arriving: deque[tuple[Assignment, _Transfers, list[Pending]]] = deque()
+    sending: deque[tuple[list[Pending], Messages]] = deque()  # holds what is sent until it has left
+    arriving: deque[tuple[Assignment, list[Tensor], list[Tensor], list[Pending]]] = deque()
 
     def arrived() -> Iterator[tuple[Assignment, list[Tensor]]]:
-        assignment, transfers, receiving = arriving.popleft()
+        assignment, flats, taken, receiving = arriving.popleft()
         _wait(receiving)
-        yield assignment, [flat.view(assignment.slot.info.shape) for flat in transfers.flats]
+        yield assignment, [flat.view(assignment.slot.info.shape) for flat in flats]
         if buffers is not None:
-            buffers.release(transfers.taken)
+            buffers.free += taken
 
     for assignment in assignments:
-        transfers = _transfers(source, kind, assignment, at, buffers or HostBuffers())
-        pendings = exchange(transfers.sends, transfers.receives, axis)
-        sent = len(transfers.sends)
-        sending.append((pendings[:sent], transfers))
+        sends, receives, flats, taken = _transfers(source, kind, assignment, at, buffers or HostBuffers())
+        pendings = exchange(sends, receives, axis)
+        sending.append((pendings[: len(sends)], sends))
         while len(sending) > _SENDS_IN_FLIGHT:
             _wait(sending.popleft()[0])
         if assignment.writer == at.rank:
-            arriving.append((assignment, transfers, pendings[sent:]))
+            arriving.append((assignment, flats, taken, pendings[len(sends) :]))
         while len(arriving) > _RECEIVED_AHEAD:
             yield from arrived()
     while arriving:
@@ -178,33 +132,34 @@ def gather_locals(
 
 
 def _transfers(
-    source: Source, kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
-) -> _Transfers:
+    source: ShardedState, kind: str, assignment: Assignment, at: ParallelState, buffers: HostBuffers
+) -> tuple[Messages, Messages, list[Tensor], list[Tensor]]:
+    """What to send and to receive, and on the writer the flat local tensors of all TP ranks and the buffers in use."""
     bucket, slot, dtype = source.buckets[assignment.bucket], assignment.slot, source.dtype(kind)
-    writes = assignment.writer == at.rank
-    count = 1 if slot.info.spec.split is None else at.tp.size
     nbytes = numel(slot.info.shape) * dtype.itemsize
-    transfers = _Transfers([torch.empty(0) for _ in range(count)] if writes else [])
-    flats = transfers.flats
+    sends: Messages = []
+    receives: Messages = []
+    flats = [torch.empty(0) for _ in range(1 if slot.info.spec.split is None else at.tp.size)]
+    taken: list[Tensor] = []
     for rank, tp, run in _parts(slot, bucket.layout, at):
         if at.rank not in (rank, assignment.writer):
             continue
         own = source.read(kind, bucket, run).detach() if rank == at.rank else None
-        if own is not None and not writes:
-            transfers.sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
+        if own is not None and assignment.writer != at.rank:
+            sends.append((own.to("cpu", copy=own.device.type != "cpu"), assignment.writer))
             continue
         if own is not None and run == slot.run:
             flats[tp] = own.cpu()
             continue
         if not flats[tp].numel():
-            transfers.taken.append(buffers.take(nbytes))
-            flats[tp] = transfers.taken[-1][:nbytes].view(dtype)
+            taken.append(buffers.take(nbytes))
+            flats[tp] = taken[-1][:nbytes].view(dtype)
         target = flats[tp][run.start - slot.start : run.stop - slot.start]
         if own is None:
-            transfers.receives.append((target, rank))
+            receives.append((target, rank))
         else:
             target.copy_(own)
-    return transfers
+    return sends, receives, flats, taken
 
 
 def _wait(pendings: Sequence[Pending]) -> None:
@@ -215,9 +170,7 @@ def _wait(pendings: Sequence[Pending]) -> None:
 def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
     """Whole logical tensors, as a checkpoint stores them; views of `local` if they are contiguous there.
 
-    Args:
-        spec: of the parameter.
-        local: the local tensors of all TP ranks; one if every rank holds the same.
+    `local` are the local tensors of all TP ranks; one if every rank holds the same.
     """
     width = spec.width(len(local))
     shapes = spec.logical_shapes()
@@ -238,7 +191,7 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
     return {name: whole.get(name, local[0].new_empty(shape)) for name, shape in shapes.items()}
 
 
-def gather_logical(source: Source, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
+def gather_logical(source: ShardedState, kind: str, at: ParallelState) -> Iterator[tuple[str, Tensor]]:
     """Every logical tensor of this rank's stage, on its writer only.  All ranks must iterate to the end."""
     for assignment, local in gather_locals(source, kind, assign_writers(source.buckets, at), at, at.model):
         yield from assemble(assignment.slot.info.spec, local).items()

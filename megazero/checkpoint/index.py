@@ -13,18 +13,19 @@ A file appears with all its bytes or not at all; see `folder`.
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 import xxhash
 
-from megazero.checkpoint.folder import Folder, Location, folder_at
+from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
 
 FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
@@ -40,46 +41,22 @@ class DamagedError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class FileRecord:
-    """Size in bytes and xxh3-128 of one file."""
-
-    bytes: int
-    xxh3: str
-
-
-@dataclass(frozen=True)
 class TrainerState:
-    """The position of a run and its small state, independent of its shape.
+    """The position of a run and its small state, independent of its shape."""
 
-    Args:
-        step: optimizer steps done.
-        consumed_samples: samples read since the start; the next sample's global index.
-        consumed_tokens: counted tokens since the start.
-        optimizer_steps: steps that changed the weights, for the bias correction.
-        data_fingerprint: of the data that the samples came from.
-        model: the model section of the configuration.
-        config: the whole resolved configuration, as information.
-        shape: parallel degrees, ZeRO stage and world size that wrote it, as information.
-        versions: of megazero and torch, as information.
-        optimizer_scalars: optimizer state that is a single number, by group.
-        loss_scaler: state of the loss scale, under fp16.
-        script: state of a DeepSpeed-style engine: its counters, groups and schedule.
-        val_loss: mean nats per token of the validation samples, if this very step was evaluated.
-    """
-
-    step: int
-    consumed_samples: int
-    consumed_tokens: int
-    optimizer_steps: int
+    step: int  # optimizer steps done
+    consumed_samples: int  # since the start; the next sample's global index
+    consumed_tokens: int  # counted tokens since the start
+    optimizer_steps: int  # that changed the weights, for the bias correction
     data_fingerprint: str
-    model: dict[str, Any]
-    config: dict[str, Any]
-    shape: dict[str, Any]
-    versions: dict[str, str]
-    optimizer_scalars: dict[str, dict[str, float]] = field(default_factory=dict)
-    loss_scaler: dict[str, Any] | None = None
-    script: dict[str, Any] = field(default_factory=dict)
-    val_loss: float | None = None
+    model: dict[str, Any]  # the model section of the configuration
+    config: dict[str, Any]  # all of it; this and the next two are information
+    shape: dict[str, Any]  # parallel degrees, ZeRO stage and world size
+    versions: dict[str, str]  # of megazero and torch
+    optimizer_scalars: dict[str, dict[str, float]] = field(default_factory=dict)  # by group
+    loss_scaler: dict[str, Any] | None = None  # under fp16
+    script: dict[str, Any] = field(default_factory=dict)  # a DeepSpeed-style engine's counters, groups and schedule
+    val_loss: float | None = None  # mean nats per token, if this very step was evaluated
 
 
 def index_name(kind: str) -> str:
@@ -90,8 +67,8 @@ def index_name(kind: str) -> str:
 def kinds_of(files: Iterable[str]) -> list[str]:
     """Kinds that a checkpoint holds, the weights first."""
     suffix = index_name("")
-    kinds = sorted(name.removesuffix(suffix) for name in files if name.endswith(suffix))
-    return sorted(kinds, key=lambda kind: kind != "model")
+    kinds = (name.removesuffix(suffix) for name in files if name.endswith(suffix))
+    return sorted(kinds, key=lambda kind: (kind != "model", kind))
 
 
 def versions() -> dict[str, str]:
@@ -104,7 +81,7 @@ def versions() -> dict[str, str]:
 
 
 def to_index(files: Mapping[str, str], total_bytes: int) -> bytes:
-    """The index of one kind, as Hugging Face's tools read it, from the file of each tensor and the bytes of all."""
+    """The index of one kind, as Hugging Face's tools read it; `files` has the file of each tensor."""
     return to_json({"metadata": {"total_size": total_bytes}, "weight_map": files})
 
 
@@ -157,14 +134,41 @@ def read_manifest(location: Location) -> dict[str, FileRecord]:
         return {name: FileRecord(**record) for name, record in listed.items()}
 
 
+def find_damage(location: Location, names: Sequence[str] | None = None, *, by_hash: bool = True) -> list[str]:
+    """One line for every file that is missing, or whose size or hash is not that of the manifest.
+
+    Checks the files in `names`, or all of the manifest; only their sizes unless `by_hash`.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged, or the storage does not answer, which says nothing of files.
+    """
+    folder = folder_at(location)
+    files = read_manifest(folder)
+    damage = []
+    for name in sorted(files) if names is None else names:
+        record = files[name]
+        try:
+            size = folder.size(name)
+            if size is None:
+                damage.append(f"{folder}/{name} is missing")
+            elif size != record.bytes:
+                damage.append(f"{folder}/{name} has {size} bytes, {record.bytes} were written")
+            elif by_hash and folder.hash(name) != record.xxh3:
+                damage.append(f"{folder}/{name} has changed since it was written (its hash differs)")
+        except OSError as error:
+            if error.errno != errno.EIO:  # which a disk reports for data that it has lost
+                raise CheckpointError(f"{folder}/{name} cannot be read ({error}); try again") from error
+            damage.append(f"{folder}/{name} cannot be read ({error})")
+    return damage
+
+
 def read_trainer_state(location: Location) -> TrainerState:
     """The state of the run that wrote it.  Raises: as `read_errors`."""
     folder = folder_at(location)
     with read_errors(f"{folder}/{TRAINER_STATE}"):
         stored = json.loads(folder.read(TRAINER_STATE))
-        known = {one.name: one for one in fields(TrainerState)}
-        needed = {name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING}
-        return TrainerState(**{name: stored[name] for name in known if name in stored or name in needed})
+        known = {one.name for one in fields(TrainerState)}  # a later release may have written more
+        return TrainerState(**{name: value for name, value in stored.items() if name in known})
 
 
 def step_folder(root: Location, step: int) -> Folder:
@@ -184,10 +188,7 @@ def step_folders(root: Location) -> list[Folder]:
 
 
 def find_newest(root: Location) -> Folder | None:
-    """The newest complete step directory, or None.
-
-    The manifests decide, not `latest`: a run may have been stopped between the two.
-    """
+    """The newest complete step directory.  The manifests decide, not `latest`: a run may stop between the two."""
     return next((folder for folder in reversed(step_folders(root)) if is_complete(folder)), None)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -24,13 +24,13 @@ from megazero.checkpoint.folder import Folder, Location, folder_at
 from megazero.checkpoint.index import (
     MANIFEST,
     CheckpointError,
+    find_damage,
     is_complete,
     is_step_name,
     read_trainer_state,
     step_folders,
     step_of,
 )
-from megazero.checkpoint.verify import find_damage
 
 _READING = "reading"
 _MARKER_SECONDS = 24 * 3600
@@ -39,17 +39,11 @@ _DAMAGED_MANIFEST = "damaged-manifest.json"
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints to keep.
+    """Which checkpoints to keep."""
 
-    Args:
-        keep_last: how many of the newest; 0 keeps everything.
-        keep_every_steps: every step that is a multiple of this; 0 for none.
-        keep_best: how many with the lowest validation loss.
-    """
-
-    keep_last: int = 0
-    keep_every_steps: int = 0
-    keep_best: int = 0
+    keep_last: int = 0  # how many of the newest; 0 keeps everything
+    keep_every_steps: int = 0  # every step that is a multiple of this; 0 for none
+    keep_best: int = 0  # how many with the lowest validation loss
 
 
 def kept_steps(val_losses: dict[int, float | None], policy: Retention) -> set[int]:
@@ -67,11 +61,7 @@ def kept_steps(val_losses: dict[int, float | None], policy: Retention) -> set[in
 def prune(root: Location, policy: Retention) -> list[Folder]:
     """Remove what the policy does not keep, and incomplete directories of killed runs.  Called by one process at a time.
 
-    Args:
-        root: holds the step directories; none of them is being written.
-        policy: what to keep.
-
-    Returns: the removed directories.
+    None of the directories may be being written.  Returns: the removed ones.
 
     Raises:
         CheckpointError: none of those to keep is intact; nothing was removed.
@@ -81,28 +71,24 @@ def prune(root: Location, policy: Retention) -> list[Folder]:
         return []
     folders = step_folders(root)
     complete = [folder for folder in folders if is_complete(folder)]
-    kept = kept_steps({step_of(folder): _val_loss(folder, policy) for folder in complete}, policy)
+    kept = kept_steps({step_of(folder): _val_loss(folder) if policy.keep_best else None for folder in complete}, policy)
     to_remove = [folder for folder in complete if step_of(folder) not in kept]
     to_keep = [folder for folder in complete if step_of(folder) in kept]
     if to_remove and not any(_is_intact(folder) for folder in reversed(to_keep)):
+        keeping, removing = (", ".join(one.name for one in some) or "none" for some in (to_keep, to_remove))
         raise CheckpointError(
-            f"of the checkpoints to keep in {root} ({_names(to_keep)}) none is intact: {_names(to_remove)} not removed"
+            f"of the checkpoints to keep in {root} ({keeping}) none is intact: {removing} not removed"
         )
-    newest = max((step_of(folder) for folder in complete), default=-1)
-    incomplete = [folder for folder in folders if folder not in complete and step_of(folder) < newest]
+    incomplete = [one for one in folders if one not in complete and complete and step_of(one) < step_of(complete[-1])]
     removed = [folder for folder in to_remove if _remove(folder)]
     for folder in incomplete:
         folder.remove_all()
     return [*removed, *incomplete]
 
 
-def _names(folders: Sequence[Folder]) -> str:
-    return ", ".join(folder.name for folder in folders) or "none"
-
-
-def _val_loss(folder: Folder, policy: Retention) -> float | None:
+def _val_loss(folder: Folder) -> float | None:
     with suppress(CheckpointError):
-        return read_trainer_state(folder).val_loss if policy.keep_best else None
+        return read_trainer_state(folder).val_loss
     return None
 
 
@@ -127,12 +113,9 @@ def _remove(folder: Folder) -> bool:
 
 @contextmanager
 def reading(location: Location) -> Iterator[Folder]:
-    """Protect a step directory from pruning while it is read; yields the folder.
+    """Protect a step directory from pruning while it is read; one with another name is never pruned.
 
-    A directory with another name is never pruned and needs no marker.
-
-    Raises:
-        CheckpointError: it is not complete, or is not any more.
+    Raises: CheckpointError, it is not complete, or is not any more.
     """
     folder = folder_at(location)
     marker = f"{folder.name}.{int(time.time())}.{uuid.uuid4().hex}"
@@ -151,12 +134,12 @@ def reading(location: Location) -> Iterator[Folder]:
 
 
 def _is_read(folder: Folder) -> bool:
-    markers, now, is_read = folder.parent.child(_READING), time.time(), False
+    markers, is_read = folder.parent.child(_READING), False
     for marker in markers.files():
         name, *rest = marker.split(".")
         if name != folder.name:
             continue
-        if len(rest) > 1 and rest[0].isdigit() and now - int(rest[0]) > _MARKER_SECONDS:
+        if len(rest) > 1 and rest[0].isdigit() and time.time() - int(rest[0]) > _MARKER_SECONDS:
             markers.remove(marker)
         else:
             is_read = True

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from megazero.checkpoint.folder import Folder, Location, folder_at
-from megazero.checkpoint.gather import Assignment, HostBuffers, Source, assemble, assign_writers, gather_locals
+from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
+from megazero.checkpoint.gather import HostBuffers, assemble, assign_writers, gather_locals
 from megazero.checkpoint.index import (
     LATEST,
     MANIFEST,
     TRAINER_STATE,
     CheckpointError,
-    FileRecord,
     TrainerState,
     index_name,
     is_complete,
@@ -27,31 +26,16 @@ from megazero.checkpoint.tensor_file import SafetensorsWriter
 from megazero.comm.collectives import agree, gather_objects
 from megazero.layers.spec import numel
 from megazero.parallel_state import ParallelState, SavingAxes
+from megazero.zero.state import ShardedState
 
 T = TypeVar("T")
+_FAILED = "checkpoint {} could not be written ({}); older checkpoints are untouched"
 _OURS = (".safetensors", ".json", ".partial")
-
-
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """The arguments of `save_checkpoint`."""
-
-    folder: Folder
-    source: Source
-    at: ParallelState
-    axes: SavingAxes
-    trainer: TrainerState
-    files: Mapping[str, bytes]
-    moves_latest: bool
-
-    def on_first(self, action: Callable[[], None]) -> None:
-        """Do something on rank 0; if it fails, all ranks raise a CheckpointError."""
-        agree(action if self.at.rank == 0 else lambda: None, self.axes.world, CheckpointError)
 
 
 def save_checkpoint(
     location: Location,
-    source: Source,
+    source: ShardedState,
     at: ParallelState,
     trainer: TrainerState,
     files: Mapping[str, bytes],
@@ -64,32 +48,51 @@ def save_checkpoint(
     Args:
         location: the step directory, which all ranks share.
         source: this rank's part of the state.
-        at: this rank.
-        trainer: the position of the run.
         files: further small files by name; rank 0's are written.
         moves_latest: let `latest` name it.
         axes: communicators to use; None for those of the training.
 
-    Returns: bytes of the checkpoint, on rank 0.
+    Returns: bytes of all tensors.
 
     Raises:
         CheckpointError: on every rank; older checkpoints are untouched, and the files of this one are removed.
     """
-    task = _Task(folder_at(location), source, at, axes or SavingAxes(at.model, at.world), trainer, files, moves_latest)
+    folder, axes = folder_at(location), axes or SavingAxes(at.model, at.world)
+
+    def on_first(action: Callable[[], None]) -> None:
+        agree(action if at.rank == 0 else lambda: None, axes.world, CheckpointError)
+
     assignments = assign_writers(source.buckets, at)
-    mine = [assignment for assignment in assignments if assignment.writer == at.rank]
-    task.on_first(lambda: _prepare(task.folder, files))
-    writers = [rank for rank, writes in enumerate(gather_objects(bool(mine), task.axes.world)) if writes]
-    suffix = f"{writers.index(at.rank) + 1:05d}-of-{len(writers):05d}" if mine else ""
-    written, buffers = _WriterResult(), HostBuffers()
-    open_files = [
-        (kind, f"{kind}-{suffix}.safetensors", _write_kind(task, kind, suffix, assignments, buffers, written))
-        for kind in source.kinds
-    ]
-    for kind, file, writer in open_files:  # only now, so that the disk works while the other kinds are gathered
+    on_first(lambda: _prepare(folder, files))
+    writes = any(one.writer == at.rank for one in assignments)
+    writers = [rank for rank, does in enumerate(gather_objects(writes, axes.world)) if does]
+    number = f"{writers.index(at.rank) + 1:05d}-of-{len(writers):05d}" if writes else ""
+    written, buffers, open_files = _Written(), HostBuffers(), {}
+    for kind in source.kinds:
+        held = [one for one in assignments if source.holds(kind, source.buckets[one.bucket])]
+        specs, dtype = [one.slot.info.spec for one in held if one.writer == at.rank], source.dtype(kind)
+        shapes = {name: shape for spec in specs for name, shape in spec.logical_shapes().items()}
+        file, metadata = f"{kind}-{number}.safetensors", {"kind": kind, "step": str(trainer.step)}
+        written.tensors[kind] = {name: (file, dtype.itemsize * numel(shape)) for name, shape in shapes.items()}
+        described = {name: (dtype, shape) for name, shape in shapes.items()}
+        begin = partial(SafetensorsWriter, folder, file, described, metadata)
+        writer = written.attempt(f"{folder}/{file}", begin) if specs else None
         if writer is not None:
-            written.finish(kind, file, writer)
-    return _commit(task, written)
+            open_files[file] = writer
+        # A writer whose disk fails goes on receiving and drops what it receives, so that no other rank waits for it.
+        for assignment, local in gather_locals(source, kind, held, at, axes.model, buffers):
+            for name, tensor in assemble(assignment.slot.info.spec, local).items():
+                if writer is not None:
+                    written.attempt(f"{folder}/{file}", partial(writer.write, name, tensor))
+    for file, writer in open_files.items():  # only now, so that the disk works while the other kinds are gathered
+        record = written.attempt(file, writer.finish)
+        if record is None:
+            writer.abandon()
+        else:
+            written.records[file] = record
+    everyone = gather_objects(written, axes.world)
+    on_first(lambda: _commit(folder, everyone, source.kinds, trainer, files, moves_latest))
+    return sum(one.bytes for one in everyone)
 
 
 def _prepare(folder: Folder, files: Mapping[str, bytes]) -> None:
@@ -108,21 +111,21 @@ def _prepare(folder: Folder, files: Mapping[str, bytes]) -> None:
             folder.remove(name)
         folder.make()
     except OSError as error:
-        raise _not_written(folder, str(error)) from error
+        raise CheckpointError(_FAILED.format(folder.name, error)) from error
 
 
-def _not_written(folder: Folder, reason: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {folder.name} could not be written ({reason}); older checkpoints are untouched")
+@dataclass
+class _Written:
+    """The files that a rank has written, or the first error that stopped it."""
 
+    error: str | None = None
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    tensors: dict[str, dict[str, tuple[str, int]]] = field(default_factory=dict)  # kind -> name -> (file, bytes)
 
-class _WriterResult:
-    """The files that this rank has written, or the first error that stopped it."""
-
-    def __init__(self) -> None:
-        self.error: str | None = None
-        self.needed_bytes = 0
-        self.records: dict[str, FileRecord] = {}
-        self.tensors: dict[str, dict[str, tuple[str, int]]] = {}  # kind -> name -> (file, bytes)
+    @property
+    def bytes(self) -> int:
+        """Of all tensors, also of those that could not be written."""
+        return sum(size for tensors in self.tensors.values() for _, size in tensors.values())
 
     def attempt(self, path: str, action: Callable[[], T]) -> T | None:
         """Run an action unless something has failed; an error is held until the commit, where all ranks see it."""
@@ -133,90 +136,42 @@ class _WriterResult:
                 self.error = f"{path}: {getattr(error, 'strerror', None) or error}"
         return None
 
-    def finish(self, kind: str, file: str, writer: SafetensorsWriter) -> None:
-        """Finish a file, or abandon it if something has failed."""
-        record = self.attempt(file, writer.finish)
-        if record is None:
-            writer.abandon()
-            del self.tensors[kind]
-        else:
-            self.records[file] = record
 
-
-def _write_kind(
-    task: _Task, kind: str, suffix: str, everything: Sequence[Assignment], buffers: HostBuffers, written: _WriterResult
-) -> SafetensorsWriter | None:
-    """Take part in gathering one kind and write this rank's tensors; returns the file, which is not finished yet.
-
-    A writer whose disk fails goes on receiving and drops what it receives, so that no other rank waits for it.
-    """
-    source, dtype, file = task.source, task.source.dtype(kind), f"{kind}-{suffix}.safetensors"
-    assignments = [one for one in everything if source.holds(kind, source.buckets[one.bucket])]
-    mine = [one for one in assignments if one.writer == task.at.rank]
-    shapes = {name: shape for one in mine for name, shape in one.slot.info.spec.logical_shapes().items()}
-    sizes = {name: dtype.itemsize * numel(shape) for name, shape in shapes.items()}
-    written.needed_bytes += sum(sizes.values())
-    path, described = f"{task.folder}/{file}", {name: (dtype, shape) for name, shape in shapes.items()}
-    metadata = {"kind": kind, "step": str(task.trainer.step)}
-    writer = written.attempt(path, lambda: SafetensorsWriter(task.folder, file, described, metadata)) if mine else None
-    for assignment, local in gather_locals(source, kind, assignments, task.at, task.axes.model, buffers):
-        for name, tensor in assemble(assignment.slot.info.spec, local).items():
-            if writer is not None:
-                written.attempt(path, partial(writer.write, name, tensor))
-    if writer is not None:
-        written.tensors[kind] = {name: (file, size) for name, size in sizes.items()}
-    return writer
-
-
-def _commit(task: _Task, written: _WriterResult) -> int:
-    """Complete the checkpoint if every rank has written its files; returns the bytes of all tensors."""
-    everyone = gather_objects(written, task.axes.world)
-    needed = sum(one.needed_bytes for one in everyone)
-    folder = task.folder
-
-    def commit() -> None:
-        error = next((f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error), None)
-        try:
-            if error is None:
-                _write_index(task, everyone)
-        except Exception as failure:
-            error = str(failure)
-        if error is not None:
-            reason = f"{error}; it takes {needed:,} bytes{_free(folder)}"
-            with suppress(Exception):
-                if not folder.has(MANIFEST):
-                    folder.remove_all()  # frees the space for the next one
-            raise _not_written(folder, reason)
-        if task.moves_latest:  # after the manifest, which decides
-            _move_latest(folder)
-
-    task.on_first(commit)
-    return needed
-
-
-def _move_latest(folder: Folder) -> None:
+def _commit(
+    folder: Folder,
+    everyone: Sequence[_Written],
+    kinds: Sequence[str],
+    trainer: TrainerState,
+    files: Mapping[str, bytes],
+    moves_latest: bool,
+) -> None:
+    """Complete the checkpoint if every rank has written its files."""
     try:
-        folder.parent.write(LATEST, (folder.name + "\n").encode())
+        for rank, one in enumerate(everyone):
+            if one.error is not None:
+                raise CheckpointError(f"rank {rank}: {one.error}")
+        small = dict(files)
+        for kind in kinds:
+            tensors = {name: stored for one in everyone for name, stored in one.tensors.get(kind, {}).items()}
+            files_of_tensors = {name: file for name, (file, _) in sorted(tensors.items())}
+            small[index_name(kind)] = to_index(files_of_tensors, sum(size for _, size in tensors.values()))
+        small[TRAINER_STATE] = to_json(asdict(trainer))
+        records = {name: record for one in everyone for name, record in one.records.items()}
+        for name, data in small.items():
+            records[name] = folder.write(name, data)
+        write_manifest(folder, records)
     except Exception as failure:
-        raise CheckpointError(
-            f"checkpoint {folder.name} is complete, but {folder.parent}/{LATEST} could not be written ({failure})"
-        ) from failure
-
-
-def _free(folder: Folder) -> str:
-    free = folder.parent.free_bytes()
-    return "" if free is None else f", {free:,} are free in {folder.parent} beside what was written of it"
-
-
-def _write_index(task: _Task, everyone: Sequence[_WriterResult]) -> None:
-    files = {name: record for one in everyone for name, record in one.records.items()}
-    small = dict(task.files)
-    for kind in task.source.kinds:
-        tensors = {name: stored for one in everyone for name, stored in one.tensors.get(kind, {}).items()}
-        files_of_tensors = {name: file for name, (file, _) in sorted(tensors.items())}
-        small[index_name(kind)] = to_index(files_of_tensors, sum(size for _, size in tensors.values()))
-    small[TRAINER_STATE] = to_json(asdict(task.trainer))
-    for name, data in small.items():
-        output = task.folder.write(name, data)
-        files[name] = FileRecord(output.bytes, output.xxh3)
-    write_manifest(task.folder, files)
+        needed, free = sum(one.bytes for one in everyone), folder.parent.free_bytes()
+        beside = "" if free is None else f", {free:,} are free in {folder.parent} beside what was written of it"
+        with suppress(Exception):
+            if not folder.has(MANIFEST):
+                folder.remove_all()  # frees the space for the next one
+        reason = f"{failure}; it takes {needed:,} bytes{beside}"
+        raise CheckpointError(_FAILED.format(folder.name, reason)) from failure
+    if moves_latest:  # after the manifest, which decides
+        try:
+            folder.parent.write(LATEST, (folder.name + "\n").encode())
+        except Exception as failure:
+            raise CheckpointError(
+                f"checkpoint {folder.name} is complete, but {folder.parent}/{LATEST} could not be written ({failure})"
+            ) from failure

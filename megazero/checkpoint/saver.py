@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder
-from megazero.checkpoint.gather import Source
 from megazero.checkpoint.index import CheckpointError, TrainerState
 from megazero.checkpoint.save import save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
@@ -32,76 +31,44 @@ from megazero.zero.storage import StorageError, in_host_memory
 _REMEDY = "set checkpoint.asynchronous = false"
 
 
-def _counted(bucket: Bucket) -> int:
-    return bucket.counted.stop - bucket.counted.start
+class Snapshot(ShardedState):
+    """A rank's part of a checkpoint as it was at the last `take`: `read` gives elements of a copy in host memory."""
 
-
-class Snapshot:
-    """A copy in host memory of a rank's part of a checkpoint.
-
-    Args:
-        state: what is copied.
-        device: of the state; for CUDA the memory is page-locked, so that it copies at full speed.
-
-    Attributes:
-        kinds: of the last copy.
-    """
+    kinds: tuple[str, ...] = ()  # of the last copy
 
     def __init__(self, state: ShardedState, device: torch.device) -> None:
-        self.buckets: Sequence[Bucket] = state.buckets
+        super().__init__(state.buckets, state.optimizer)
         self._state, self._device = state, device
         self._copies: dict[tuple[str, Bucket], Tensor] = {}
-        self.kinds: tuple[str, ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a copy with all kinds that the state will ever have."""
-        return sum(_counted(bucket) * self.dtype(kind).itemsize for kind, bucket in self._all())
+    def _parts(self, kinds: tuple[str, ...]) -> Iterator[tuple[str, Bucket]]:
+        return ((kind, bucket) for kind in kinds for bucket in self.buckets if self.holds(kind, bucket))
 
-    def _all(self) -> Iterator[tuple[str, Bucket]]:
-        for kind in self._state.known_kinds:
-            for bucket in self.buckets:
-                if self.holds(kind, bucket):
-                    yield kind, bucket
-
-    def reserve(self) -> None:
-        """Allocate the memory.  Raises: StorageError."""
-        pins = self._device.type == "cuda"
-        for kind, bucket in self._all():
-            memory = in_host_memory(_counted(bucket), self.dtype(kind), pin=pins, remedy=_REMEDY)
-            self._copies[kind, bucket] = memory.tensor
-
-    def release(self) -> None:
-        """Free the memory."""
-        self._copies.clear()
+    def reserve(self, limit: int) -> str | None:
+        """Allocate memory for all kinds that there will ever be, up to `limit` bytes; returns why not, or None."""
+        sizes = {part: part[1].counted.stop - part[1].counted.start for part in self._parts(self.known_kinds)}
+        needed = sum(numel * self.dtype(kind).itemsize for (kind, _), numel in sizes.items())
+        if needed > limit:
+            return f"needs {needed:,} bytes of host memory for it and may take {limit:,}"
+        pins = self._device.type == "cuda"  # then it copies at full speed
+        try:
+            for part, numel in sizes.items():
+                self._copies[part] = in_host_memory(numel, self.dtype(part[0]), pin=pins, remedy=_REMEDY).tensor
+        except StorageError as error:
+            return str(error)
+        return None
 
     def take(self) -> None:
         """Copy the present state."""
         self.kinds = self._state.kinds
-        for kind in self.kinds:
-            for bucket in self.buckets:
-                if self.holds(kind, bucket):
-                    self._copy(kind, bucket)
+        for kind, bucket in self._parts(self.kinds):
+            # the optimizer's state is contiguous within a group
+            for _, part in bucket.layout.runs(lambda info: info.group):
+                run = intersect(part, bucket.counted)
+                if run is not None:
+                    self.read(kind, bucket, run).copy_(self._state.read(kind, bucket, run), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _copy(self, kind: str, bucket: Bucket) -> None:
-        first = bucket.counted.start
-        copy = self._copies[kind, bucket]
-        for _, part in bucket.layout.runs(
-            lambda info: info.group
-        ):  # the optimizer's state is contiguous within a group
-            run = intersect(part, bucket.counted)
-            if run is not None:
-                copy[run.start - first : run.stop - first].copy_(self._state.read(kind, bucket, run), non_blocking=True)
-
-    def dtype(self, kind: str) -> torch.dtype:
-        """Dtype of a kind."""
-        return self._state.dtype(kind)
-
-    def holds(self, kind: str, bucket: Bucket) -> bool:
-        """Whether a bucket has this kind."""
-        return self._state.holds(kind, bucket)
 
     def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
         """The copied elements, 1-D."""
@@ -111,31 +78,20 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Size and times of one save.
-
-    Args:
-        folder: the step directory.
-        bytes: of the tensors in it.
-        waited_seconds: training waited for the save before this one.
-        copy_seconds: training waited for the copy, or for everything if there is none.
-        seconds: from the call until the checkpoint was durable.
-        error: why there is no checkpoint, or None.
-    """
+    """Size and times of one save."""
 
     folder: Folder
-    bytes: int
-    waited_seconds: float
-    copy_seconds: float
-    seconds: float
-    error: str | None = None
+    bytes: int  # of the tensors
+    waited_seconds: float  # training waited for the save before this one
+    copy_seconds: float  # training waited for the copy, or for everything if there is none
+    seconds: float  # from the call until the checkpoint was durable
+    error: str | None = None  # why there is no checkpoint
 
 
 class Saver:
     """Writes checkpoints of one state.  Made and called on every rank.
 
     Args:
-        state: what is saved.
-        at: this rank.
         host_memory_bytes: largest copy on a rank; None for half of the free memory, shared among the ranks of this
             machine; 0 for no copy: training waits while a checkpoint is written.
         timeout_seconds: how long a rank may wait for a peer that is writing.
@@ -158,24 +114,13 @@ class Saver:
         self._snapshot = Snapshot(state, at.device)
         if host_memory_bytes is None:
             host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.neighbours
-        mine = self._reserve(host_memory_bytes)
-        everyone = [f"rank {rank} {why}" for rank, why in enumerate(gather_objects(mine, at.world)) if why]
-        self.refusal: str | None = everyone[0] if everyone else None  # why there is no memory for a copy
+        everyone = gather_objects(self._snapshot.reserve(host_memory_bytes), at.world)
+        # why there is no memory for a copy, or None
+        self.refusal = next((f"rank {rank} {why}" for rank, why in enumerate(everyone) if why), None)
         if self.refusal is not None:
-            self._snapshot.release()
+            self._snapshot = Snapshot(state, at.device)  # frees the memory
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-
-    def _reserve(self, limit: int) -> str | None:
-        """Allocate the memory for the copy; returns why that is impossible, or None."""
-        needed = self._snapshot.nbytes
-        if needed > limit:
-            return f"needs {needed:,} bytes of host memory for it and may take {limit:,}"
-        try:
-            self._snapshot.reserve()
-        except StorageError as error:
-            return str(error)
-        return None
 
     def save(
         self, folder: Folder, trainer: TrainerState, files: Mapping[str, bytes], *, moves_latest: bool = True
@@ -188,13 +133,11 @@ class Saver:
             LostPeerError: a rank has died.
             Exception: an error of this rank alone; the others wait for it, so it must not go on.
         """
-        started = time.perf_counter()
+        called = time.perf_counter()
         self._join()
-        self._check_in_step()
         self._failure = None
-        ready = time.perf_counter()
-        source: Source = self._state
-        copied: float | None = None
+        began = time.perf_counter()
+        source, copied = self._state, None
         if self.refusal is None:
             self._snapshot.take()
             source, copied = self._snapshot, time.perf_counter()
@@ -202,17 +145,16 @@ class Saver:
             save_checkpoint, folder, source, self._at, trainer, files, moves_latest=moves_latest, axes=self._axes
         )
         self._thread = threading.Thread(
-            target=self._write, args=(folder, write, started, ready, copied), name="checkpoint", daemon=True
+            target=self._write, args=(folder, write, called, began, copied), name="checkpoint", daemon=True
         )
         self._thread.start()
         if self.refusal is not None:
             self._join()
-            self._check_in_step()
 
     def _write(
-        self, folder: Folder, write: Callable[[], int], started: float, ready: float, copied: float | None
+        self, folder: Folder, write: Callable[[], int], called: float, began: float, copied: float | None
     ) -> None:
-        """The thread's work.  Times: of the call, after waiting for the previous save, after the copy, if there is one."""
+        """The thread's work; `copied` is None if training waits for all of it."""
         size, error = 0, None
         try:
             size = write()
@@ -221,32 +163,29 @@ class Saver:
         except Exception as failure:
             self._failure = failure
             raise  # the thread's own hook prints where
-        if self._at.rank == 0:
-            error = error or self._do_after(folder)
-            end = time.perf_counter()
-            self._report(SaveReport(folder, size, ready - started, (copied or end) - ready, end - started, error))
-
-    def _do_after(self, folder: Folder) -> str | None:
-        """Call `after`; returns why it failed, or None.  The checkpoint is complete either way."""
-        try:
-            self._after(folder)
-        except Exception as failure:  # an object store has errors of its own
-            return f"{folder.name} was saved, but the work after it failed: {failure!r}"
-        return None
-
-    def _check_in_step(self) -> None:
-        """Raises: a failure that the ranks do not share; if this rank went on, it would wait for those that still save."""
-        if self._failure is not None and not isinstance(self._failure, CheckpointError):
-            raise self._failure
+        if self._at.rank != 0:
+            return
+        if error is None:
+            try:
+                self._after(folder)
+            except Exception as failure:  # an object store has errors of its own
+                error = f"{folder.name} was saved, but the work after it failed: {failure!r}"
+        end = time.perf_counter()
+        self._report(SaveReport(folder, size, began - called, (copied or end) - began, end - called, error))
 
     def _join(self) -> None:
+        """Wait for the thread.  Raises: a failure that the ranks do not share; the others may be saving still."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._failure is not None and not isinstance(self._failure, CheckpointError):
+            raise self._failure
 
     def finish(self) -> None:
         """Wait until the last checkpoint is durable.  Raises: its failure, as `save` or CheckpointError; once."""
-        self._join()
-        failure, self._failure = self._failure, None
+        try:
+            self._join()
+        finally:
+            failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -12,8 +12,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, Location, folder_at
-from megazero.checkpoint.index import CheckpointError, FileRecord, to_index
+from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
+from megazero.checkpoint.index import CheckpointError, to_index
 from megazero.checkpoint.tensor_file import SafetensorsWriter
 
 Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -27,21 +27,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files that hold a model.
-
-    Args:
-        records: size and hash of each file.
-        weight_map: the file of each tensor.
-        tensor_bytes: of all tensors together.
-    """
+    """The files that hold a model."""
 
     records: dict[str, FileRecord]
-    weight_map: dict[str, str]
+    index: bytes  # what stock tools read
     tensor_bytes: int
-
-    def index(self) -> bytes:
-        """The index that stock tools read."""
-        return to_index(self.weight_map, self.tensor_bytes)
 
 
 def parse_size(text: str) -> int:
@@ -79,12 +69,10 @@ def write_shards(
     """Write a model's tensors as `model-00001-of-0000n.safetensors`.
 
     Args:
-        folder: of the files.
-        tensors: dtype and shape of each tensor in the file, by name.
+        tensors: dtype and shape of each tensor in the file.
         read: returns a tensor; it is converted, and released before the next is read.
         limit: bytes of tensors in a file.
         single: name of the file if one is enough; None numbers it all the same.
-        metadata: strings in the header of each file.
 
     Raises:
         OSError: the storage refuses.
@@ -94,8 +82,7 @@ def write_shards(
     records: dict[str, FileRecord] = {}
     weight_map: dict[str, str] = {}
     for number, held in enumerate(files, 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        file = single if single is not None and len(files) == 1 else file
+        file = single if single and len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         writer = SafetensorsWriter(folder, file, held, metadata)
         try:
             for name, (dtype, _) in held.items():
@@ -105,32 +92,30 @@ def write_shards(
             writer.abandon()
             raise
         weight_map |= dict.fromkeys(held, file)
-    return ModelFiles(records, weight_map, sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values()))
+    tensor_bytes = sum(dtype.itemsize * prod(shape) for dtype, shape in tensors.values())
+    return ModelFiles(records, to_index(weight_map, tensor_bytes), tensor_bytes)
 
 
 def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    def is_finite(values: Tensor) -> bool:  # part by part, because the test copies
+        return all(bool(part.isfinite().all()) for part in values.reshape(-1).split(CHUNK_ELEMENTS))
+
     converted = tensor.contiguous().to(dtype)
-    if not _is_finite(converted):
-        if _is_finite(tensor):
-            largest = max(float(part.abs().max()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
-            wrong = f"has a value of {largest:g}, which {DTYPE_NAMES[dtype]} cannot hold; choose another dtype"
-        else:
-            wrong = "holds values that are not numbers, or infinite ones"
-        raise CheckpointError(f"{name} {wrong}")
+    if not is_finite(converted):
+        if not is_finite(tensor):
+            raise CheckpointError(f"{name} holds values that are not numbers, or infinite ones")
+        largest = max(float(part.abs().max()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
+        raise CheckpointError(
+            f"{name} has a value of {largest:g}, which {DTYPE_NAMES[dtype]} cannot hold; choose another dtype"
+        )
     return converted
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite; part by part, because the test copies."""
-    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS))
 
 
 @contextmanager
 def new_folder(location: Location) -> Iterator[Folder]:
     """A folder that is filled within the block, and emptied again if that raises.
 
-    Raises:
-        CheckpointError: it is not empty, or the storage refuses.
+    Raises: CheckpointError: it is not empty, or the storage refuses.
     """
     folder = folder_at(location)
     try:

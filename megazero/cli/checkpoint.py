@@ -57,8 +57,8 @@ def inspect(directory: Step) -> None:
         weights = kinds["model"]
         for name in sorted(weights.files):
             marks = ["yes" if name in stored.files else "-" for stored in kinds.values()]
-            dtype = str(weights.dtype(name)).removeprefix("torch.").replace("float", "f").upper()
-            table.add_row(name, " x ".join(map(str, weights.shape(name))), dtype, *marks)
+            dtype = str(weights[name].dtype).removeprefix("torch.").replace("float", "f").upper()
+            table.add_row(name, " x ".join(map(str, weights[name].shape)), dtype, *marks)
     shape = ", ".join(f"{key} {value}" for key, value in trainer.shape.items())
     size = sum(record.bytes for record in files.values())
     print(f"{directory}: step {trainer.step}, {trainer.consumed_samples:,} samples, {trainer.consumed_tokens:,} tokens")
@@ -99,9 +99,8 @@ def _was_begun(folder: Folder) -> bool:
 
 def _verify(folder: Folder) -> bool | None:
     """Print a step's line; True: intact, False: damaged, None: never finished."""
-    from megazero.checkpoint.index import MANIFEST, CheckpointError, is_complete, read_manifest
+    from megazero.checkpoint.index import MANIFEST, CheckpointError, find_damage, is_complete, read_manifest
     from megazero.checkpoint.retention import reading
-    from megazero.checkpoint.verify import find_damage
 
     if not is_complete(folder):
         print(f"{folder}: incomplete (no {MANIFEST}): not finished, or marked as damaged")

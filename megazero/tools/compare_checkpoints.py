@@ -24,7 +24,7 @@ from megazero.checkpoint.index import (
 )
 from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
-from megazero.checkpoint.tensor_file import StoredTensors
+from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
 
 _INFORMATION = ("config", "shape", "versions", "val_loss")  # fields of the trainer state that a resumed run ignores
 
@@ -105,7 +105,9 @@ def _compare(folders: tuple[Folder, Folder], rtol: float, atol: float) -> Compar
         pair = stored[0][kind], stored[1][kind]
         names = [set(one.files) for one in pair]
         result.only += _only(kind, *names)
-        differences = [_difference(kind, name, *pair, rtol, atol) for name in names[0] & names[1]]
+        differences = [
+            _difference(kind, name, pair[0][name], pair[1][name], rtol, atol) for name in names[0] & names[1]
+        ]
         result.tensors += [one for one in differences if one is not None]
         result.compared += len(differences)
     result.tensors.sort(key=lambda one: (one.is_close, -one.relative, -one.max_abs, one.kind, one.name))
@@ -152,16 +154,16 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _difference(
-    kind: str, name: str, a: StoredTensors, b: StoredTensors, rtol: float, atol: float
+    kind: str, name: str, a: StoredTensor, b: StoredTensor, rtol: float, atol: float
 ) -> TensorDifference | None:
     """The difference of two tensors with one name; None if they are equal."""
-    shapes, dtypes = (a.shape(name), b.shape(name)), (a.dtype(name), b.dtype(name))
+    shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
     texts = [f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in zip(shapes, dtypes, strict=True)]
     described = " and ".join(dict.fromkeys(texts))
     if shapes[0] != shapes[1]:
         return TensorDifference(kind, name, described, 0, 0, inf, inf, False)
     differing, largest, scale, is_close = 0, 0.0, 0.0, rtol > 0 or atol > 0
-    for one, other in _parts(name, a, b):
+    for one, other in _parts(a, b):
         scale = max(scale, float(other.abs().max().nan_to_num(inf)))
         apart = one.view(torch.int32) != other.view(torch.int32)
         if not apart.any():
@@ -177,13 +179,13 @@ def _difference(
     return TensorDifference(kind, name, described, prod(shapes[0]), differing, largest, relative, is_close)
 
 
-def _parts(name: str, a: StoredTensors, b: StoredTensors) -> Iterator[tuple[Tensor, Tensor]]:
+def _parts(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Both tensors, some rows at a time, flat and in fp32, which holds every stored number exactly."""
-    shape = a.shape(name)
+    shape = a.shape
     if not shape:
-        yield a.whole(name).float().view(1), b.whole(name).float().view(1)
+        yield a.whole().float().view(1), b.whole().float().view(1)
     elif prod(shape):
         rows = max(1, CHUNK_ELEMENTS // prod(shape[1:]))
         for first in range(0, shape[0], rows):
             last = min(first + rows, shape[0])
-            yield a.rows(name, first, last).float().view(-1), b.rows(name, first, last).float().view(-1)
+            yield a.rows(first, last).float().view(-1), b.rows(first, last).float().view(-1)

@@ -14,9 +14,14 @@ import pytest
 from harness import run_world
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
-from megazero.checkpoint.folder import LocalFolder, folder_at
-from megazero.checkpoint.index import CheckpointError, FileRecord, find_newest, read_manifest, write_manifest
-from megazero.checkpoint.verify import find_damage
+from megazero.checkpoint.folder import FileRecord, LocalFolder, folder_at
+from megazero.checkpoint.index import (
+    CheckpointError,
+    find_damage,
+    find_newest,
+    read_manifest,
+    write_manifest,
+)
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
@@ -235,7 +240,7 @@ def test_a_file_in_anothers_place_lets_the_run_fall_back_where_only_sizes_are_ch
     wish = {"directory": str(root), "on_damage": "fallback", "verify": "size"}
     step, _, lines = _resume(0, run_of(1, model=LLAMA, checkpoint=wish))
     assert step == 1
-    assert f"{name} is of step 1, here step 2 belongs" in lines[0]
+    assert f"{name} is of step 1, but the file of step 2 belongs here" in lines[0]
 
 
 def _begun_elsewhere(saved: Path, root: Path) -> tuple[ResolvedRun, ParallelState]:

@@ -15,10 +15,9 @@ from harness import run_world
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 
 from megazero.checkpoint.folder import folder_at
-from megazero.checkpoint.index import MANIFEST, CheckpointError, TrainerState, find_newest
+from megazero.checkpoint.index import MANIFEST, CheckpointError, TrainerState, find_damage, find_newest
 from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
-from megazero.checkpoint.verify import find_damage
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ResolvedRun
 from megazero.engine import NonFiniteError

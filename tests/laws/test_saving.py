@@ -15,12 +15,10 @@ from harness import run_world
 from worlds import GPT2, LLAMA, LR, engine_on, micro_batches, run_of
 
 import megazero
-import megazero.checkpoint.folder as folders
 from megazero.checkpoint import gather
-from megazero.checkpoint.folder import LocalFolder, Output
-from megazero.checkpoint.index import CheckpointError, read_manifest, read_trainer_state, step_folder
+from megazero.checkpoint.folder import LocalFolder, Output, ReadBytes
+from megazero.checkpoint.index import CheckpointError, find_damage, read_manifest, read_trainer_state, step_folder
 from megazero.checkpoint.saver import Saver, SaveReport
-from megazero.checkpoint.verify import find_damage
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
 
@@ -184,14 +182,19 @@ def _count_reads(rank: int, origin: Path, run: ResolvedRun) -> int:
     """Bytes of tensor files that this rank reads to load a checkpoint."""
     engine = engine_on(rank, run, init_weights=False)
     read = 0
-    original = folders._MappedFile.read
+    original = LocalFolder.open
 
-    def counting(self: Any, start: int, stop: int) -> torch.Tensor:
-        nonlocal read
-        read += stop - start
-        return original(self, start, stop)
+    def open_counting(folder: LocalFolder, name: str) -> ReadBytes:
+        read_bytes = original(folder, name)
 
-    folders._MappedFile.read = counting  # type: ignore[method-assign]
+        def counting(start: int, stop: int) -> torch.Tensor:
+            nonlocal read
+            read += stop - start
+            return read_bytes(start, stop)
+
+        return counting
+
+    LocalFolder.open = open_counting  # type: ignore[method-assign]
     engine.load(origin, "data")
     return read
 

@@ -26,6 +26,7 @@ from megazero.checkpoint.index import (
     TRAINER_STATE,
     CheckpointError,
     TrainerState,
+    find_damage,
     index_name,
     kinds_of,
     read_manifest,
@@ -35,7 +36,6 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import DTYPE_NAMES, DTYPES, Layout, new_folder, write_shards
 from megazero.checkpoint.tensor_file import StoredTensors
-from megazero.checkpoint.verify import find_damage
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MASTER, MODEL
 
@@ -87,16 +87,16 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
     trainer = read_trainer_state(folder)
     model = _model_of(folder, trainer)
     weights = StoredTensors(folder, MODEL)
-    kept = reduce(torch.promote_types, [weights.dtype(name) for name in weights.files])
+    kept = reduce(torch.promote_types, [weights[name].dtype for name in weights.files])
     wanted = DTYPES[dtype] if dtype else kept
     masters = StoredTensors(folder, MASTER) if wanted != kept and MASTER in kinds_of(manifest) else None
     tensors: Layout = {name: (wanted, shape) for name, shape in logical_shapes(model).items()}
-    if {name: shape for name, (_, shape) in tensors.items()} != {name: weights.shape(name) for name in weights.files}:
+    if {name: shape for name, (_, shape) in tensors.items()} != {name: weights[name].shape for name in weights.files}:
         raise CheckpointError(f"{folder} does not hold the tensors of the model that its {TRAINER_STATE} describes")
 
     def read(name: str) -> Tensor:
         exact = masters is not None and name in masters.files
-        return masters.whole(name) if masters is not None and exact else weights.whole(name)
+        return masters[name].whole() if masters is not None and exact else weights[name].whole()
 
     with new_folder(out) as target:
         written = write_shards(target, tensors, read, max_shard_bytes, single=_SINGLE)
@@ -104,7 +104,7 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
         ids = token_ids(folder, trainer, files, model.vocab_size)
         files = ({GENERATION: to_json(ids)} if ids else {}) | files
         if set(written.records) != {_SINGLE}:
-            files[index_name(MODEL)] = written.index()
+            files[index_name(MODEL)] = written.index
         files[HF_CONFIG] = to_json(format_of(model.family).config(model, DTYPE_NAMES[wanted]) | ids)
         for name, data in files.items():
             target.write(name, data)

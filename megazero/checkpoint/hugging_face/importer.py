@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, LocalFolder, Location, Output
+from megazero.checkpoint.folder import Folder, LocalFolder, Location
 from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
 from megazero.checkpoint.hugging_face.tokenizer import TOKENIZER, tokenizer_files
 from megazero.checkpoint.hugging_face.weights import HubWeights
@@ -29,7 +29,6 @@ from megazero.checkpoint.index import (
     HF_CONFIG,
     TRAINER_STATE,
     CheckpointError,
-    FileRecord,
     TrainerState,
     index_name,
     to_json,
@@ -106,18 +105,14 @@ def import_model(
         tokenizer = tokenizer_files(folder)
         toml = _toml(model, folder, target, config, has_tokenizer=TOKENIZER in tokenizer)
         files = tokenizer | {
-            index_name("model"): written.index(),
+            index_name("model"): written.index,
             HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, DTYPE_NAMES[kept]) | ids),
             TRAINER_STATE: to_json(asdict(_beginning(model))),
             MODEL_TOML: toml.encode(),
         }
-        records = {name: _record(target.write(name, data)) for name, data in files.items()}
+        records = {name: target.write(name, data) for name, data in files.items()}
         write_manifest(target, written.records | records)
     return Imported(model, toml, DTYPE_NAMES[kept], len(tensors), written.tensor_bytes)
-
-
-def _record(output: Output) -> FileRecord:
-    return FileRecord(output.bytes, output.xxh3)
 
 
 def _read_config(folder: Folder) -> dict[str, Any]:
