@@ -9,13 +9,13 @@ from megazero.registry import Registry
 if TYPE_CHECKING:
     from megazero.schedules.kind import ScheduleKind
 
+_BUILT_IN = {
+    "gpipe": "GPIPE",
+    "1f1b": "ONE_F_ONE_B",
+    "interleaved": "INTERLEAVED",
+    "zb-h1": "ZERO_BUBBLE_H1",
+    "zbv": "ZERO_BUBBLE_V",
+}
 SCHEDULES: Registry[ScheduleKind] = Registry(
-    "schedule",
-    {
-        "gpipe": "megazero.schedules.gpipe:GPIPE",
-        "1f1b": "megazero.schedules.one_f_one_b:ONE_F_ONE_B",
-        "interleaved": "megazero.schedules.interleaved:INTERLEAVED",
-        "zb-h1": "megazero.schedules.zero_bubble:ZERO_BUBBLE_H1",
-        "zbv": "megazero.schedules.zero_bubble:ZERO_BUBBLE_V",
-    },
+    "schedule", {name: f"megazero.schedules.built_in:{value}" for name, value in _BUILT_IN.items()}
 )
