@@ -39,13 +39,11 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """64 random bits per element.
+    """64 random bits per element: int64 in the shape of `index`, uniform over all 64-bit words.
 
     Args:
         key: from `derive_key`; a number, or an int64 scalar on the device of `index`.
         index: int64, any shape: the logical position of each element.
-
-    Returns: int64 of the same shape, uniform over all 64-bit words.
     """
     z = index * _GOLDEN + key
     z = (z ^ _shift_right(z, 30)) * _MIX_1
@@ -63,11 +61,7 @@ def _quantiles() -> Tensor:
 
 
 def normal(key: int, index: Tensor) -> Tensor:
-    """Standard normal numbers, fp32.
-
-    Args:
-        key: from `derive_key`.
-        index: int64, any shape: the logical position of each element.
+    """Standard normal numbers, fp32.  Arguments as `random_bits`.
 
     Source: inversion; the quantile is linear between 256 knots per octave of the tail probability (error below 4e-6).
     """
@@ -85,11 +79,5 @@ def normal(key: int, index: Tensor) -> Tensor:
 
 
 def keep_mask(key: int | Tensor, index: Tensor, drop_probability: float) -> Tensor:
-    """True where an element survives dropout.
-
-    Args:
-        key: as for `random_bits`.
-        index: int64, any shape: the logical position of each element.
-        drop_probability: share of elements that are dropped, in [0, 1).
-    """
+    """True where an element survives dropout.  `drop_probability` is in [0, 1); other arguments as `random_bits`."""
     return _shift_right(random_bits(key, index), 11) >= int(drop_probability * 2.0**53)

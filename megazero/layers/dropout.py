@@ -15,12 +15,12 @@ class Dropout(nn.Module):
     """Zero elements with probability p and scale the rest by 1 / (1 - p).
 
     Args:
-        p: drop probability in [0, 1).
+        p: in [0, 1).
         site: canonical name of this dropout in the model.
-        seed: the run's seed.
+        seed: the run's.
         seq_len: length of the whole sequence.
         seq_part: which part of the sequence this rank holds (0 without sequence parallelism).
-        device: of the key.
+        device: where it runs.
     """
 
     def __init__(self, p: float, site: str, seed: int, seq_len: int, seq_part: int, device: torch.device) -> None:

@@ -15,12 +15,10 @@ class VocabParallelEmbedding(nn.Module):
 
     Args:
         name: canonical name of the weight.
-        vocab_size: tokens of the vocabulary; need not be divisible by tp.
-        hidden_size: size of an embedding.
-        tp: the tensor-parallel axis.
+        vocab_size: need not be divisible by tp.
+        hidden_size, tp, init: of the weight.
         sequence_parallel: return this rank's part of the sequence.
         tied: the output head uses the same weight.
-        init: initial values of the weight.
 
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -45,7 +43,6 @@ class VocabParallelEmbedding(nn.Module):
         self.first = tp.index * self.weight.shape[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [seq, batch] -> [seq or seq / tp, batch, hidden]."""
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first
@@ -57,13 +54,7 @@ class VocabParallelEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Learned positions, added to the embeddings.  x: [seq or seq / tp, batch, hidden], unchanged in shape.
 
-    Args:
-        name: canonical name of the weight.
-        seq_len: number of positions.
-        hidden_size: size of an embedding.
-        tp: the tensor-parallel axis.
-        sequence_parallel: x is this rank's part of the sequence.
-        init: initial values of the weight.
+    Under sequence parallelism x is this rank's part of the sequence.
     """
 
     def __init__(
@@ -76,6 +67,5 @@ class PositionEmbedding(nn.Module):
         self.part = tp.index if cut else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the position's row to every token."""
         first = self.part * x.shape[0]
         return x + self.weight[first : first + x.shape[0]].unsqueeze(1)

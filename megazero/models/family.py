@@ -1,11 +1,9 @@
 """What the rest of the package asks of a model family; `llama/` and `gpt2/` are the two that come with it.
 
-    config      open sizes, rules           complete, rules
-    plan        products per token          layer_weights, flops_per_token
-    files       transformers                hugging_face
-    engine      torch modules               embedding, blocks, head        (torch is imported inside these only)
-
-A script adds a family with `FAMILIES.register("mine", Mine())`, and its run file says `model.family = "mine"`.
+config      open sizes, rules           complete, rules
+plan        products per token          layer_weights, flops_per_token
+files       transformers                hugging_face
+engine      torch modules               embedding, blocks, head        (torch is imported inside these only)
 """
 
 from __future__ import annotations
@@ -36,7 +34,10 @@ class ModelRule:
 
 
 class ModelFamily(ABC):
-    """One family of GPTs."""
+    """One family of GPTs.
+
+    A script adds one with `FAMILIES.register("mine", Mine())`, and its run file says `model.family = "mine"`.
+    """
 
     ties_embeddings = False
     """Whether the output layer is the embedding table where `model.tie_embeddings` is unset."""
@@ -53,21 +54,11 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
-        """The transformer layers of one stage.
-
-        Args:
-            context: what every layer is built with.
-            layers: their indices in the whole model.
-        """
+        """The transformer layers of one stage, by their indices in the whole model."""
 
     @abstractmethod
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        """Final norm, logits and loss.
-
-        Args:
-            context: what every layer is built with.
-            tied_weight: the embedding's parameter where this stage holds both and they are tied.
-        """
+        """Final norm, logits and loss; `tied_weight`: the embedding's, where this stage holds both and they are tied."""
 
     def ffn_hidden_size(self, model: ModelConfig) -> int:
         """Inner width of the MLP where `model.ffn_hidden_size` is unset."""
@@ -91,9 +82,16 @@ class ModelFamily(ABC):
             ModelRule(("model.hidden_size", "model.ffn_hidden_size", "parallel.tp"), self.check_ffn),
         )
 
+    def hidden_size_divisor(self, model: ModelConfig) -> tuple[int, str]:
+        """What the hidden size must be divisible by, as a number and in words."""
+        return model.num_heads, f"num_heads={model.num_heads}"
+
     def check_hidden_size(self, model: ModelConfig, _: int) -> Iterator[Problem]:
         """Heads split the hidden size."""
-        yield from hidden_size_problems(model, model.num_heads, f"num_heads={model.num_heads}")
+        divisor, name = self.hidden_size_divisor(model)
+        if model.hidden_size % divisor:
+            nearest = nearest_text(nearest_multiples(model.hidden_size, divisor))
+            yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}", nearest)
 
     def check_heads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
         """tp splits the heads."""
@@ -115,13 +113,10 @@ class ModelFamily(ABC):
         yield from tp_problems("ffn_hidden_size", model.ffn_hidden_size or self.ffn_hidden_size(model), tp)
 
     def flops_per_token(self, model: ModelConfig) -> float:
-        """FLOPs of forward and backward that a resolved model asks for per token (Chowdhery et al. 2022, appendix B).
+        """6 N + 6 layers * seq_len * hidden, forward and backward, of a resolved model (Chowdhery et al. 2022, appendix B).
 
-            6 N + 6 layers * seq_len * hidden
-
-        N are the weights of all matrix products: those of every layer, and the head; 2 FLOPs a weight forward, 4 backward.
-        The second term is q k^T and the weighted sum of v: 4 seq_len * hidden a layer forward and twice that backward,
-        halved, since a token attends to half of the sequence on average (the paper counts the whole, and so does nanoGPT).
+        N are the weights of all matrix products, the head's included; 2 FLOPs a weight forward, 4 backward.  The second term
+        is q k^T and the weighted sum of v, of which causal attention computes half (the paper and nanoGPT count the whole).
         """
         weights = model.num_layers * self.layer_weights(model) + model.vocab_size * model.hidden_size
         return 6.0 * weights + 6.0 * model.num_layers * model.seq_len * model.hidden_size
@@ -137,13 +132,6 @@ def attention_weights(model: ModelConfig) -> int:
     """Elements of a layer's q, k, v and output projections."""
     hidden, kv_heads = model.hidden_size, model.num_kv_heads or model.num_heads
     return 2 * hidden * hidden + 2 * hidden * kv_heads * (hidden // model.num_heads)
-
-
-def hidden_size_problems(model: ModelConfig, divisor: int, name: str) -> Iterator[Problem]:
-    """`model.hidden_size` must be divisible by a number; `name` says which number that is."""
-    if model.hidden_size % divisor:
-        nearest = nearest_text(nearest_multiples(model.hidden_size, divisor))
-        yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}", nearest)
 
 
 def tp_problems(key: str, value: int, tp: int, why: str = "") -> Iterator[Problem]:

@@ -51,12 +51,7 @@ class HuggingFaceFormat:
     lost: Callable[[Mapping[str, Any]], str] = field(default=lambda _: "")
 
     def config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
-        """The `config.json` with which transformers loads the weights.
-
-        Args:
-            model: the resolved model section.
-            dtype: "fp32", "bf16" or "fp16", the dtype of the stored weights.
-        """
+        """The `config.json` of a resolved model whose weights are stored in `dtype`: "fp32", "bf16" or "fp16"."""
         keys = dict(self.sizes) | {theirs: ours for theirs, (ours, _) in self.defaults.items()}
         return {
             "vocab_size": model.vocab_size,
@@ -78,7 +73,7 @@ class HuggingFaceFormat:
         Args:
             family: its name.
             config: the contents of the file.
-            seq_len: tokens in a sample; None for as many as the configuration has positions.
+            seq_len: None for as many as the configuration has positions.
 
         Raises:
             ValueError: our model does not compute what this one does; the message lists every reason.

@@ -50,9 +50,7 @@ class Interleaved(ScheduleKind):
             raise ValueError(
                 f"interleaved needs micro-batches in multiples of pp={pp}, got {microbatches}; nearest: {nearest}"
             )
-        return _with_warm_up(
-            self, pp, microbatches, chunks, lambda rank: 2 * (pp - rank - 1) + (chunks - 1) * pp
-        )
+        return _with_warm_up(self, pp, microbatches, chunks, lambda rank: 2 * (pp - rank - 1) + (chunks - 1) * pp)
 
 
 def _with_warm_up(

@@ -45,7 +45,9 @@ class Stage(Protocol):
 class _InFlight:
     """Messages of one step."""
 
-    results: dict[Action, Message] = field(default_factory=dict)  # by the action that carries it, or uses it on this rank
+    results: dict[Action, Message] = field(
+        default_factory=dict
+    )  # by the action that carries it, or uses it on this rank
     arriving: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)  # by the action that uses it
     sending: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
 

@@ -20,13 +20,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 class HubWeights:
-    """The tensors of a transformers model directory, in any of its formats.
-
-    Args:
-        folder: the directory.
-
-    Attributes:
-        names: of the tensors, as they are stored.
+    """The tensors of a transformers model directory, in any of its formats; `names` as they are stored.
 
     Raises:
         CheckpointError: there are no weights, a file is missing or cannot be read, or does not hold what the index says.
@@ -43,13 +37,11 @@ class HubWeights:
                 raise CheckpointError(f"{folder}/{file} is missing") from error
             except (OSError, ValueError, RuntimeError, SafetensorError) as error:
                 raise CheckpointError(f"{folder}/{file} cannot be read ({error})") from error
-            twice = next((name for name in opened if name in self._tensors), None)
-            if twice is not None:
-                raise CheckpointError(f"{folder}/{file} holds {twice}, which another of its files holds too")
+            for name in opened.keys() & self._tensors.keys():
+                raise CheckpointError(f"{folder}/{file} holds {name}, which another of its files holds too")
             self._tensors |= opened
-        lost = next((name for name in listed if name not in self._tensors), None)
-        if lost is not None:
-            raise CheckpointError(f"{folder}/{listed[lost]} does not hold {lost}, which its index says it does")
+        for name in listed.keys() - self._tensors.keys():
+            raise CheckpointError(f"{folder}/{listed[name]} does not hold {name}, which its index says it does")
         self.names = list(self._tensors)
 
     def _find(self, listed: dict[str, str]) -> list[str]:
@@ -67,11 +59,9 @@ class HubWeights:
         raise CheckpointError(f"{self.folder} has no weights: neither {_WEIGHTS[0]} nor {_WEIGHTS[1]}, nor their index")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
         return self._tensors[name].dtype
 
     def read(self, name: str) -> Tensor:

@@ -37,7 +37,7 @@ def _lost(config: Mapping[str, Any]) -> str:
 
 
 class GPT2Family(ModelFamily):
-    """See the module."""
+    """As above."""
 
     ties_embeddings = True
     hugging_face = HuggingFaceFormat(
