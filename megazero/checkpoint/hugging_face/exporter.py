@@ -44,7 +44,7 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has made: files of weights, bytes of tensors, and where the tokenizer came from or why there is none."""
+    """What an export has made: files of weights, bytes of tensors, where the tokenizer came from or why there is none."""
 
     dtype: str
     files: int

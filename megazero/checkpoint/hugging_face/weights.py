@@ -37,10 +37,10 @@ class HubWeights:
                 raise CheckpointError(f"{folder}/{file} is missing") from error
             except (OSError, ValueError, RuntimeError, SafetensorError) as error:
                 raise CheckpointError(f"{folder}/{file} cannot be read ({error})") from error
-            for name in opened.keys() & self._tensors.keys():
+            for name in (name for name in opened if name in self._tensors):
                 raise CheckpointError(f"{folder}/{file} holds {name}, which another of its files holds too")
             self._tensors |= opened
-        for name in listed.keys() - self._tensors.keys():
+        for name in (name for name in listed if name not in self._tensors):
             raise CheckpointError(f"{folder}/{listed[name]} does not hold {name}, which its index says it does")
         self.names = list(self._tensors)
 
