@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megazero.layers.attention import causal_attention
+from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
-from megazero.layers.dropout import Dropout
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import gated

@@ -35,6 +35,7 @@ from megazero.layers.spec import Initializer, NamedRows, ParamSpec, bias_spec, d
 from megazero.parallel_state import Axis
 
 Entry: TypeAlias = Literal["local", "replicated", "sequence"]
+"""How x arrives: no exchange; whole, its gradients are summed over tp; as [seq / tp, batch, in], gathered and scattered."""
 
 
 class GradientAccumulator(Protocol):
@@ -166,15 +167,7 @@ class _ParallelLinear(torch.autograd.Function):
 def parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, wgrad_queue: WeightGradQueue | None = None
 ) -> Tensor:
-    """y = x @ weight.T + bias, with the exchange that `entry` names.
-
-    Args:
-        x: [seq, batch, in], or [seq / tp, batch, in] for "sequence".
-        weight, bias: [out, in] and [out] as this rank holds them.
-        entry: "local" (no exchange), "replicated" (gradients summed over tp), "sequence" (gathered, gradients scattered).
-        tp: the tensor-parallel axis.
-        wgrad_queue: takes the weight gradients; see `WeightGradQueue`.
-    """
+    """y = x @ weight.T + bias, with the exchange that `entry` names; weight and bias as this rank holds them."""
     if wgrad_queue is None and (tp.size == 1 or entry == "local") and not prefers_onednn(x):
         return F.linear(x, weight, bias)
     return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, wgrad_queue)

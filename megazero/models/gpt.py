@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from megazero.layers.attention import Attention, RotaryEmbedding
+from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import VocabParallelHead
-from megazero.layers.dropout import Dropout
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.norm import LayerNorm, RMSNorm

@@ -163,8 +163,8 @@ def make_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any
     Args:
         type: Adam, AdamW, Lion, Adagrad, SGD or DeepSpeed's class names of them (FusedAdam, DeepSpeedCPUAdam,
             FusedLion, ...), in any case; a name that a script has added to `OPTIMIZERS`; or that of a class in torch.optim.
-        params: as DeepSpeed or torch documents them.
-        groups: parameter groups; these dicts become the optimizer's `param_groups`.
+        params: as DeepSpeed or torch documents them; "fused" and "foreach" choose the kernel, else the fastest is.
+        groups: these dicts become the optimizer's `param_groups`.
 
     Raises:
         ValueError: for a name or a parameter that does not exist, with a guess at what was meant.
@@ -172,9 +172,6 @@ def make_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any
     As in DeepSpeed: "Adam" is AdamW unless params has "adam_w_mode": false, which "AdamW" ignores; weight_decay
     is 0 unless given, for AdamW too, but torch's own 0.01 with "torch_adam": true; Lion starts from lr 1e-3 and betas
     (0.9, 0.999), not from those of its paper; "max_grad_norm" is refused.  Other than in DeepSpeed, amsgrad works.
-
-    The update runs in torch's fused kernel where the class has one for these tensors, else over lists of tensors
-    (foreach); "fused" or "foreach" in params decides otherwise.
     """
     if "max_grad_norm" in params:
         raise ValueError("max_grad_norm is no parameter of an optimizer; set gradient_clipping instead")

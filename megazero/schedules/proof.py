@@ -38,19 +38,12 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of each part of a rank's work on one micro-batch, and of a hop between ranks, in any one unit.
-
-    Args:
-        forward: forward of all the rank's chunks together.
-        backward: gradient of the input.
-        weight: gradient of the weights.
-        hop: from one rank to another.
-    """
+    """Time of each part of a rank's work on one micro-batch, in all its chunks together, in any one unit."""
 
     forward: float = 1.0
-    backward: float = 1.0
+    backward: float = 1.0  # gradient of the input
     weight: float = 1.0
-    hop: float = 0.0
+    hop: float = 0.0  # from one rank to another
 
     def of(self, action: Action, schedule: Schedule) -> float:
         """Time that an action takes; a chunk has its share of the rank's work."""

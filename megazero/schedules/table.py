@@ -84,18 +84,6 @@ def _count(what: str, cells: Iterable[tuple[int, str, Action]]) -> int:
     return highest + 1
 
 
-def write_schedule(schedule: Schedule, path: Path) -> None:
-    """Write a table that `read_schedule` reads; it holds neither the name nor the placement.
-
-    Raises:
-        ValueError: the placement of stages is neither of `read_schedule`'s.
-    """
-    pp, chunks = schedule.pp, schedule.chunks
-    if schedule.placement != loop(pp, chunks) and schedule.placement != v_shape(pp):
-        raise ValueError(f"{schedule.name}: a table holds stages placed in a loop or a V, not {schedule.placement}")
-    write_text(path, "".join(",".join(map(str, actions)) + "\n" for actions in schedule.ranks))
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a temporary file, then rename it to `path`, so that a reader never sees half a file."""
     partial = path.with_name(path.name + ".partial")

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from megazero.config import ConfigError, RunConfig, resolve
 from megazero.models.config import ModelConfig
+from megazero.models.family import HuggingFaceFormat
 from megazero.models.gpt import BuildContext, GPTStage
-from megazero.models.hugging_face import HuggingFaceFormat
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import cut_evenly
 from megazero.parallel_state import Axis

@@ -58,8 +58,8 @@ def export_model(
     """Write the model of a checkpoint for transformers.
 
     Args:
-        path: a step directory, or the URL of one.
-        out: a new or empty directory, or a URL.
+        path: of a step.
+        out: new or empty.
         dtype: "fp32", "bf16" or "fp16"; that of the run's weights when None.  Another one than the run's is made from the
             fp32 masters where there are any.
         max_shard_bytes: of tensors in one file.

@@ -24,7 +24,7 @@ from torch import Tensor
 from megazero.checkpoint.folder import Folder, LocalFolder, Location
 from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
 from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
-from megazero.checkpoint.hugging_face.weights import HubWeights
+from megazero.checkpoint.hugging_face.weights import StoredTensor, open_weights
 from megazero.checkpoint.index import (
     HF_CONFIG,
     TRAINER_STATE,
@@ -67,7 +67,7 @@ def import_model(
 
     Args:
         source: a directory with config.json and the weights.
-        out: a new or empty directory, or a URL.
+        out: new or empty.
         dtype: "fp32", "bf16" or "fp16", to store the weights in; as they are when None, the widest where they differ.
         seq_len: tokens in a sample, for a llama; as many as the model's configuration names when None.
         max_shard_bytes: of tensors in one file.
@@ -82,18 +82,15 @@ def import_model(
         model = model_section(config, seq_len)
     except ValueError as error:
         raise CheckpointError(f"{folder}/{HF_CONFIG} is not a model that can be imported: {error}") from error
-    weights = HubWeights(folder)
-    names = _match(weights, model)
-    kept = DTYPES[dtype] if dtype else reduce(torch.promote_types, [weights.dtype(name) for name in names.values()])
-    tensors: Layout = {ours: (kept, weights.shape(theirs)) for ours, theirs in names.items()}
+    weights = _match(folder, open_weights(folder), model)
+    kept = DTYPES[dtype] if dtype else reduce(torch.promote_types, [one.dtype for one in weights.values()])
+    tensors: Layout = {name: (kept, one.shape) for name, one in weights.items()}
+
+    def read(name: str) -> Tensor:
+        return weights[name].read()
+
     with new_folder(out) as target:
-        written = write_shards(
-            target,
-            tensors,
-            lambda name: weights.read(names[name]),
-            max_shard_bytes,
-            metadata={"kind": "model", "step": "0"},
-        )
+        written = write_shards(target, tensors, read, max_shard_bytes, metadata={"kind": "model", "step": "0"})
         ids = {key: config[key] for key in TOKEN_IDS if key in config}
         tokenizer = tokenizer_files(folder)
         toml = _toml(model, folder, target, config, has_tokenizer=TOKENIZER in tokenizer)
@@ -135,12 +132,12 @@ def _toml(model: ModelConfig, source: Folder, out: Folder, config: Mapping[str, 
     return "\n".join([*lines, "", "[checkpoint]", f"resume = {toml_value(str(out))}"]) + "\n"
 
 
-def _match(weights: HubWeights, model: ModelConfig) -> dict[str, str]:
-    """The stored name of each logical tensor.  Raises: CheckpointError naming what is missing, unknown or misshapen."""
+def _match(folder: Folder, stored: dict[str, StoredTensor], model: ModelConfig) -> dict[str, StoredTensor]:
+    """The stored form of each logical tensor.  Raises: CheckpointError naming what is missing, unknown or misshapen."""
     wanted, form = logical_shapes(model), format_of(model.family)
     names: dict[str, str] = {}
     problems = []
-    for name in weights.names:
+    for name in stored:
         ours = name if name in wanted else form.prefix + name
         if ours in names:
             problems.append(f"{names[ours]} and {name} are the same tensor")
@@ -150,21 +147,21 @@ def _match(weights: HubWeights, model: ModelConfig) -> dict[str, str]:
             problems.append(f"{name} belongs to no parameter of a {model.family} of this configuration")
     problems += [f"{name} is missing" for name in wanted if name not in names]
     for ours, theirs in names.items():
-        shape, dtype = weights.shape(theirs), weights.dtype(theirs)
+        shape, dtype = stored[theirs].shape, stored[theirs].dtype
         if shape != wanted[ours]:
             problems.append(f"{theirs} has shape {list(shape)}, the configuration makes it {list(wanted[ours])}")
         elif dtype not in DTYPE_NAMES:
             problems.append(f"{theirs} is of {dtype}; float32, bfloat16 and float16 are supported")
-    if not problems and model.tie_embeddings and form.head in weights.names:
+    if not problems and model.tie_embeddings and form.head in stored:
         embedding = names[form.embedding]
-        if not _are_equal(weights.read(form.head), weights.read(embedding)):
+        if not _are_equal(stored[form.head].read(), stored[embedding].read()):
             problems.append(
                 f"{form.head} differs from {embedding}, though tie_word_embeddings is true: tied weights are one tensor"
             )
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise CheckpointError(f"the weights in {weights.folder} are not those of its {HF_CONFIG}: {shown}")
-    return {name: names[name] for name in wanted}
+        raise CheckpointError(f"the weights in {folder} are not those of its {HF_CONFIG}: {shown}")
+    return {name: stored[names[name]] for name in wanted}
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.family import ModelFamily, attention_weights
-from megazero.models.hugging_face import HuggingFaceFormat
+from megazero.models.family import HuggingFaceFormat, ModelFamily, attention_weights
 
 if TYPE_CHECKING:
     from torch import nn
