@@ -136,13 +136,9 @@ def _untied_head(
     """A head that takes `chunk` tokens at a time."""
     rows = -(-vocab // tp.size)
     head = VocabParallelHead(
-        "head",
-        vocab,
-        hidden,
+        ParamSpec((NamedRows("head", vocab),), hidden, 0, Initializer("normal", 1.0)),
         tp,
         sequence_parallel=False,
-        tied=False,
-        init=Initializer("normal", 1.0),
         logits_bytes=chunk * rows * dtype.itemsize,
     )
     _fill(head, tp)

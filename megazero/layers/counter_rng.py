@@ -93,7 +93,7 @@ class Dropout(nn.Module):
         p: in [0, 1).
         site: canonical name of this dropout in the model.
         seed: the run's.
-        seq_len: length of the whole sequence.
+        seq_len: of the whole sequence.
         seq_part: which part of the sequence this rank holds (0 without sequence parallelism).
         device: where it runs.
     """

@@ -21,7 +21,7 @@ from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
 from megazero.comm.collectives import all_gather
 from megazero.layers.gemm import product_t
 from megazero.layers.linear import WeightGradQueue, sum_of_products
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter
+from megazero.layers.spec import ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
 IGNORED_LABEL = -100
@@ -152,11 +152,9 @@ class VocabParallelHead(nn.Module):
     """Logits over the vocabulary and their cross-entropy.
 
     Args:
-        name: canonical name of the weight.
-        vocab_size: need not be divisible by tp.
-        hidden_size, tp, init: of the weight.
+        spec: of the weight.
+        tp: the tensor-parallel axis.
         sequence_parallel: x arrives as [seq / tp, batch, hidden].
-        tied: the weight is the input embedding's.
         weight: the embedding's parameter when this rank holds both; None makes one.
         wgrad_queue: takes the weight gradient if the weight is used here alone; None returns it to autograd.
         logits_bytes: of the logits of one chunk.
@@ -164,24 +162,19 @@ class VocabParallelHead(nn.Module):
 
     def __init__(
         self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
+        spec: ParamSpec,
         tp: Axis,
         *,
         sequence_parallel: bool,
-        tied: bool,
-        init: Initializer,
         weight: nn.Parameter | None = None,
         wgrad_queue: WeightGradQueue | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         super().__init__()
-        self.tp, self.vocab_size, self.logits_bytes = tp, vocab_size, logits_bytes
+        self.tp, self.vocab_size, self.logits_bytes = tp, spec.sections[0].rows, logits_bytes
         self.statistics_of: Any = statistics_of  # the two passes over logits; `models/compiled.py` compiles them
         self.slope_of: Any = slope_of
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
-        spec = ParamSpec((NamedRows(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size) if weight is None else weight
         self.wgrad_queue = wgrad_queue if weight is None else None

@@ -13,31 +13,13 @@ from megazero.parallel_state import Axis
 class VocabParallelEmbedding(nn.Module):
     """Rows of the embedding for the tokens.  tokens: int64 [seq, batch] -> [seq or seq / tp, batch, hidden].
 
-    Args:
-        name: canonical name of the weight.
-        vocab_size: need not be divisible by tp.
-        hidden_size, tp, init: of the weight.
-        sequence_parallel: return this rank's part of the sequence.
-        tied: the output head uses the same weight.
-
-    Source: Shoeybi et al. 2019, section 3.
+    `sequence_parallel` returns this rank's part of the sequence.  Source: Shoeybi et al. 2019, section 3.
     """
 
-    def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        tp: Axis,
-        *,
-        sequence_parallel: bool,
-        tied: bool,
-        init: Initializer,
-    ) -> None:
+    def __init__(self, spec: ParamSpec, tp: Axis, *, sequence_parallel: bool) -> None:
         super().__init__()
         self.tp = tp
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
-        spec = ParamSpec((NamedRows(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
         self.first = tp.index * self.weight.shape[0]

@@ -86,11 +86,9 @@ class ParamSpec:
     Args:
         sections: the logical tensors, or parts of them, that are stacked along dimension 0.
         columns: size of dimension 1; None for a 1-D parameter.
-        split: the dimension cut over TP (0 or 1), or None for a parameter that every TP rank holds.
-        init: initial values.
+        split: the dimension cut over TP, or None for a parameter that every TP rank holds.
         sum_over_tp: a replicated parameter whose gradient on each TP rank covers only part of the sequence.
         tied: the embedding that first and last pipeline stage share.
-        decay: whether weight decay applies.
         transposed: stored [in, out] in a checkpoint (GPT-2's Conv1D).
         whole: the shape of a parameter that has none or more than two dimensions and is not cut; `columns` is then all but
             the first of them, flattened.

@@ -21,7 +21,7 @@ from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.norm import LayerNorm, RMSNorm
-from megazero.layers.spec import Initializer, NamedRows
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout
@@ -84,6 +84,11 @@ class BuildContext:
     def init(self) -> Initializer:
         """Initial values of embeddings and of projections into a block."""
         return Initializer("normal", self.model.init_std)
+
+    def vocabulary(self, name: str) -> ParamSpec:
+        """The weight of the embedding or of the head; its rows are tokens and need not be divisible by tp."""
+        model, rows = self.model, NamedRows(name, self.model.vocab_size)
+        return ParamSpec((rows,), model.hidden_size, 0, self.init, tied=bool(model.tie_embeddings))
 
     def column(
         self, weight: tuple[NamedRows, ...], bias: tuple[NamedRows, ...] = (), *, transposed: bool = False
@@ -177,15 +182,7 @@ class Embedding(nn.Module):
     def __init__(self, context: BuildContext, name: str, positions: str | None = None) -> None:
         super().__init__()
         model, cut = context.model, context.sequence_parallel
-        self.tokens = VocabParallelEmbedding(
-            name,
-            model.vocab_size,
-            model.hidden_size,
-            context.tp,
-            sequence_parallel=cut,
-            tied=bool(model.tie_embeddings),
-            init=context.init,
-        )
+        self.tokens = VocabParallelEmbedding(context.vocabulary(name), context.tp, sequence_parallel=cut)
         self.positions: nn.Module = nn.Identity()
         if positions is not None:
             self.positions = PositionEmbedding(
@@ -210,16 +207,11 @@ class Head(nn.Module):
 
     def __init__(self, context: BuildContext, norm: nn.Module, name: str, tied_weight: nn.Parameter | None) -> None:
         super().__init__()
-        model = context.model
         self.norm = norm
         self.output = VocabParallelHead(
-            name,
-            model.vocab_size,
-            model.hidden_size,
+            context.vocabulary(name),
             context.tp,
             sequence_parallel=context.sequence_parallel,
-            tied=bool(model.tie_embeddings),
-            init=context.init,
             weight=tied_weight,
             wgrad_queue=context.wgrad_queue,
         )
