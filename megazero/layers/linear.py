@@ -42,7 +42,7 @@ class GradientAccumulator(Protocol):
     """Adds up the gradients of micro-batches."""
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
-        """Take one micro-batch's gradient, in the weight's shape."""
+        """Take one micro-batch's gradient."""
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Take one micro-batch's gradient as a sum of a.T @ b."""

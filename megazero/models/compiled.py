@@ -35,8 +35,7 @@ def wants_compiling(setting: bool | str, device: torch.device, parameters: Itera
 
     Args:
         setting: `training.compile`; "auto" does on CUDA where it can.  On a CPU it takes minutes and a C++ compiler.
-        device: where the blocks compute.
-        parameters: of this rank.
+        device, parameters: of this rank.
 
     Raises:
         ValueError: `compile` is true and cannot be; see [Note: alignment].

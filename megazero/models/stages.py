@@ -32,8 +32,7 @@ def cut_by_cost(num_layers: int, stages: int, head_layers: float) -> tuple[Stage
     """Cut layers so that the costliest stage costs least; every stage has a layer.
 
     Args:
-        num_layers: of the model.
-        stages: all chunks of all ranks.
+        num_layers, stages: of the model; all chunks of all ranks.
         head_layers: cost of the head and its loss, in layers.
 
     Raises:
@@ -69,7 +68,6 @@ def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], sta
     """Cut a resolved model as the configuration says.
 
     Args:
-        model: resolved.
         layout: "even", "cost", or per stage its layers and the words "embed" and "head".
         stages: all chunks of all ranks.
 

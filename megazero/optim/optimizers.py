@@ -193,9 +193,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
     """Refuse an optimizer that can not run on shards.
 
     `allow_untested` takes classes of which nothing is known; those known to mix elements are refused all the same.
-
-    Raises:
-        ValueError: with the reason.
+    Raises: ValueError with the reason.
     """
     cls = type(optimizer)
     for base in cls.__mro__:

@@ -71,8 +71,7 @@ class Schedule:
     """What every pipeline rank computes, in order.
 
     Args:
-        name: "gpipe", "1f1b", ...
-        microbatches: micro-batches of one step.
+        microbatches: of one step.
         placement: where each virtual stage runs.
         ranks: the actions of each pipeline rank.
         has_backward: False for evaluation.

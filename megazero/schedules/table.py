@@ -25,7 +25,7 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
     """Read a table; the schedule's name is the file's, without its suffix.
 
     Args:
-        path: a file of comma-separated values.
+        path: of the file.
         placement: of the stages: "loop" deals them to the ranks once per chunk, "v" goes down the ranks and back up.
 
     Raises:
