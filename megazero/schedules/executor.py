@@ -45,10 +45,9 @@ class Stage(Protocol):
 class _InFlight:
     """Messages of one step."""
 
-    results: dict[Action, Message] = field(
-        default_factory=dict
-    )  # by the action that carries it, or uses it on this rank
-    arriving: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)  # by the action that uses it
+    # By the action whose result is sent, or by the one that uses it: on this rank, or as it arrives.
+    results: dict[Action, Message] = field(default_factory=dict)
+    arriving: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
     sending: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
 
     def take(self, use: Action) -> Message | None:
