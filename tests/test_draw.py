@@ -22,7 +22,7 @@ from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.kind import forward_only
 from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, program, simulate
 from megazero.schedules.registry import SCHEDULES
-from megazero.schedules.table import read_schedule, write_schedule
+from megazero.schedules.table import read_schedule
 from megazero.tools.draw import chrome_trace, compare_table, draw_around, draw_text
 from megazero.tools.draw_svg import draw_svg
 
@@ -244,6 +244,10 @@ def test_around_speaks_plain_text_of_any_action_even_a_missing_or_impossible_one
 
 
 # ---- tables
+
+
+def write_schedule(schedule: Schedule, path: Path) -> None:
+    path.write_text("".join(",".join(map(str, actions)) + "\n" for actions in schedule.ranks), encoding="utf-8")
 
 
 @settings(max_examples=60, deadline=None)

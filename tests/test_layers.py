@@ -12,9 +12,9 @@ from harness import run_world
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megazero.layers.attention import causal_attention, repeat_heads
+from megazero.layers.attention import causal_attention
+from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
-from megazero.layers.dropout import Dropout
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import gated
@@ -136,13 +136,9 @@ def _untied_head(
     """A head that takes `chunk` tokens at a time."""
     rows = -(-vocab // tp.size)
     head = VocabParallelHead(
-        "head",
-        vocab,
-        hidden,
+        ParamSpec((NamedRows("head", vocab),), hidden, 0, Initializer("normal", 1.0)),
         tp,
         sequence_parallel=False,
-        tied=False,
-        init=Initializer("normal", 1.0),
         logits_bytes=chunk * rows * dtype.itemsize,
     )
     _fill(head, tp)
@@ -288,7 +284,9 @@ def test_grouped_queries_attend_as_if_their_heads_were_repeated() -> None:
         [causal_attention(q[:, [head]], k[:, [head // 3]], v[:, [head // 3]])[:, 0] for head in range(6)], 1
     )
     torch.testing.assert_close(causal_attention(q, k, v), by_group)
-    torch.testing.assert_close(causal_attention(q, repeat_heads(k, 3), repeat_heads(v, 3)), by_group)
+    torch.testing.assert_close(
+        causal_attention(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1)), by_group
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -132,7 +132,7 @@ def test_a_parameter_of_any_shape_has_its_elements_in_its_spec(shape: tuple[int,
     spec = whole_spec("p", shape)
     assert spec.local_shape(1) == spec.local_shape(4) == shape
     assert spec.logical_shapes() in ({"p": shape}, {})  # a tensor without rows has no blocks
-    rows = sum(block.rows[1] - block.rows[0] for block in spec.blocks(0, 1))
+    rows = sum(region.rows[1] - region.rows[0] for region in spec.regions(0, 1))
     assert rows * spec.width(1) == torch.Size(shape).numel()
     out: Tensor = torch.empty(torch.Size(shape).numel())
     spec.init_weights(out, 0, 0, 1, 3)

@@ -176,18 +176,18 @@ def assemble(spec: ParamSpec, local: Sequence[Tensor]) -> dict[str, Tensor]:
     shapes = spec.logical_shapes()
     whole: dict[str, Tensor] = {}
     for tp, tensor in enumerate(local):
-        for block in spec.regions(tp, len(local)) if tensor.numel() else ():
-            rows, source = slice(*block.rows), tensor.view(-1, width)[slice(*block.local_rows)]
-            if not block.transposed and source.numel() == numel(block.shape):  # all of it, in the order of the file
-                whole[block.name] = source.reshape(shapes[block.name])
+        for region in spec.regions(tp, len(local)) if tensor.numel() else ():
+            rows, source = slice(*region.rows), tensor.view(-1, width)[slice(*region.local_rows)]
+            if not region.transposed and source.numel() == numel(region.shape):  # all of it, in the order of the file
+                whole[region.name] = source.reshape(shapes[region.name])
                 continue
-            target = whole.setdefault(block.name, local[0].new_empty(shapes[block.name]))
-            if block.columns is None or block.whole is not None:
+            target = whole.setdefault(region.name, local[0].new_empty(shapes[region.name]))
+            if region.columns is None or region.whole is not None:
                 target.view(-1, width)[rows] = source
-            elif block.transposed:
-                target[slice(*block.columns), rows] = source.t()
+            elif region.transposed:
+                target[slice(*region.columns), rows] = source.t()
             else:
-                target[rows, slice(*block.columns)] = source
+                target[rows, slice(*region.columns)] = source
     return {name: whole.get(name, local[0].new_empty(shape)) for name, shape in shapes.items()}
 
 

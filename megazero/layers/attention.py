@@ -1,4 +1,4 @@
-"""Causal grouped-query attention with heads cut over TP, on torch's scaled_dot_product_attention."""
+"""Causal grouped-query attention with heads cut over TP, on torch's scaled_dot_product_attention; rotary positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,30 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.rope import RotaryEmbedding
+
+
+class RotaryEmbedding:
+    """cos and sin tables for positions 0 ... seq_len - 1, shared by the layers of a stage (Su et al. 2021).
+
+    In the half-rotation form that Hugging Face's Llama uses; `head_size` is even, `theta` the base of the wavelengths.
+    """
+
+    def __init__(self, head_size: int, seq_len: int, theta: float, device: torch.device) -> None:
+        at = "meta" if device.type == "meta" else "cpu"  # the same bits for every device
+        even = torch.arange(0, head_size, 2, dtype=torch.float64, device=at)
+        position = torch.arange(seq_len, dtype=torch.float64, device=at)
+        angle = torch.outer(position, theta ** -(even / head_size))
+        angle = torch.cat([angle, angle], dim=-1)
+        self.cos = angle.cos().to(device, torch.float32)
+        self.sin = angle.sin().to(device, torch.float32)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate queries or keys by their position, in fp32.  [batch, heads, seq, head_size], unchanged in shape."""
+        low, high = x.chunk(2, dim=-1)
+        rotated = torch.cat([-high, low], dim=-1)
+        seq = x.shape[-2]
+        cos, sin = (self.cos, self.sin) if seq == len(self.cos) else (self.cos[:seq], self.sin[:seq])
+        return (x * cos + rotated * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -37,7 +60,6 @@ class Attention(nn.Module):
         self.kv_heads = num_kv_heads // qkv.tp.size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every position attends to itself and those before it."""
         heads = rearrange(self.qkv(x), "s b (h d) -> b h s d", d=self.head_size)
         rotated, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.rope is not None:
@@ -55,10 +77,5 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
-        k, v = repeat_heads(k, groups), repeat_heads(v, groups)
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def repeat_heads(x: Tensor, times: int) -> Tensor:
-    """Every head `times` times in a row, as grouped queries use it.  [batch, heads, seq, size]."""
-    return x.repeat_interleave(times, dim=1)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from statistics import NormalDist
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # two's complement of the 64-bit constants, as torch has int64 only
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -39,13 +39,11 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """64 random bits per element.
+    """64 random bits per element: int64 in the shape of `index`, uniform over all 64-bit words.
 
     Args:
         key: from `derive_key`; a number, or an int64 scalar on the device of `index`.
         index: int64, any shape: the logical position of each element.
-
-    Returns: int64 of the same shape, uniform over all 64-bit words.
     """
     z = index * _GOLDEN + key
     z = (z ^ _shift_right(z, 30)) * _MIX_1
@@ -63,11 +61,7 @@ def _quantiles() -> Tensor:
 
 
 def normal(key: int, index: Tensor) -> Tensor:
-    """Standard normal numbers, fp32.
-
-    Args:
-        key: from `derive_key`.
-        index: int64, any shape: the logical position of each element.
+    """Standard normal numbers, fp32.  Arguments as `random_bits`.
 
     Source: inversion; the quantile is linear between 256 knots per octave of the tail probability (error below 4e-6).
     """
@@ -85,11 +79,37 @@ def normal(key: int, index: Tensor) -> Tensor:
 
 
 def keep_mask(key: int | Tensor, index: Tensor, drop_probability: float) -> Tensor:
-    """True where an element survives dropout.
+    """True where an element survives dropout.  `drop_probability` is in [0, 1); other arguments as `random_bits`."""
+    return _shift_right(random_bits(key, index), 11) >= int(drop_probability * 2.0**53)
+
+
+class Dropout(nn.Module):
+    """Zero elements with probability p and scale the rest by 1 / (1 - p).
+
+    The mask is a function of (seed, site, sample, position, feature), never of a rank's random state: recomputation, another
+    cluster shape and another micro-batch size drop the same elements.
 
     Args:
-        key: as for `random_bits`.
-        index: int64, any shape: the logical position of each element.
-        drop_probability: share of elements that are dropped, in [0, 1).
+        p: in [0, 1).
+        site: canonical name of this dropout in the model.
+        seed: the run's.
+        seq_len: of the whole sequence.
+        seq_part: which part of the sequence this rank holds (0 without sequence parallelism).
+        device: where it runs.
     """
-    return _shift_right(random_bits(key, index), 11) >= int(drop_probability * 2.0**53)
+
+    def __init__(self, p: float, site: str, seed: int, seq_len: int, seq_part: int, device: torch.device) -> None:
+        super().__init__()
+        self.p, self.seq_len, self.seq_part = p, seq_len, seq_part
+        # A tensor: compiled code would hold a number as a constant, and every site would be compiled again.
+        self.key = torch.tensor(derive_key(seed, f"dropout:{site}"), device=device)
+
+    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
+        """[seq, batch, hidden] with sample_ids int64 [batch]: the global index of each sample in the run."""
+        if not self.training or self.p == 0:
+            return x
+        seq, _, hidden = x.shape
+        position = torch.arange(seq, device=x.device) + self.seq_part * seq
+        row = sample_ids * self.seq_len + position.unsqueeze(1)
+        index = row.unsqueeze(-1) * hidden + torch.arange(hidden, device=x.device)
+        return torch.where(keep_mask(self.key, index, self.p), x / (1 - self.p), 0.0)

@@ -21,7 +21,7 @@ from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
 from megazero.comm.collectives import all_gather
 from megazero.layers.gemm import product_t
 from megazero.layers.linear import WeightGradQueue, sum_of_products
-from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter
+from megazero.layers.spec import ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
 IGNORED_LABEL = -100
@@ -34,14 +34,12 @@ _LEAST = torch.finfo(torch.float32).min
 
 
 def statistics_of(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics of each token over a rank's part of the vocabulary.
+    """Over a rank's part of the vocabulary: largest logit, sum of exp(logit - it), label's logit or 0; fp32 [tokens] each.
 
     Args:
         logits: [tokens, rows]; fp32 ones become exp(logit - peak).
         local: int64 [tokens], the row of the label.
         here: bool [tokens], the label is in this part.
-
-    Returns: fp32 [tokens] each: the largest logit, the sum of exp(logit - it), the label's logit or 0.
     """
     scores = logits.float()
     target = scores.gather(-1, local.unsqueeze(-1)).squeeze(-1).where(here, 0.0)
@@ -60,27 +58,14 @@ def slope_of(
         of_label: fp32 [tokens], the label's probability.
         local, here: see `statistics_of`.
         scale: fp32 [tokens].
-        are_logits: `scores` are logits.
     """
     wide = scores.float()
     if are_logits:
         wide = wide.sub_(shift.unsqueeze(-1)).exp_()
     slope = wide.mul_(scale.unsqueeze(-1)).to(scores.dtype)
-    at, others = local.unsqueeze(-1), slope.gather(-1, local.unsqueeze(-1))
-    return slope.scatter_(
-        -1, at, ((of_label - 1) * scale).to(slope.dtype).unsqueeze(-1).where(here.unsqueeze(-1), others)
-    )
-
-
-class LossPasses:
-    """The two passes over logits, as they are or compiled.
-
-    Args:
-        statistics, slope: as the functions of this module.
-    """
-
-    def __init__(self, statistics: Any = statistics_of, slope: Any = slope_of) -> None:
-        self.statistics, self.slope = statistics, slope
+    at = local.unsqueeze(-1)
+    of_labels = ((of_label - 1) * scale).to(slope.dtype).unsqueeze(-1)
+    return slope.scatter_(-1, at, of_labels.where(here.unsqueeze(-1), slope.gather(-1, at)))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -99,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = head.logits_of(x[part], weight)
-            peak, total, target = head.passes.statistics(logits, local[part], here[part])
+            peak, total, target = head.statistics_of(logits, local[part], here[part])
             log_sum, target = _over_vocabulary(peak, total, target, head.tp)
             loss += (log_sum - target).where(counted[part], 0.0).sum()
             sums.append(log_sum)
@@ -138,7 +123,7 @@ def _slopes(
         part = slice(start, start + chunk)
         # Kept logits may be overwritten: autograd frees them after this.
         scores = head.logits_of(x[part], weight) if kept is None else kept
-        slope = head.passes.slope(
+        slope = head.slope_of(
             scores,
             log_sum[part],
             of_label[part],
@@ -154,14 +139,7 @@ def _slopes(
 
 
 def _over_vocabulary(peak: Tensor, total: Tensor, target: Tensor, tp: Axis) -> tuple[Tensor, Tensor]:
-    """log(sum(exp(logits))) and the target's logit over all ranks' parts, in one collective.
-
-    Args:
-        peak: largest logit of this rank's part, [tokens].
-        total: sum of exp(logit - peak) of it.
-        target: the label's logit where it is in this part, else 0.
-        tp: the ranks that hold the parts.
-    """
+    """log(sum(exp(logits))) and the target's logit over all ranks' parts, in one collective, from `statistics_of` each."""
     mine = torch.stack([peak, total, target])
     every = mine.new_empty(tp.size, *mine.shape)
     all_gather(every, mine.unsqueeze(0), tp).wait()
@@ -174,13 +152,9 @@ class VocabParallelHead(nn.Module):
     """Logits over the vocabulary and their cross-entropy.
 
     Args:
-        name: canonical name of the weight.
-        vocab_size: tokens of the vocabulary; need not be divisible by tp.
-        hidden_size: size of the input.
+        spec: of the weight.
         tp: the tensor-parallel axis.
         sequence_parallel: x arrives as [seq / tp, batch, hidden].
-        tied: the weight is the input embedding's.
-        init: initial values of the weight.
         weight: the embedding's parameter when this rank holds both; None makes one.
         wgrad_queue: takes the weight gradient if the weight is used here alone; None returns it to autograd.
         logits_bytes: of the logits of one chunk.
@@ -188,34 +162,27 @@ class VocabParallelHead(nn.Module):
 
     def __init__(
         self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
+        spec: ParamSpec,
         tp: Axis,
         *,
         sequence_parallel: bool,
-        tied: bool,
-        init: Initializer,
         weight: nn.Parameter | None = None,
         wgrad_queue: WeightGradQueue | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
         super().__init__()
-        self.tp, self.vocab_size, self.logits_bytes, self.passes = tp, vocab_size, logits_bytes, LossPasses()
+        self.tp, self.vocab_size, self.logits_bytes = tp, spec.sections[0].rows, logits_bytes
+        self.statistics_of: Any = statistics_of  # the two passes over logits; `models/compiled.py` compiles them
+        self.slope_of: Any = slope_of
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
-        spec = ParamSpec((NamedRows(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size) if weight is None else weight
         self.wgrad_queue = wgrad_queue if weight is None else None
 
     def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
-        """Loss summed over counted tokens, or the logits where there are no labels.
+        """Loss summed over counted tokens (fp32), or logits [seq, batch, vocab] without labels; equal on every TP rank.
 
-        Args:
-            x: [seq or seq / tp, batch, hidden].
-            labels: int64 [seq, batch], `IGNORED_LABEL` where a token does not count; or None.
-
-        Returns: fp32 scalar, or [seq, batch, vocab]; equal on every TP rank.
+        x: [seq or seq / tp, batch, hidden]; labels: int64 [seq, batch], `IGNORED_LABEL` where a token does not count.
         """
         x = self.enter(x, self.tp)
         if labels is None:

@@ -13,39 +13,18 @@ from megazero.parallel_state import Axis
 class VocabParallelEmbedding(nn.Module):
     """Rows of the embedding for the tokens.  tokens: int64 [seq, batch] -> [seq or seq / tp, batch, hidden].
 
-    Args:
-        name: canonical name of the weight.
-        vocab_size: tokens of the vocabulary; need not be divisible by tp.
-        hidden_size: size of an embedding.
-        tp: the tensor-parallel axis.
-        sequence_parallel: return this rank's part of the sequence.
-        tied: the output head uses the same weight.
-        init: initial values of the weight.
-
-    Source: Shoeybi et al. 2019, section 3.
+    `sequence_parallel` returns this rank's part of the sequence.  Source: Shoeybi et al. 2019, section 3.
     """
 
-    def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        tp: Axis,
-        *,
-        sequence_parallel: bool,
-        tied: bool,
-        init: Initializer,
-    ) -> None:
+    def __init__(self, spec: ParamSpec, tp: Axis, *, sequence_parallel: bool) -> None:
         super().__init__()
         self.tp = tp
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
-        spec = ParamSpec((NamedRows(name, vocab_size),), hidden_size, 0, init, tied=tied)
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
         self.first = tp.index * self.weight.shape[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [seq, batch] -> [seq or seq / tp, batch, hidden]."""
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first
@@ -57,13 +36,7 @@ class VocabParallelEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Learned positions, added to the embeddings.  x: [seq or seq / tp, batch, hidden], unchanged in shape.
 
-    Args:
-        name: canonical name of the weight.
-        seq_len: number of positions.
-        hidden_size: size of an embedding.
-        tp: the tensor-parallel axis.
-        sequence_parallel: x is this rank's part of the sequence.
-        init: initial values of the weight.
+    Under sequence parallelism x is this rank's part of the sequence.
     """
 
     def __init__(
@@ -76,6 +49,5 @@ class PositionEmbedding(nn.Module):
         self.part = tp.index if cut else 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the position's row to every token."""
         first = self.part * x.shape[0]
         return x + self.weight[first : first + x.shape[0]].unsqueeze(1)

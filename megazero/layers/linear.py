@@ -35,13 +35,14 @@ from megazero.layers.spec import Initializer, NamedRows, ParamSpec, bias_spec, d
 from megazero.parallel_state import Axis
 
 Entry: TypeAlias = Literal["local", "replicated", "sequence"]
+"""How x arrives: no exchange; whole, its gradients are summed over tp; as [seq / tp, batch, in], gathered and scattered."""
 
 
 class GradientAccumulator(Protocol):
     """Adds up the gradients of micro-batches."""
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
-        """Take one micro-batch's gradient, in the weight's shape."""
+        """Take one micro-batch's gradient."""
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Take one micro-batch's gradient as a sum of a.T @ b."""
@@ -51,7 +52,8 @@ class WeightGradQueue:
     """Takes weight gradients of linear layers past autograd to where they add up: at once, or when it is asked to.
 
     While `defers` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
-    queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.
+    queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.  What `submit` and
+    `add_now` return is left for autograd.
 
     Attributes:
         defers: queue the gradients instead of computing them at once.
@@ -73,19 +75,14 @@ class WeightGradQueue:
             self._passes.append([])
 
     def submit(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
-        """Add the weight gradient a.T @ b, or queue it; what is returned is for autograd.
-
-        Args:
-            weight: [m, n].
-            a, b: [k, m] and [k, n].
-        """
+        """Add the gradient a.T @ b of a weight, or queue it.  weight: [m, n], a: [k, m], b: [k, n]."""
         if not self.defers:
             return self.add_now(weight, [(a, b)])
         self._passes[-1].append(lambda accumulator: accumulator.add_products(weight, [(a, b)]))
         return None
 
     def add_now(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """Add a weight gradient that is a sum of a.T @ b at once; what is returned is for autograd."""
+        """Add a weight gradient that is a sum of a.T @ b, at once."""
         if self.accumulator is None:
             return sum_of_products(weight, factors)
         self.accumulator.add_products(weight, factors)
@@ -107,12 +104,7 @@ class WeightGradQueue:
 
 
 def sum_of_products(weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The sum of a.T @ b, as a gradient of `weight`, [m, n]; terms add up in fp32.
-
-    Args:
-        weight: [m, n].
-        factors: [k, m] and [k, n] of each term, one at least.
-    """
+    """The sum of a.T @ b, one term at least, as a gradient of `weight`; terms add up in fp32."""
     terms = iter(factors)
     a, b = next(terms)
     total = product_t(a.t(), b.t())
@@ -163,13 +155,11 @@ class _ParallelLinear(torch.autograd.Function):
                 grad_x, exchanging = start_scatter_sequence(grad_x, tp)
         gathering.wait()
 
-        grad_weight = None
+        grad_weight, a = None, grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
-            a, b = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-            grad_weight = (
-                sum_of_products(weight, [(a, b)]) if ctx.wgrad_queue is None else ctx.wgrad_queue.submit(weight, a, b)
-            )
-        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.has_bias else None
+            b, queue = x.reshape(-1, x.shape[-1]), ctx.wgrad_queue
+            grad_weight = sum_of_products(weight, [(a, b)]) if queue is None else queue.submit(weight, a, b)
+        grad_bias = a.sum(0) if ctx.has_bias else None
         exchanging.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
 
@@ -177,18 +167,7 @@ class _ParallelLinear(torch.autograd.Function):
 def parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry, tp: Axis, wgrad_queue: WeightGradQueue | None = None
 ) -> Tensor:
-    """y = x @ weight.T + bias, with the exchange that `entry` names.
-
-    Args:
-        x: [seq, batch, in], or [seq / tp, batch, in] for "sequence".
-        weight: [out, in] as this rank holds it.
-        bias: [out] or None.
-        entry: "local" (no exchange), "replicated" (gradients summed over tp), "sequence" (gathered, gradients scattered).
-        tp: the tensor-parallel axis.
-        wgrad_queue: takes the weight gradients; see `WeightGradQueue`.
-
-    Returns: [seq, batch, out].
-    """
+    """y = x @ weight.T + bias, with the exchange that `entry` names; weight and bias as this rank holds them."""
     if wgrad_queue is None and (tp.size == 1 or entry == "local") and not prefers_onednn(x):
         return F.linear(x, weight, bias)
     return _ParallelLinear.apply(x, weight, bias, entry if tp.size > 1 else "local", tp, wgrad_queue)
@@ -232,7 +211,6 @@ class ColumnParallelLinear(nn.Module):
         self.bias = drawn_parameter(self.specs["bias"], tp.index, tp.size) if bias_sections else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[seq or seq / tp, batch, in] -> [seq, batch, out / tp] (or out, when gathering)."""
         y = parallel_linear(x, self.weight, self.bias, self.entry, self.tp, self.wgrad_queue)
         return gather_features(y, self.tp) if self.gather_output else y
 
@@ -275,7 +253,6 @@ class RowParallelLinear(nn.Module):
         self.bias = drawn_parameter(self.specs["bias"], tp.index, tp.size) if bias_section else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[seq, batch, in / tp] (or in, when scattering) -> [seq or seq / tp, batch, out]."""
         if self.scatter_input:
             x = split_features(x, self.tp)
         y = self.reduce(parallel_linear(x, self.weight, None, "local", self.tp, self.wgrad_queue), self.tp)

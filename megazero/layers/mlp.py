@@ -49,34 +49,22 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)).  [seq or seq / tp, batch, hidden], unchanged in shape.
-
-    Args:
-        gate_up: fused projection whose sections are gate | up.
-        down: projection back to the hidden size.
-    """
+    """down(silu(gate(x)) * up(x)).  [seq or seq / tp, batch, hidden], unchanged in shape.  gate | up are fused."""
 
     def __init__(self, gate_up: ColumnParallelLinear, down: RowParallelLinear) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply to every position."""
         return self.down(gated(self.gate_up(x)))
 
 
 class GELU(nn.Module):
-    """down(gelu(up(x))) with the tanh form of GPT-2.  [seq or seq / tp, batch, hidden], unchanged in shape.
-
-    Args:
-        up: projection to the inner size.
-        down: projection back to the hidden size.
-    """
+    """down(gelu(up(x))) with the tanh form of GPT-2.  [seq or seq / tp, batch, hidden], unchanged in shape."""
 
     def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
         super().__init__()
         self.up, self.down = up, down
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply to every position."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))

@@ -21,13 +21,10 @@ class RMSNorm(nn.Module):
     def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool) -> None:
         super().__init__()
         self.eps = eps
-        self.specs = {
-            "weight": vector_spec(f"{name}.weight", hidden_size, Initializer("ones"), sum_over_tp=sum_over_tp)
-        }
-        self.weight = drawn_parameter(self.specs["weight"])
+        spec = vector_spec(f"{name}.weight", hidden_size, Initializer("ones"), sum_over_tp=sum_over_tp)
+        self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -37,13 +34,10 @@ class LayerNorm(nn.Module):
     def __init__(self, name: str, hidden_size: int, eps: float, *, sum_over_tp: bool) -> None:
         super().__init__()
         self.eps = eps
-        self.specs = {
-            "weight": vector_spec(f"{name}.weight", hidden_size, Initializer("ones"), sum_over_tp=sum_over_tp),
-            "bias": vector_spec(f"{name}.bias", hidden_size, Initializer("zeros"), sum_over_tp=sum_over_tp),
-        }
-        self.weight = drawn_parameter(self.specs["weight"])
-        self.bias = drawn_parameter(self.specs["bias"])
+        weight = vector_spec(f"{name}.weight", hidden_size, Initializer("ones"), sum_over_tp=sum_over_tp)
+        bias = vector_spec(f"{name}.bias", hidden_size, Initializer("zeros"), sum_over_tp=sum_over_tp)
+        self.specs = {"weight": weight, "bias": bias}
+        self.weight, self.bias = drawn_parameter(weight), drawn_parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)

@@ -14,7 +14,7 @@ Random numbers are keyed by the position in the logical tensor, so neither the f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
@@ -54,10 +54,9 @@ class NamedRows:
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a local parameter, and its position in the logical tensor.
+    """A rectangle of a local parameter, and its position in the logical tensor `name`.
 
     Args:
-        name: logical tensor.
         local_rows: (start, stop) in the local tensor's dimension 0.
         rows: (start, stop) in the logical tensor's dimension 0, before any transposition.
         columns: (start, stop) in dimension 1; None for 1-D parameters.
@@ -74,6 +73,11 @@ class Region:
     transposed: bool
     whole: tuple[int, ...] | None = None
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the logical tensor as a checkpoint stores it."""
+        return self.whole if self.whole is not None else self.shape[::-1] if self.transposed else self.shape
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -82,11 +86,9 @@ class ParamSpec:
     Args:
         sections: the logical tensors, or parts of them, that are stacked along dimension 0.
         columns: size of dimension 1; None for a 1-D parameter.
-        split: the dimension cut over TP (0 or 1), or None for a parameter that every TP rank holds.
-        init: initial values.
+        split: the dimension cut over TP, or None for a parameter that every TP rank holds.
         sum_over_tp: a replicated parameter whose gradient on each TP rank covers only part of the sequence.
         tied: the embedding that first and last pipeline stage share.
-        decay: whether weight decay applies.
         transposed: stored [in, out] in a checkpoint (GPT-2's Conv1D).
         whole: the shape of a parameter that has none or more than two dimensions and is not cut; `columns` is then all but
             the first of them, flattened.
@@ -111,35 +113,23 @@ class ParamSpec:
             return self.whole
         cut = tp_size if self.split == 0 else 1
         rows = sum(-(-section.rows // cut) for section in self.sections)
-        if self.columns is None:
-            return (rows,)
-        if self.split == 1 and self.columns % tp_size:
-            raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must be divisible by tp={tp_size}")
-        return rows, self.columns // tp_size if self.split == 1 else self.columns
+        return (rows,) if self.columns is None else (rows, self.width(tp_size))
 
     def width(self, tp_size: int) -> int:
         """Elements of one row of a TP rank's tensor."""
-        if self.whole is not None:
-            return 1 if self.columns is None else self.columns
-        return 1 if self.columns is None else self.local_shape(tp_size)[1]
+        if self.split == 1 and self.columns is not None and self.columns % tp_size:
+            raise ValueError(f"{self.sections[0].name}: its {self.columns} columns must be divisible by tp={tp_size}")
+        return (1 if self.columns is None else self.columns) // (tp_size if self.split == 1 else 1)
 
     def logical_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the logical tensors as a checkpoint stores them, by name."""
-        return {region.name: stored_shape(region) for region in self.regions(0, 1)}
+        return {region.name: region.stored_shape for region in self.regions(0, 1)}
 
     def regions(self, tp_rank: int, tp_size: int) -> Iterator[Region]:
-        """The regions of one TP rank's tensor.
-
-        Args:
-            tp_rank, tp_size: index and size on the tensor-parallel axis.
-
-        Yields: regions that cover the local tensor once, padding excepted.
-        """
-        columns = None
-        if self.columns is not None:
-            width = self.width(tp_size)
-            start = width * tp_rank if self.split == 1 else 0
-            columns = (start, start + width)
+        """The regions of one TP rank's tensor; they cover it once, padding excepted."""
+        width = self.width(tp_size)
+        start = width * tp_rank if self.split == 1 else 0
+        columns = None if self.columns is None else (start, start + width)
         first = 0
         for section in self.sections:
             part = -(-section.rows // tp_size) if self.split == 0 else section.rows
@@ -159,14 +149,7 @@ class ParamSpec:
             first += part
 
     def init_weights(self, out: Tensor, start: int, tp_rank: int, tp_size: int, seed: int) -> None:
-        """Fill part of a local tensor with its initial values.
-
-        Args:
-            out: fp32, 1-D; elements [start, start + len(out)) of the flattened local tensor.
-            start: first element.
-            tp_rank, tp_size: index and size on the tensor-parallel axis.
-            seed: the run's seed.
-        """
+        """Fill `out`, fp32 and 1-D: elements [start, start + len(out)) of the flattened local tensor."""
         out.zero_()
         width = self.width(tp_size)
         for region in self.regions(tp_rank, tp_size):
@@ -188,13 +171,6 @@ class ParamSpec:
         out.copy_(normal(derive_key(seed, region.name), index) * self.init.std)
 
 
-def stored_shape(region: Region) -> tuple[int, ...]:
-    """Shape of the region's logical tensor as a checkpoint stores it."""
-    if region.whole is not None:
-        return region.whole
-    return tuple(reversed(region.shape)) if region.transposed else region.shape
-
-
 def vector_spec(
     name: str, size: int, init: Initializer, *, split: Literal[0] | None = None, sum_over_tp: bool = False
 ) -> ParamSpec:
@@ -203,13 +179,7 @@ def vector_spec(
 
 
 def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> ParamSpec:
-    """Spec of any parameter that every TP rank holds whole.
-
-    Args:
-        name: its name in a checkpoint.
-        shape: of any number of dimensions.
-        tied: it has a copy on another stage.
-    """
+    """Spec of a parameter of any shape that every TP rank holds whole; `tied`: it has a copy on another stage."""
     rows, columns = (shape[0] if shape else 1), (prod(shape[1:]) if len(shape) > 1 else None)
     return ParamSpec((NamedRows(name, rows),), columns, tied=tied, whole=None if len(shape) in (1, 2) else shape)
 
@@ -217,25 +187,11 @@ def whole_spec(name: str, shape: tuple[int, ...], *, tied: bool = False) -> Para
 def bias_spec(weight: ParamSpec, sections: tuple[NamedRows, ...], *, sum_over_tp: bool = False) -> ParamSpec:
     """Spec of the bias that goes with a linear layer's weight: zero at the start, never decayed."""
     split: Literal[0] | None = 0 if weight.split == 0 else None
-    return replace(
-        weight,
-        sections=sections,
-        columns=None,
-        split=split,
-        init=Initializer("zeros"),
-        sum_over_tp=sum_over_tp,
-        decay=False,
-        transposed=False,
-    )
+    return ParamSpec(sections, None, split, Initializer("zeros"), sum_over_tp, decay=False)
 
 
 def drawn_parameter(spec: ParamSpec, tp_rank: int = 0, tp_size: int = 1) -> nn.Parameter:
-    """A parameter with its initial values; on the meta device without any, to be filled shard by shard.
-
-    Args:
-        spec: of the parameter.
-        tp_rank, tp_size: index and size on the tensor-parallel axis; the whole tensor does not depend on them.
-    """
+    """A parameter with its initial values; on the meta device without any, to be filled shard by shard."""
     values = torch.empty(spec.local_shape(tp_size))
     if not values.is_meta:
         spec.init_weights(values.view(-1), 0, tp_rank, tp_size, _SEED)

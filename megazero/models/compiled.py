@@ -2,18 +2,16 @@
 
     call of a block      hooks (ZeRO-3 gathers the weights) -> compiled forward -> hooks (the weights are hidden)
     one code for all     block 0 compiles; a block of the same sizes finds that code by its guards
-    a linear layer       not compiled; the code between two linear layers is
     the loss             its two passes over the logits are a kernel each
 
-[Note: linear layers]  A linear layer communicates over tp and adds its weight gradient to the bucket, in fp32 and in one
-product, inside an autograd function of its own, with handles and queues that a compiler must not record.  Tracing stops
-before it.  A compiler would call the same library for the products themselves.
+[Note: linear layers]  Tracing stops before a linear layer.  It communicates over tp and adds its weight gradient to the
+bucket inside an autograd function of its own, with handles and queues that a compiler must not record.
 
 [Note: alignment]  Weights are stored in a bucket one after the other.  CUDA code that was compiled for aligned weights reads
 16 bytes at a time, and torch does not check the weights of the next block that runs it; so all must be aligned.
 
-Sizes are constants of the code: a run has one micro-batch size, and an evaluation compiles once more for itself.  Nothing
-that differs between blocks may be a Python number (see `Dropout`), or each block would be compiled again.
+Sizes are constants of the code: an evaluation compiles once more for its micro-batches.  Nothing that differs between blocks
+may be a Python number (see `Dropout`), or each block would be compiled again.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.cross_entropy import LossPasses, slope_of, statistics_of
+from megazero.layers.cross_entropy import slope_of, statistics_of
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.models.gpt import GPTStage
 
@@ -37,8 +35,7 @@ def wants_compiling(setting: bool | str, device: torch.device, parameters: Itera
 
     Args:
         setting: `training.compile`; "auto" does on CUDA where it can.  On a CPU it takes minutes and a C++ compiler.
-        device: where the blocks compute.
-        parameters: of this rank.
+        device, parameters: of this rank.
 
     Raises:
         ValueError: `compile` is true and cannot be; see [Note: alignment].
@@ -57,9 +54,7 @@ def wants_compiling(setting: bool | str, device: torch.device, parameters: Itera
 def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
     """Have every block of a stage, and its loss, run compiled code; the compiler works when they are first called.
 
-    Args:
-        stage: its blocks' own `forward` is replaced; hooks and names of parameters stay.
-        backend: of torch.compile.
+    Only the blocks' own `forward` is replaced; hooks and names of parameters stay.
     """
     kinds = {type(block) for block in stage.blocks}
     compiled: dict[type, Any] = {kind: torch.compile(kind.forward, dynamic=False, backend=backend) for kind in kinds}
@@ -69,8 +64,9 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
                 _replace_forward(layer, torch.compiler.disable(layer.forward))
         _replace_forward(block, MethodType(compiled[type(block)], block))
     if stage.head is not None:
-        passes = (torch.compile(one, dynamic=False, backend=backend) for one in (statistics_of, slope_of))
-        stage.head.output.passes = LossPasses(*passes)
+        output = stage.head.output
+        output.statistics_of = torch.compile(statistics_of, dynamic=False, backend=backend)
+        output.slope_of = torch.compile(slope_of, dynamic=False, backend=backend)
 
 
 def _replace_forward(module: nn.Module, forward: Any) -> None:

@@ -1,28 +1,109 @@
 """What the rest of the package asks of a model family; `llama/` and `gpt2/` are the two that come with it.
 
-    config      open sizes, rules           complete, rules
-    plan        products per token          layer_weights, flops_per_token
-    files       transformers                hugging_face
-    engine      torch modules               embedding, blocks, head        (torch is imported inside these only)
-
-A script adds a family with `FAMILIES.register("mine", Mine())`, and its run file says `model.family = "mine"`.
+config      open sizes, rules           complete, rules
+plan        products per token          layer_weights, flops_per_token
+files       transformers                hugging_face
+engine      torch modules               embedding, blocks, head        (torch is imported inside these only)
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.hugging_face import HuggingFaceFormat
 from megazero.settings import Problem, divisors, nearest_multiples, nearest_of, nearest_text
 
 if TYPE_CHECKING:
     from torch import nn
 
     from megazero.models.gpt import Block, BuildContext, Embedding, Head
+
+
+@dataclass(frozen=True)
+class HuggingFaceFormat:
+    """How transformers writes a family: the keys of its `config.json` and the names of its weights.
+
+        sizes       hidden_size, n_embd      <->  model.hidden_size     must be in the file
+        defaults    rms_norm_eps             <->  model.norm_eps        may be left out of the file
+        constants   hidden_act = "silu"      <->  nothing               the only value that our model computes
+
+    Its `model_type` is the family's name.  Checkpoints hold the weights under exactly these names, so those of any step load
+    in transformers without conversion.
+
+    Args:
+        architecture: the class, as "LlamaForCausalLM".
+        sizes: their key -> ours, for keys that a configuration must have.
+        defaults: their key -> (ours, the value that transformers takes where the key is missing or null).
+        constants: their key -> the one value that our model computes; also what a missing key means.
+        assumed: as `constants`, for keys that we do not write.
+        prefix: of weight names, which a model without its head leaves out.
+        buffers: names of stored tensors that are no parameters, which older releases wrote.
+        embedding, head: names of these two weights; a file with tied embeddings may repeat the first under the second.
+        extra: further keys to write.
+        read_extra: further keys of our section, read from a configuration.
+        problems: what else in a configuration our model does not compute; also given `seq_len` of the import, or None.
+        lost: a line for the user on what an import cannot keep; empty where there is nothing.
+    """
+
+    architecture: str
+    sizes: Mapping[str, str]
+    defaults: Mapping[str, tuple[str, Any]]
+    constants: Mapping[str, Any]
+    assumed: Mapping[str, Any]
+    prefix: str
+    buffers: re.Pattern[str]
+    embedding: str
+    head: str = "lm_head.weight"
+    extra: Callable[[ModelConfig], dict[str, Any]] = field(default=lambda _: {})
+    read_extra: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda _: {})
+    problems: Callable[[Mapping[str, Any], int | None], Iterator[str]] = field(default=lambda _, __: iter(()))
+    lost: Callable[[Mapping[str, Any]], str] = field(default=lambda _: "")
+
+    def config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
+        """The `config.json` of a resolved model whose weights are stored in `dtype`: "fp32", "bf16" or "fp16"."""
+        keys = dict(self.sizes) | {theirs: ours for theirs, (ours, _) in self.defaults.items()}
+        return {
+            "vocab_size": model.vocab_size,
+            "tie_word_embeddings": model.tie_embeddings,
+            "initializer_range": model.init_std,
+            "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "architectures": [self.architecture],
+            "model_type": model.family,
+            **{theirs: getattr(model, ours) for theirs, ours in keys.items()},
+            **self.constants,
+            **self.extra(model),
+        }
+
+    def section(self, family: str, config: Mapping[str, Any], seq_len: int | None = None) -> dict[str, Any]:
+        """The [model] section of a `config.json`, as written in a run file.
+
+        Args:
+            family: its name.
+            config: the contents of the file.
+            seq_len: None for as many as the configuration has positions.
+
+        Raises:
+            ValueError: our model does not compute what this one does; the message lists every reason.
+        """
+        problems = [f"{key} is missing" for key in self.sizes if config.get(key) is None]
+        for key, value in (*self.constants.items(), *self.assumed.items()):
+            if config.get(key, value) != value:
+                supported = "leave it out" if value is None else f"it must be {value!r}"
+                problems.append(f"{key}={config[key]!r} is not supported in a {family}; {supported}")
+        problems += self.problems(config, seq_len)
+        if problems:
+            raise ValueError("; ".join(problems))
+        section = {"family": family} | {ours: config[theirs] for theirs, ours in self.sizes.items()}
+        for theirs, (ours, default) in self.defaults.items():
+            section[ours] = default if config.get(theirs) is None else config[theirs]
+        section |= self.read_extra(config)
+        return section if seq_len is None else section | {"seq_len": seq_len}
 
 
 @dataclass(frozen=True)
@@ -36,7 +117,10 @@ class ModelRule:
 
 
 class ModelFamily(ABC):
-    """One family of GPTs."""
+    """One family of GPTs.
+
+    A script adds one with `FAMILIES.register("mine", Mine())`, and its run file says `model.family = "mine"`.
+    """
 
     ties_embeddings = False
     """Whether the output layer is the embedding table where `model.tie_embeddings` is unset."""
@@ -53,21 +137,11 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
-        """The transformer layers of one stage.
-
-        Args:
-            context: what every layer is built with.
-            layers: their indices in the whole model.
-        """
+        """The transformer layers of one stage, by their indices in the whole model."""
 
     @abstractmethod
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
-        """Final norm, logits and loss.
-
-        Args:
-            context: what every layer is built with.
-            tied_weight: the embedding's parameter where this stage holds both and they are tied.
-        """
+        """Final norm, logits and loss; `tied_weight`: the embedding's, where this stage holds both and they are tied."""
 
     def ffn_hidden_size(self, model: ModelConfig) -> int:
         """Inner width of the MLP where `model.ffn_hidden_size` is unset."""
@@ -91,9 +165,16 @@ class ModelFamily(ABC):
             ModelRule(("model.hidden_size", "model.ffn_hidden_size", "parallel.tp"), self.check_ffn),
         )
 
+    def hidden_size_divisor(self, model: ModelConfig) -> tuple[int, str]:
+        """What the hidden size must be divisible by, as a number and in words."""
+        return model.num_heads, f"num_heads={model.num_heads}"
+
     def check_hidden_size(self, model: ModelConfig, _: int) -> Iterator[Problem]:
         """Heads split the hidden size."""
-        yield from hidden_size_problems(model, model.num_heads, f"num_heads={model.num_heads}")
+        divisor, name = self.hidden_size_divisor(model)
+        if model.hidden_size % divisor:
+            nearest = nearest_text(nearest_multiples(model.hidden_size, divisor))
+            yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}", nearest)
 
     def check_heads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
         """tp splits the heads."""
@@ -115,13 +196,10 @@ class ModelFamily(ABC):
         yield from tp_problems("ffn_hidden_size", model.ffn_hidden_size or self.ffn_hidden_size(model), tp)
 
     def flops_per_token(self, model: ModelConfig) -> float:
-        """FLOPs of forward and backward that a resolved model asks for per token (Chowdhery et al. 2022, appendix B).
+        """6 N + 6 layers * seq_len * hidden, forward and backward, of a resolved model (Chowdhery et al. 2022, appendix B).
 
-            6 N + 6 layers * seq_len * hidden
-
-        N are the weights of all matrix products: those of every layer, and the head; 2 FLOPs a weight forward, 4 backward.
-        The second term is q k^T and the weighted sum of v: 4 seq_len * hidden a layer forward and twice that backward,
-        halved, since a token attends to half of the sequence on average (the paper counts the whole, and so does nanoGPT).
+        N are the weights of all matrix products, the head's included; 2 FLOPs a weight forward, 4 backward.  The second term
+        is q k^T and the weighted sum of v, of which causal attention computes half (the paper and nanoGPT count the whole).
         """
         weights = model.num_layers * self.layer_weights(model) + model.vocab_size * model.hidden_size
         return 6.0 * weights + 6.0 * model.num_layers * model.seq_len * model.hidden_size
@@ -137,13 +215,6 @@ def attention_weights(model: ModelConfig) -> int:
     """Elements of a layer's q, k, v and output projections."""
     hidden, kv_heads = model.hidden_size, model.num_kv_heads or model.num_heads
     return 2 * hidden * hidden + 2 * hidden * kv_heads * (hidden // model.num_heads)
-
-
-def hidden_size_problems(model: ModelConfig, divisor: int, name: str) -> Iterator[Problem]:
-    """`model.hidden_size` must be divisible by a number; `name` says which number that is."""
-    if model.hidden_size % divisor:
-        nearest = nearest_text(nearest_multiples(model.hidden_size, divisor))
-        yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}", nearest)
 
 
 def tp_problems(key: str, value: int, tp: int, why: str = "") -> Iterator[Problem]:

@@ -15,12 +15,13 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
+from megazero.layers.attention import Attention, RotaryEmbedding
+from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import VocabParallelHead
-from megazero.layers.dropout import Dropout
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.norm import LayerNorm, RMSNorm
-from megazero.layers.spec import Initializer, NamedRows
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout
@@ -47,10 +48,10 @@ class BuildContext:
     """What every layer of a stage is built with.
 
     Args:
-        model: the resolved model section.
+        model: resolved.
         tp: the tensor-parallel axis.
         sequence_parallel: cut norms, residuals and dropout by sequence over tp.
-        seed: the run's seed.
+        seed: the run's.
         device: of computed tables.
         wgrad_queue: takes the weight gradients; None returns them to autograd.
     """
@@ -81,13 +82,13 @@ class BuildContext:
 
     @property
     def init(self) -> Initializer:
-        """Initialisation of embeddings and of projections into a block."""
+        """Initial values of embeddings and of projections into a block."""
         return Initializer("normal", self.model.init_std)
 
-    @property
-    def residual_init(self) -> Initializer:
-        """Initialisation of projections onto the residual stream, smaller with depth (Radford et al. 2019)."""
-        return Initializer("normal", self.model.init_std / sqrt(2 * self.model.num_layers))
+    def vocabulary(self, name: str) -> ParamSpec:
+        """The weight of the embedding or of the head; its rows are tokens and need not be divisible by tp."""
+        model, rows = self.model, NamedRows(name, self.model.vocab_size)
+        return ParamSpec((rows,), model.hidden_size, 0, self.init, tied=bool(model.tie_embeddings))
 
     def column(
         self, weight: tuple[NamedRows, ...], bias: tuple[NamedRows, ...] = (), *, transposed: bool = False
@@ -107,29 +108,34 @@ class BuildContext:
     def row(
         self, weight: NamedRows, in_features: int, bias: NamedRows | None = None, *, transposed: bool = False
     ) -> RowParallelLinear:
-        """A projection from a block back onto the residual stream."""
+        """A projection back onto the residual stream; its initial values shrink with depth (Radford et al. 2019)."""
         return RowParallelLinear(
             weight,
             in_features,
             self.tp,
             bias_section=bias,
             sequence_parallel=self.sequence_parallel,
-            init=self.residual_init,
+            init=Initializer("normal", self.model.init_std / sqrt(2 * self.model.num_layers)),
             transposed=transposed,
             wgrad_queue=self.wgrad_queue,
         )
 
+    def attention(
+        self, qkv: ColumnParallelLinear, out: RowParallelLinear, rope: RotaryEmbedding | None = None
+    ) -> Attention:
+        """Grouped-query attention between two projections."""
+        return Attention(qkv, out, self.model.num_heads, self.kv_heads, self.head_size, rope)
+
     def rms_norm(self, name: str) -> RMSNorm:
         """RMSNorm of the hidden size."""
-        return RMSNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self.cuts_sequence)
+        return RMSNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self._cuts_sequence)
 
     def layer_norm(self, name: str) -> LayerNorm:
         """LayerNorm of the hidden size."""
-        return LayerNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self.cuts_sequence)
+        return LayerNorm(name, self.model.hidden_size, self.model.norm_eps, sum_over_tp=self._cuts_sequence)
 
     @property
-    def cuts_sequence(self) -> bool:
-        """Whether norms and residuals see a part of the sequence, so that gradients of their weights are partial sums."""
+    def _cuts_sequence(self) -> bool:
         return self.sequence_parallel and self.tp.size > 1
 
     def dropout(self, site: str) -> Dropout:
@@ -142,7 +148,7 @@ class Block(nn.Module):
     """One transformer layer, pre-norm, with two residual branches.
 
     Args:
-        context: what every layer is built with.
+        context: builds the dropouts.
         sites: canonical names of the two branches; they key dropout.
         norms: before attention and before the MLP.
         attention, mlp: the two branches.
@@ -159,8 +165,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
-        self.attention_dropout = context.dropout(sites[0])
-        self.mlp_dropout = context.dropout(sites[1])
+        self.attention_dropout, self.mlp_dropout = map(context.dropout, sites)
 
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
         """[seq or seq / tp, batch, hidden], unchanged in shape; sample_ids int64 [batch]."""
@@ -171,24 +176,13 @@ class Block(nn.Module):
 class Embedding(nn.Module):
     """Tokens to hidden states: the first unit of the first stage.
 
-    Args:
-        context: what every layer is built with.
-        name: canonical name of the weight.
-        positions: canonical name of the learned positions; None for a model without.
+    `name` and `positions` are the canonical names of the weight and of the learned positions, None for a model without.
     """
 
     def __init__(self, context: BuildContext, name: str, positions: str | None = None) -> None:
         super().__init__()
         model, cut = context.model, context.sequence_parallel
-        self.tokens = VocabParallelEmbedding(
-            name,
-            model.vocab_size,
-            model.hidden_size,
-            context.tp,
-            sequence_parallel=cut,
-            tied=bool(model.tie_embeddings),
-            init=context.init,
-        )
+        self.tokens = VocabParallelEmbedding(context.vocabulary(name), context.tp, sequence_parallel=cut)
         self.positions: nn.Module = nn.Identity()
         if positions is not None:
             self.positions = PositionEmbedding(
@@ -205,7 +199,7 @@ class Head(nn.Module):
     """Final norm, logits and loss: the last unit of the last stage.
 
     Args:
-        context: what every layer is built with.
+        context: builds the logits.
         norm: the final norm.
         name: canonical name of the weight; the embedding's where embeddings are tied.
         tied_weight: the embedding's parameter when this stage holds it and embeddings are tied.
@@ -213,16 +207,11 @@ class Head(nn.Module):
 
     def __init__(self, context: BuildContext, norm: nn.Module, name: str, tied_weight: nn.Parameter | None) -> None:
         super().__init__()
-        model = context.model
         self.norm = norm
         self.output = VocabParallelHead(
-            name,
-            model.vocab_size,
-            model.hidden_size,
+            context.vocabulary(name),
             context.tp,
             sequence_parallel=context.sequence_parallel,
-            tied=bool(model.tie_embeddings),
-            init=context.init,
             weight=tied_weight,
             wgrad_queue=context.wgrad_queue,
         )
@@ -233,12 +222,7 @@ class Head(nn.Module):
 
 
 class GPTStage(nn.Module):
-    """The part of a GPT that one pipeline stage holds.
-
-    Args:
-        context: what every layer is built with.
-        layout: which layers and ends this stage holds.
-    """
+    """The part of a GPT that one pipeline stage holds."""
 
     def __init__(self, context: BuildContext, layout: StageLayout) -> None:
         super().__init__()
@@ -250,15 +234,12 @@ class GPTStage(nn.Module):
 
     def units(self) -> list[nn.Module]:
         """The modules that ZeRO-3 gathers one at a time, in forward order."""
-        ends = ([self.embedding] if self.embedding else [], [self.head] if self.head else [])
-        return [*ends[0], *self.blocks, *ends[1]]
+        return [unit for unit in (self.embedding, *self.blocks, self.head) if unit is not None]
 
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Hidden states for the next stage; on the last stage the loss summed over counted tokens, or without labels logits.
 
-        Args:
-            x: [seq or seq / tp, batch, hidden] from the previous stage; None on the first.
-            batch: this micro-batch's tokens, labels and sample ids.
+        x: [seq or seq / tp, batch, hidden] from the previous stage; None on the first.
         """
         if self.embedding is not None:
             x = self.embedding(batch.tokens, batch.sample_ids)

@@ -12,13 +12,7 @@ from megazero.models.registry import FAMILIES
 
 @dataclass(frozen=True)
 class StageLayout:
-    """What one virtual stage holds.
-
-    Args:
-        layers: indices of its transformer layers in the whole model.
-        has_embedding: it is the first stage.
-        has_head: it is the last stage.
-    """
+    """What one virtual stage holds: `layers` are indices in the whole model; the first and last stage have the ends."""
 
     layers: range
     has_embedding: bool
@@ -28,26 +22,18 @@ class StageLayout:
 def cut_evenly(num_layers: int, stages: int) -> tuple[StageLayout, ...]:
     """Cut layers into stages that differ by at most one layer; the surplus goes to the earlier stages.
 
-    Args:
-        num_layers: transformer layers of the model.
-        stages: pipeline stages, all chunks of all ranks.
-
     Raises:
         ValueError: more stages than layers.
     """
     return cut_by_cost(num_layers, stages, 0.0)
 
 
-def cut_by_cost(
-    num_layers: int, stages: int, head_layers: float, embedding_layers: float = 0.0
-) -> tuple[StageLayout, ...]:
+def cut_by_cost(num_layers: int, stages: int, head_layers: float) -> tuple[StageLayout, ...]:
     """Cut layers so that the costliest stage costs least; every stage has a layer.
 
     Args:
-        num_layers: transformer layers of the model.
-        stages: pipeline stages, all chunks of all ranks.
+        num_layers, stages: of the model; all chunks of all ranks.
         head_layers: cost of the head and its loss, in layers.
-        embedding_layers: cost of the embedding, in layers.
 
     Raises:
         ValueError: more stages than layers.
@@ -55,29 +41,22 @@ def cut_by_cost(
     if not 1 <= stages <= num_layers:
         raise ValueError(f"{stages} pipeline stages must be at least 1 and at most num_layers={num_layers}")
     counts, costs = [1] * stages, [1.0] * stages
-    costs[0] += embedding_layers
     costs[-1] += head_layers
     for _ in range(num_layers - stages):
-        cheapest = min(range(stages), key=lambda stage: costs[stage])
+        cheapest = costs.index(min(costs))
         counts[cheapest] += 1
         costs[cheapest] += 1
-    return cut_by_counts(counts)
+    return _cut_by_counts(counts)
 
 
-def cut_by_counts(counts: Sequence[int]) -> tuple[StageLayout, ...]:
+def _cut_by_counts(counts: Sequence[int]) -> tuple[StageLayout, ...]:
     """Give every stage its number of layers, in order; a stage that is only an end of the model may have none."""
-    starts = [0, *accumulate(counts)]
-    last = len(counts) - 1
-    return tuple(
-        StageLayout(range(starts[stage], starts[stage + 1]), stage == 0, stage == last) for stage in range(last + 1)
-    )
+    spans = [range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
+    return tuple(StageLayout(span, stage == 0, stage == len(spans) - 1) for stage, span in enumerate(spans))
 
 
 def head_cost_in_layers(model: ModelConfig) -> float:
-    """Multiplications of the output head per token over those of one layer.
-
-    Args:
-        model: a resolved model section.
+    """Multiplications of the output head per token over those of one layer of a resolved model.
 
     A layer multiplies by its matrices and, per token, attends to seq / 2 positions on average, in scores and in values.
     """
@@ -86,12 +65,11 @@ def head_cost_in_layers(model: ModelConfig) -> float:
 
 
 def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], stages: int) -> tuple[StageLayout, ...]:
-    """Cut a model as the configuration says.
+    """Cut a resolved model as the configuration says.
 
     Args:
-        model: a resolved model section.
         layout: "even", "cost", or per stage its layers and the words "embed" and "head".
-        stages: pipeline stages, all chunks of all ranks.
+        stages: all chunks of all ranks.
 
     Raises:
         ValueError: more stages than layers, or a layout of another model or another number of stages.
@@ -106,13 +84,9 @@ def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], sta
             f"parallel.layout has {sum(counts)} layers in {len(counts)} stages; "
             f"the model has num_layers={model.num_layers} and the schedule {stages} stages"
         )
-    return cut_by_counts(counts)
+    return _cut_by_counts(counts)
 
 
 def layer_counts(layout: str | tuple[tuple[int | str, ...], ...]) -> list[int]:
-    """Give the transformer layers of each stage of a written layout.
-
-    Args:
-        layout: per stage its layers; the words "embed" and "head" stand for no layer.
-    """
+    """Transformer layers of each stage of a written layout; the words "embed" and "head" stand for none."""
     return [sum(part for part in stage if isinstance(part, int)) for stage in layout]

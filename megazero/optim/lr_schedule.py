@@ -13,12 +13,7 @@ from megazero.optim.registry import LR_SCHEDULES
 
 
 def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> float:
-    """Factor on the peak learning rate.
-
-    Args:
-        schedule: the configuration's section.
-        step: 0 for the first step.
-        steps: steps of the whole run; the last one has the smallest factor.
+    """Factor on the peak learning rate; `step` is 0 for the first and steps - 1 for the last, which has the smallest factor.
 
     During warm-up the factor grows linearly to 1 at step warmup_steps - 1; where warm-up and decay overlap the smaller
     counts.  Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (wsd: warm-up, stable, decay).

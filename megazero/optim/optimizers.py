@@ -29,11 +29,7 @@ class Lion(torch.optim.Optimizer):
         w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)
         m <- beta2 * m + (1 - beta2) * g
 
-    Args:
-        params: tensors, or groups of them.
-        lr: about a third to a tenth of AdamW's.
-        betas: beta1 of the step and beta2 of the momentum, which is all the state there is.
-        weight_decay: about three to ten times AdamW's.
+    The momentum is all the state there is.  lr is about a third to a tenth of AdamW's, weight_decay three to ten times.
     """
 
     def __init__(
@@ -53,16 +49,13 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss again, with gradients.
-        """
+        """Step every parameter that has a gradient; `closure` computes the loss again, with gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            lr, (beta1, beta2) = float(group["lr"]), group["betas"]
             for param in group["params"]:
                 if param.grad is None:
                     continue
@@ -70,7 +63,9 @@ class Lion(torch.optim.Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(param)
                 for weight, gradient, momentum in _blocks(param, param.grad, state["exp_avg"]):
-                    _lion(weight, gradient, momentum, float(group["lr"]), group["betas"], group["weight_decay"])
+                    weight.mul_(1.0 - lr * group["weight_decay"])
+                    weight.add_(torch.lerp(momentum, gradient, 1.0 - beta1).sign_(), alpha=-lr)
+                    momentum.lerp_(gradient, 1.0 - beta2)
         return loss
 
 
@@ -114,14 +109,6 @@ LION = ElementwiseOptimizer(Lion, elementwise=True, keys=("betas",))
 ADAGRAD = ElementwiseOptimizer(torch.optim.Adagrad, elementwise=True, keys=("eps",))
 
 
-def _lion(
-    weight: Tensor, gradient: Tensor, momentum: Tensor, lr: float, betas: tuple[float, float], weight_decay: float
-) -> None:
-    weight.mul_(1.0 - lr * weight_decay)
-    weight.add_(torch.lerp(momentum, gradient, 1.0 - betas[0]).sign_(), alpha=-lr)
-    momentum.lerp_(gradient, 1.0 - betas[1])
-
-
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """The same elements of each tensor at a time: as many as stay in a CPU's cache over the passes of one update (2.4 to
     0.7 ns per parameter), on other devices few enough to bound the temporary memory."""
@@ -151,20 +138,8 @@ _ADAM_PARAMETERS: dict[str, Any] = {
 }
 _OPTIONAL = Parameter("keyword", Parameter.KEYWORD_ONLY, default=None)
 
-_ELEMENTWISE = (
-    Lion,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
+# Of torch.optim; `OPTIMIZERS` has the others.
+_ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
 _MATRIX = "uses whole matrices; on shards it would compute something else"
 _NORM = "scales its step by the norm of whole parameters; on shards it would compute something else"
@@ -188,8 +163,8 @@ def make_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any
     Args:
         type: Adam, AdamW, Lion, Adagrad, SGD or DeepSpeed's class names of them (FusedAdam, DeepSpeedCPUAdam,
             FusedLion, ...), in any case; a name that a script has added to `OPTIMIZERS`; or that of a class in torch.optim.
-        params: its parameters, as DeepSpeed or torch documents them.
-        groups: parameter groups; these dicts become the optimizer's `param_groups`.
+        params: as DeepSpeed or torch documents them; "fused" and "foreach" choose the kernel, else the fastest is.
+        groups: these dicts become the optimizer's `param_groups`.
 
     Raises:
         ValueError: for a name or a parameter that does not exist, with a guess at what was meant.
@@ -197,9 +172,6 @@ def make_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any
     As in DeepSpeed: "Adam" is AdamW unless params has "adam_w_mode": false, which "AdamW" ignores; weight_decay
     is 0 unless given, for AdamW too, but torch's own 0.01 with "torch_adam": true; Lion starts from lr 1e-3 and betas
     (0.9, 0.999), not from those of its paper; "max_grad_norm" is refused.  Other than in DeepSpeed, amsgrad works.
-
-    The update runs in torch's fused kernel where the class has one for these tensors, else over lists of tensors
-    (foreach); "fused" or "foreach" in params decides otherwise.
     """
     if "max_grad_norm" in params:
         raise ValueError("max_grad_norm is no parameter of an optimizer; set gradient_clipping instead")
@@ -220,18 +192,14 @@ def make_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any
 def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
     """Refuse an optimizer that can not run on shards.
 
-    Args:
-        optimizer: of torch, of this module or of anywhere.
-        allow_untested: take classes of which nothing is known; those known to mix elements are refused all the same.
-
-    Raises:
-        ValueError: with the reason.
+    `allow_untested` takes classes of which nothing is known; those known to mix elements are refused all the same.
+    Raises: ValueError with the reason.
     """
     cls = type(optimizer)
     for base in cls.__mro__:
         if reason := _NOT_ELEMENTWISE.get(base.__name__.lower()):
             raise ValueError(f"{cls.__name__} {reason}. Use ZeRO stage 0, or an optimizer such as AdamW or Lion")
-    known = {*_ELEMENTWISE, *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
+    known = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
     if cls not in known and not allow_untested:
         raise ValueError(
             f"{cls.__module__}.{cls.__name__} is not known to act element by element, as shards need it to; if it does, "
@@ -240,18 +208,14 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
 
 
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the state that an optimizer keeps for each parameter.
+    """Names of an optimizer's state with an element for each of the parameter's, and of its scalar state.
 
-    Args:
-        optimizer: it is not stepped; a twin of it with the options of each group is, on two elements.
-
-    Returns:
-        Names of the state with an element for each of the parameter's, and of the scalar state.
+    It is not stepped: a twin of it with the options of each group is, on two elements.
 
     Raises:
         ValueError: some state is neither, or the class can not be constructed from the options of its groups.
     """
-    elementwise: dict[str, None] = {}
+    elementwise: dict[str, None] = {}  # in order, each once
     scalar: dict[str, None] = {}
     for group in optimizer.param_groups:
         for name, value in _state_of_twin(type(optimizer), group).items():
@@ -270,11 +234,8 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tupl
 
 def _class_of(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class that a configuration means, and DeepSpeed's defaults where they are not the class's own."""
-    of_torch = {
-        key: item
-        for key, item in vars(torch.optim).items()
-        if isclass(item) and issubclass(item, torch.optim.Optimizer) and item is not torch.optim.Optimizer
-    }
+    base = torch.optim.Optimizer
+    of_torch = {key: it for key, it in vars(torch.optim).items() if isclass(it) and issubclass(it, base) and it != base}
     if name in OPTIMIZERS and not OPTIMIZERS.is_built_in(name):
         return OPTIMIZERS[name].cls, {}
     if name.lower() in _DEEPSPEED:
@@ -303,30 +264,24 @@ def _deepspeed_adam(
 
 def _kernel(cls: type[torch.optim.Optimizer], params: dict[str, Any], tensors: list[Tensor]) -> dict[str, bool]:
     """The fastest way to run the update that works for these tensors, found by trying it on one element of each kind."""
-    known = keywords_of(cls, positional=1)
-    for option in ("fused", "foreach"):
-        if option in known and _works(cls, params | {option: True}, tensors):
-            return {option: True}
-    return {}
-
-
-def _works(cls: type[torch.optim.Optimizer], params: dict[str, Any], tensors: list[Tensor]) -> bool:
     kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
     dummies = [torch.zeros(1, device=device, dtype=dtype, requires_grad=True) for device, dtype in kinds]
     for dummy in dummies:
         dummy.grad = torch.zeros_like(dummy)
-    try:
-        cls(dummies, **params).step()
-    except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError):
-        return False
-    return bool(dummies)
+    for option in ("fused", "foreach"):
+        if dummies and option in keywords_of(cls, positional=1):
+            try:
+                cls(dummies, **(params | {option: True})).step()
+            except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError):
+                continue
+            return {option: True}
+    return {}
 
 
 def _state_of_twin(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
     """State after one step of two elements on the CPU, with the options of a group and the plainest kernel."""
     plain = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
-    options = {key: group[key] for key in keywords_of(cls, positional=1) if key in group}
-    options |= {key: value for key, value in plain.items() if key in options}
+    options = {key: plain.get(key, group[key]) for key in keywords_of(cls, positional=1) if key in group}
     options |= {key: value.item() for key, value in options.items() if isinstance(value, Tensor)}
     dummy = torch.nn.Parameter(torch.ones(2))
     dummy.grad = torch.ones(2)

@@ -40,7 +40,7 @@ class Action:
 
 @dataclass(frozen=True)
 class MessageAction:
-    """One side of a message: the result of `carries`, from one pipeline rank to another.
+    """One side of a message between pipeline ranks.
 
     Args:
         kind: SEND or RECV.
@@ -71,8 +71,7 @@ class Schedule:
     """What every pipeline rank computes, in order.
 
     Args:
-        name: "gpipe", "1f1b", ...
-        microbatches: micro-batches of one step.
+        microbatches: of one step.
         placement: where each virtual stage runs.
         ranks: the actions of each pipeline rank.
         has_backward: False for evaluation.
@@ -99,10 +98,6 @@ class Schedule:
         """Whether backwards give the input's gradient only and weight gradients are actions of their own."""
         return any(action.kind is ActionKind.WEIGHT for actions in self.ranks for action in actions)
 
-    def stage_of(self, rank: int, chunk: int) -> int:
-        """The virtual stage that a rank's chunk is."""
-        return self.placement.index((rank, chunk))
-
     def source(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """The (rank, action) whose result `action` needs, or None for the first forward.
 
@@ -111,26 +106,23 @@ class Schedule:
         """
         if action.kind is ActionKind.WEIGHT:
             return rank, Action(ActionKind.BACKWARD, action.microbatch, action.chunk)
-        stage = self.stage_of(rank, action.chunk)
-        if action.kind is ActionKind.FORWARD:
-            if stage == 0:
-                return None
-            before, chunk = self.placement[stage - 1]
-            return before, Action(ActionKind.FORWARD, action.microbatch, chunk)
-        if stage == len(self.placement) - 1:
-            return rank, Action(ActionKind.FORWARD, action.microbatch, action.chunk)
-        after, chunk = self.placement[stage + 1]
-        return after, Action(ActionKind.BACKWARD, action.microbatch, chunk)
+        is_forward = action.kind is ActionKind.FORWARD
+        if neighbour := self._neighbour(rank, action, -1 if is_forward else 1):
+            return neighbour
+        return None if is_forward else (rank, Action(ActionKind.FORWARD, action.microbatch, action.chunk))
 
     def target(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """The (rank, action) that uses the result of `action` through a message or on the same rank, or None."""
         if action.kind is ActionKind.WEIGHT:
             return None
-        stage = self.stage_of(rank, action.chunk)
-        step = 1 if action.kind is ActionKind.FORWARD else -1
-        if not 0 <= stage + step < len(self.placement):
+        return self._neighbour(rank, action, 1 if action.kind is ActionKind.FORWARD else -1)
+
+    def _neighbour(self, rank: int, action: Action, step: int) -> tuple[int, Action] | None:
+        """The same action `step` stages on, where there is such a stage."""
+        stage = self.placement.index((rank, action.chunk)) + step
+        if not 0 <= stage < len(self.placement):
             return None
-        other, chunk = self.placement[stage + step]
+        other, chunk = self.placement[stage]
         return other, Action(action.kind, action.microbatch, chunk)
 
 

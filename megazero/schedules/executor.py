@@ -7,6 +7,7 @@ waited for: their tensors are kept until the send is done, or until a message fr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Protocol, TypeAlias
 
@@ -40,6 +41,24 @@ class Stage(Protocol):
         """Called before a forward or backward runs, with the one that follows it."""
 
 
+@dataclass
+class _InFlight:
+    """Messages of one step."""
+
+    # By the action whose result is sent, or by the one that uses it: on this rank, or as it arrives.
+    results: dict[Action, Message] = field(default_factory=dict)
+    arriving: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
+    sending: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
+
+    def take(self, use: Action) -> Message | None:
+        """What an action needs, from another rank or from this one; None where it needs nothing."""
+        if use not in self.arriving:
+            return self.results.pop(use, None)
+        pendings, message = self.arriving.pop(use)
+        _wait(pendings)
+        return message
+
+
 class Executor:
     """Runs one schedule on one pipeline rank, any number of times.  All ranks of the pipeline make it together.
 
@@ -61,23 +80,19 @@ class Executor:
         new_message: Callable[[Action], Message],
         watch: Callable[[Action], None],
     ) -> None:
-        self.schedule, self._rank, self._axes, self._new_message = schedule, down.index, (up, down), new_message
-        self._watch = watch
-        passes = [a for a in schedule.ranks[down.index] if a.kind is not ActionKind.WEIGHT]
-        self._next = dict(pairwise(passes))
+        self.schedule, self._rank, self._axes = schedule, down.index, (up, down)
+        self._new_message, self._watch = new_message, watch
+        self._next = dict(pairwise(a for a in schedule.ranks[self._rank] if a.kind is not ActionKind.WEIGHT))
         placed = program(schedule)
-        self._received = _what_messages_confirm(placed, down.index)
-        # Neighbouring batch of a direction are posted as one batch.
-        self._steps: list[Action | tuple[bool, list[MessageAction]]] = []
-        for is_message, members in groupby(placed[down.index], key=lambda step: isinstance(step, MessageAction)):
-            steps = list(members)
-            if not is_message:
-                self._steps += [step for step in steps if isinstance(step, Action)]
-                continue
-            for goes_down in (True, False):
-                batch = [s for s in steps if isinstance(s, MessageAction) and s.goes_down(down.index) == goes_down]
-                if batch:
-                    self._steps.append((goes_down, batch))
+        self._received = _what_messages_confirm(placed, self._rank)
+        # Neighbouring messages of a direction are posted as one batch.
+        self._steps: list[Action | list[MessageAction]] = []
+        for _, neighbours in groupby(placed[self._rank], key=type):
+            steps = list(neighbours)
+            self._steps += [step for step in steps if isinstance(step, Action)]
+            messages = [step for step in steps if isinstance(step, MessageAction)]
+            batches = ([m for m in messages if m.goes_down(self._rank) is down] for down in (True, False))
+            self._steps += [batch for batch in batches if batch]
 
     def run(self, stage: Stage) -> None:
         """Run one step's actions.  Raises: LostPeerError."""
@@ -86,7 +101,7 @@ class Executor:
             if isinstance(step, Action):
                 self._compute(step, stage, messages)
             else:
-                self._post(*step, messages)
+                self._post(step, messages)
         for pendings, _ in messages.sending.values():
             _wait(pendings)
 
@@ -96,8 +111,7 @@ class Executor:
             _wait(messages.sending.pop(sent)[0])
         self._watch(action)
         result = None
-        following = self._next.get(action)
-        if following is not None:
+        if following := self._next.get(action):
             stage.expect(following.chunk, following.kind is ActionKind.FORWARD)
         if action.kind is ActionKind.FORWARD:
             result = stage.forward(action.chunk, action.microbatch, given)
@@ -111,28 +125,25 @@ class Executor:
             rank, use = target
             messages.results[use if rank == self._rank else action] = tuple(tensor.detach() for tensor in result)
 
-    def _post(self, goes_down: bool, batch: list[MessageAction], messages: _InFlight) -> None:
-        axis = self._axes[goes_down]
-        sends: list[tuple[Tensor, int]] = []
-        receives: list[tuple[Tensor, int]] = []
-        going: list[tuple[Action, Message]] = []
-        coming: list[tuple[Action, Message]] = []
-        for side in batch:
-            peer = axis.ranks[side.peer]
+    def _post(self, batch: list[MessageAction], messages: _InFlight) -> None:
+        axis = self._axes[batch[0].goes_down(self._rank)]
+        posted = sorted(batch, key=lambda side: side.kind is ActionKind.RECV)  # `exchange` starts the sends first
+        tensors: dict[ActionKind, list[tuple[Tensor, int]]] = {ActionKind.SEND: [], ActionKind.RECV: []}
+        contents: list[Message] = []
+        for side in posted:
             if side.kind is ActionKind.SEND:
                 message = tuple(tensor.contiguous() for tensor in messages.results.pop(side.carries))
-                sends += [(tensor, peer) for tensor in message]
-                going.append((side.carries, message))
             else:
                 message = self._new_message(side.lands)
-                receives += [(tensor, peer) for tensor in message]
-                coming.append((side.lands, message))
-        pendings = iter(exchange(sends, receives, axis))
-        for action, message in going:
-            sent = [next(pendings) for _ in message]
-            messages.sending[action] = (sent, message)
-        for action, message in coming:
-            messages.arriving[action] = ([next(pendings) for _ in message], message)
+            tensors[side.kind] += [(tensor, axis.ranks[side.peer]) for tensor in message]
+            contents.append(message)
+        pendings = iter(exchange(tensors[ActionKind.SEND], tensors[ActionKind.RECV], axis))
+        for side, message in zip(posted, contents, strict=True):
+            under_way = ([next(pendings) for _ in message], message)
+            if side.kind is ActionKind.SEND:
+                messages.sending[side.carries] = under_way
+            else:
+                messages.arriving[side.lands] = under_way
 
 
 def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
@@ -141,40 +152,16 @@ def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Acti
     Their tensors can be freed then, without a wait.  Not every backend can say by itself that a send is done.
     """
     confirmed: dict[Action, list[Action]] = {}
-    for peer, steps in enumerate(placed):
-        if peer == rank:
-            continue
-        coming = {
-            t.lands: t.carries
-            for t in steps
-            if isinstance(t, MessageAction) and t.kind is ActionKind.RECV and t.peer == rank
-        }
+    for steps in placed:
+        ours = [step for step in steps if isinstance(step, MessageAction) and step.peer == rank]
+        coming = {message.lands: message.carries for message in ours if message.kind is ActionKind.RECV}
         used: list[Action] = []
         for step in steps:
             if isinstance(step, Action):
-                if step in coming:
-                    used.append(coming[step])
+                used += [coming[step]] if step in coming else []
             elif step.kind is ActionKind.SEND and step.peer == rank and used:
-                confirmed[step.lands] = used
-                used = []
+                confirmed[step.lands], used = used, []
     return confirmed
-
-
-class _InFlight:
-    """Messages of one step: results by the action that uses or carries them, receives, and sends."""
-
-    def __init__(self) -> None:
-        self.results: dict[Action, Message] = {}
-        self.arriving: dict[Action, tuple[list[Pending], Message]] = {}
-        self.sending: dict[Action, tuple[list[Pending], Message]] = {}
-
-    def take(self, use: Action) -> Message | None:
-        """What an action needs, from another rank or from this one; None where it needs nothing."""
-        if use not in self.arriving:
-            return self.results.pop(use, None)
-        pendings, message = self.arriving.pop(use)
-        _wait(pendings)
-        return message
 
 
 def _wait(pendings: Sequence[Pending]) -> None:

@@ -6,8 +6,6 @@ gpipe           1    whole     loop       3 (pp - 1)                            
 interleaved   v > 1  whole     loop       3 (pp - 1) / v of a rank's work       2 (pp - s - 1) + (v - 1) pp + 1 chunks
 zb-h1           1    split     loop       pp - 1 for m >= pp                    at most pp
 zbv             2    split     V          as simulated                          at most 2 pp chunks of half size
-
-A script adds a kind with `SCHEDULES.register("mine", Mine())`, and its run file says `parallel.schedule = "mine"`.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from megazero.schedules.action import Action, ActionKind, Placement, Schedule, l
 
 class ScheduleKind(ABC):
     """A way to order the actions of a step, for any number of ranks and micro-batches.
+
+    A script adds one with `SCHEDULES.register("mine", Mine())`, and its run file says `parallel.schedule = "mine"`.
 
     Attributes:
         name: for messages and drawings.
@@ -57,11 +57,7 @@ class ScheduleKind(ABC):
         return f"{self.name} has {self.chunks} chunks per rank", f"write {self.chunks}, or leave it out"
 
     def chunks_of(self, virtual_stages: int) -> int:
-        """Chunks per rank.
-
-        Raises:
-            ValueError: there are none for this number of virtual stages.
-        """
+        """Chunks per rank.  Raises: ValueError where there are none for this number of virtual stages."""
         if wrong := self.wrong_chunks(virtual_stages):
             raise ValueError(f"virtual_stages={virtual_stages}: {wrong[0]}; {wrong[1]}")
         return self.chunks or virtual_stages

@@ -23,15 +23,13 @@ from typing import TypeAlias
 from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
 
 Program: TypeAlias = tuple[tuple[Action | MessageAction, ...], ...]
+RankAction: TypeAlias = tuple[int, Action]
+
+_BEFORE = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run.
-
-    Args:
-        message: what is wrong.
-        rank, action: the first offending action, where there is one.
-    """
+    """A schedule that cannot run.  `rank` and `action` are the first offending ones, where there are any."""
 
     def __init__(self, message: str, rank: int | None = None, action: Action | None = None) -> None:
         super().__init__(message)
@@ -40,19 +38,12 @@ class ScheduleError(ValueError):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of each part of a rank's work on one micro-batch, and of a hop between ranks, in any one unit.
-
-    Args:
-        forward: forward of all the rank's chunks together.
-        backward: gradient of the input.
-        weight: gradient of the weights.
-        hop: from one rank to another.
-    """
+    """Time of each part of a rank's work on one micro-batch, in all its chunks together, in any one unit."""
 
     forward: float = 1.0
-    backward: float = 1.0
+    backward: float = 1.0  # gradient of the input
     weight: float = 1.0
-    hop: float = 0.0
+    hop: float = 0.0  # from one rank to another
 
     def of(self, action: Action, schedule: Schedule) -> float:
         """Time that an action takes; a chunk has its share of the rank's work."""
@@ -67,15 +58,10 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every action runs.
-
-    Args:
-        schedule: what ran.
-        spans: (rank, action) -> (start, end).
-    """
+    """When every action of a schedule runs: (rank, action) -> (start, end)."""
 
     schedule: Schedule
-    spans: dict[tuple[int, Action], tuple[float, float]]
+    spans: dict[RankAction, tuple[float, float]]
 
     @property
     def makespan(self) -> float:
@@ -95,14 +81,12 @@ class Timeline:
 
 def measured_costs(timeline: Timeline) -> Costs:
     """Mean cost of each part of a rank's work in a timeline that was measured; without a hop, which it cannot tell."""
-    durations: dict[ActionKind, list[float]] = {
-        kind: [] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
-    }
-    for (_, action), (start, end) in timeline.spans.items():
-        durations[action.kind].append(end - start)
-    chunks = timeline.schedule.chunks
-    forward, backward, weight = (sum(times) / max(1, len(times)) * chunks for times in durations.values())
-    return Costs(forward, backward, weight)
+
+    def mean(kind: ActionKind) -> float:
+        times = [end - start for (_, action), (start, end) in timeline.spans.items() if action.kind is kind]
+        return sum(times) / max(1, len(times)) * timeline.schedule.chunks
+
+    return Costs(mean(ActionKind.FORWARD), mean(ActionKind.BACKWARD), mean(ActionKind.WEIGHT))
 
 
 def peak_activations(schedule: Schedule, rank: int) -> int:
@@ -121,41 +105,36 @@ def peak_activations(schedule: Schedule, rank: int) -> int:
 
 
 def _check_complete(schedule: Schedule) -> None:
+    """Every rank has every action once and no other, each after the one before it of the same micro-batch and chunk."""
     kinds = [ActionKind.FORWARD]
     if schedule.has_backward:
         kinds += [ActionKind.BACKWARD, ActionKind.WEIGHT] if schedule.splits_backward else [ActionKind.BACKWARD]
     for rank, actions in enumerate(schedule.ranks):
+        text = f"{schedule.name}: rank {rank}"
         chunks = [chunk for at, chunk in schedule.placement if at == rank]
         wanted = {Action(k, m, c) for k in kinds for m in range(schedule.microbatches) for c in chunks}
         index_of = {action: index for index, action in reversed(list(enumerate(actions)))}
         if repeated := [action for index, action in enumerate(actions) if index_of[action] < index]:
-            raise ScheduleError(f"{schedule.name}: rank {rank} runs {repeated[0]} twice", rank, repeated[0])
-        if missing := wanted - set(actions):
-            first = min(missing, key=str)
-            raise ScheduleError(f"{schedule.name}: rank {rank} never runs {first}", rank, first)
-        if surplus := set(actions) - wanted:
-            first = min(surplus, key=str)
-            raise ScheduleError(f"{schedule.name}: rank {rank} runs {first}, which is no part of a step", rank, first)
+            raise ScheduleError(f"{text} runs {repeated[0]} twice", rank, repeated[0])
+        if missing := sorted(wanted - set(actions), key=str):
+            raise ScheduleError(f"{text} never runs {missing[0]}", rank, missing[0])
+        if surplus := sorted(set(actions) - wanted, key=str):
+            raise ScheduleError(f"{text} runs {surplus[0]}, which is no part of a step", rank, surplus[0])
         for action in actions:
-            before = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}.get(action.kind)
-            own = Action(before, action.microbatch, action.chunk) if before else action
-            if index_of[own] > index_of[action]:
-                raise ScheduleError(f"{schedule.name}: rank {rank} runs {action} before {own}", rank, action)
+            before = Action(_BEFORE.get(action.kind, action.kind), action.microbatch, action.chunk)
+            if index_of[before] > index_of[action]:
+                raise ScheduleError(f"{text} runs {action} before {before}", rank, action)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Compute when every action of a schedule runs.
-
-    Args:
-        schedule: any schedule.
-        costs: time of each kind of action.
 
     Raises:
         ScheduleError: an action is missing, runs twice, or waits for one that never runs.
     """
     _check_complete(schedule)
     costs = costs or Costs()
-    spans: dict[tuple[int, Action], tuple[float, float]] = {}
+    spans: dict[RankAction, tuple[float, float]] = {}
     clock, at = [0.0] * schedule.pp, [0] * schedule.pp
     moved = True
     while moved:
@@ -164,13 +143,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
             while at[rank] < len(actions):
                 action = actions[at[rank]]
                 source = schedule.source(rank, action)
-                if source is not None and source not in spans:
-                    break
-                ready = 0.0
                 if source is not None:
-                    ready = spans[source][1] + (costs.hop if source[0] != rank else 0.0)
-                start = max(clock[rank], ready)
-                clock[rank] = start + costs.of(action, schedule)
+                    if source not in spans:
+                        break
+                    clock[rank] = max(clock[rank], spans[source][1] + (costs.hop if source[0] != rank else 0.0))
+                start = clock[rank]
+                clock[rank] += costs.of(action, schedule)
                 spans[rank, action] = (start, clock[rank])
                 at[rank] += 1
                 moved = True
@@ -221,11 +199,7 @@ def program(schedule: Schedule) -> Program:
 
 
 def prove(schedule: Schedule, placed: Program) -> None:
-    """Simulate a program whose messages pass in order, each once both sides have posted it.
-
-    Args:
-        schedule: the schedule that the program was made from.
-        placed: actions with messages among them.
+    """Simulate a program of `schedule` whose messages pass in order, each once both sides have posted it.
 
     Raises:
         ScheduleError: a rank waits forever, a message is used before it was received or sent before it was computed, or a
@@ -234,8 +208,7 @@ def prove(schedule: Schedule, placed: Program) -> None:
     _check_faithful(schedule, placed)
     at = [0] * len(placed)
     posted: list[tuple[deque[MessageAction], deque[MessageAction]]] = [(deque(), deque()) for _ in placed]  # up, down
-    arrived: list[set[tuple[Action, int]]] = [set() for _ in placed]
-    done: list[set[Action]] = [set() for _ in placed]
+    known: list[set[RankAction | None]] = [{None} for _ in placed]  # results that a rank has computed or received
     moved = True
     while moved:
         moved = False
@@ -243,17 +216,17 @@ def prove(schedule: Schedule, placed: Program) -> None:
             while at[rank] < len(steps):
                 step = steps[at[rank]]
                 if isinstance(step, MessageAction):
-                    if step.kind is ActionKind.SEND and step.carries not in done[rank]:
+                    if step.kind is ActionKind.SEND and (rank, step.carries) not in known[rank]:
                         raise ScheduleError(f"{schedule.name}: rank {rank} posts {step} before {step.carries}")
                     posted[rank][step.goes_down(rank)].append(step)
-                elif not _is_ready(schedule, rank, step, arrived[rank], done[rank]):
-                    break
+                elif schedule.source(rank, step) in known[rank]:
+                    known[rank].add((rank, step))
                 else:
-                    done[rank].add(step)
+                    break
                 at[rank] += 1
                 moved = True
             for down in (False, True):
-                moved |= _pass_messages(rank, [queues[down] for queues in posted], arrived)
+                moved |= _pass_messages(rank, [queues[down] for queues in posted], known)
     for rank, steps in enumerate(placed):
         if at[rank] < len(steps):
             raise ScheduleError(f"{schedule.name}: deadlock; rank {rank} stops at {steps[at[rank]]}")
@@ -264,30 +237,19 @@ def prove(schedule: Schedule, placed: Program) -> None:
 def _check_faithful(schedule: Schedule, placed: Program) -> None:
     """A program computes what its schedule says, and every message goes where the schedule says."""
     for rank, steps in enumerate(placed):
-        computed = tuple(step for step in steps if isinstance(step, Action))
-        if computed != schedule.ranks[rank]:
-            pairs = zip_longest(computed, schedule.ranks[rank])
-            found, wanted = next((found, wanted) for found, wanted in pairs if found != wanted)
-            raise ScheduleError(f"{schedule.name}: rank {rank} runs {found} where the schedule has {wanted}")
+        text = f"{schedule.name}: rank {rank}"
+        computed = [step for step in steps if isinstance(step, Action)]
+        for found, wanted in zip_longest(computed, schedule.ranks[rank]):
+            if found != wanted:
+                raise ScheduleError(f"{text} runs {found} where the schedule has {wanted}")
         for step in steps:
             if isinstance(step, MessageAction):
                 sender, receiver = (rank, step.peer) if step.kind is ActionKind.SEND else (step.peer, rank)
                 if schedule.target(sender, step.carries) != (receiver, step.lands):
-                    raise ScheduleError(
-                        f"{schedule.name}: rank {rank} posts {step} for {step.lands}, which is no message"
-                    )
+                    raise ScheduleError(f"{text} posts {step} for {step.lands}, which is no message")
 
 
-def _is_ready(
-    schedule: Schedule, rank: int, action: Action, arrived: set[tuple[Action, int]], done: set[Action]
-) -> bool:
-    source = schedule.source(rank, action)
-    if source is None:
-        return True
-    return source[1] in done if source[0] == rank else (source[1], source[0]) in arrived
-
-
-def _pass_messages(rank: int, posted: Sequence[deque[MessageAction]], arrived: list[set[tuple[Action, int]]]) -> bool:
+def _pass_messages(rank: int, posted: Sequence[deque[MessageAction]], known: list[set[RankAction | None]]) -> bool:
     """Pass the messages at the head of both queues of a pair; a rank's queue moves strictly in order."""
     moved = False
     while posted[rank]:
@@ -296,7 +258,7 @@ def _pass_messages(rank: int, posted: Sequence[deque[MessageAction]], arrived: l
         if not other or other[0].peer != rank or other[0].carries != head.carries or other[0].kind is head.kind:
             return moved
         receiver, sender = (rank, head.peer) if head.kind is ActionKind.RECV else (head.peer, rank)
-        arrived[receiver].add((head.carries, sender))
+        known[receiver].add((sender, head.carries))
         posted[rank].popleft()
         other.popleft()
         moved = True

@@ -25,7 +25,7 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
     """Read a table; the schedule's name is the file's, without its suffix.
 
     Args:
-        path: a file of comma-separated values.
+        path: of the file.
         placement: of the stages: "loop" deals them to the ranks once per chunk, "v" goes down the ranks and back up.
 
     Raises:
@@ -34,76 +34,54 @@ def read_schedule(path: Path, placement: str = "loop") -> Schedule:
     """
     if placement not in _PLACEMENTS:
         raise ValueError(f"placement={placement} must be {' or '.join(_PLACEMENTS)}")
-    rows = _read_cells(path)
-    cells = [(line, cell, action) for line, row in rows for cell, action in row]
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            rows = [row for texts in reader if (row := _row(f"{path}, line {reader.line_num}", texts))]
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no UTF-8 text; expected lines such as F0,F1,B0,B1") from None
+    except csv.Error as error:
+        raise ValueError(f"{path} is no table of comma-separated values: {error}") from None
+    cells = [cell for row in rows for cell in row]
     if not cells:
         raise ValueError(f"{path} holds no action; a line is a rank, such as F0,F1,B0,B1")
-    microbatches = _count(path, "micro-batch", ((line, cell, a, a.microbatch) for line, cell, a in cells))
-    chunks = _count(path, "chunk", ((line, cell, a, a.chunk) for line, cell, a in cells))
+    microbatches = _count("micro-batch", ((action.microbatch, at, action) for at, action in cells))
+    chunks = _count("chunk", ((action.chunk, at, action) for at, action in cells))
     if placement == "v" and chunks != 2:
         raise ValueError(f"{path}: placement v has two chunks on each rank, 0 and 1; the file has {chunks}")
     return Schedule(
         name=path.stem,
         microbatches=microbatches,
         placement=_PLACEMENTS[placement](len(rows), chunks),
-        ranks=tuple(tuple(action for _, action in row) for _, row in rows),
-        has_backward=any(action.kind is not ActionKind.FORWARD for _, _, action in cells),
+        ranks=tuple(tuple(action for _, action in row) for row in rows),
+        has_backward=any(action.kind is not ActionKind.FORWARD for _, action in cells),
     )
 
 
-def _read_cells(path: Path) -> list[tuple[int, list[tuple[int, Action]]]]:
-    """Lines with actions, as (line number, [(cell number, action)]), both from 1."""
-    rows = []
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            for texts in reader:
-                line = reader.line_num
-                row = [
-                    (cell, _action(path, line, cell, text.strip()))
-                    for cell, text in enumerate(texts, 1)
-                    if text.strip()
-                ]
-                rows += [(line, row)] if row else []
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is no UTF-8 text; expected lines such as F0,F1,B0,B1") from None
-    except csv.Error as error:
-        raise ValueError(f"{path} is no table of comma-separated values: {error}") from None
-    return rows
+def _row(line: str, texts: list[str]) -> list[tuple[str, Action]]:
+    """The actions of a line, each with its position in words."""
+    row = []
+    for number, text in enumerate(map(str.strip, texts), 1):
+        at = f"{line}, cell {number}"
+        if found := _CELL.fullmatch(text):
+            kind, microbatch, chunk = found.groups()
+            row.append((at, Action(ActionKind(kind), int(microbatch), int(chunk or 0))))
+        elif text:
+            raise ValueError(f"{at}: got {text[:40]!r}; {_EXPECTED}")
+    return row
 
 
-def _action(path: Path, line: int, cell: int, text: str) -> Action:
-    found = _CELL.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{path}, line {line}, cell {cell}: got {text[:40]!r}; {_EXPECTED}")
-    kind, microbatch, chunk = found.groups()
-    return Action(ActionKind(kind), int(microbatch), int(chunk or 0))
-
-
-def _count(path: Path, what: str, cells: Iterable[tuple[int, int, Action, int]]) -> int:
-    """How many micro-batches or chunks (line, cell, action, its index) there are; every index below the highest is used."""
-    found = {index: (line, cell, action) for line, cell, action, index in cells}
+def _count(what: str, cells: Iterable[tuple[int, str, Action]]) -> int:
+    """How many micro-batches or chunks (index, position, action) there are; every index below the highest is used."""
+    found = {index: (at, action) for index, at, action in cells}
     highest = max(found)
     if len(found) <= highest:
-        line, cell, action = found[highest]
+        at, action = found[highest]
         missing = next(index for index in range(highest) if index not in found)
         raise ValueError(
-            f"{path}, line {line}, cell {cell}: got {action}, but {what} {missing} is nowhere; "
-            f"expected numbers from 0 on without a gap"
+            f"{at}: got {action}, but {what} {missing} is nowhere; expected numbers from 0 on without a gap"
         )
     return highest + 1
-
-
-def write_schedule(schedule: Schedule, path: Path) -> None:
-    """Write a table that `read_schedule` reads; it holds neither the name nor the placement.
-
-    Raises:
-        ValueError: the placement of stages is neither of `read_schedule`'s.
-    """
-    pp, chunks = schedule.pp, schedule.chunks
-    if schedule.placement != loop(pp, chunks) and schedule.placement != v_shape(pp):
-        raise ValueError(f"{schedule.name}: a table holds stages placed in a loop or a V, not {schedule.placement}")
-    write_text(path, "".join(",".join(map(str, actions)) + "\n" for actions in schedule.ranks))
 
 
 def write_text(path: Path, text: str) -> None:

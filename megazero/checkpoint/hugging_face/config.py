@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from megazero.config import ConfigError, RunConfig, resolve
 from megazero.models.config import ModelConfig
+from megazero.models.family import HuggingFaceFormat
 from megazero.models.gpt import BuildContext, GPTStage
-from megazero.models.hugging_face import HuggingFaceFormat
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import cut_evenly
 from megazero.parallel_state import Axis
@@ -27,11 +27,7 @@ def format_of(family: object) -> HuggingFaceFormat:
 
 
 def model_section(config: Mapping[str, Any], seq_len: int | None = None) -> ModelConfig:
-    """The resolved [model] section of a transformers configuration.
-
-    Args:
-        config: the contents of `config.json`.
-        seq_len: tokens in a sample, for a llama; as many as the configuration names when None.
+    """The resolved [model] section of a `config.json`, with `seq_len` or as many positions as it names.
 
     Raises:
         ValueError: our models do not compute what this one does; the message lists every reason.
@@ -48,11 +44,7 @@ def model_section(config: Mapping[str, Any], seq_len: int | None = None) -> Mode
 
 
 def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's logical tensors by name, in the order of the layers.
-
-    Args:
-        model: a resolved section.
-    """
+    """Shapes of a resolved model's logical tensors by name, in the order of the layers."""
     context = BuildContext(model, Axis("tp"), False, 0, torch.device("meta"))
     with torch.device("meta"):
         stage = GPTStage(context, cut_evenly(model.num_layers, 1)[0])

@@ -44,14 +44,7 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has made.
-
-    Args:
-        dtype: of the weights: "fp32", "bf16" or "fp16".
-        files: of weights.
-        bytes: of all tensors.
-        about_tokenizer: where the tokenizer came from, or why there is none.
-    """
+    """What an export has made: files of weights, bytes of tensors, where the tokenizer came from or why there is none."""
 
     dtype: str
     files: int
@@ -65,8 +58,8 @@ def export_model(
     """Write the model of a checkpoint for transformers.
 
     Args:
-        path: a step directory, or the URL of one.
-        out: a new or empty directory, or a URL.
+        path: of a step.
+        out: new or empty.
         dtype: "fp32", "bf16" or "fp16"; that of the run's weights when None.  Another one than the run's is made from the
             fp32 masters where there are any.
         max_shard_bytes: of tensors in one file.
@@ -95,8 +88,7 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
         raise CheckpointError(f"{folder} does not hold the tensors of the model that its {TRAINER_STATE} describes")
 
     def read(name: str) -> Tensor:
-        exact = masters is not None and name in masters.files
-        return masters[name].whole() if masters is not None and exact else weights[name].whole()
+        return masters[name].whole() if masters is not None and name in masters.files else weights[name].whole()
 
     with new_folder(out) as target:
         written = write_shards(target, tensors, read, max_shard_bytes, single=_SINGLE)
@@ -112,7 +104,6 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
 
 
 def _model_of(folder: Folder, trainer: TrainerState) -> ModelConfig:
-    """The [model] section that a checkpoint was written with.  Raises: CheckpointError for a script's own module."""
     if "module" in trainer.model:
         raise CheckpointError(
             f"{folder} holds a script's own module, {trainer.model['module']}, which transformers does not "

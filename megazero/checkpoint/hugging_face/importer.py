@@ -12,7 +12,7 @@ One tensor is read, converted and written at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, LocalFolder, Location
 from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
-from megazero.checkpoint.hugging_face.tokenizer import TOKENIZER, tokenizer_files
-from megazero.checkpoint.hugging_face.weights import HubWeights
+from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
+from megazero.checkpoint.hugging_face.weights import StoredTensor, open_weights
 from megazero.checkpoint.index import (
     HF_CONFIG,
     TRAINER_STATE,
@@ -45,15 +45,7 @@ MODEL_TOML = "model.toml"
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import has made.
-
-    Args:
-        model: the resolved [model] section.
-        toml: the text of `model.toml`.
-        dtype: of the stored weights: "fp32", "bf16" or "fp16".
-        tensors: how many.
-        bytes: of all of them.
-    """
+    """What an import has made: the resolved model, the text of `model.toml`, and the dtype, number and bytes of tensors."""
 
     model: ModelConfig
     toml: str
@@ -74,7 +66,7 @@ def import_model(
 
     Args:
         source: a directory with config.json and the weights.
-        out: a new or empty directory, or a URL.
+        out: new or empty.
         dtype: "fp32", "bf16" or "fp16", to store the weights in; as they are when None, the widest where they differ.
         seq_len: tokens in a sample, for a llama; as many as the model's configuration names when None.
         max_shard_bytes: of tensors in one file.
@@ -89,25 +81,23 @@ def import_model(
         model = model_section(config, seq_len)
     except ValueError as error:
         raise CheckpointError(f"{folder}/{HF_CONFIG} is not a model that can be imported: {error}") from error
-    weights = HubWeights(folder)
-    names = _match(weights, model)
-    kept = DTYPES[dtype] if dtype else reduce(torch.promote_types, [weights.dtype(name) for name in names.values()])
-    tensors: Layout = {ours: (kept, weights.shape(theirs)) for ours, theirs in names.items()}
+    weights = _match(folder, open_weights(folder), model)
+    kept = DTYPES[dtype] if dtype else reduce(torch.promote_types, [one.dtype for one in weights.values()])
+    tensors: Layout = {name: (kept, one.shape) for name, one in weights.items()}
+
+    def read(name: str) -> Tensor:
+        return weights[name].read()
+
     with new_folder(out) as target:
-        written = write_shards(
-            target,
-            tensors,
-            lambda name: weights.read(names[name]),
-            max_shard_bytes,
-            metadata={"kind": "model", "step": "0"},
-        )
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+        written = write_shards(target, tensors, read, max_shard_bytes, metadata={"kind": "model", "step": "0"})
+        ids = {key: config[key] for key in TOKEN_IDS if key in config}
         tokenizer = tokenizer_files(folder)
         toml = _toml(model, folder, target, config, has_tokenizer=TOKENIZER in tokenizer)
         files = tokenizer | {
             index_name("model"): written.index,
             HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, DTYPE_NAMES[kept]) | ids),
-            TRAINER_STATE: to_json(asdict(_beginning(model))),
+            # before the first step, on data that is not chosen yet
+            TRAINER_STATE: to_json(asdict(TrainerState(0, 0, 0, 0, "", model.model_dump(), {}, {}, versions()))),
             MODEL_TOML: toml.encode(),
         }
         records = {name: target.write(name, data) for name, data in files.items()}
@@ -127,30 +117,25 @@ def _read_config(folder: Folder) -> dict[str, Any]:
     return found
 
 
-def _beginning(model: ModelConfig) -> TrainerState:
-    """The state of a run before its first step, on data that is not chosen yet."""
-    return TrainerState(0, 0, 0, 0, "", model.model_dump(), {}, {}, versions())
-
-
 def _toml(model: ModelConfig, source: Folder, out: Folder, config: Mapping[str, Any], *, has_tokenizer: bool) -> str:
     """The sections of a run file that resumes an imported model."""
     lines = [f"# The model of {source}, imported into {out}."]
     if lost := format_of(model.family).lost(config):
         lines.append(f"# {lost}")
-    lines += ["[model]", *(f"{key} = {toml_value(value)}" for key, value in model.model_dump().items())]
+    lines += ["[model]", *(f"{key} = {toml_value(value)}" for key, value in model.model_dump().items()), ""]
     if has_tokenizer:
-        lines += ["", "[data]", f"tokenizer = {toml_value(f'{out}/{TOKENIZER}')}"]
+        lines += ["[data]", f"tokenizer = {toml_value(f'{out}/{TOKENIZER}')}"]
     else:
-        lines += ["", f"# There is no {TOKENIZER} in {source}: data.tokenizer must name the model's own."]
+        lines.append(f"# There is no {TOKENIZER} in {source}: data.tokenizer must name the model's own.")
     return "\n".join([*lines, "", "[checkpoint]", f"resume = {toml_value(str(out))}"]) + "\n"
 
 
-def _match(weights: HubWeights, model: ModelConfig) -> dict[str, str]:
-    """The stored name of each logical tensor.  Raises: CheckpointError naming what is missing, unknown or misshapen."""
+def _match(folder: Folder, stored: dict[str, StoredTensor], model: ModelConfig) -> dict[str, StoredTensor]:
+    """The stored form of each logical tensor.  Raises: CheckpointError naming what is missing, unknown or misshapen."""
     wanted, form = logical_shapes(model), format_of(model.family)
     names: dict[str, str] = {}
     problems = []
-    for name in weights.names:
+    for name in stored:
         ours = name if name in wanted else form.prefix + name
         if ours in names:
             problems.append(f"{names[ours]} and {name} are the same tensor")
@@ -159,25 +144,22 @@ def _match(weights: HubWeights, model: ModelConfig) -> dict[str, str]:
         elif not (form.buffers.fullmatch(name) or (name == form.head and model.tie_embeddings)):
             problems.append(f"{name} belongs to no parameter of a {model.family} of this configuration")
     problems += [f"{name} is missing" for name in wanted if name not in names]
-    problems += _misfits(weights, names, wanted)
-    if not problems and model.tie_embeddings and form.head in weights.names:
+    for ours, theirs in names.items():
+        shape, dtype = stored[theirs].shape, stored[theirs].dtype
+        if shape != wanted[ours]:
+            problems.append(f"{theirs} has shape {list(shape)}, the configuration makes it {list(wanted[ours])}")
+        elif dtype not in DTYPE_NAMES:
+            problems.append(f"{theirs} is of {dtype}; float32, bfloat16 and float16 are supported")
+    if not problems and model.tie_embeddings and form.head in stored:
         embedding = names[form.embedding]
-        if not _are_equal(weights.read(form.head), weights.read(embedding)):
+        if not _are_equal(stored[form.head].read(), stored[embedding].read()):
             problems.append(
                 f"{form.head} differs from {embedding}, though tie_word_embeddings is true: tied weights are one tensor"
             )
     if problems:
         shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise CheckpointError(f"the weights in {weights.folder} are not those of its {HF_CONFIG}: {shown}")
-    return {name: names[name] for name in wanted}
-
-
-def _misfits(weights: HubWeights, names: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    for ours, theirs in names.items():
-        if weights.shape(theirs) != wanted[ours]:
-            yield f"{theirs} has shape {list(weights.shape(theirs))}, the configuration makes it {list(wanted[ours])}"
-        elif weights.dtype(theirs) not in DTYPE_NAMES:
-            yield f"{theirs} is of {weights.dtype(theirs)}; float32, bfloat16 and float16 are supported"
+        raise CheckpointError(f"the weights in {folder} are not those of its {HF_CONFIG}: {shown}")
+    return {name: stored[names[name]] for name in wanted}
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -12,18 +12,9 @@ from megazero.checkpoint.index import HF_CONFIG, TrainerState, to_json
 from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS, ByteTokenizer
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-_FILES = (
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    GENERATION,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_OTHERS = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
+_FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, *_OTHERS, "chat_template.jinja")
 
 
 def tokenizer_files(folder: Folder) -> dict[str, bytes]:
@@ -35,10 +26,6 @@ def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes
     """The tokenizer's files of a checkpoint, and a line about them.
 
     An imported checkpoint has them in its own directory; for others `data.tokenizer` of the run names them.
-
-    Args:
-        folder: a step directory.
-        trainer: its trainer state.
     """
     own = tokenizer_files(folder)
     if TOKENIZER in own:
@@ -48,10 +35,8 @@ def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes
         return own, "no tokenizer: the run read bytes" if named else "no tokenizer: the checkpoint names none"
     path = Path(named) / TOKENIZER if Path(named).is_dir() else Path(named)
     if not path.is_file():
-        return (
-            own,
-            f"no tokenizer: data.tokenizer={named} of the run does not exist; copy it beside the weights yourself",
-        )
+        missing = f"data.tokenizer={named} of the run does not exist; copy it beside the weights yourself"
+        return own, f"no tokenizer: {missing}"
     beside = tokenizer_files(LocalFolder(path.parent)) if path.name == TOKENIZER else {}
     return _completed(beside | {TOKENIZER: path.read_bytes()}), f"the tokenizer {path}"
 
@@ -78,17 +63,13 @@ def _end_of_document(tokenizer: bytes) -> tuple[int | None, str | None]:
 
 
 def token_ids(folder: Folder, trainer: TrainerState, files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
-    """Ids of the tokens that begin and end a text, where they are known.
+    """Ids of the tokens that begin and end a text, where they are known, below `vocab_size`.
 
-    Args:
-        folder: a step directory; an imported one has them in its config.json.
-        trainer: its trainer state.
-        files: those of the tokenizer.
-        vocab_size: ids from here on are left out.
+    An imported checkpoint has them in its config.json; `files` are those of the tokenizer.
     """
     for text in (folder.read(HF_CONFIG) if folder.has(HF_CONFIG) else b"{}", files.get(GENERATION, b"{}")):
         config = json.loads(text)
-        found = {key: config[key] for key in _TOKEN_IDS if config.get(key) is not None}
+        found = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
         if found:
             return found
     ends: int | None = None

@@ -19,88 +19,66 @@ from megazero.checkpoint.index import CheckpointError
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
-class HubWeights:
-    """The tensors of a transformers model directory, in any of its formats.
-
-    Args:
-        folder: the directory.
-
-    Attributes:
-        names: of the tensors, as they are stored.
-
-    Raises:
-        CheckpointError: there are no weights, a file is missing or cannot be read, or does not hold what the index says.
-    """
-
-    def __init__(self, folder: LocalFolder) -> None:
-        self.folder = folder
-        self._tensors: dict[str, _Stored] = {}
-        listed: dict[str, str] = {}
-        for file in self._find(listed):
-            try:
-                opened = (_open_safetensors if file.endswith(".safetensors") else _open_pickled)(folder.path / file)
-            except FileNotFoundError as error:
-                raise CheckpointError(f"{folder}/{file} is missing") from error
-            except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-                raise CheckpointError(f"{folder}/{file} cannot be read ({error})") from error
-            twice = next((name for name in opened if name in self._tensors), None)
-            if twice is not None:
-                raise CheckpointError(f"{folder}/{file} holds {twice}, which another of its files holds too")
-            self._tensors |= opened
-        lost = next((name for name in listed if name not in self._tensors), None)
-        if lost is not None:
-            raise CheckpointError(f"{folder}/{listed[lost]} does not hold {lost}, which its index says it does")
-        self.names = list(self._tensors)
-
-    def _find(self, listed: dict[str, str]) -> list[str]:
-        """Files of weights; an index's map of tensors to files goes into `listed`."""
-        for name in _WEIGHTS:
-            index = f"{name}.index.json"
-            if self.folder.has(index):
-                try:
-                    listed |= json.loads(self.folder.read(index))["weight_map"]
-                except (ValueError, KeyError, TypeError) as error:
-                    raise CheckpointError(f"{self.folder}/{index} cannot be read ({error!r})") from error
-                return sorted(set(listed.values()))
-            if self.folder.has(name):
-                return [name]
-        raise CheckpointError(f"{self.folder} has no weights: neither {_WEIGHTS[0]} nor {_WEIGHTS[1]}, nor their index")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return self._tensors[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
-        return self._tensors[name].dtype
-
-    def read(self, name: str) -> Tensor:
-        """A tensor; not to be written to."""
-        return self._tensors[name].read()
-
-
 @dataclass(frozen=True)
-class _Stored:
-    """One tensor of a file, read when it is asked for."""
+class StoredTensor:
+    """One tensor of a file, read when it is asked for; what `read` returns is not to be written to."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
 
-def _open_safetensors(path: Path) -> dict[str, _Stored]:
+def open_weights(folder: LocalFolder) -> dict[str, StoredTensor]:
+    """The tensors of a transformers model directory, in any of its formats, by the names in the files.
+
+    Raises:
+        CheckpointError: there are no weights, a file is missing or cannot be read, or does not hold what the index says.
+    """
+    files, listed = _find(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        try:
+            opened = (_open_safetensors if file.endswith(".safetensors") else _open_pickled)(folder.path / file)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{folder}/{file} is missing") from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}/{file} cannot be read ({error})") from error
+        if twice := [name for name in opened if name in tensors]:
+            raise CheckpointError(f"{folder}/{file} holds {twice[0]}, which another of its files holds too")
+        tensors |= opened
+    if lost := [name for name in listed if name not in tensors]:
+        raise CheckpointError(f"{folder}/{listed[lost[0]]} does not hold {lost[0]}, which its index says it does")
+    return tensors
+
+
+def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
+    """Files of weights, and their index's map of tensors to files."""
+    for name in _WEIGHTS:
+        index = f"{name}.index.json"
+        if folder.has(index):
+            try:
+                listed = dict(json.loads(folder.read(index))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{folder}/{index} cannot be read ({error!r})") from error
+            return sorted(set(listed.values())), listed
+        if folder.has(name):
+            return [name], {}
+    raise CheckpointError(f"{folder} has no weights: neither {_WEIGHTS[0]} nor {_WEIGHTS[1]}, nor their index")
+
+
+def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, which may have dtypes that our checkpoints do not have."""
     file = safe_open(path, framework="pt")
 
-    def stored(name: str) -> _Stored:
+    def stored(name: str) -> StoredTensor:
         part = file.get_slice(name)
         shape = tuple(part.get_shape())
-        return _Stored(shape, (part[:0] if shape else part[...]).dtype, partial(file.get_tensor, name))
+        return StoredTensor(shape, (part[:0] if shape else part[...]).dtype, partial(file.get_tensor, name))
 
     return {name: stored(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
 
 
-def _open_pickled(path: Path) -> dict[str, _Stored]:
+def _open_pickled(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file of `torch.save`, mapped; a file older than torch 1.6 is read whole."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -109,4 +87,4 @@ def _open_pickled(path: Path) -> dict[str, _Stored]:
     except Exception as error:  # of pickle, of zip, of torch: anything can be in the file
         raise ValueError(str(error).splitlines()[0]) from error
     tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
-    return {name: _Stored(tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()}
+    return {name: StoredTensor(tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megazero.layers.attention import Attention
 from megazero.layers.mlp import GELU
 from megazero.layers.spec import NamedRows
 from megazero.models.gpt import Block, BuildContext
@@ -23,13 +22,9 @@ def gpt2_block(layer: int, context: BuildContext) -> Block:
     attention_out, attention_bias = rows("attn.c_proj", hidden)
     up, up_bias = rows("mlp.c_fc", ffn)
     down, down_bias = rows("mlp.c_proj", hidden)
-    attention = Attention(
+    attention = context.attention(
         context.column(qkv, qkv_bias, transposed=True),
         context.row(attention_out, hidden, attention_bias, transposed=True),
-        context.model.num_heads,
-        context.kv_heads,
-        context.head_size,
-        None,
     )
     mlp = GELU(context.column((up,), (up_bias,), transposed=True), context.row(down, ffn, down_bias, transposed=True))
     norms = context.layer_norm(f"{prefix}.ln_1"), context.layer_norm(f"{prefix}.ln_2")

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.family import ModelFamily, ModelRule, attention_weights
-from megazero.models.hugging_face import HuggingFaceFormat
+from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule, attention_weights
 from megazero.settings import Problem
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def _lost(config: Mapping[str, Any]) -> str:
 
 
 class GPT2Family(ModelFamily):
-    """See the module."""
+    """As above."""
 
     ties_embeddings = True
     hugging_face = HuggingFaceFormat(

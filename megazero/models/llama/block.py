@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megazero.layers.attention import Attention
+from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.mlp import SwiGLU
-from megazero.layers.rope import RotaryEmbedding
 from megazero.layers.spec import NamedRows
 from megazero.models.gpt import Block, BuildContext
 
@@ -18,29 +17,15 @@ def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding) -> Blo
     """One layer; q | k | v and gate | up are fused."""
     prefix, hidden = f"model.layers.{layer}", context.model.hidden_size
     gate_up = tuple(NamedRows(f"{prefix}.mlp.{key}_proj.weight", context.ffn_hidden_size) for key in ("gate", "up"))
-    attention = llama_attention(prefix, context, rope)
-    mlp = SwiGLU(
-        context.column(gate_up),
-        context.row(NamedRows(f"{prefix}.mlp.down_proj.weight", hidden), context.ffn_hidden_size),
-    )
-    return Block(
-        context,
-        (f"{prefix}.self_attn", f"{prefix}.mlp"),
-        (context.rms_norm(f"{prefix}.input_layernorm"), context.rms_norm(f"{prefix}.post_attention_layernorm")),
-        attention,
-        mlp,
-    )
+    down = context.row(NamedRows(f"{prefix}.mlp.down_proj.weight", hidden), context.ffn_hidden_size)
+    attention, mlp = llama_attention(prefix, context, rope), SwiGLU(context.column(gate_up), down)
+    norms = context.rms_norm(f"{prefix}.input_layernorm"), context.rms_norm(f"{prefix}.post_attention_layernorm")
+    return Block(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), norms, attention, mlp)
 
 
 def llama_attention(prefix: str, context: BuildContext, rope: RotaryEmbedding) -> Attention:
     """Grouped-query attention with rotary positions and no biases; `prefix` is the layer's."""
     hidden, kv_rows = context.model.hidden_size, context.kv_heads * context.head_size
     rows = {"q": hidden, "k": kv_rows, "v": kv_rows}
-    return Attention(
-        context.column(tuple(NamedRows(f"{prefix}.self_attn.{key}_proj.weight", rows[key]) for key in rows)),
-        context.row(NamedRows(f"{prefix}.self_attn.o_proj.weight", hidden), hidden),
-        context.model.num_heads,
-        context.kv_heads,
-        context.head_size,
-        rope,
-    )
+    qkv = context.column(tuple(NamedRows(f"{prefix}.self_attn.{key}_proj.weight", rows[key]) for key in rows))
+    return context.attention(qkv, context.row(NamedRows(f"{prefix}.self_attn.o_proj.weight", hidden), hidden), rope)

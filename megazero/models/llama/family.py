@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.family import ModelFamily, attention_weights, hidden_size_problems
-from megazero.models.hugging_face import HuggingFaceFormat
-from megazero.settings import Problem
+from megazero.models.family import HuggingFaceFormat, ModelFamily, attention_weights
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +38,7 @@ def _unsupported(config: Mapping[str, Any], _: int | None) -> Iterator[str]:
 
 
 class LlamaFamily(ModelFamily):
-    """See the module."""
+    """As above."""
 
     hugging_face = HuggingFaceFormat(
         architecture="LlamaForCausalLM",
@@ -72,11 +70,9 @@ class LlamaFamily(ModelFamily):
         """8/3 of the hidden size, up to a multiple of 256."""
         return -(-8 * model.hidden_size // (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE
 
-    def check_hidden_size(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """Heads split the hidden size into even parts."""
+    def hidden_size_divisor(self, model: ModelConfig) -> tuple[int, str]:
         step = 2 * model.num_heads
-        name = f"2*num_heads={step} (rotary positions turn pairs of a head's elements)"
-        yield from hidden_size_problems(model, step, name)
+        return step, f"2*num_heads={step} (rotary positions turn pairs of a head's elements)"
 
     def layer_weights(self, model: ModelConfig) -> int:
         """q, k, v, out; gate, up, down."""
