@@ -13,17 +13,16 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
 from pathlib import Path
-from queue import SimpleQueue
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from megazero.zero.storage import Access, FlatArray, PendingCopy, StorageError, as_flat, check_out, check_range
+from megazero.zero.storage import Access, FlatArray, PendingCopy, StorageError, as_flat, check_out
 
 ALIGN_BYTES: Final = 4096  # a page of memory and a block of most disks
 WORKERS: Final = 2  # one reads while the other writes
@@ -35,45 +34,6 @@ def _failed(path: Path, what: str, error: OSError) -> str:
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = f"{'free space on' if is_full else 'check the disk and the permissions of'} {path.parent}"
     return f"{path}: {what} failed: {error.strerror or error}; {remedy}{_OTHERWISE}"
-
-
-@dataclass(eq=False)
-class FileJob(Access):
-    """A read or a write for the workers: `run` it after the jobs `after`; `failure` says why it failed."""
-
-    array: InFile
-    what: str
-    run: Callable[[], None]
-    after: list[FileJob] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
-    failure: str | None = None
-
-    def execute(self) -> None:
-        for job in self.after:  # they left the queue before this one, so a worker is running them
-            job.done.wait()
-        self.failure = self.array.failure
-        try:
-            if self.failure is None:
-                self.run()
-        except OSError as error:
-            self.failure = _failed(self.array.store.path, self.what, error)
-        except Exception as error:  # a worker must outlive whatever a job does
-            self.failure = f"{self.array.store.path}: {self.what} failed: {type(error).__name__}: {error}"
-        if self.writes and self.array.failure is None:
-            self.array.failure = self.failure
-        self.after, self.run = [], lambda: None  # lets go of the tensors
-        self.done.set()
-
-    def wait(self) -> None:
-        self.done.wait()
-        if self.failure is not None:
-            self.array.is_failure_raised |= self.failure == self.array.failure
-            raise StorageError(self.failure)
-
-
-def _work(queue: SimpleQueue[FileJob | None]) -> None:
-    while (job := queue.get()) is not None:
-        job.execute()
 
 
 def _memory(tensor: Tensor) -> memoryview:
@@ -106,11 +66,10 @@ class InFile(FlatArray):
     def __init__(self, store: FileStore, offset: int, numel: int, dtype: torch.dtype) -> None:
         self.store, self.offset, self.numel, self.dtype = store, offset, numel, dtype
         self.failure: str | None = None
-        self.is_failure_raised = False
-        self._under_way: list[FileJob] = []
+        self.under_way: list[tuple[Access, Future[str | None]]] = []
 
     def read(self, start: int, stop: int) -> Tensor:
-        check_range(self.numel, start, stop)
+        self.access(start, stop, writes=False)
         out = torch.empty(stop - start, dtype=self.dtype)
         self.start_read(out, start).wait()
         return out
@@ -123,15 +82,12 @@ class InFile(FlatArray):
         def run() -> None:
             _move(lambda memory, at: os.preadv(descriptor, [memory], at), _memory(buffer), offset)
 
-        job = self._submit("reading", start, start + out.numel(), run, writes=False)
-        if buffer is out:
-            return PendingCopy(job.wait)
-
         def finish() -> None:
             with torch.no_grad():
                 out.copy_(buffer, non_blocking=True)  # torch keeps the pinned buffer until the stream has read it
 
-        return PendingCopy(job.wait, finish)
+        wait = self._start("reading", self.access(start, start + out.numel(), writes=False), run)
+        return PendingCopy(wait, None if buffer is out else finish)
 
     def start_write(self, start: int, values: Tensor) -> PendingCopy:
         values = as_flat(values, self.dtype)
@@ -147,27 +103,47 @@ class InFile(FlatArray):
                 copied.synchronize()
             _move(lambda memory, at: os.pwritev(descriptor, [memory], at), _memory(buffer), offset)
 
-        return PendingCopy(self._submit("writing", start, start + values.numel(), run, writes=True).wait)
+        return PendingCopy(self._start("writing", self.access(start, start + values.numel(), writes=True), run))
 
     def flush(self) -> None:
         descriptor = self.store.descriptor  # the disk must confirm the writes, too
-        self._submit("flushing", 0, self.numel, lambda: os.fdatasync(descriptor), writes=True).wait()
+        self._start("flushing", self.access(0, self.numel, writes=True), lambda: os.fdatasync(descriptor))()
 
     def _byte(self, element: int) -> int:
         return self.offset + element * self.dtype.itemsize
 
-    def _submit(self, verb: str, start: int, stop: int, run: Callable[[], None], *, writes: bool) -> FileJob:
-        check_range(self.numel, start, stop)
-        what = f"{verb} {(stop - start) * self.dtype.itemsize} bytes at byte {self._byte(start)}"
-        job = FileJob(start, stop, writes, self, what, run)
-        self.store.submit(job)
-        return job
+    def _start(self, verb: str, access: Access, run: Callable[[], None]) -> Callable[[], None]:
+        """Have a worker do it; the result waits for it."""
+        what = f"{verb} {(access.stop - access.start) * self.dtype.itemsize} bytes at byte {self._byte(access.start)}"
+        future = self.store.submit(self, access, what, run)
 
-    def queue_behind(self, job: FileJob) -> None:
-        """Tell `job` which unfinished jobs of this array it has to wait for."""
-        self._under_way = [earlier for earlier in self._under_way if not earlier.done.is_set()]
-        job.after = list(filter(job.conflicts, self._under_way))
-        self._under_way.append(job)
+        def wait() -> None:
+            failure = future.result()
+            if failure is not None:
+                self.store.is_failure_raised |= failure == self.failure
+                raise StorageError(failure)
+
+        return wait
+
+
+def _execute(
+    array: InFile, access: Access, what: str, run: Callable[[], None], after: Sequence[Future[str | None]]
+) -> str | None:
+    """Run an operation after those that it conflicts with; returns why it failed."""
+    wait_for_all(after)  # they left the queue before this one, so a worker is running them
+    if array.failure is not None:
+        return array.failure
+    try:
+        run()
+    except OSError as error:
+        failure = _failed(array.store.path, what, error)
+    except Exception as error:
+        failure = f"{array.store.path}: {what} failed: {type(error).__name__}: {error}"
+    else:
+        return None
+    if access.writes:
+        array.failure = array.failure or failure
+    return failure
 
 
 def region_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -191,15 +167,10 @@ class FileStore:
     def __init__(self, directory: Path, rank: int, nbytes: int) -> None:
         self.path, self.nbytes = directory / f"megazero-{os.getpid()}-rank{rank}.bin", nbytes
         self.descriptor = self._open(directory, f"megazero-{os.getpid()}-rank{rank}-")
+        self.is_failure_raised = False  # the error of a write that failed
         self._used, self._is_closed, self._lock = 0, False, threading.Lock()
         self._arrays: list[InFile] = []
-        self._queue: SimpleQueue[FileJob | None] = SimpleQueue()
-        self._workers = [
-            threading.Thread(target=_work, args=(self._queue,), name=f"megazero-storage-{index}", daemon=True)
-            for index in range(WORKERS)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._workers = ThreadPoolExecutor(WORKERS, "megazero-storage")
 
     def _open(self, directory: Path, prefix: str) -> int:
         if not directory.is_dir():
@@ -241,13 +212,16 @@ class FileStore:
         self._arrays.append(array)
         return array
 
-    def submit(self, job: FileJob) -> None:
-        """Hand a job to the workers."""
-        with self._lock:  # a job must enter the queue after those that it waits for
+    def submit(self, array: InFile, access: Access, what: str, run: Callable[[], None]) -> Future[str | None]:
+        """Queue an operation for the workers, behind those that it conflicts with; the result says why it failed."""
+        with self._lock:  # an operation must enter the queue after those that it waits for
             if self._is_closed:
-                raise StorageError(f"{self.path}: {job.what} failed: the file is closed")
-            job.array.queue_behind(job)
-            self._queue.put(job)
+                raise StorageError(f"{self.path}: {what} failed: the file is closed")
+            array.under_way = [(earlier, future) for earlier, future in array.under_way if not future.done()]
+            after = [future for earlier, future in array.under_way if earlier.conflicts(access)]
+            future = self._workers.submit(_execute, array, access, what, run, after)
+            array.under_way.append((access, future))
+        return future
 
     def close(self) -> None:
         """Wait for every operation and free the space; a second call does nothing.
@@ -259,25 +233,12 @@ class FileStore:
             if self._is_closed:
                 return
             self._is_closed = True
-            for _ in self._workers:
-                self._queue.put(None)
-        for worker in self._workers:
-            worker.join()
+        self._workers.shutdown()
         os.ftruncate(self.descriptor, 0)  # a forked process, of a data loader say, may hold the file open
         os.close(self.descriptor)
-        if any(array.is_failure_raised for array in self._arrays):
-            return  # one disk, one error
-        for array in self._arrays:
-            if array.failure is not None:
-                raise StorageError(array.failure)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        failures = [array.failure for array in self._arrays if array.failure is not None]
+        if failures and not self.is_failure_raised:  # one disk, one error
+            raise StorageError(failures[0])
 
 
 def _preallocate(descriptor: int, nbytes: int) -> None:
