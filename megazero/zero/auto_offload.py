@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import torch
 
-from megazero.comm.collectives import gather_objects
+from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.parallel_state import Axis
 from megazero.zero.policy import ShardingPolicy
 
-_MASTER_BYTES = 4
 # Below the root of the control groups: limit, use, statistics, and the statistic of page cache that is given up first.
 _CGROUPS: Final = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
+_LOCATIONS: Final = ("none", "cpu", "nvme")  # fastest first
 
 
 def _fields(path: Path) -> dict[str, int]:
@@ -31,10 +32,7 @@ def _fields(path: Path) -> dict[str, int]:
 def free_memory_bytes(
     device: torch.device, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Free memory of a CUDA device, or of the host within the limit of this container.
-
-    All ranks of a node share the host's.
-    """
+    """Free memory of a CUDA device, or of the host within the limit of this container; a node's ranks share the latter."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = _fields(meminfo)["MemAvailable"] * 1024
@@ -46,39 +44,36 @@ def free_memory_bytes(
 
 
 def choose_location(
-    needed_device_bytes: int, offloadable_bytes: int, free_device: int, free_host: int, free_disk: int | None
-) -> Literal["none", "cpu", "nvme"]:
-    """The fastest location that the state fits in: what `auto` means.
+    needed: int, offloadable: int, free_device: int, free_host: int, free_disk: int | None, undecided: int = 0
+) -> str:
+    """The fastest location that the state fits in: "none", "cpu" or "nvme".
 
     A tenth of device and host memory stays free, for allocators lose some and a full host kills without an error.  The file
     is preallocated, so the disk may fill up.
 
     Args:
-        needed_device_bytes: bytes on the device with nothing offloaded, the offloadable ones included.
-        offloadable_bytes: those of them that may lie elsewhere.
-        free_device: free bytes of the device.
-        free_host: free bytes of the host that are this rank's to use.
-        free_disk: likewise of the disk, None without one.
+        needed: bytes on the device with nothing offloaded, the offloadable ones included.
+        offloadable: those of them that this decision is about.
+        free_device, free_host, free_disk: free bytes that are this rank's to use; no disk is None.
+        undecided: bytes that the next decision may offload, too; it is an error only if both together do not help.
 
     Raises:
         ValueError: it fits nowhere.
     """
-
-    def fits(needed: int, free: int) -> bool:
-        return needed * 10 <= free * 9
-
-    if fits(needed_device_bytes, free_device):
+    if needed * 10 <= free_device * 9:
         return "none"
-    if fits(needed_device_bytes - offloadable_bytes, free_device):
-        if fits(offloadable_bytes, free_host):
+    for size in (offloadable, offloadable + undecided):
+        if (needed - size) * 10 > free_device * 9:
+            continue
+        if size * 10 <= free_host * 9:
             return "cpu"
-        if free_disk is not None and offloadable_bytes <= free_disk:
+        if free_disk is not None and size <= free_disk:
             return "nvme"
     disk = "no disk is set (zero.offload.nvme_path)" if free_disk is None else f"{free_disk} on the disk"
     raise ValueError(
-        f"the state fits nowhere: {needed_device_bytes} bytes are needed on the device, {offloadable_bytes} of them can be"
-        f" offloaded; free are {free_device} on the device, {free_host} on the host (of both, 90% are used) and {disk};"
-        " use more ranks, a higher zero.stage or a smaller model"
+        f"zero.offload auto: the state fits nowhere: {needed} bytes are needed on the device, {offloadable + undecided} of"
+        f" them can be offloaded; free are {free_device} on the device, {free_host} on the host (of both, 90% are used) and"
+        f" {disk}; use more ranks, a higher zero.stage or a smaller model"
     )
 
 
@@ -94,11 +89,9 @@ def without_auto(
     """Choose what the configuration leaves to the memory that is free now, on all ranks alike.
 
     Args:
-        config: may say "auto".
-        policy: stage, dtypes and axes.
         elements: parameters of this rank's model.
         moments: arrays of optimizer state per element.
-        world: all ranks; the poorest one decides.
+        world: all ranks; the one with the least free memory decides.
         neighbours: ranks of this machine, which share its memory and its disk.
         free: measures the free bytes of a device.
 
@@ -107,50 +100,33 @@ def without_auto(
     """
     if "auto" not in (config.optimizer, config.parameters):
         return config
-    stage, shards, width = policy.zero_stage, policy.shard.size, policy.dtype.itemsize
-    owned = -(-elements // shards) if stage >= 1 else elements
-    masters = 0 if policy.dtype == torch.float32 else _MASTER_BYTES
-    gradients = 4 * (owned if stage >= 2 else elements)
+    stage = policy.zero_stage
+    owned = -(-elements // policy.shard.size) if stage >= 1 else elements
+    owned_gradients = 4 * owned if stage >= 2 else 0
+    masters = 0 if policy.dtype == torch.float32 else 4 * owned
     movable = {
-        "optimizer": owned * (4 * moments + masters) + (4 * owned if stage >= 2 else 0),
-        "parameters": owned * width if stage == 3 else 0,
+        "optimizer": owned * 4 * moments + masters + owned_gradients,
+        "parameters": owned * policy.dtype.itemsize if stage == 3 else 0,
     }
-    # Beyond what leaves the device: on the host, gradients and, with fp32 weights, masters that are then separate.
-    beyond = owned * (4 * moments + _MASTER_BYTES) - movable["optimizer"]
-    extra = {"optimizer": (beyond + 4 * owned, beyond), "parameters": (0, 0)}
-    left = (0 if stage == 3 else elements * width) + gradients - (4 * owned if stage >= 2 else 0)
-    needed = left + sum(size for key, size in movable.items() if getattr(config, key) in ("none", "auto"))
+    whole_weights = 0 if stage == 3 else elements * policy.dtype.itemsize
+    needed = whole_weights + (0 if stage >= 2 else 4 * elements)
+    needed += sum(size for key, size in movable.items() if getattr(config, key) in ("none", "auto"))
+    # More than leaves the device: on the host, gradients and, with fp32 weights, masters that are then separate.
+    more = owned * 4 * (moments + 1) - movable["optimizer"]
     host = free(torch.device("cpu")) // neighbours
     disk = shutil.disk_usage(config.nvme_path).free // neighbours if config.nvme_path else None
-    chosen = {}
+    chosen: dict[str, str] = {}
     for key, size in movable.items():
         if getattr(config, key) != "auto":
             continue
-        # What is decided later counts as movable, too: it is an error only if all that may move together is not enough.
-        undecided = sum(movable[other] for other in movable if other > key and getattr(config, other) == "auto")
-        on_host, on_disk = extra[key]
+        is_first = key == "optimizer"
+        on_disk, on_host = (more, more + 4 * owned) if is_first else (0, 0)
+        undecided = movable["parameters"] if is_first and config.parameters == "auto" else 0
         free_disk = None if disk is None else disk - on_disk
-        answers = gather_objects(
-            _choose(needed, size, undecided, free(policy.device), host - on_host, free_disk), world
-        )
-        refusals = [text for text in answers if text not in _ORDER]
-        if refusals:
-            raise ValueError("zero.offload auto: " + "\n".join(dict.fromkeys(refusals)))
-        chosen[key] = max(answers, key=_ORDER.index)
+        free_device = free(policy.device)
+        choose = partial(choose_location, needed, size, free_device, host - on_host, free_disk, undecided)
+        chosen[key] = max(gather_objects(agree(choose, world, ValueError), world), key=_LOCATIONS.index)
         if chosen[key] != "none":
             needed -= size
             host -= size + on_host if chosen[key] == "cpu" else 0
     return config.model_copy(update=chosen)
-
-
-_ORDER = ("none", "cpu", "nvme")
-
-
-def _choose(needed: int, size: int, undecided: int, free_device: int, free_host: int, free_disk: int | None) -> str:
-    failure = ""
-    for movable in (size, size + undecided):
-        try:
-            return choose_location(needed, movable, free_device, free_host, free_disk)
-        except ValueError as error:
-            failure = str(error)
-    return failure

@@ -6,17 +6,14 @@ release(buffer)        ->  free for the next acquire
 
 from __future__ import annotations
 
+from operator import eq, ge
+
 import torch
 from torch import Tensor
 
 
 class BufferPool:
-    """Buffers of one device, by size and dtype.
-
-    Args:
-        device: where the buffers lie.
-        pinned: page-lock them; for buffers on the host that a GPU reads or writes.
-    """
+    """Buffers of one device, by size and dtype; `pinned` ones on the host are page-locked, for a GPU to read and write."""
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
         self._device, self._pinned = device, pinned
@@ -27,15 +24,11 @@ class BufferPool:
         """A flat buffer; its content is undefined.
 
         Args:
-            numel, dtype: of the buffer.
             or_larger: a larger free buffer will do.
             reusable: False for a size that is not asked for again soon: a new buffer, which `release` forgets.
         """
-        fitting = [
-            index
-            for index, free in enumerate(self._free)
-            if free.dtype == dtype and (free.numel() == numel or (or_larger and free.numel() > numel))
-        ]
+        fits = ge if or_larger else eq
+        fitting = [at for at, free in enumerate(self._free) if free.dtype == dtype and fits(free.numel(), numel)]
         if fitting and reusable:
             buffer = self._free.pop(fitting[-1])
         else:

@@ -52,37 +52,28 @@ class LossScaler:
         if loss_scale < 0:
             raise ValueError(f"loss_scale={loss_scale} must be 0 (dynamic) or a positive constant")
         self.dynamic = loss_scale == 0
-        if self.dynamic:
-            _check(2.0**initial_scale_power, window, hysteresis, min_loss_scale)
         self.scale = 2.0**initial_scale_power if self.dynamic else float(loss_scale)
-        self.skipped_steps = 0
-        self._window = window
-        self._hysteresis = hysteresis
+        if self.dynamic:
+            _check(self.scale, window, hysteresis, min_loss_scale)
+        self.skipped_steps = self._clean_steps = 0
+        self._window, self._min_scale = window, float(min_loss_scale)
+        self._hysteresis = self._hysteresis_left = hysteresis
         self._consecutive_hysteresis = consecutive_hysteresis
-        self._min_scale = float(min_loss_scale)
-        self._clean_steps = 0
-        self._hysteresis_left = hysteresis
 
     def update(self, overflowed: bool) -> None:
-        """Set the scale of the next step.
-
-        Args:
-            overflowed: some gradient on some rank was not finite, so that the step was skipped.
+        """Set the scale of the next step; `overflowed`: some gradient of some rank was not finite, the step was skipped.
 
         Raises:
             LossScaleError: the scale would have to fall below its minimum.
         """
         self.skipped_steps += int(overflowed)
-        if not self.dynamic:
-            return
-        if overflowed:
-            self._clean_steps = 0
+        if self.dynamic and overflowed:
             self._shrink()
-        else:
-            self._clean_steps += 1
+        elif self.dynamic:
             self._grow()
 
     def _shrink(self) -> None:
+        self._clean_steps = 0
         if self._hysteresis_left > 1:
             self._hysteresis_left -= 1
         elif self.scale > self._min_scale:
@@ -96,6 +87,7 @@ class LossScaler:
             )
 
     def _grow(self) -> None:
+        self._clean_steps += 1
         due = self._clean_steps == self._window
         if due:
             self.scale *= 2
@@ -113,11 +105,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; limits that this run was given anew count before the saved numbers.
-
-        Args:
-            state: from `state_dict`, of a dynamic or a constant scaler.
-        """
+        """Go on from a `state_dict`; limits that this run was given anew count before the saved numbers."""
         self.skipped_steps = int(state["skipped_steps"])
         if self.dynamic:
             self.scale = max(float(state["scale"]), self._min_scale)

@@ -43,65 +43,48 @@ class OffloadPlan:
     rank: int = 0
     world: Axis = field(default_factory=lambda: Axis("world"))
 
-    @property
-    def moves_weights(self) -> bool:
-        """Whether stage 3's shards lie elsewhere, so that even one rank gathers unit by unit."""
-        return self.config.parameters != "none"
-
     def allocate(self, layouts: Sequence[BucketLayout], policy: ShardingPolicy) -> Offload:
         """Reserve space for the buckets.  Raises: StorageError, on every rank, if one rank has too little."""
-        make = partial(Offload, layouts, policy, self.config, self.moments, self.rank)
-        return agree(make, self.world, StorageError)
+        return agree(partial(Offload, self, layouts, policy), self.world, StorageError)
 
 
 class Offload:
-    """Where the state of each bucket is allocated.  Without arguments: everything on the device.
-
-    Args:
-        layouts: this rank's buckets.
-        policy: stage, dtypes and axes.
-        config: no key of it is "auto".
-        moments: arrays of optimizer state per element.
-        rank: this rank, for the file's name.
+    """Where the state of each of this rank's buckets is allocated.  Without arguments: everything on the device.
 
     Raises:
-        StorageError: the file does not fit on its disk, or host memory is short.
+        StorageError: the file does not fit on its disk.
     """
 
     def __init__(
         self,
+        plan: OffloadPlan | None = None,
         layouts: Sequence[BucketLayout] = (),
         policy: ShardingPolicy | None = None,
-        config: OffloadConfig | None = None,
-        moments: int = 0,
-        rank: int = 0,
     ) -> None:
-        config = config or OffloadConfig()
-        self._pins = config.pin_memory
-        self._dtype = policy.dtype if policy is not None else torch.float32
-        self._weights_device = config.parameters
-        self._masters: dict[str, str] = {}
+        self._plan = plan or OffloadPlan()
+        self._config, self._dtype = self._plan.config, policy.dtype if policy else torch.float32
+        self._masters: dict[str, str] = {}  # by name of a bucket, where its master weights lie if not on the device
         trained = [layout for layout in layouts if layout.trains]
-        wanted = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
+        offloads = self._config.optimizer != "none"
+        wanted = self._config.ratio * sum(layout.numel for layout in trained) if offloads else 0.0
         taken = 0
         for layout in trained:
             if taken < wanted:
-                self._masters[layout.name] = config.optimizer
+                self._masters[layout.name] = self._config.optimizer
                 taken += layout.numel
         self.store: FileStore | None = None
-        if policy is not None and "nvme" in (config.optimizer, config.parameters):
-            size = sum(self._file_bytes(layout, policy, moments) for layout in layouts)
-            self.store = FileStore(Path(config.nvme_path or "."), rank, size)
+        if policy is not None and "nvme" in (self._config.optimizer, self._config.parameters):
+            size = sum(self._file_bytes(layout, policy) for layout in layouts)
+            self.store = FileStore(Path(self._config.nvme_path or "."), self._plan.rank, size)
 
-    def _file_bytes(self, layout: BucketLayout, policy: ShardingPolicy, moments: int) -> int:
-        sharded = policy.zero_stage >= 1 and layout.shards > 1
-        owned = layout.shard_numel if sharded else layout.padded_numel
+    def _file_bytes(self, layout: BucketLayout, policy: ShardingPolicy) -> int:
+        owned, moments = layout.shard_numel if policy.shards_master else layout.padded_numel, self._plan.moments
         total = 0
         if self._masters.get(layout.name) == "nvme":
             # moments are stored for parts of a bucket: each optimizer group's, cut to what is stepped at a time
             parts = len(list(layout.runs(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
             total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
-        if self._weights_device == "nvme":
+        if self._config.parameters == "nvme":
             total += region_bytes(owned, policy.dtype)
         return total
 
@@ -112,12 +95,13 @@ class Offload:
 
     def shares_weights(self, layout: BucketLayout) -> bool:
         """Whether a gathered bucket's fp32 weight shard lies where its master weights would, and so is both."""
-        both_on_host = self._masters.get(layout.name) == self._weights_device == "cpu"
+        both_on_host = self._masters.get(layout.name) == self._config.parameters == "cpu"
         return both_on_host and self._dtype == torch.float32 and not layout.persistent
 
     def weights(self) -> Callable[[int], FlatArray] | None:
         """Makes the array of a gathered bucket's weight shard; None keeps it on the device."""
-        return None if self._weights_device == "none" else partial(self._new, self._weights_device, self._dtype)
+        device = self._config.parameters
+        return None if device == "none" else partial(self._new, device, self._dtype)
 
     def moment(self, numel: int) -> FlatArray:
         """An array of zeros in the file, for optimizer state."""
@@ -125,9 +109,8 @@ class Offload:
 
     def _new(self, device: str, dtype: torch.dtype, numel: int) -> FlatArray:
         if device == "cpu":
-            return in_host_memory(numel, dtype, pin=self._pins)
-        if self.store is None:
-            raise ValueError(f"this rank has no file, and an array on {device} was asked for")
+            return in_host_memory(numel, dtype, pin=self._config.pin_memory)
+        assert self.store is not None
         return self.store.allocate(numel, dtype)
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class ShardedParameters:
     ) -> None:
         self.policy, offload = policy, offload or OffloadPlan()
         infos = _describe_parameters(units, described, persistent_elements if policy.zero_stage == 3 else 0)
-        by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or offload.moves_weights)
+        by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or offload.config.parameters != "none")
         if policy.device.type == "cpu" and not policy.sends_gradients:
             bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=policy.shard.size)

@@ -24,7 +24,6 @@ class ShardingPolicy:
     """How buckets are spread over the ranks.
 
     Args:
-        zero_stage: 0 ... 3.
         dtype: of the weights that modules compute with.
         shard: the axis over which buckets are sharded.
         replica: the axis of ranks that hold the same shard, where sharding stays within a part of dp.
