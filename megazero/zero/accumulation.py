@@ -1,41 +1,65 @@
 """How the gradients of one bucket add up within a step: which have come, and where they lie.
 
 slots     w0    w1    b1                    a round is one micro-batch
-counts     2     1     1                    BucketProgress: round 1 is complete, of round 2 two gradients are missing
-buffer   [ sum | sum | sum |pad]            GradientBuffer: the first gradient overwrites, the next ones are added
+counts     2     1     1                    round 1 is complete, of round 2 two gradients are missing
+memory   [ sum | sum | sum |pad]            the first gradient overwrites, the next ones are added
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from megazero.zero.bucket import Bucket, Slot
+from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
 
 
-class BucketProgress:
-    """Which gradients of a bucket have come in this step.
+class BucketGradients:
+    """The gradients of one bucket in this step, until they are reduced.
 
     Args:
-        slots: the bucket's parameters.
+        bucket: its own `full_gradient` is used where it keeps one; otherwise the memory comes from the pool.
+        pool: of working buffers.
+        shared_numel: size of a buffer that can serve any bucket.
 
     Attributes:
         complete: rounds of which all gradients have come; a round is one micro-batch.
+        launched: rounds whose reduction was started, or left for a later one.
+        reduced: rounds that are in `bucket.gradient`, or on their way there.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
-        self._counts = [0] * len(slots)
+    def __init__(self, bucket: Bucket, pool: BufferPool, shared_numel: int) -> None:
+        self.bucket, self._pool, self._shared_numel = bucket, pool, shared_numel
+        self._use(None)
+        self.begin_step(frees=False)
+
+    def begin_step(self, *, frees: bool) -> None:
+        """Forget all gradients; `frees` lets the bucket free its memory until the first one comes."""
+        if not self.bucket.keeps_gradients and self._memory is not None:
+            self._pool.release(self._memory)
+        if frees:
+            self.bucket.free_gradient()
+        if self._memory is not self.bucket.full_gradient:
+            self._use(self.bucket.full_gradient)
+        count = len(self.bucket.layout.slots)
+        self._is_empty, self._counts = [True] * count, [0] * count
+        self.launched = self.reduced = 0
         self._advance_to(0)
 
-    def add(self, slot: int, expected: int) -> None:
+    def _use(self, memory: Tensor | None) -> None:
+        slots, self._memory = self.bucket.layout.slots, memory
+        self._parts = [] if memory is None else [memory[at.start : at.stop].view(at.info.shape) for at in slots]
+        self._is_empty = [True] * len(slots)
+
+    def _advance_to(self, rounds: int) -> None:
+        self.complete = rounds
+        self._missing = self._counts.count(rounds)  # gradients that have not come in the next round
+
+    def count(self, slot: int, expected: int) -> None:
         """Count a gradient.  Raises: RuntimeError, it came more than `expected` times."""
         if self._counts[slot] == expected:
             raise RuntimeError(
-                f"gradient of {self._slots[slot].info.name} came more than {expected} times in a step of {expected} "
-                "micro-batches: backward ran more often than that, or within itself (checkpointing needs "
+                f"gradient of {self.bucket.layout.slots[slot].info.name} came more than {expected} times in a step of "
+                f"{expected} micro-batches: backward ran more often than that, or within itself (checkpointing needs "
                 "use_reentrant=False)"
             )
         self._counts[slot] += 1
@@ -50,49 +74,15 @@ class BucketProgress:
             self._counts = [max(count, rounds) for count in self._counts]
             self._advance_to(rounds)
 
-    def _advance_to(self, rounds: int) -> None:
-        self.complete = rounds
-        self._missing = self._counts.count(rounds)  # gradients that have not come in the next round
-
-
-class GradientBuffer:
-    """The memory in which the gradients of one bucket add up until they are reduced.
-
-    Args:
-        bucket: its own `full_gradient` is used where it keeps one; otherwise the memory comes from the pool.
-        pool: of working buffers.
-        shared_numel: size of a buffer that can serve any bucket.
-    """
-
-    def __init__(self, bucket: Bucket, pool: BufferPool, shared_numel: int) -> None:
-        self._bucket, self._pool, self._shared_numel = bucket, pool, shared_numel
-        self._use(None)
-
-    def _use(self, memory: Tensor | None) -> None:
-        slots, self._memory = self._bucket.layout.slots, memory
-        self._parts = [] if memory is None else [memory[at.start : at.stop].view(at.info.shape) for at in slots]
-        self._is_empty = [True] * len(slots)
-
-    def begin_step(self, *, frees: bool) -> None:
-        """Forget all gradients; `frees` lets the bucket free its memory until the first one comes."""
-        if not self._bucket.keeps_gradients and self._memory is not None:
-            self._pool.release(self._memory)
-        if frees:
-            self._bucket.free_gradient()
-        if self._memory is not self._bucket.full_gradient:
-            self._use(self._bucket.full_gradient)
-        self._is_empty = [True] * len(self._is_empty)
-
     def open(self, *, is_reduced_soon: bool) -> None:
         """Have memory; what is reduced only at the end of the step gets memory of the bucket's own size."""
-        bucket = self._bucket
         if self._memory is not None:
             return
-        if bucket.keeps_gradients:
-            self._use(bucket.allocate_gradient())
+        if self.bucket.keeps_gradients:
+            self._use(self.bucket.allocate_gradient())
         else:
-            numel = self._shared_numel if is_reduced_soon else bucket.layout.padded_numel
-            self._use(self._pool.acquire(numel, bucket.policy.accumulate_dtype, reusable=is_reduced_soon))
+            numel = self._shared_numel if is_reduced_soon else self.bucket.layout.padded_numel
+            self._use(self._pool.acquire(numel, self.bucket.policy.accumulate_dtype, reusable=is_reduced_soon))
 
     def part(self, slot: int) -> tuple[Tensor, bool]:
         """A parameter's part, in its shape, and whether it is empty: to be overwritten, not added to."""
@@ -101,31 +91,13 @@ class GradientBuffer:
 
     def take(self) -> Tensor:
         """The memory, with zeros in the padding and where no gradient has come; the next gradients overwrite it."""
-        memory, layout = self._memory, self._bucket.layout
+        memory, layout = self._memory, self.bucket.layout
         assert memory is not None
         for part, is_empty in zip(self._parts, self._is_empty, strict=True):
             if is_empty:
                 part.zero_()
         memory[layout.numel : layout.padded_numel].zero_()
         self._is_empty = [True] * len(self._is_empty)
-        if not self._bucket.keeps_gradients:  # whoever has taken it releases it
+        if not self.bucket.keeps_gradients:  # whoever has taken it releases it
             self._use(None)
         return memory
-
-
-class BucketGradients:
-    """The gradients of one bucket in this step.
-
-    Attributes:
-        launched: rounds whose reduction was started, or left for a later one.
-        reduced: rounds that are in `bucket.gradient`, or on their way there.
-    """
-
-    def __init__(self, bucket: Bucket, buffer: GradientBuffer) -> None:
-        self.bucket, self.buffer = bucket, buffer
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Expect the first round."""
-        self.progress = BucketProgress(self.bucket.layout.slots)
-        self.launched = self.reduced = 0

@@ -15,25 +15,18 @@ from torch import Tensor, nn
 
 from megazero.zero.bucket import Bucket, Run
 from megazero.zero.offload import Offload
-from megazero.zero.storage import FlatArray, PendingCopy
+from megazero.zero.storage import FlatArray, Location, PendingCopy
 
 
 @dataclass(eq=False)
 class Part:
-    """Elements of one bucket that one optimizer group steps.
-
-    Args:
-        bucket, run: the elements.
-        group: of the optimizer.
-        parameter: their master weights, as the optimizer sees them.
-        arrays: their element-wise state by name, where it lies in a file.
-    """
+    """Elements of one bucket that one optimizer group steps."""
 
     bucket: Bucket
     run: Run
     group: int
-    parameter: nn.Parameter
-    arrays: dict[str, FlatArray] = field(default_factory=dict)
+    parameter: nn.Parameter  # their master weights, as the optimizer sees them
+    arrays: dict[str, FlatArray] = field(default_factory=dict)  # their state by name, where it lies in a file
 
     @property
     def numel(self) -> int:
@@ -41,7 +34,7 @@ class Part:
         return self.run.stop - self.run.start
 
     @property
-    def location(self) -> str:
+    def location(self) -> Location:
         """Where the master weights and the state lie."""
         return self.bucket.master.location
 

@@ -37,21 +37,16 @@ Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation" or "backward", un
 
 
 class _VisitHistory:
-    """Which unit follows which; see [Note: what comes next].
-
-    Args:
-        chunk_of: the model chunk of each unit.
-
-    Attributes:
-        next_chunk_start: the unit with which the chunk begins that the schedule runs next; None if it has not said.
-    """
+    """Which unit follows which; see [Note: what comes next].  `chunk_of`: the model chunk of each unit."""
 
     def __init__(self, chunk_of: Sequence[int]) -> None:
         self._chunk_of = chunk_of
         self._last: tuple[Visit | None, Visit | None] = (None, None)
         self._successor: dict[tuple[Visit | None, Visit | None], Visit] = {}
         self._is_scheduled = False
-        self.next_chunk_start: int | None = None
+        self.next_chunk_start: int | None = (
+            None  # the first unit of the chunk that the schedule runs next, if it has said
+        )
 
     def expect(self, chunk: int, is_forward: bool) -> None:
         """Note the chunk that the schedule runs after the current one."""
@@ -84,13 +79,13 @@ class _VisitHistory:
 
 
 class UnitGatherer:
-    """Brings weights to the gather buffers in time, and hides them from modules at all other times.
+    """Gathers weights into their buffers in time, and hides them from modules at all other times.
 
     Args:
         units: in forward order, chunk after chunk.
         home: the bucket of each parameter, by name.
         parameters: the parameters that modules compute with, by name.
-        policy: axis and device.
+        policy: which ranks gather, and on which device.
     """
 
     def __init__(
@@ -103,7 +98,6 @@ class UnitGatherer:
         gathered = [bucket for bucket in dict.fromkeys(home.values()) if not bucket.keeps_weights]
         self._gatherer = BucketGatherer(gathered, policy)
         self._history = _VisitHistory([unit.chunk for unit in units])
-        self._gather_addresses = {bucket.weights.untyped_storage().data_ptr() for bucket in gathered}
         self._buckets: list[list[Bucket]] = []  # of each unit
         self._attributes: list[list[tuple[nn.Module, str, nn.Parameter, UngatheredParameter]]] = []
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -113,8 +107,7 @@ class UnitGatherer:
             for part, key in unit.attributes:
                 parameter = part._parameters[key]
                 assert parameter is not None
-                name = names[id(parameter)]
-                bucket = home[name]
+                bucket = home[name := names[id(parameter)]]
                 if bucket.keeps_weights:
                     continue
                 if name not in proxies:
@@ -126,7 +119,7 @@ class UnitGatherer:
             self._buckets.append(list(dict.fromkeys(buckets)))
             self._attributes.append(attributes)
             if buckets:
-                unit.module.register_forward_pre_hook(self._before_forward(index), with_kwargs=True)
+                unit.module.register_forward_pre_hook(self._before_forward(index))
                 unit.module.register_forward_hook(self._after_forward(index), always_call=True)
         for index in range(len(units)):
             self.reshard(index)
@@ -140,9 +133,10 @@ class UnitGatherer:
         """Say what runs after the chunk that runs now: its first unit is gathered while the last one of this chunk runs."""
         self._history.expect(chunk, is_forward)
 
-    def staging_bytes(self) -> int:
-        """Bytes of the buffers through which offloaded shards pass on their way to the gather buffers."""
-        return self._gatherer.staging_bytes
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the working buffers."""
+        return self._gatherer.nbytes
 
     def is_unsharded(self, index: int) -> bool:
         """Whether a unit's weights are in their buffers, or on their way."""
@@ -178,8 +172,8 @@ class UnitGatherer:
         self._history.record((direction, index))
         self.unshard_next(index)
 
-    def _before_forward(self, index: int) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, index: int) -> Any:  # a function, since a deep copy of the module must not copy `self`
+        def hook(module: nn.Module, args: Any) -> None:
             self._visit("forward" if torch.is_grad_enabled() else "evaluation", index)
             for part, key, parameter, _ in self._attributes[index]:
                 part._parameters[key] = parameter
@@ -203,7 +197,7 @@ class UnitGatherer:
                     "with torch.utils._pytree"
                 )
             return value
-        if value.untyped_storage().data_ptr() in self._gather_addresses:
+        if self._gatherer.holds(value):
             value = value.clone()  # of the gather buffer, which the next unit will use
         if value.requires_grad and torch.is_grad_enabled():
             if value.grad_fn is None or value.grad_fn.metadata.setdefault(id(self), index) != index:

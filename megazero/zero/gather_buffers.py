@@ -11,7 +11,7 @@ An offloaded shard comes to the device first, into a staging buffer: `read_ahead
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -26,58 +26,54 @@ from megazero.zero.storage import PendingCopy
 GatherPolicy: TypeAlias = Literal["action", "chunk", "step"]
 
 
-def buffer_keys(
-    layouts: Sequence[BucketLayout], chunk_of_unit: Sequence[int], gather_policy: GatherPolicy
-) -> dict[str, str]:
-    """By name of a bucket that is gathered, its buffer.
+def make_gather_buffers(
+    layouts: Sequence[BucketLayout], chunk_of_unit: Sequence[int], gather_policy: GatherPolicy, policy: ShardingPolicy
+) -> dict[str, Tensor]:
+    """By name of each bucket that is gathered, its buffer, [padded]; buckets share one as large as the largest of them.
 
-    Args:
-        layouts: of one rank; those of persistent parameters are not gathered.
-        chunk_of_unit: the model chunk of each unit, in forward order.
-        gather_policy: which buckets share a buffer.
+    `chunk_of_unit`: the model chunk of each unit, in forward order.
     """
-    keys = {}
+    sharing: dict[str, list[BucketLayout]] = {}
     for layout in layouts:
         if layout.persistent:
             continue
         position = layout.unit - chunk_of_unit.index(chunk_of_unit[layout.unit])
         kind = "" if layout.trains else " frozen"
+        key = f"unit {position % 2} of two{kind}"
         if layout.tied or gather_policy == "step" or layout.slots[0].info.alone:
-            keys[layout.name] = layout.name
+            key = layout.name
         elif gather_policy == "chunk":
-            keys[layout.name] = f"unit {position} of any chunk{kind}"
-        else:
-            keys[layout.name] = f"unit {position % 2} of two{kind}"
-    return keys
-
-
-def make_gather_buffers(
-    layouts: Sequence[BucketLayout], keys: Mapping[str, str], policy: ShardingPolicy
-) -> dict[str, Tensor]:
-    """By key of `buffer_keys`, a buffer as large as the largest of its buckets."""
-    sizes: dict[str, int] = {}
-    for layout in layouts:
-        if layout.name in keys:
-            key = keys[layout.name]
-            sizes[key] = max(sizes.get(key, 0), layout.padded_numel)
-    return {key: torch.zeros(size, dtype=policy.dtype, device=policy.device) for key, size in sizes.items()}
+            key = f"unit {position} of any chunk{kind}"
+        sharing.setdefault(key, []).append(layout)
+    buffers = {}
+    for members in sharing.values():
+        largest = max(layout.padded_numel for layout in members)
+        buffer = torch.zeros(largest, dtype=policy.dtype, device=policy.device)
+        buffers.update({layout.name: buffer[: layout.padded_numel] for layout in members})
+    return buffers
 
 
 class BucketGatherer:
-    """Gathers whole buckets into their buffers.
-
-    Args:
-        buckets: those that have a gather buffer.
-        policy: axis and device.
-    """
+    """Gathers whole buckets, over the axis of `policy`, into their buffers."""
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
         self._axis = policy.shard
+        storages = [bucket.weights.untyped_storage() for bucket in buckets]
+        self._buffer_bytes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # by address
         self._gathered: dict[int, Bucket] = {}  # by address of a buffer: the bucket whose weights it holds or gets
         self._gathering: dict[int, tuple[Pending, Tensor | None]] = {}  # by address, with the staging it reads from
         self._reading: dict[Bucket, tuple[PendingCopy, Tensor]] = {}
         self._staging = BufferPool(policy.device)
         self._largest_shard = max((bucket.weight_shard.numel for bucket in buckets), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gather buffers, and of those through which offloaded shards pass on their way there."""
+        return sum(self._buffer_bytes.values()) + self._staging.nbytes
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in a gather buffer."""
+        return tensor.untyped_storage().data_ptr() in self._buffer_bytes
 
     def is_unsharded(self, bucket: Bucket) -> bool:
         """Whether a bucket's buffer holds its weights, or a gather that brings them is under way."""
@@ -94,8 +90,8 @@ class BucketGatherer:
         """Start gathering a bucket's weights, unless its buffer holds them."""
         if self.is_unsharded(bucket):
             return
-        self.wait_for_unshard(bucket)
         address = bucket.weights.data_ptr()
+        self._wait_for(address)
         self._gathered[address] = bucket
         shard, staging = self._shard_of(bucket)
         self._gathering[address] = (all_gather(bucket.weights, shard, self._axis), staging)
@@ -129,11 +125,6 @@ class BucketGatherer:
             self._staging.release(staging)
         self._reading.clear()
         self._gathered.clear()
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of the buffers through which offloaded shards pass on their way to the gather buffers."""
-        return self._staging.nbytes
 
     def _shard_of(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
         """This rank's shard on the device, and the staging buffer that holds it where it is offloaded."""

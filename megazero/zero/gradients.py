@@ -24,18 +24,14 @@ from torch import Tensor, nn
 
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import WeightGradQueue
-from megazero.zero.accumulation import BucketGradients, GradientBuffer
+from megazero.zero.accumulation import BucketGradients
 from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.reductions import ReductionQueue
 
 
 class _LaunchOrder:
-    """The one order in which a chunk's buckets are reduced, round by round; see [Note: one order].
-
-    Args:
-        buckets: in the order in which a backward completes them.
-    """
+    """The one order in which a chunk's buckets are reduced, round by round: that in which a backward completes them."""
 
     def __init__(self, buckets: Sequence[BucketGradients]) -> None:
         self.buckets = buckets
@@ -53,16 +49,16 @@ class _LaunchOrder:
     def close(self, rounds: int) -> None:
         """Count what has not come in the first `rounds` rounds as zero."""
         for one in self.buckets:
-            one.progress.close(rounds)
+            one.close(rounds)
 
     def due(self, rounds: int) -> Iterator[BucketGradients]:
         """Buckets that are complete and come next, until one is incomplete or `rounds` rounds are launched."""
         while self._round < rounds:
             one = self.buckets[self._next]
             if one.launched <= self._round:  # else it was complete several rounds ahead of the others
-                if one.progress.complete <= self._round:
+                if one.complete <= self._round:
                     return
-                one.launched = one.progress.complete
+                one.launched = one.complete
                 yield one
             self._next = (self._next + 1) % len(self.buckets)
             self._round += self._next == 0
@@ -80,27 +76,24 @@ class GradientReducer:
         buckets: those that train.
         pool: the working buffers through which gradients pass on their way to the shards.
         accumulate_only: while set, rounds add up in the buffers and nothing is sent.
+        rounds: how many the step has; the last one starts what is reduced once per step.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        *,
         every_micro_batch: bool = True,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
-        if not self.buckets:
-            raise ValueError("no parameter requires a gradient: there is nothing to train on this rank")
         self.pool = BufferPool(self.buckets[0].policy.device)
         self._reductions = ReductionQueue(self.buckets, reduce_dtype, self.pool)
-        self._every_round, self._rounds, self.accumulate_only = every_micro_batch, 1, False
+        self._every_round, self.rounds, self.accumulate_only = every_micro_batch, 1, False
         largest = max(bucket.layout.padded_numel for bucket in self.buckets)
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
-            one = BucketGradients(bucket, GradientBuffer(bucket, self.pool, largest))
-            order.setdefault(bucket.layout.chunk, []).append(one)
+            order.setdefault(bucket.layout.chunk, []).append(BucketGradients(bucket, self.pool, largest))
         self._orders = {chunk: _LaunchOrder(buckets) for chunk, buckets in order.items()}
         self._owner: dict[int, tuple[_LaunchOrder, BucketGradients, int]] = {}  # by identity of a parameter
 
@@ -137,24 +130,12 @@ class GradientReducer:
         self._reductions.finish()  # of a step that was given up, too: its results must not be added to this one's
         for order in self._orders.values():
             order.begin_step()
-            for one in order.buckets:
-                one.begin_step()
-                one.buffer.begin_step(
-                    frees=micro_batches == 1
-                )  # with more, gradients lie there in all forwards but one
-        self.expect_rounds(micro_batches)
-
-    def expect_rounds(self, rounds: int) -> None:
-        """Say that the step has so many rounds; the last one starts what is reduced once per step."""
-        self._rounds = rounds
+            for one in order.buckets:  # with more, gradients lie there in all forwards but one
+                one.begin_step(frees=micro_batches == 1)
+        self.rounds = micro_batches
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add one micro-batch's gradient of a parameter.
-
-        Args:
-            weight: the parameter.
-            gradient: in the parameter's shape and dtype; may be reused by the caller afterwards.
-        """
+        """Add one micro-batch's gradient of a parameter; its memory may be used again afterwards."""
         part, is_first = self._open(weight)
         if is_first:
             part.copy_(gradient)
@@ -185,32 +166,32 @@ class GradientReducer:
     def finish(self) -> None:
         """Have every bucket's gradient summed over the shard axis, including parameters that never came."""
         for order in self._orders.values():
-            order.close(self._rounds)
+            order.close(self.rounds)
             self._reduce_due(order)
             for one in order.buckets:
-                if one.reduced < self._rounds:
+                if one.reduced < self.rounds:
                     self._reduce(one)
         self._reductions.finish()
 
     def _open(self, weight: Tensor) -> tuple[Tensor, bool]:
         """A parameter's part of its bucket's buffer, and whether it is empty."""
         _, one, slot = self._owner[id(weight)]
-        one.progress.add(slot, self._rounds)
-        one.buffer.open(is_reduced_soon=self._every_round and not self.accumulate_only)
-        return one.buffer.part(slot)
+        one.count(slot, self.rounds)
+        one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
+        return one.part(slot)
 
     def _launch(self, weight: Tensor) -> None:
         order, one, _ = self._owner[id(weight)]
-        if one.progress.complete > one.launched:
+        if one.complete > one.launched:
             self._reduce_due(order)
 
     def _reduce_due(self, order: _LaunchOrder) -> None:
-        for one in order.due(self._rounds):
+        for one in order.due(self.rounds):
             each_round = self._every_round and not one.bucket.keeps_gradients
-            if not self.accumulate_only and (each_round or one.launched == self._rounds):
+            if not self.accumulate_only and (each_round or one.launched == self.rounds):
                 self._reduce(one)
 
     def _reduce(self, one: BucketGradients) -> None:
-        one.buffer.open(is_reduced_soon=self._every_round and not self.accumulate_only)
-        self._reductions.start(one.bucket, one.buffer.take(), adds=one.reduced > 0)
-        one.reduced = one.progress.complete
+        one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
+        self._reductions.start(one.bucket, one.take(), adds=one.reduced > 0)
+        one.reduced = one.complete

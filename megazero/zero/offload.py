@@ -29,19 +29,12 @@ FILE_PART_ELEMENTS = 1 << 22  # how many elements of a file are stepped at a tim
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What leaves the device; known before the buckets are.
+    """What leaves the device; known before the buckets are."""
 
-    Args:
-        config: no key of it is "auto".
-        moments: arrays of optimizer state per element.
-        rank: this rank, for the file's name.
-        world: the ranks that must all succeed.
-    """
-
-    config: OffloadConfig = field(default_factory=OffloadConfig)
-    moments: int = 0
-    rank: int = 0
-    world: Axis = field(default_factory=lambda: Axis("world"))
+    config: OffloadConfig = field(default_factory=OffloadConfig)  # no key of it is "auto"
+    moments: int = 0  # arrays of optimizer state per element
+    rank: int = 0  # for the file's name
+    world: Axis = field(default_factory=lambda: Axis("world"))  # the ranks that must all succeed
 
     def allocate(self, layouts: Sequence[BucketLayout], policy: ShardingPolicy) -> Offload:
         """Reserve space for the buckets.  Raises: StorageError, on every rank, if one rank has too little."""

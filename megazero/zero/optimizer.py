@@ -34,19 +34,12 @@ _KNOWN_START = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion)
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """How to make an optimizer once its flat parts are known.
+    """How to make an optimizer once its flat parts are known."""
 
-    Args:
-        groups: number of parameter groups.
-        states: names of the state that has an element for each parameter's.
-        scalars: names of the state that is one number.
-        build: from the parts of each group.
-    """
-
-    groups: int
-    states: tuple[str, ...]
-    scalars: tuple[str, ...]
-    build: Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]
+    groups: int  # number of parameter groups
+    states: tuple[str, ...]  # names of the state that has an element for each parameter's
+    scalars: tuple[str, ...]  # names of the state that is one number
+    build: Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]  # from the parts of each group
 
 
 def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:

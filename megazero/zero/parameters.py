@@ -10,9 +10,9 @@ all_gather_weights    weight shards -> weights, where every rank holds them whol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, intersect, plan_buckets
 from megazero.zero.gather import UnitGatherer
-from megazero.zero.gather_buffers import GatherPolicy, buffer_keys, make_gather_buffers
+from megazero.zero.gather_buffers import GatherPolicy, make_gather_buffers
 from megazero.zero.offload import OffloadPlan
 from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import Location, StorageError
@@ -32,11 +32,8 @@ from megazero.zero.units import Described, Unit
 _UNSENT_BYTES = 4 * 2**20
 
 
-class DeferredValues(Protocol):
-    """Initial values of parameters that have no memory yet."""
-
-    def __call__(self, name: str) -> Tensor | None:
-        """The values of a parameter, asked for once; None if they are not known here."""
+# Initial values of a parameter that has no memory yet, by name, asked for once; None if they are not known here.
+DeferredValues: TypeAlias = Callable[[str], Tensor | None]
 
 
 class ShardedParameters:
@@ -46,7 +43,6 @@ class ShardedParameters:
         units: the modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
         described: every parameter once, in forward order.  Parameters may be on the meta device: their values are
             initialised or loaded shard by shard.
-        policy: stage, dtypes and axes.
         bucket_bytes: size of a bucket, in bytes of fp32 gradients; on a CPU less where nothing is sent.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         gather_policy: how long ZeRO-3 keeps a gathered unit.
@@ -73,35 +69,35 @@ class ShardedParameters:
             bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=policy.shard.size)
         self.offload = offload.allocate(layouts, policy)
-        keys = buffer_keys(layouts, [unit.chunk for unit in units], gather_policy) if by_unit else {}
-        self.gather_buffers = make_gather_buffers(layouts, keys, policy)
+        chunks = [unit.chunk for unit in units]
+        buffers = make_gather_buffers(layouts, chunks, gather_policy, policy) if by_unit else {}
         self.buckets: list[Bucket] = []
-        agree(partial(self._make_buckets, layouts, keys, ties), offload.world, StorageError)
+        agree(partial(self._make_buckets, layouts, buffers, ties), offload.world, StorageError)
         self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)
         home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
         self.gatherer = UnitGatherer(units, home, self.by_name, policy) if by_unit else None
 
-    def _make_buckets(self, layouts: Sequence[BucketLayout], keys: Mapping[str, str], ties: Mapping[str, Axis]) -> None:
+    def _make_buckets(
+        self, layouts: Sequence[BucketLayout], buffers: Mapping[str, Tensor], ties: Mapping[str, Axis]
+    ) -> None:
         for layout in layouts:
-            buffer = self.gather_buffers.get(keys.get(layout.name, ""))
+            buffer, is_second = buffers.get(layout.name), False
+            if layout.tied:
+                copies = [bucket for bucket in self.buckets if bucket.layout.tied and bucket.layout.tie == layout.tie]
+                is_second = bool(copies) or (layout.tie in ties and ties[layout.tie].index > 0)
             self.buckets.append(
                 Bucket(
                     layout,
                     self.policy,
-                    None if buffer is None else buffer[: layout.padded_numel],
+                    buffer,
                     self.offload.master(layout),
                     self.offload.weights() if buffer is not None else None,
                     buffer is not None and self.offload.shares_weights(layout),
-                    layout.tied and self._is_second(layout, ties),
+                    is_second,
                 )
             )
-
-    def _is_second(self, layout: BucketLayout, ties: Mapping[str, Axis]) -> bool:
-        return (layout.tie in ties and ties[layout.tie].index > 0) or any(
-            bucket.layout.tied and bucket.layout.tie == layout.tie for bucket in self.buckets
-        )
 
     def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[Unit]) -> None:
         """Make every module's parameter a view of its bucket; a shared parameter stays shared."""
@@ -136,10 +132,7 @@ class ShardedParameters:
     ) -> None:
         """Take the values that the model was built with; those of the first data-parallel rank count.
 
-        Args:
-            dp, tp: ranks that must start equal: all of dp, and of tp for what each of its ranks holds whole.
-            ties: by logical name of a tied parameter, the ranks that hold a copy.
-            deferred: gives the values of parameters on the meta device.
+        `deferred` gives the values of parameters on the meta device; for the other arguments see `overwrite`.
 
         Raises:
             ValueError: a parameter has no values.
@@ -199,11 +192,7 @@ class ShardedParameters:
                 bucket.write(bucket.weight_shard, bucket.owned, mine)
 
     def sync_from_master(self, *, gathers: bool = True) -> None:
-        """Let modules see master weights that were initialised or loaded.
-
-        Args:
-            gathers: take the weights that other ranks own from them; False where `weights` holds them already.
-        """
+        """Let modules see master weights that were initialised or loaded; see `all_gather_weights`."""
         self._originals.clear()
         for bucket in self.buckets:
             if bucket.master is not bucket.weight_shard:
@@ -211,7 +200,7 @@ class ShardedParameters:
         self.all_gather_weights(gathers=gathers)
 
     def all_gather_weights(self, *, gathers: bool = True) -> None:
-        """Let modules see the weights that this rank and others own, after they have changed; see `sync_from_master`."""
+        """Let modules see the changed weights of all ranks; `gathers`: False where `weights` holds the others' already."""
         pendings = [
             all_gather(bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop], self.policy.shard)
             for bucket in self.buckets
@@ -228,7 +217,7 @@ class ShardedParameters:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state at the end of a step, by kind and, but for the device, location."""
-        sizes: Counter[str] = Counter(parameters=0, gradients=0, gather_buffers=0)
+        sizes = Counter(parameters=0, gradients=0, gather_buffers=self.gatherer.nbytes if self.gatherer else 0)
         for bucket in self.buckets:
             if bucket.keeps_weights:
                 sizes["parameters"] += bucket.weights.nbytes
@@ -240,9 +229,6 @@ class ShardedParameters:
             if not bucket.reduces_in_place:
                 on_device = bucket.master.location == "device"
                 sizes[memory_kind("gradients", "device" if on_device else "host")] += bucket.gradient.nbytes
-        sizes["gather_buffers"] += sum(buffer.nbytes for buffer in self.gather_buffers.values())
-        if self.gatherer is not None:
-            sizes["gather_buffers"] += self.gatherer.staging_bytes()
         return dict(sizes)
 
 

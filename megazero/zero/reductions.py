@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,33 +20,16 @@ from megazero.zero.buffer_pool import BufferPool
 _IN_FLIGHT = 2  # more would hide no more of the network and hold more buffers
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """One reduction under way.
-
-    Args:
-        pending: the collective.
-        bucket: whose gradient it is.
-        result: what is still to be copied to the bucket's gradient; None where the collective writes there.
-        adds: add the result instead of replacing the gradient.
-        buffers: to be released afterwards.
-    """
-
+class _Reduction(NamedTuple):
     pending: Pending
     bucket: Bucket
-    result: Tensor | None
+    result: Tensor | None  # still to be copied to the bucket's gradient; None where the collective writes there
     adds: bool
-    buffers: Sequence[Tensor]
+    buffers: Sequence[Tensor]  # to be released afterwards
 
 
 class ReductionQueue:
-    """Starts reductions and finishes them in the order of their start, a few at a time.
-
-    Args:
-        buckets: all that will be reduced.
-        reduce_dtype: in which gradients travel.
-        pool: of working buffers.
-    """
+    """Starts the reductions of buckets, and finishes them in the order of their start, a few at a time."""
 
     def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, pool: BufferPool) -> None:
         policy = buckets[0].policy
@@ -59,12 +42,9 @@ class ReductionQueue:
         self._host_copies = HostGradientCopies()
 
     def start(self, bucket: Bucket, buffer: Tensor, *, adds: bool) -> None:
-        """Start the reduction of a bucket.
+        """Start the reduction of a bucket: its `gradient` is replaced by the result, or the result is added to it.
 
-        Args:
-            bucket: its `gradient` gets the result.
-            buffer: begins with the bucket's whole gradients; it is released after the reduction unless the bucket keeps it.
-            adds: add the result to the gradient instead of replacing it.
+        `buffer` begins with the bucket's whole gradients; it is released afterwards unless the bucket keeps it.
         """
         self._finish_all_but(_IN_FLIGHT - 1)
         full = buffer[: bucket.layout.padded_numel]
