@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megazero.zero.auto_offload import choose_location, free_memory_bytes
 from megazero.zero.file_store import ALIGN_BYTES, FileStore, region_bytes
+from megazero.zero.offload import choose_location, free_memory_bytes
 from megazero.zero.storage import FlatArray, InMemory, StorageError, in_host_memory
 
 Usage = namedtuple("Usage", "total used free")

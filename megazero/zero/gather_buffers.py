@@ -12,7 +12,6 @@ An offloaded shard comes to the device first, into a staging buffer: `read_ahead
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,11 +22,9 @@ from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import PendingCopy
 
-GatherPolicy: TypeAlias = Literal["action", "chunk", "step"]
-
 
 def make_gather_buffers(
-    layouts: Sequence[BucketLayout], chunk_of_unit: Sequence[int], gather_policy: GatherPolicy, policy: ShardingPolicy
+    layouts: Sequence[BucketLayout], chunk_of_unit: Sequence[int], gather_policy: str, policy: ShardingPolicy
 ) -> dict[str, Tensor]:
     """By name of each bucket that is gathered, its buffer, [padded]; buckets share one as large as the largest of them.
 

@@ -18,19 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from megazero.comm.collectives import agree, all_gather, broadcast
+from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, intersect, plan_buckets
 from megazero.zero.gather import UnitGatherer
-from megazero.zero.gather_buffers import GatherPolicy, make_gather_buffers
-from megazero.zero.offload import OffloadPlan
+from megazero.zero.gather_buffers import make_gather_buffers
+from megazero.zero.offload import Offload
 from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import Location, StorageError
 from megazero.zero.units import Described, Unit
 
 # A CPU finds memory for gradients up to this size where the backward has freed activations; larger blocks are mapped anew.
 _UNSENT_BYTES = 4 * 2**20
-
+_ALONE = Axis("world")
 
 # Initial values of a parameter that has no memory yet, by name, asked for once; None if they are not known here.
 DeferredValues: TypeAlias = Callable[[str], Tensor | None]
@@ -43,11 +44,11 @@ class ShardedParameters:
         units: the modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
         described: every parameter once, in forward order.  Parameters may be on the meta device: their values are
             initialised or loaded shard by shard.
-        bucket_bytes: size of a bucket, in bytes of fp32 gradients; on a CPU less where nothing is sent.
+        zero: sizes and policies; no key of `zero.offload` is "auto".
         ties: by logical name of a tied parameter, the ranks that hold a copy.
-        gather_policy: how long ZeRO-3 keeps a gathered unit.
-        persistent_elements: ZeRO-3 keeps parameters of at most so many elements whole.
-        offload: what leaves the device; nothing when None.
+        moments: arrays of optimizer state per element, for which a file has space.
+        rank: for the file's name.
+        world: all ranks: they fail together if one cannot allocate.
     """
 
     def __init__(
@@ -55,24 +56,24 @@ class ShardedParameters:
         units: Sequence[Unit],
         described: Sequence[Described],
         policy: ShardingPolicy,
-        *,
-        bucket_bytes: int,
+        zero: ZeroConfig,
         ties: Mapping[str, Axis],
-        gather_policy: GatherPolicy = "action",
-        persistent_elements: int = 0,
-        offload: OffloadPlan | None = None,
+        moments: int = 0,
+        rank: int = 0,
+        world: Axis = _ALONE,
     ) -> None:
-        self.policy, offload = policy, offload or OffloadPlan()
-        infos = _describe_parameters(units, described, persistent_elements if policy.zero_stage == 3 else 0)
-        by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or offload.config.parameters != "none")
+        self.policy = policy
+        infos = _describe_parameters(units, described, zero.resident_elements if policy.zero_stage == 3 else 0)
+        by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or zero.offload.parameters != "none")
+        bucket_bytes = zero.bucket_bytes
         if policy.device.type == "cpu" and not policy.sends_gradients:
             bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=policy.shard.size)
-        self.offload = offload.allocate(layouts, policy)
+        self.offload = agree(partial(Offload, zero.offload, policy, layouts, moments, rank), world, StorageError)
         chunks = [unit.chunk for unit in units]
-        buffers = make_gather_buffers(layouts, chunks, gather_policy, policy) if by_unit else {}
+        buffers = make_gather_buffers(layouts, chunks, zero.gather_policy, policy) if by_unit else {}
         self.buckets: list[Bucket] = []
-        agree(partial(self._make_buckets, layouts, buffers, ties), offload.world, StorageError)
+        agree(partial(self._make_buckets, layouts, buffers, ties), world, StorageError)
         self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)

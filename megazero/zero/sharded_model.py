@@ -17,14 +17,13 @@ from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.auto_offload import without_auto
-from megazero.zero.gradient_sums import gradient_square_sum, sum_over_replicas, sum_partial_over_tp, sum_tied
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
-from megazero.zero.offload import OffloadPlan
+from megazero.zero.offload import without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.policy import DTYPES, ShardingPolicy
+from megazero.zero.reductions import gradient_square_sum, sum_over_replicas, sum_partial_over_tp, sum_tied
 from megazero.zero.state import ShardedState
 from megazero.zero.units import Described, Unit
 
@@ -71,16 +70,8 @@ class ShardedModel:
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
-        self.parameters = ShardedParameters(
-            units,
-            described,
-            self.policy,
-            bucket_bytes=zero.bucket_bytes,
-            ties=ties,
-            gather_policy=zero.gather_policy,
-            persistent_elements=zero.resident_elements,
-            offload=OffloadPlan(offload, moments, state.rank, state.world),
-        )
+        zero = zero.model_copy(update={"offload": offload})
+        self.parameters = ShardedParameters(units, described, self.policy, zero, ties, moments, state.rank, state.world)
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         every_micro_batch = zero.reduce == "micro_batch"
