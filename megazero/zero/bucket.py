@@ -170,21 +170,6 @@ class Bucket:
         new_shard: makes the array of ZeRO-3's shard of the weights in another location; None keeps it on the device.
         shares_weights: fp32 weights off the device are their own masters, too.
         is_second_copy: of a tied parameter whose first copy is elsewhere: not counted in the norm, not saved.
-
-    Attributes:
-        owned: elements whose master weights and moments this rank holds.
-        counted: elements that this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
-        weights: [padded] in the weights' dtype; with ZeRO-3 valid only while gathered.
-        weight_shard: [owned] in the weights' dtype.
-        master: fp32 [owned]; may be the same array as `weight_shard` when the weights are fp32, and always is for
-            frozen parameters.
-        full_gradient: [padded] in the accumulation dtype, from the first gradient of a step on; None where a rank holds
-            only its shard.
-        gradient: fp32 [owned], the reduced gradient, beside the master weights.  Empty for frozen parameters.
-        keeps_weights: the whole weights stay on this rank.
-        keeps_gradients: a step's gradients add up whole.
-        reduces_in_place: `gradient` is a part of `full_gradient`, and exists only together with it.
-        frees_gradient: the memory of `full_gradient` is freed between steps.
     """
 
     def __init__(
@@ -199,42 +184,47 @@ class Bucket:
     ) -> None:
         self.layout, self.policy, self.is_second_copy = layout, policy, is_second_copy
         device, axis = policy.device, policy.shard
+        # What this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
         self.counted = layout.shard(axis.index) if policy.replica.index == 0 else Run(0, 0)
+        # Whose master weights and moments this rank holds.
         self.owned = layout.shard(axis.index) if policy.shards_master else layout.whole
         owned_numel = self.owned.stop - self.owned.start
-        gathers = policy.zero_stage == 3 and (axis.size > 1 or new_shard is not None) and not layout.persistent
-        self.keeps_weights = not gathers
-        self.weights = (
-            torch.zeros(layout.padded_numel, dtype=policy.dtype, device=device) if weights is None else weights
-        )
-        self.weight_shard: FlatArray
+        # The whole weights stay on this rank; otherwise `weights` is valid only while gathered.
+        moves = axis.size > 1 or new_shard is not None
+        self.keeps_weights = policy.zero_stage < 3 or not moves or layout.persistent
+        if weights is None:
+            weights = torch.zeros(layout.padded_numel, dtype=policy.dtype, device=device)
+        self.weights = weights  # [padded]
+        self.weight_shard: FlatArray  # [owned], in the weights' dtype
         if self.keeps_weights:
-            self.weight_shard = InMemory(self.weights[self.owned.start : self.owned.stop], "device")
+            self.weight_shard = InMemory(weights[self.owned.start : self.owned.stop], "device")
         elif new_shard is not None:
             self.weight_shard = new_shard(owned_numel)
         else:
             self.weight_shard = InMemory(torch.zeros(owned_numel, dtype=policy.dtype, device=device), "device")
         is_own_master = policy.dtype == torch.float32 and (self.weight_shard.location == "device" or shares_weights)
-        self.master: FlatArray
+        self.master: FlatArray  # fp32 [owned]; of fp32 or frozen weights it may be the same array
         if not layout.trains or (new_master is None and is_own_master):
             self.master = self.weight_shard
         elif new_master is not None:
             self.master = new_master(owned_numel)
         else:
             self.master = InMemory(torch.zeros(owned_numel, device=device), "device")
-        # Offloaded state has its gradient on the host: a single device, too, need not keep the whole of it.
+        # Whether a step's gradients add up whole.  Offloaded state has its gradient on the host: a single device, too, need
+        # not keep the whole of it.
         on_device = self.master.location == "device"
         self.keeps_gradients = layout.trains and (policy.zero_stage < 2 or (axis.size == 1 and on_device))
+        # Whether `gradient` is a part of `full_gradient`, and exists only together with it.
         self.reduces_in_place = self.keeps_gradients and on_device and policy.accumulate_dtype == torch.float32
         # A CPU maps large blocks page by page every time; blocks that are not sent are small (`ShardedParameters`).
         self.frees_gradient = self.reduces_in_place and (device.type != "cpu" or not policy.sends_gradients)
-        self.full_gradient: Tensor | None = None
-        if not layout.trains or self.reduces_in_place:
-            self.gradient = torch.zeros(0)
-        elif on_device:
-            self.gradient = torch.zeros(owned_numel, device=device)
-        else:
-            self.gradient = in_host_memory(owned_numel, torch.float32, pin=policy.pins_memory).tensor
+        self.full_gradient: Tensor | None = None  # [padded] in the accumulation dtype, from a step's first gradient on
+        self.gradient = torch.zeros(0)  # fp32 [owned], the reduced gradient, beside the master weights
+        if layout.trains and not self.reduces_in_place:
+            if on_device:
+                self.gradient = torch.zeros(owned_numel, device=device)
+            else:
+                self.gradient = in_host_memory(owned_numel, torch.float32, pin=policy.pins_memory).tensor
 
     @property
     def full_gradient_bytes(self) -> int:

@@ -21,11 +21,9 @@ class BufferPool:
         self._in_use: dict[int, tuple[int, bool]] = {}  # by address: bytes, and whether it is free again after its use
 
     def acquire(self, numel: int, dtype: torch.dtype, *, or_larger: bool = False, reusable: bool = True) -> Tensor:
-        """A flat buffer; its content is undefined.
+        """A flat buffer; its content is undefined.  `or_larger`: a larger free one will do.
 
-        Args:
-            or_larger: a larger free buffer will do.
-            reusable: False for a size that is not asked for again soon: a new buffer, which `release` forgets.
+        One that is not `reusable`, of a size that is not asked for again soon, is new, and `release` forgets it.
         """
         fits = ge if or_larger else eq
         fitting = [at for at, free in enumerate(self._free) if free.dtype == dtype and fits(free.numel(), numel)]

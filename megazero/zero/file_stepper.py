@@ -57,14 +57,9 @@ class FileStepper:
         return sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
 
     def step(self, step_parts: Callable[[Sequence[Part]], None], optimizer: torch.optim.Optimizer) -> None:
-        """Step every part.
+        """Step every part with `step_parts`, while its parameter and its state in `optimizer` are bound to buffers.
 
-        Args:
-            step_parts: steps parts whose parameters and state are in memory.
-            optimizer: its state is bound to the buffers meanwhile.
-
-        Raises:
-            StorageError: the file could not be read or written.
+        Raises: StorageError, the file could not be read or written.
         """
         reading = [self._read(0)] if self._parts else []
         writing: list[list[PendingCopy]] = []

@@ -152,12 +152,7 @@ def region_bytes(numel: int, dtype: torch.dtype) -> int:
 
 
 class FileStore:
-    """One file of a rank, of a fixed size, for arrays in regions.
-
-    Args:
-        directory: an existing one on a local disk.
-        rank: for the file's name.
-        nbytes: size of the file: the sum of `region_bytes` over its arrays.
+    """One file of a rank, as large as the sum of `region_bytes` over its arrays, in an existing directory of a local disk.
 
     Raises:
         StorageError: the directory is missing or not writable, or `nbytes` do not fit.  Free space is compared first, but
@@ -196,11 +191,7 @@ class FileStore:
         return descriptor
 
     def allocate(self, numel: int, dtype: torch.dtype) -> InFile:
-        """A new array of zeros.
-
-        Raises:
-            StorageError: the store is full or closed.
-        """
+        """A new array of zeros.  Raises: StorageError, the store is full."""
         needed, free = region_bytes(numel, dtype), self.nbytes - self._used
         if needed > free:
             raise StorageError(
@@ -224,11 +215,7 @@ class FileStore:
         return future
 
     def close(self) -> None:
-        """Wait for every operation and free the space; a second call does nothing.
-
-        Raises:
-            StorageError: a write failed, and no call has raised it yet.
-        """
+        """Wait for every operation and free the space.  Raises: StorageError, of a write that no call has raised yet."""
         with self._lock:
             if self._is_closed:
                 return

@@ -32,10 +32,8 @@ from megazero.zero.reductions import ReductionQueue
 class BucketGradients:
     """The gradients of one bucket in this step, until they are reduced.
 
-    Args:
-        bucket: its own `full_gradient` is used where it keeps one; otherwise the memory comes from the pool.
-        pool: of working buffers.
-        shared_numel: size of a buffer that can serve any bucket.
+    The bucket's own `full_gradient` is used where it keeps one; otherwise the memory comes from the pool, with
+    `shared_numel` elements, which can serve any bucket.
 
     Attributes:
         complete: rounds of which all gradients have come; a round is one micro-batch.
@@ -157,7 +155,6 @@ class GradientReducer:
     """Adds gradients up in buckets, and starts the reduction of a bucket over dp as soon as it is complete.
 
     Args:
-        buckets: this rank's buckets.
         every_micro_batch: stages 2 and 3 reduce after each micro-batch; otherwise once per step.
         reduce_dtype: in which gradients travel.
 
@@ -187,13 +184,10 @@ class GradientReducer:
         self._owner: dict[int, tuple[_LaunchOrder, BucketGradients, int]] = {}  # by identity of a parameter
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
-        """Take every gradient that autograd and `WeightGradQueue` compute for these parameters.
+        """Take every gradient that autograd and the chunks' queues compute for these parameters, both by qualified name.
 
-        Args:
-            parameters: by qualified name.
-            wgrad_queues: by the same names, the queue that takes weight gradients of the parameter's chunk past autograd.
-                When the schedule splits backwards, vectors wait in it, too: alone they would keep every bucket of the
-                chunk incomplete.
+        When the schedule splits backwards, vectors wait in the queue, too: alone they would keep every bucket of the chunk
+        incomplete.
         """
         for queue in set(wgrad_queues.values()):
             queue.places = self
@@ -233,12 +227,7 @@ class GradientReducer:
         self._launch(weight)
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add one micro-batch's gradient of a parameter, a sum of a.T @ b, with no copy of it in between.
-
-        Args:
-            weight: the parameter, [m, n].
-            factors: a and b of each term, [k, m] and [k, n].
-        """
+        """Add one micro-batch's gradient of a parameter [m, n], a sum of a.T @ b of [k, m] and [k, n], without a copy."""
         part, is_first = self._open(weight)
         for a, b in factors:
             add_product(part, a, b, is_first=is_first)

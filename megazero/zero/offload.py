@@ -36,15 +36,11 @@ _LOCATIONS: Final = ("none", "cpu", "nvme")  # fastest first
 
 
 class Offload:
-    """Where the state of each of this rank's buckets is allocated.
+    """Where the state of each of this rank's buckets is allocated; no key of `config` is "auto".
 
-    Args:
-        config: no key of it is "auto".
-        moments: arrays of optimizer state per element.
-        rank: for the file's name.
+    `moments`: arrays of optimizer state per element.
 
-    Raises:
-        StorageError: the file does not fit on its disk.
+    Raises: StorageError, the file does not fit on its disk.
     """
 
     def __init__(
@@ -141,12 +137,7 @@ def choose_location(
 
     Args:
         needed: bytes on the device with nothing offloaded, the offloadable ones included.
-        offloadable: those of them that this decision is about.
-        free_device, free_host, free_disk: free bytes that are this rank's to use; no disk is None.
         undecided: bytes that the next decision may offload, too; it is an error only if both together do not help.
-
-    Raises:
-        ValueError: it fits nowhere.
     """
     if needed * 10 <= free_device * 9:
         return "none"
@@ -176,15 +167,9 @@ def without_auto(
 ) -> OffloadConfig:
     """Choose what the configuration leaves to the memory that is free now, on all ranks alike.
 
-    Args:
-        elements: parameters of this rank's model.
-        moments: arrays of optimizer state per element.
-        world: all ranks; the one with the least free memory decides.
-        neighbours: ranks of this machine, which share its memory and its disk.
-        free: measures the free bytes of a device.
+    The rank with the least free memory decides.  `neighbours`: ranks of this machine, which share its memory and its disk.
 
-    Raises:
-        ValueError: on every rank, when it fits nowhere on one.
+    Raises: ValueError, on every rank, when it fits nowhere on one.
     """
     if "auto" not in (config.optimizer, config.parameters):
         return config

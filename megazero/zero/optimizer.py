@@ -45,8 +45,7 @@ class OptimizerRecipe:
 def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:
     """Recipe for an optimizer of a configuration, as `make_optimizer` takes it; `groups`: what each sets for itself.
 
-    Raises:
-        ValueError: the name or a parameter does not exist, or the optimizer cannot run on shards.
+    Raises: ValueError, the name or a parameter does not exist, or the optimizer cannot run on shards.
     """
 
     def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
@@ -60,12 +59,9 @@ def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str,
 def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False) -> OptimizerRecipe:
     """Recipe that keeps a user's optimizer, with its own group objects, and gives it the flat parts.
 
-    Args:
-        optimizer: must not have stepped yet.
-        allow_untested: take a class of which it is not known that it acts element by element.
+    `allow_untested`: take a class of which it is not known that it acts element by element.
 
-    Raises:
-        ValueError: it has stepped, or cannot run on shards.
+    Raises: ValueError, it has stepped, or cannot run on shards.
     """
     check_elementwise(optimizer, allow_untested)
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's exists before its first step

@@ -22,8 +22,7 @@ from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, intersect, plan_buckets
-from megazero.zero.gather import UnitGatherer
-from megazero.zero.gather_buffers import make_gather_buffers
+from megazero.zero.gather import UnitGatherer, make_gather_buffers
 from megazero.zero.offload import Offload
 from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import Location, StorageError
@@ -42,8 +41,7 @@ class ShardedParameters:
 
     Args:
         units: the modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
-        described: every parameter once, in forward order.  Parameters may be on the meta device: their values are
-            initialised or loaded shard by shard.
+        described: every parameter once, in forward order; those on the meta device get their values shard by shard.
         zero: sizes and policies; no key of `zero.offload` is "auto".
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         moments: arrays of optimizer state per element, for which a file has space.
@@ -86,19 +84,12 @@ class ShardedParameters:
         for layout in layouts:
             buffer, is_second = buffers.get(layout.name), False
             if layout.tied:
-                copies = [bucket for bucket in self.buckets if bucket.layout.tied and bucket.layout.tie == layout.tie]
-                is_second = bool(copies) or (layout.tie in ties and ties[layout.tie].index > 0)
-            self.buckets.append(
-                Bucket(
-                    layout,
-                    self.policy,
-                    buffer,
-                    self.offload.master(layout),
-                    self.offload.weights() if buffer is not None else None,
-                    buffer is not None and self.offload.shares_weights(layout),
-                    is_second,
-                )
-            )
+                has_first = any(one.layout.tied and one.layout.tie == layout.tie for one in self.buckets)
+                is_second = has_first or (layout.tie in ties and ties[layout.tie].index > 0)
+            new_shard = self.offload.weights() if buffer is not None else None
+            shares = buffer is not None and self.offload.shares_weights(layout)
+            new_master = self.offload.master(layout)
+            self.buckets.append(Bucket(layout, self.policy, buffer, new_master, new_shard, shares, is_second))
 
     def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[Unit]) -> None:
         """Make every module's parameter a view of its bucket; a shared parameter stays shared."""
@@ -170,14 +161,10 @@ class ShardedParameters:
     def overwrite(
         self, copies: Sequence[Bucket], flat: Tensor, dp: Axis, tp: Axis, ties: Mapping[str, Axis], source: int = 0
     ) -> None:
-        """Make one rank's values the master weights and weight shards of every rank.  A collective call.
+        """Make one data-parallel rank's values the master weights and weight shards of every rank.  A collective call.
 
-        Args:
-            copies: one of `distinct_buckets`.
-            flat: its whole values, fp32 [padded].
-            dp, tp: whose ranks must be equal; tp for what each of its ranks holds whole.
-            ties: by logical name of a tied parameter, the ranks that hold a copy.
-            source: the data-parallel rank whose values count.
+        `copies`: one of `distinct_buckets`.  `flat`: its whole values, fp32 [padded].  Ranks of `tp` become equal in what
+        each of them holds whole, ranks of `ties` in the parameter of this logical name.
         """
         layout = copies[0].layout
         broadcast(flat, dp, source).wait()
@@ -255,19 +242,9 @@ def _describe_parameters(
             raise ValueError(f"parameter {one.name} belongs to no unit; every parameter must lie in one of the units")
         if not one.parameter.is_floating_point():
             raise ValueError(f"parameter {one.name} is {one.parameter.dtype}; only floating-point parameters can train")
-        shape, first = tuple(one.parameter.shape), units[used_by[0]]
+        shape, index, trains = tuple(one.parameter.shape), used_by[0], one.parameter.requires_grad
         persistent = numel(shape) <= persistent_elements
-        infos.append(
-            ParamInfo(
-                name=one.name,
-                shape=shape,
-                spec=one.spec,
-                unit=used_by[0],
-                chunk=first.chunk,
-                group=one.group,
-                trains=one.parameter.requires_grad,
-                persistent=persistent,
-                alone=not persistent and (len(used_by) > 1 or first.spans_others),
-            )
-        )
+        alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
+        chunk = units[index].chunk
+        infos.append(ParamInfo(one.name, shape, one.spec, index, chunk, one.group, trains, persistent, alone))
     return infos

@@ -110,9 +110,7 @@ class ShardedModel:
         return sqrt(square_sum) / self.scale if isfinite(square_sum) else square_sum
 
     def update(self, norm: float, max_norm: float) -> bool:
-        """Unscale, clip to `max_norm` if it is not 0, step and gather the weights.  Returns: whether they have changed.
-
-        With a `norm` that is not finite nothing changes but the loss scale.
+        """Unscale, clip to `max_norm` if it is not 0, step and gather the weights; False if `norm` is not finite.
 
         Raises:
             LossScaleError: on every rank, an overflow at the smallest loss scale.

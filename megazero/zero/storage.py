@@ -34,10 +34,9 @@ class PendingCopy:
         self._wait, self._finish = wait, finish
 
     def wait(self) -> None:
-        """Make the result visible to the caller: to the current stream if it lies on a CUDA device, else to the host.
+        """Make the result visible to the current stream if it lies on a CUDA device, else to the host.
 
-        Raises:
-            StorageError: the copy failed, at every call.
+        Raises: StorageError, at every call, if the copy failed.
         """
         self._wait()
         if self._finish is not None:
@@ -58,17 +57,12 @@ class Access(NamedTuple):
 
 
 class FlatArray(ABC):
-    """`numel` elements of `dtype` in one location.
-
-    Attributes:
-        tensor: the elements, [numel], where they are addressable, else None.  Whoever changes them in place calls
-            `flush` before it.
-    """
+    """`numel` elements of `dtype` in one location."""
 
     numel: int
     dtype: torch.dtype
     location: Location
-    tensor: Tensor | None
+    tensor: Tensor | None  # [numel], where they are addressable; whoever changes them in place calls `flush` before it
 
     @property
     def nbytes(self) -> int:
