@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_all
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -41,12 +42,14 @@ def _memory(tensor: Tensor) -> memoryview:
     return tensor.detach().view(torch.uint8).numpy().data
 
 
-def _move(operation: Callable[[memoryview, int], int], memory: memoryview, offset: int) -> None:
+def _move(
+    operation: Callable[[int, list[memoryview], int], int], descriptor: int, memory: memoryview, offset: int
+) -> None:
     """Repeat a read or a write, which may do less than asked, until all of `memory` has moved."""
     done = 0
     while done < len(memory):
         try:
-            count = operation(memory[done:], offset + done)
+            count = operation(descriptor, [memory[done:]], offset + done)
         except InterruptedError:
             continue
         if count == 0:
@@ -77,10 +80,7 @@ class InFile(FlatArray):
     def start_read(self, out: Tensor, start: int) -> PendingCopy:
         check_out(out, self.dtype)
         buffer = torch.empty(out.shape, dtype=self.dtype, pin_memory=True) if out.is_cuda else out
-        descriptor, offset = self.store.descriptor, self._byte(start)
-
-        def run() -> None:
-            _move(lambda memory, at: os.preadv(descriptor, [memory], at), _memory(buffer), offset)
+        run = partial(_move, os.preadv, self.store.descriptor, _memory(buffer), self._byte(start))
 
         def finish() -> None:
             with torch.no_grad():
@@ -96,18 +96,18 @@ class InFile(FlatArray):
             buffer = torch.empty(values.shape, dtype=self.dtype, pin_memory=True)
             buffer.copy_(values, non_blocking=True)
             copied = torch.cuda.current_stream(values.device).record_event()
-        descriptor, offset = self.store.descriptor, self._byte(start)
+        move = partial(_move, os.pwritev, self.store.descriptor, _memory(buffer), self._byte(start))
 
         def run() -> None:
             if copied is not None:
                 copied.synchronize()
-            _move(lambda memory, at: os.pwritev(descriptor, [memory], at), _memory(buffer), offset)
+            move()
 
         return PendingCopy(self._start("writing", self.access(start, start + values.numel(), writes=True), run))
 
     def flush(self) -> None:
-        descriptor = self.store.descriptor  # the disk must confirm the writes, too
-        self._start("flushing", self.access(0, self.numel, writes=True), lambda: os.fdatasync(descriptor))()
+        sync = partial(os.fdatasync, self.store.descriptor)  # the disk must confirm the writes, too
+        self._start("flushing", self.access(0, self.numel, writes=True), sync)()
 
     def _byte(self, element: int) -> int:
         return self.offset + element * self.dtype.itemsize
@@ -240,5 +240,4 @@ def _preallocate(descriptor: int, nbytes: int) -> None:
         os.ftruncate(descriptor, nbytes)
         zeros = memoryview(bytes(min(_ZEROS, nbytes)))
         for offset in range(0, nbytes, _ZEROS):
-            piece = zeros[: nbytes - offset]
-            _move(lambda memory, at: os.pwritev(descriptor, [memory], at), piece, offset)
+            _move(os.pwritev, descriptor, zeros[: nbytes - offset], offset)

@@ -128,15 +128,11 @@ class _LaunchOrder:
         """Begin with the first bucket's first round."""
         self._round = self._next = self._passes = 0
 
-    def close_pass(self) -> None:
-        """Close the next round of every bucket."""
+    def close(self, rounds: int | None = None) -> None:
+        """Count what has not come in the first `rounds` rounds, by default those of one more pass, as zero."""
         self._passes += 1
-        self.close(self._passes)
-
-    def close(self, rounds: int) -> None:
-        """Count what has not come in the first `rounds` rounds as zero."""
         for one in self.buckets:
-            one.close(rounds)
+            one.close(self._passes if rounds is None else rounds)
 
     def due(self, rounds: int) -> Iterator[BucketGradients]:
         """Buckets that are complete and come next, until one is incomplete or `rounds` rounds are launched."""
@@ -238,7 +234,7 @@ class GradientReducer:
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
         if (order := self._orders.get(chunk)) is not None:
-            order.close_pass()
+            order.close()
             self._reduce_due(order)
 
     def finish(self) -> None:

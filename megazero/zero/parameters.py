@@ -229,12 +229,10 @@ def _describe_parameters(
     units: Sequence[Unit], described: Sequence[Described], persistent_elements: int
 ) -> list[ParamInfo]:
     """What each parameter is to its bucket."""
-    users: dict[int, list[int]] = {}
+    users: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for part, key in unit.attributes:
-            uses = users.setdefault(id(part._parameters[key]), [])
-            if index not in uses:
-                uses.append(index)
+            users.setdefault(id(part._parameters[key]), set()).add(index)
     infos = []
     for one in described:
         used_by = users.get(id(one.parameter))
@@ -242,7 +240,7 @@ def _describe_parameters(
             raise ValueError(f"parameter {one.name} belongs to no unit; every parameter must lie in one of the units")
         if not one.parameter.is_floating_point():
             raise ValueError(f"parameter {one.name} is {one.parameter.dtype}; only floating-point parameters can train")
-        shape, index, trains = tuple(one.parameter.shape), used_by[0], one.parameter.requires_grad
+        shape, index, trains = tuple(one.parameter.shape), min(used_by), one.parameter.requires_grad
         persistent = numel(shape) <= persistent_elements
         alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
         chunk = units[index].chunk
