@@ -442,7 +442,7 @@ def test_how_long_a_unit_stays_changes_nothing(make: Callable[[], nn.Module], po
 @pytest.mark.parametrize("persistent", [1, 12, 100, 10_000])
 @pytest.mark.parametrize("make", [_RootParameters, _PartlyFrozen], ids=["RootParameters", "PartlyFrozen"])
 def test_persistent_parameters_change_nothing(make: Callable[[], nn.Module], persistent: int) -> None:
-    run_world(2, _trains, make, 3, {"resident_elements": persistent})
+    run_world(2, _trains, make, 3, {"persistent_elements": persistent})
 
 
 def test_four_ranks_train_as_plain_torch_does() -> None:
@@ -459,7 +459,7 @@ def test_offloaded_shards_change_nothing(place: str, world: int, optimizer: str,
     def law(rank: int) -> None:
         offload = {"parameters": place, "optimizer": optimizer, "nvme_path": str(tmp_path)}
         sharded = assert_trains_as_plain(
-            rank, world, _RootParameters, 3, random_batches(3, world, 2, 4, WIDTH), offload=offload, resident_elements=1
+            rank, world, _RootParameters, 3, random_batches(3, world, 2, 4, WIDTH), offload=offload, persistent_elements=1
         )
         assert_same(sharded.module.state_dict(), sharded.whole("master"))
         sharded.zero.close()

@@ -12,20 +12,19 @@ from torch import Tensor, nn
 from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, plain_gradients, random_batches, seeded
 
 from megazero.comm import collectives
-from megazero.config.schema import PrecisionConfig
+from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.zero.bucket import Bucket
-from megazero.zero.gradient_sums import gradient_square_sum, square_sum
 from megazero.zero.gradients import GradientReducer
-from megazero.zero.offload import Offload
 from megazero.zero.optimizer import ShardedOptimizer, recipe_by_name
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.policy import ShardingPolicy
-from megazero.zero.reductions import ReductionQueue
+from megazero.zero.reductions import ReductionQueue, gradient_square_sum, square_sum
 from megazero.zero.units import Described, Unit, describe, units_of
 
 STAGES = [0, 1, 2, 3]
+ZERO = ZeroConfig(bucket_bytes=1024)
 
 
 class _Layer(nn.Module):
@@ -58,12 +57,12 @@ class _Model:
                 spec = ParamSpec((section,), columns, init=Initializer("normal", 0.5))
                 described.append(Described(f"{index}.{name}", parameter, spec))
         policy = ShardingPolicy(zero_stage, torch.float32, self.state.shard, self.state.replica, torch.device("cpu"))
-        self.parameters = ShardedParameters(units_of([self.layers]), described, policy, bucket_bytes=1024, ties={})
+        self.parameters = ShardedParameters(units_of([self.layers]), described, policy, ZERO, {})
         buckets = self.parameters.buckets
         self.reducer = GradientReducer(buckets)
         self.reducer.attach(self.parameters.by_name, {})
         recipe = recipe_by_name("adamw", {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.0}, [{}])
-        self.optimizer = ShardedOptimizer(buckets, recipe, Offload())
+        self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
         self.parameters.init_weights(5, self.state.tp)
 
     def forward(self, x: Tensor, uses_extra: bool = True, fails_at: int | None = None) -> Tensor:
@@ -202,8 +201,8 @@ def test_a_parameter_outside_every_unit_is_refused() -> None:
             [unit],
             [Described("stray", stray, ParamSpec((NamedRows("stray", 3),)))],
             _policy(),
-            bucket_bytes=1024,
-            ties={},
+            ZERO,
+            {},
         )
 
 
@@ -211,7 +210,7 @@ def test_a_parameter_that_is_no_floating_point_is_refused() -> None:
     layer = nn.Module()
     layer.mask = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
     with pytest.raises(ValueError, match=r"mask is torch\.int32"):
-        ShardedParameters(units_of([layer]), list(describe(layer)), _policy(), bucket_bytes=1024, ties={})
+        ShardedParameters(units_of([layer]), list(describe(layer)), _policy(), ZERO, {})
 
 
 def test_nothing_to_train_is_refused() -> None:
@@ -503,7 +502,7 @@ def test_the_gradient_norm_counts_every_element_once() -> None:
 def test_persistent_parameters_are_whole_on_every_rank_and_no_traffic_of_a_pass(persistent: int) -> None:
     def law(rank: int) -> None:
         batches = random_batches(3, 2, 2, 4, 16)
-        sharded = assert_trains_as_plain(rank, 2, _Deep, 3, batches, resident_elements=persistent)
+        sharded = assert_trains_as_plain(rank, 2, _Deep, 3, batches, persistent_elements=persistent)
         for bucket in sharded.parameters.buckets:
             for slot in bucket.layout.slots:
                 assert bucket.keeps_weights == (slot.stop - slot.start <= persistent)

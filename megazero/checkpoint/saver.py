@@ -23,8 +23,8 @@ from megazero.checkpoint.index import CheckpointError, TrainerState
 from megazero.checkpoint.save import save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.parallel_state import ParallelState
-from megazero.zero.auto_offload import free_memory_bytes
 from megazero.zero.bucket import Bucket, Run, intersect
+from megazero.zero.offload import free_memory_bytes
 from megazero.zero.state import ShardedState
 from megazero.zero.storage import StorageError, in_host_memory
 

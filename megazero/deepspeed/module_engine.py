@@ -76,7 +76,7 @@ class ModuleEngine(TrainingEngine):
         model, reducer = self.sharded_model, self.sharded_model.reducer
         # A reduction of stages 0 and 1 starts in the last round; before it there is always one more to come.
         is_last = self.is_gradient_accumulation_boundary() and not reducer.accumulate_only
-        reducer.expect_rounds(self._passes + (1 if is_last else 2))
+        reducer.rounds = self._passes + (1 if is_last else 2)
         counted = loss / self.config.accumulation if scale_wrt_gas else loss
         with self._report.timed("backward"):
             # Divided by dp before the backward: the sum over ranks is the mean.

@@ -29,29 +29,17 @@ ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One parameter of this rank's model.
+    """One parameter of this rank's model."""
 
-    Args:
-        name: qualified name of the module's parameter.
-        shape: local shape, after TP.
-        spec: what the parameter is, globally.
-        unit: index of the first unit that uses it, in forward order.
-        chunk: the model chunk of this rank that holds it.
-        group: the optimizer group that steps it.
-        trains: it has a gradient; a frozen parameter is only sharded and saved.
-        persistent: stage 3 keeps it whole on every rank.
-        alone: under stage 3 it has a bucket of its own.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    spec: ParamSpec
-    unit: int
-    chunk: int = 0
-    group: int = 0
-    trains: bool = True
-    persistent: bool = False
-    alone: bool = False
+    name: str  # qualified name of the module's parameter
+    shape: tuple[int, ...]  # local shape, after TP
+    spec: ParamSpec  # what the parameter is, globally
+    unit: int  # index of the first unit that uses it, in forward order
+    chunk: int = 0  # the model chunk of this rank that holds it
+    group: int = 0  # the optimizer group that steps it
+    trains: bool = True  # it has a gradient; a frozen parameter is only sharded and saved
+    persistent: bool = False  # stage 3 keeps it whole on every rank
+    alone: bool = False  # under stage 3 it has a bucket of its own
 
 
 @dataclass(frozen=True)
@@ -82,31 +70,22 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where each parameter lies in a bucket.
+    """Where each parameter lies in a bucket.  Its parameters are all of one chunk, all frozen or all trained, and so on."""
 
-    Args:
-        name: for messages.
-        slots: the parameters, contiguous from element 0.
-        shards: number of equal parts of the padded bucket.
-        tied: the bucket holds a copy of one parameter that several stages or chunks share.
-        unit: the first unit that uses one of the parameters.
-    """
-
-    name: str
-    slots: tuple[Slot, ...]
-    shards: int
-    tied: bool
-    unit: int
+    name: str  # for messages
+    slots: tuple[Slot, ...]  # the parameters, contiguous from element 0
+    shards: int  # number of equal parts of the padded bucket
+    unit: int  # the first unit that uses one of the parameters
+    chunk: int
+    trains: bool
+    persistent: bool
+    tied: bool  # the bucket holds a copy of one parameter that several stages or chunks share
+    tie: str  # the logical name that all copies of a tied bucket's parameter share
 
     @property
     def numel(self) -> int:
         """Elements that are parameters."""
         return self.slots[-1].stop
-
-    @property
-    def whole(self) -> Run:
-        """All elements, padding included."""
-        return Run(0, self.padded_numel)
 
     @property
     def shard_numel(self) -> int:
@@ -120,24 +99,9 @@ class BucketLayout:
         return self.shard_numel * self.shards
 
     @property
-    def chunk(self) -> int:
-        """The model chunk of this rank whose parameters it holds."""
-        return self.slots[0].info.chunk
-
-    @property
-    def trains(self) -> bool:
-        """Whether its parameters have gradients."""
-        return self.slots[0].info.trains
-
-    @property
-    def persistent(self) -> bool:
-        """Whether stage 3 keeps its parameters whole."""
-        return self.slots[0].info.persistent
-
-    @property
-    def tie(self) -> str:
-        """The logical name that all copies of a tied bucket's parameter share."""
-        return self.slots[0].info.spec.sections[0].name
+    def whole(self) -> Run:
+        """All elements, padding included."""
+        return Run(0, self.padded_numel)
 
     def shard(self, index: int) -> Run:
         """Elements that shard `index` holds."""
@@ -156,30 +120,25 @@ def intersect(a: Run, b: Run) -> Run | None:
     return Run(start, stop) if start < stop else None
 
 
-def _traits(info: ParamInfo) -> tuple[int, bool, bool]:
-    return info.group, info.spec.split is not None, not info.spec.sum_over_tp
-
-
 def _layout(members: Sequence[ParamInfo], shards: int) -> BucketLayout:
     slots, start = [], 0
-    for info in sorted(members, key=_traits):
+    for info in sorted(members, key=lambda info: (info.group, info.spec.split is not None, not info.spec.sum_over_tp)):
         slots.append(Slot(info, start))
         start = slots[-1].stop
     first = min(members, key=lambda info: info.unit)
-    return BucketLayout(f"bucket of {first.name}", tuple(slots), shards, members[0].spec.tied, first.unit)
+    tied, tie = first.spec.tied, first.spec.sections[0].name
+    name = f"bucket of {first.name}"
+    return BucketLayout(name, tuple(slots), shards, first.unit, first.chunk, first.trains, first.persistent, tied, tie)
 
 
 def plan_buckets(
     parameters: Sequence[ParamInfo], *, by_unit: bool, bucket_elements: int, shards: int
 ) -> tuple[BucketLayout, ...]:
-    """Assign every parameter to one bucket.
+    """Assign every parameter, given in forward order, to one bucket of `shards` equal parts.
 
-    Args:
-        parameters: in forward order.
-        by_unit: one bucket per unit, in forward order (what ZeRO-3 gathers at once); otherwise, and for persistent
-            parameters, buckets are filled up to `bucket_elements` in the order in which the backward completes gradients.
-        bucket_elements: a bucket takes parameters until it holds so many elements, or more by part of a parameter.
-        shards: number of equal parts of each bucket.
+    `by_unit`: one bucket per unit, in forward order (what ZeRO-3 gathers at once).  Otherwise, and for persistent
+    parameters, buckets are filled in the order in which the backward completes gradients, until they hold
+    `bucket_elements` or more by part of a parameter.
 
     No bucket spans two chunks, or holds both frozen and trained parameters.  A tied parameter has its own bucket, equal on
     all stages that hold it.
@@ -205,29 +164,12 @@ class Bucket:
     """The tensors of one bucket on one rank.
 
     Args:
-        layout: where each parameter lies.
-        policy: stage, dtypes, axes.
         weights: buffer of the whole weights, [padded]; ZeRO-3 gives a gather buffer, None makes a new one.
         new_master: makes the array of master weights in another location; the moments and the gradient that steps them
             follow.  None keeps them on the device, where fp32 weights are their own masters.
         new_shard: makes the array of ZeRO-3's shard of the weights in another location; None keeps it on the device.
         shares_weights: fp32 weights off the device are their own masters, too.
         is_second_copy: of a tied parameter whose first copy is elsewhere: not counted in the norm, not saved.
-
-    Attributes:
-        owned: elements whose master weights and moments this rank holds.
-        counted: elements that this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
-        weights: [padded] in the weights' dtype; with ZeRO-3 valid only while gathered.
-        weight_shard: [owned] in the weights' dtype.
-        master: fp32 [owned]; may be the same array as `weight_shard` when the weights are fp32, and always is for
-            frozen parameters.
-        full_gradient: [padded] in the accumulation dtype, from the first gradient of a step on; None where a rank holds
-            only its shard.
-        gradient: fp32 [owned], the reduced gradient, beside the master weights.  Empty for frozen parameters.
-        keeps_weights: the whole weights stay on this rank.
-        keeps_gradients: a step's gradients add up whole.
-        reduces_in_place: `gradient` is a part of `full_gradient`, and exists only together with it.
-        frees_gradient: the memory of `full_gradient` is freed between steps.
     """
 
     def __init__(
@@ -242,42 +184,47 @@ class Bucket:
     ) -> None:
         self.layout, self.policy, self.is_second_copy = layout, policy, is_second_copy
         device, axis = policy.device, policy.shard
+        # What this rank counts in the gradient norm and writes to a checkpoint; the ranks' are disjoint.
         self.counted = layout.shard(axis.index) if policy.replica.index == 0 else Run(0, 0)
+        # Whose master weights and moments this rank holds.
         self.owned = layout.shard(axis.index) if policy.shards_master else layout.whole
         owned_numel = self.owned.stop - self.owned.start
-        gathers = policy.zero_stage == 3 and (axis.size > 1 or new_shard is not None) and not layout.persistent
-        self.keeps_weights = not gathers
-        self.weights = (
-            torch.zeros(layout.padded_numel, dtype=policy.dtype, device=device) if weights is None else weights
-        )
-        self.weight_shard: FlatArray
+        # The whole weights stay on this rank; otherwise `weights` is valid only while gathered.
+        moves = axis.size > 1 or new_shard is not None
+        self.keeps_weights = policy.zero_stage < 3 or not moves or layout.persistent
+        if weights is None:
+            weights = torch.zeros(layout.padded_numel, dtype=policy.dtype, device=device)
+        self.weights = weights  # [padded]
+        self.weight_shard: FlatArray  # [owned], in the weights' dtype
         if self.keeps_weights:
-            self.weight_shard = InMemory(self.weights[self.owned.start : self.owned.stop], "device")
+            self.weight_shard = InMemory(weights[self.owned.start : self.owned.stop], "device")
         elif new_shard is not None:
             self.weight_shard = new_shard(owned_numel)
         else:
             self.weight_shard = InMemory(torch.zeros(owned_numel, dtype=policy.dtype, device=device), "device")
         is_own_master = policy.dtype == torch.float32 and (self.weight_shard.location == "device" or shares_weights)
-        self.master: FlatArray
+        self.master: FlatArray  # fp32 [owned]; of fp32 or frozen weights it may be the same array
         if not layout.trains or (new_master is None and is_own_master):
             self.master = self.weight_shard
         elif new_master is not None:
             self.master = new_master(owned_numel)
         else:
             self.master = InMemory(torch.zeros(owned_numel, device=device), "device")
-        # Offloaded state has its gradient on the host: a single device, too, need not keep the whole of it.
+        # Whether a step's gradients add up whole.  Offloaded state has its gradient on the host: a single device, too, need
+        # not keep the whole of it.
         on_device = self.master.location == "device"
         self.keeps_gradients = layout.trains and (policy.zero_stage < 2 or (axis.size == 1 and on_device))
+        # Whether `gradient` is a part of `full_gradient`, and exists only together with it.
         self.reduces_in_place = self.keeps_gradients and on_device and policy.accumulate_dtype == torch.float32
         # A CPU maps large blocks page by page every time; blocks that are not sent are small (`ShardedParameters`).
         self.frees_gradient = self.reduces_in_place and (device.type != "cpu" or not policy.sends_gradients)
-        self.full_gradient: Tensor | None = None
-        if not layout.trains or self.reduces_in_place:
-            self.gradient = torch.zeros(0)
-        elif on_device:
-            self.gradient = torch.zeros(owned_numel, device=device)
-        else:
-            self.gradient = in_host_memory(owned_numel, torch.float32, pin=policy.pins_memory).tensor
+        self.full_gradient: Tensor | None = None  # [padded] in the accumulation dtype, from a step's first gradient on
+        self.gradient = torch.zeros(0)  # fp32 [owned], the reduced gradient, beside the master weights
+        if layout.trains and not self.reduces_in_place:
+            if on_device:
+                self.gradient = torch.zeros(owned_numel, device=device)
+            else:
+                self.gradient = in_host_memory(owned_numel, torch.float32, pin=policy.pins_memory).tensor
 
     @property
     def full_gradient_bytes(self) -> int:

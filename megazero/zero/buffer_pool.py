@@ -6,17 +6,14 @@ release(buffer)        ->  free for the next acquire
 
 from __future__ import annotations
 
+from operator import eq, ge
+
 import torch
 from torch import Tensor
 
 
 class BufferPool:
-    """Buffers of one device, by size and dtype.
-
-    Args:
-        device: where the buffers lie.
-        pinned: page-lock them; for buffers on the host that a GPU reads or writes.
-    """
+    """Buffers of one device, by size and dtype; `pinned` ones on the host are page-locked, for a GPU to read and write."""
 
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
         self._device, self._pinned = device, pinned
@@ -24,18 +21,12 @@ class BufferPool:
         self._in_use: dict[int, tuple[int, bool]] = {}  # by address: bytes, and whether it is free again after its use
 
     def acquire(self, numel: int, dtype: torch.dtype, *, or_larger: bool = False, reusable: bool = True) -> Tensor:
-        """A flat buffer; its content is undefined.
+        """A flat buffer; its content is undefined.  `or_larger`: a larger free one will do.
 
-        Args:
-            numel, dtype: of the buffer.
-            or_larger: a larger free buffer will do.
-            reusable: False for a size that is not asked for again soon: a new buffer, which `release` forgets.
+        One that is not `reusable`, of a size that is not asked for again soon, is new, and `release` forgets it.
         """
-        fitting = [
-            index
-            for index, free in enumerate(self._free)
-            if free.dtype == dtype and (free.numel() == numel or (or_larger and free.numel() > numel))
-        ]
+        fits = ge if or_larger else eq
+        fitting = [at for at, free in enumerate(self._free) if free.dtype == dtype and fits(free.numel(), numel)]
         if fitting and reusable:
             buffer = self._free.pop(fitting[-1])
         else:

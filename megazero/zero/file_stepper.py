@@ -15,43 +15,35 @@ from torch import Tensor, nn
 
 from megazero.zero.bucket import Bucket, Run
 from megazero.zero.offload import Offload
-from megazero.zero.storage import FlatArray, PendingCopy
+from megazero.zero.storage import FlatArray, Location, PendingCopy
 
 
 @dataclass(eq=False)
 class Part:
-    """Elements of one bucket that one optimizer group steps.
-
-    Args:
-        bucket, run: the elements.
-        group: of the optimizer.
-        parameter: their master weights, as the optimizer sees them.
-        arrays: their element-wise state by name, where it lies in a file.
-    """
+    """Elements of one bucket that one optimizer group steps."""
 
     bucket: Bucket
     run: Run
     group: int
-    parameter: nn.Parameter
-    arrays: dict[str, FlatArray] = field(default_factory=dict)
+    parameter: nn.Parameter  # their master weights, as the optimizer sees them
+    arrays: dict[str, FlatArray] = field(default_factory=dict)  # their state by name, where it lies in a file
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return self.run.stop - self.run.start
 
+    @property
+    def location(self) -> Location:
+        """Where the master weights and the state lie."""
+        return self.bucket.master.location
+
 
 class FileStepper:
-    """Brings parts from the file to memory and back.
-
-    Args:
-        parts: all parts; those in a file are picked.
-        states: names of the element-wise state.
-        offload: has the file.
-    """
+    """Reads those of the parts that lie in a file, has them stepped, and writes them back.  `states`: element-wise ones."""
 
     def __init__(self, parts: Sequence[Part], states: Sequence[str], offload: Offload) -> None:
-        self._parts = [part for part in parts if part.bucket.master.location == "file"]
+        self._parts = [part for part in parts if part.location == "file"]
         self._states = tuple(states)
         for part in self._parts:
             part.arrays = {name: offload.moment(part.numel) for name in states}
@@ -65,14 +57,9 @@ class FileStepper:
         return sum(buffer.nbytes for buffers in self._sets for buffer in buffers.values())
 
     def step(self, step_parts: Callable[[Sequence[Part]], None], optimizer: torch.optim.Optimizer) -> None:
-        """Step every part.
+        """Step every part with `step_parts`, while its parameter and its state in `optimizer` are bound to buffers.
 
-        Args:
-            step_parts: steps parts whose parameters and state are in memory.
-            optimizer: its state is bound to the buffers meanwhile.
-
-        Raises:
-            StorageError: the file could not be read or written.
+        Raises: StorageError, the file could not be read or written.
         """
         reading = [self._read(0)] if self._parts else []
         writing: list[list[PendingCopy]] = []
@@ -82,28 +69,30 @@ class FileStepper:
             if index + 1 < len(self._parts):
                 reading.append(self._read(index + 1))
             _wait(reading.pop(0))
-            buffers = {name: buffer[: part.numel] for name, buffer in self._sets[index % len(self._sets)].items()}
+            buffers = self._buffers(index)
             part.parameter.data = buffers["master"]
             state = optimizer.state[part.parameter]
             is_new = not state
             if not is_new:
                 state.update({name: buffers[name] for name in self._states})
             step_parts([part])
-            if is_new:  # the optimizer has made its state itself
-                for name in self._states:
-                    buffers[name].copy_(state[name])
             for name in self._states:
+                if is_new:  # the optimizer has made its state itself
+                    buffers[name].copy_(state[name])
                 state[name] = torch.empty(0)
             part.parameter.data = torch.empty(0)
             writing.append(self._write(part, buffers))
         for copies in writing:
             _wait(copies)
 
+    def _buffers(self, index: int) -> dict[str, Tensor]:
+        numel = self._parts[index].numel
+        return {name: buffer[:numel] for name, buffer in self._sets[index % len(self._sets)].items()}
+
     def _read(self, index: int) -> list[PendingCopy]:
-        part, buffers = self._parts[index], self._sets[index % len(self._sets)]
-        start = part.run.start - part.bucket.owned.start
-        copies = [part.bucket.master.start_read(buffers["master"][: part.numel], start)]
-        return copies + [part.arrays[name].start_read(buffers[name][: part.numel], 0) for name in self._states]
+        part, buffers = self._parts[index], self._buffers(index)
+        copies = [part.bucket.master.start_read(buffers["master"], part.run.start - part.bucket.owned.start)]
+        return copies + [part.arrays[name].start_read(buffers[name], 0) for name in self._states]
 
     def _write(self, part: Part, buffers: dict[str, Tensor]) -> list[PendingCopy]:
         start = part.run.start - part.bucket.owned.start

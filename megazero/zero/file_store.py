@@ -13,17 +13,17 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_all
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from megazero.zero.storage import Access, FlatArray, PendingCopy, StorageError, as_flat, check_out, check_range
+from megazero.zero.storage import Access, FlatArray, PendingCopy, StorageError, as_flat, check_out
 
 ALIGN_BYTES: Final = 4096  # a page of memory and a block of most disks
 WORKERS: Final = 2  # one reads while the other writes
@@ -37,56 +37,19 @@ def _failed(path: Path, what: str, error: OSError) -> str:
     return f"{path}: {what} failed: {error.strerror or error}; {remedy}{_OTHERWISE}"
 
 
-@dataclass(eq=False)
-class FileJob(Access):
-    """A read or a write for the workers: `run` it after the jobs `after`; `failure` says why it failed."""
-
-    array: InFile
-    what: str
-    run: Callable[[], None]
-    after: list[FileJob] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
-    failure: str | None = None
-
-    def execute(self) -> None:
-        for job in self.after:  # they left the queue before this one, so a worker is running them
-            job.done.wait()
-        self.failure = self.array.failure
-        try:
-            if self.failure is None:
-                self.run()
-        except OSError as error:
-            self.failure = _failed(self.array.store.path, self.what, error)
-        except Exception as error:  # a worker must outlive whatever a job does
-            self.failure = f"{self.array.store.path}: {self.what} failed: {type(error).__name__}: {error}"
-        if self.writes and self.array.failure is None:
-            self.array.failure = self.failure
-        self.after, self.run = [], lambda: None  # lets go of the tensors
-        self.done.set()
-
-    def wait(self) -> None:
-        self.done.wait()
-        if self.failure is not None:
-            self.array.is_failure_raised |= self.failure == self.array.failure
-            raise StorageError(self.failure)
-
-
-def _work(queue: SimpleQueue[FileJob | None]) -> None:
-    while (job := queue.get()) is not None:
-        job.execute()
-
-
 def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor; numpy knows no bf16, so every dtype goes as bytes."""
     return tensor.detach().view(torch.uint8).numpy().data
 
 
-def _move(operation: Callable[[memoryview, int], int], memory: memoryview, offset: int) -> None:
+def _move(
+    operation: Callable[[int, list[memoryview], int], int], descriptor: int, memory: memoryview, offset: int
+) -> None:
     """Repeat a read or a write, which may do less than asked, until all of `memory` has moved."""
     done = 0
     while done < len(memory):
         try:
-            count = operation(memory[done:], offset + done)
+            count = operation(descriptor, [memory[done:]], offset + done)
         except InterruptedError:
             continue
         if count == 0:
@@ -106,11 +69,10 @@ class InFile(FlatArray):
     def __init__(self, store: FileStore, offset: int, numel: int, dtype: torch.dtype) -> None:
         self.store, self.offset, self.numel, self.dtype = store, offset, numel, dtype
         self.failure: str | None = None
-        self.is_failure_raised = False
-        self._under_way: list[FileJob] = []
+        self.under_way: list[tuple[Access, Future[str | None]]] = []
 
     def read(self, start: int, stop: int) -> Tensor:
-        check_range(self.numel, start, stop)
+        self.access(start, stop, writes=False)
         out = torch.empty(stop - start, dtype=self.dtype)
         self.start_read(out, start).wait()
         return out
@@ -118,20 +80,14 @@ class InFile(FlatArray):
     def start_read(self, out: Tensor, start: int) -> PendingCopy:
         check_out(out, self.dtype)
         buffer = torch.empty(out.shape, dtype=self.dtype, pin_memory=True) if out.is_cuda else out
-        descriptor, offset = self.store.descriptor, self._byte(start)
-
-        def run() -> None:
-            _move(lambda memory, at: os.preadv(descriptor, [memory], at), _memory(buffer), offset)
-
-        job = self._submit("reading", start, start + out.numel(), run, writes=False)
-        if buffer is out:
-            return PendingCopy(job.wait)
+        run = partial(_move, os.preadv, self.store.descriptor, _memory(buffer), self._byte(start))
 
         def finish() -> None:
             with torch.no_grad():
                 out.copy_(buffer, non_blocking=True)  # torch keeps the pinned buffer until the stream has read it
 
-        return PendingCopy(job.wait, finish)
+        wait = self._start("reading", self.access(start, start + out.numel(), writes=False), run)
+        return PendingCopy(wait, None if buffer is out else finish)
 
     def start_write(self, start: int, values: Tensor) -> PendingCopy:
         values = as_flat(values, self.dtype)
@@ -140,34 +96,54 @@ class InFile(FlatArray):
             buffer = torch.empty(values.shape, dtype=self.dtype, pin_memory=True)
             buffer.copy_(values, non_blocking=True)
             copied = torch.cuda.current_stream(values.device).record_event()
-        descriptor, offset = self.store.descriptor, self._byte(start)
+        move = partial(_move, os.pwritev, self.store.descriptor, _memory(buffer), self._byte(start))
 
         def run() -> None:
             if copied is not None:
                 copied.synchronize()
-            _move(lambda memory, at: os.pwritev(descriptor, [memory], at), _memory(buffer), offset)
+            move()
 
-        return PendingCopy(self._submit("writing", start, start + values.numel(), run, writes=True).wait)
+        return PendingCopy(self._start("writing", self.access(start, start + values.numel(), writes=True), run))
 
     def flush(self) -> None:
-        descriptor = self.store.descriptor  # the disk must confirm the writes, too
-        self._submit("flushing", 0, self.numel, lambda: os.fdatasync(descriptor), writes=True).wait()
+        sync = partial(os.fdatasync, self.store.descriptor)  # the disk must confirm the writes, too
+        self._start("flushing", self.access(0, self.numel, writes=True), sync)()
 
     def _byte(self, element: int) -> int:
         return self.offset + element * self.dtype.itemsize
 
-    def _submit(self, verb: str, start: int, stop: int, run: Callable[[], None], *, writes: bool) -> FileJob:
-        check_range(self.numel, start, stop)
-        what = f"{verb} {(stop - start) * self.dtype.itemsize} bytes at byte {self._byte(start)}"
-        job = FileJob(start, stop, writes, self, what, run)
-        self.store.submit(job)
-        return job
+    def _start(self, verb: str, access: Access, run: Callable[[], None]) -> Callable[[], None]:
+        """Have a worker do it; the result waits for it."""
+        what = f"{verb} {(access.stop - access.start) * self.dtype.itemsize} bytes at byte {self._byte(access.start)}"
+        future = self.store.submit(self, access, what, run)
 
-    def queue_behind(self, job: FileJob) -> None:
-        """Tell `job` which unfinished jobs of this array it has to wait for."""
-        self._under_way = [earlier for earlier in self._under_way if not earlier.done.is_set()]
-        job.after = list(filter(job.conflicts, self._under_way))
-        self._under_way.append(job)
+        def wait() -> None:
+            failure = future.result()
+            if failure is not None:
+                self.store.is_failure_raised |= failure == self.failure
+                raise StorageError(failure)
+
+        return wait
+
+
+def _execute(
+    array: InFile, access: Access, what: str, run: Callable[[], None], after: Sequence[Future[str | None]]
+) -> str | None:
+    """Run an operation after those that it conflicts with; returns why it failed."""
+    wait_for_all(after)  # they left the queue before this one, so a worker is running them
+    if array.failure is not None:
+        return array.failure
+    try:
+        run()
+    except OSError as error:
+        failure = _failed(array.store.path, what, error)
+    except Exception as error:
+        failure = f"{array.store.path}: {what} failed: {type(error).__name__}: {error}"
+    else:
+        return None
+    if access.writes:
+        array.failure = array.failure or failure
+    return failure
 
 
 def region_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -176,12 +152,7 @@ def region_bytes(numel: int, dtype: torch.dtype) -> int:
 
 
 class FileStore:
-    """One file of a rank, of a fixed size, for arrays in regions.
-
-    Args:
-        directory: an existing one on a local disk.
-        rank: for the file's name.
-        nbytes: size of the file: the sum of `region_bytes` over its arrays.
+    """One file of a rank, as large as the sum of `region_bytes` over its arrays, in an existing directory of a local disk.
 
     Raises:
         StorageError: the directory is missing or not writable, or `nbytes` do not fit.  Free space is compared first, but
@@ -191,15 +162,10 @@ class FileStore:
     def __init__(self, directory: Path, rank: int, nbytes: int) -> None:
         self.path, self.nbytes = directory / f"megazero-{os.getpid()}-rank{rank}.bin", nbytes
         self.descriptor = self._open(directory, f"megazero-{os.getpid()}-rank{rank}-")
+        self.is_failure_raised = False  # the error of a write that failed
         self._used, self._is_closed, self._lock = 0, False, threading.Lock()
         self._arrays: list[InFile] = []
-        self._queue: SimpleQueue[FileJob | None] = SimpleQueue()
-        self._workers = [
-            threading.Thread(target=_work, args=(self._queue,), name=f"megazero-storage-{index}", daemon=True)
-            for index in range(WORKERS)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._workers = ThreadPoolExecutor(WORKERS, "megazero-storage")
 
     def _open(self, directory: Path, prefix: str) -> int:
         if not directory.is_dir():
@@ -225,11 +191,7 @@ class FileStore:
         return descriptor
 
     def allocate(self, numel: int, dtype: torch.dtype) -> InFile:
-        """A new array of zeros.
-
-        Raises:
-            StorageError: the store is full or closed.
-        """
+        """A new array of zeros.  Raises: StorageError, the store is full."""
         needed, free = region_bytes(numel, dtype), self.nbytes - self._used
         if needed > free:
             raise StorageError(
@@ -241,43 +203,29 @@ class FileStore:
         self._arrays.append(array)
         return array
 
-    def submit(self, job: FileJob) -> None:
-        """Hand a job to the workers."""
-        with self._lock:  # a job must enter the queue after those that it waits for
+    def submit(self, array: InFile, access: Access, what: str, run: Callable[[], None]) -> Future[str | None]:
+        """Queue an operation for the workers, behind those that it conflicts with; the result says why it failed."""
+        with self._lock:  # an operation must enter the queue after those that it waits for
             if self._is_closed:
-                raise StorageError(f"{self.path}: {job.what} failed: the file is closed")
-            job.array.queue_behind(job)
-            self._queue.put(job)
+                raise StorageError(f"{self.path}: {what} failed: the file is closed")
+            array.under_way = [(earlier, future) for earlier, future in array.under_way if not future.done()]
+            after = [future for earlier, future in array.under_way if earlier.conflicts(access)]
+            future = self._workers.submit(_execute, array, access, what, run, after)
+            array.under_way.append((access, future))
+        return future
 
     def close(self) -> None:
-        """Wait for every operation and free the space; a second call does nothing.
-
-        Raises:
-            StorageError: a write failed, and no call has raised it yet.
-        """
+        """Wait for every operation and free the space.  Raises: StorageError, of a write that no call has raised yet."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            for _ in self._workers:
-                self._queue.put(None)
-        for worker in self._workers:
-            worker.join()
+        self._workers.shutdown()
         os.ftruncate(self.descriptor, 0)  # a forked process, of a data loader say, may hold the file open
         os.close(self.descriptor)
-        if any(array.is_failure_raised for array in self._arrays):
-            return  # one disk, one error
-        for array in self._arrays:
-            if array.failure is not None:
-                raise StorageError(array.failure)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        failures = [array.failure for array in self._arrays if array.failure is not None]
+        if failures and not self.is_failure_raised:  # one disk, one error
+            raise StorageError(failures[0])
 
 
 def _preallocate(descriptor: int, nbytes: int) -> None:
@@ -292,5 +240,4 @@ def _preallocate(descriptor: int, nbytes: int) -> None:
         os.ftruncate(descriptor, nbytes)
         zeros = memoryview(bytes(min(_ZEROS, nbytes)))
         for offset in range(0, nbytes, _ZEROS):
-            piece = zeros[: nbytes - offset]
-            _move(lambda memory, at: os.pwritev(descriptor, [memory], at), piece, offset)
+            _move(os.pwritev, descriptor, zeros[: nbytes - offset], offset)

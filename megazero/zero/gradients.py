@@ -4,7 +4,7 @@
     stages 0, 1                      rounds add up in the whole buffer; the last one starts the reduction
     stages 2, 3                      each round starts a reduce-scatter; the shards add up; the buffer goes back to the pool
                                      (or the whole step adds up in the buffer, and one reduce-scatter follows)
-    finish                           what has not come counts as zero; wait (the sums that follow: `gradient_sums`)
+    finish                           what has not come counts as zero; wait (the sums that follow: `reductions`)
 
 [Note: one order]  Collectives pair up by their order, so every rank must start the reductions of a chunk in one order,
 whichever parameters its micro-batch happens to use.  A complete bucket therefore waits for those before it, and at the end
@@ -24,18 +24,101 @@ from torch import Tensor, nn
 
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import WeightGradQueue
-from megazero.zero.accumulation import BucketGradients, GradientBuffer
 from megazero.zero.bucket import Bucket
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.reductions import ReductionQueue
 
 
-class _LaunchOrder:
-    """The one order in which a chunk's buckets are reduced, round by round; see [Note: one order].
+class BucketGradients:
+    """The gradients of one bucket in this step, until they are reduced.
 
-    Args:
-        buckets: in the order in which a backward completes them.
+    The bucket's own `full_gradient` is used where it keeps one; otherwise the memory comes from the pool, with
+    `shared_numel` elements, which can serve any bucket.
+
+    Attributes:
+        complete: rounds of which all gradients have come; a round is one micro-batch.
+        launched: rounds whose reduction was started, or left for a later one.
+        reduced: rounds that are in `bucket.gradient`, or on their way there.
     """
+
+    def __init__(self, bucket: Bucket, pool: BufferPool, shared_numel: int) -> None:
+        self.bucket, self._pool, self._shared_numel = bucket, pool, shared_numel
+        self._use(None)
+        self.begin_step(frees=False)
+
+    def begin_step(self, *, frees: bool) -> None:
+        """Forget all gradients; `frees` lets the bucket free its memory until the first one comes."""
+        if not self.bucket.keeps_gradients and self._memory is not None:
+            self._pool.release(self._memory)
+        if frees:
+            self.bucket.free_gradient()
+        if self._memory is not self.bucket.full_gradient:
+            self._use(self.bucket.full_gradient)
+        count = len(self.bucket.layout.slots)
+        self._is_empty, self._counts = [True] * count, [0] * count
+        self.launched = self.reduced = 0
+        self._advance_to(0)
+
+    def _use(self, memory: Tensor | None) -> None:
+        slots, self._memory = self.bucket.layout.slots, memory
+        self._parts = [] if memory is None else [memory[at.start : at.stop].view(at.info.shape) for at in slots]
+        self._is_empty = [True] * len(slots)
+
+    def _advance_to(self, rounds: int) -> None:
+        self.complete = rounds
+        self._missing = self._counts.count(rounds)  # gradients that have not come in the next round
+
+    def count(self, slot: int, expected: int) -> None:
+        """Count a gradient.  Raises: RuntimeError, it came more than `expected` times."""
+        if self._counts[slot] == expected:
+            raise RuntimeError(
+                f"gradient of {self.bucket.layout.slots[slot].info.name} came more than {expected} times in a step of "
+                f"{expected} micro-batches: backward ran more often than that, or within itself (checkpointing needs "
+                "use_reentrant=False)"
+            )
+        self._counts[slot] += 1
+        if self._counts[slot] == self.complete + 1:
+            self._missing -= 1
+            if self._missing == 0:
+                self._advance_to(self.complete + 1)
+
+    def close(self, rounds: int) -> None:
+        """Count what has not come in the first `rounds` rounds as zero."""
+        if self.complete < rounds:
+            self._counts = [max(count, rounds) for count in self._counts]
+            self._advance_to(rounds)
+
+    def open(self, *, is_reduced_soon: bool) -> None:
+        """Have memory; what is reduced only at the end of the step gets memory of the bucket's own size."""
+        if self._memory is not None:
+            return
+        if self.bucket.keeps_gradients:
+            self._use(self.bucket.allocate_gradient())
+        else:
+            numel = self._shared_numel if is_reduced_soon else self.bucket.layout.padded_numel
+            self._use(self._pool.acquire(numel, self.bucket.policy.accumulate_dtype, reusable=is_reduced_soon))
+
+    def part(self, slot: int) -> tuple[Tensor, bool]:
+        """A parameter's part, in its shape, and whether it is empty: to be overwritten, not added to."""
+        is_empty, self._is_empty[slot] = self._is_empty[slot], False
+        return self._parts[slot], is_empty
+
+    def take(self) -> Tensor:
+        """The memory, with zeros in the padding and where no gradient has come; the next gradients overwrite it."""
+        memory, layout = self._memory, self.bucket.layout
+        assert memory is not None
+        for part, is_empty in zip(self._parts, self._is_empty, strict=True):
+            if is_empty:
+                part.zero_()
+        memory[layout.numel : layout.padded_numel].zero_()
+        self._is_empty = [True] * len(self._is_empty)
+        if not self.bucket.keeps_gradients:  # whoever has taken it releases it
+            self._use(None)
+        return memory
+
+
+class _LaunchOrder:
+    """The one order in which a chunk's buckets are reduced, round by round: that in which a backward completes them."""
 
     def __init__(self, buckets: Sequence[BucketGradients]) -> None:
         self.buckets = buckets
@@ -45,24 +128,20 @@ class _LaunchOrder:
         """Begin with the first bucket's first round."""
         self._round = self._next = self._passes = 0
 
-    def close_pass(self) -> None:
-        """Close the next round of every bucket."""
+    def close(self, rounds: int | None = None) -> None:
+        """Count what has not come in the first `rounds` rounds, by default those of one more pass, as zero."""
         self._passes += 1
-        self.close(self._passes)
-
-    def close(self, rounds: int) -> None:
-        """Count what has not come in the first `rounds` rounds as zero."""
         for one in self.buckets:
-            one.progress.close(rounds)
+            one.close(self._passes if rounds is None else rounds)
 
     def due(self, rounds: int) -> Iterator[BucketGradients]:
         """Buckets that are complete and come next, until one is incomplete or `rounds` rounds are launched."""
         while self._round < rounds:
             one = self.buckets[self._next]
             if one.launched <= self._round:  # else it was complete several rounds ahead of the others
-                if one.progress.complete <= self._round:
+                if one.complete <= self._round:
                     return
-                one.launched = one.progress.complete
+                one.launched = one.complete
                 yield one
             self._next = (self._next + 1) % len(self.buckets)
             self._round += self._next == 0
@@ -72,7 +151,6 @@ class GradientReducer:
     """Adds gradients up in buckets, and starts the reduction of a bucket over dp as soon as it is complete.
 
     Args:
-        buckets: this rank's buckets.
         every_micro_batch: stages 2 and 3 reduce after each micro-batch; otherwise once per step.
         reduce_dtype: in which gradients travel.
 
@@ -80,38 +158,32 @@ class GradientReducer:
         buckets: those that train.
         pool: the working buffers through which gradients pass on their way to the shards.
         accumulate_only: while set, rounds add up in the buffers and nothing is sent.
+        rounds: how many the step has; the last one starts what is reduced once per step.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        *,
         every_micro_batch: bool = True,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
-        if not self.buckets:
-            raise ValueError("no parameter requires a gradient: there is nothing to train on this rank")
         self.pool = BufferPool(self.buckets[0].policy.device)
         self._reductions = ReductionQueue(self.buckets, reduce_dtype, self.pool)
-        self._every_round, self._rounds, self.accumulate_only = every_micro_batch, 1, False
+        self._every_round, self.rounds, self.accumulate_only = every_micro_batch, 1, False
         largest = max(bucket.layout.padded_numel for bucket in self.buckets)
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
-            one = BucketGradients(bucket, GradientBuffer(bucket, self.pool, largest))
-            order.setdefault(bucket.layout.chunk, []).append(one)
+            order.setdefault(bucket.layout.chunk, []).append(BucketGradients(bucket, self.pool, largest))
         self._orders = {chunk: _LaunchOrder(buckets) for chunk, buckets in order.items()}
         self._owner: dict[int, tuple[_LaunchOrder, BucketGradients, int]] = {}  # by identity of a parameter
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
-        """Take every gradient that autograd and `WeightGradQueue` compute for these parameters.
+        """Take every gradient that autograd and the chunks' queues compute for these parameters, both by qualified name.
 
-        Args:
-            parameters: by qualified name.
-            wgrad_queues: by the same names, the queue that takes weight gradients of the parameter's chunk past autograd.
-                When the schedule splits backwards, vectors wait in it, too: alone they would keep every bucket of the
-                chunk incomplete.
+        When the schedule splits backwards, vectors wait in the queue, too: alone they would keep every bucket of the chunk
+        incomplete.
         """
         for queue in set(wgrad_queues.values()):
             queue.accumulator = self
@@ -137,24 +209,12 @@ class GradientReducer:
         self._reductions.finish()  # of a step that was given up, too: its results must not be added to this one's
         for order in self._orders.values():
             order.begin_step()
-            for one in order.buckets:
-                one.begin_step()
-                one.buffer.begin_step(
-                    frees=micro_batches == 1
-                )  # with more, gradients lie there in all forwards but one
-        self.expect_rounds(micro_batches)
-
-    def expect_rounds(self, rounds: int) -> None:
-        """Say that the step has so many rounds; the last one starts what is reduced once per step."""
-        self._rounds = rounds
+            for one in order.buckets:  # with more, gradients lie there in all forwards but one
+                one.begin_step(frees=micro_batches == 1)
+        self.rounds = micro_batches
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add one micro-batch's gradient of a parameter.
-
-        Args:
-            weight: the parameter.
-            gradient: in the parameter's shape and dtype; may be reused by the caller afterwards.
-        """
+        """Add one micro-batch's gradient of a parameter; its memory may be used again afterwards."""
         part, is_first = self._open(weight)
         if is_first:
             part.copy_(gradient)
@@ -163,12 +223,7 @@ class GradientReducer:
         self._launch(weight)
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add one micro-batch's gradient of a parameter, a sum of a.T @ b, with no copy of it in between.
-
-        Args:
-            weight: the parameter, [m, n].
-            factors: a and b of each term, [k, m] and [k, n].
-        """
+        """Add one micro-batch's gradient of a parameter [m, n], a sum of a.T @ b of [k, m] and [k, n], without a copy."""
         part, is_first = self._open(weight)
         for a, b in factors:
             add_product(part, a, b, is_first=is_first)
@@ -179,38 +234,38 @@ class GradientReducer:
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
         if (order := self._orders.get(chunk)) is not None:
-            order.close_pass()
+            order.close()
             self._reduce_due(order)
 
     def finish(self) -> None:
         """Have every bucket's gradient summed over the shard axis, including parameters that never came."""
         for order in self._orders.values():
-            order.close(self._rounds)
+            order.close(self.rounds)
             self._reduce_due(order)
             for one in order.buckets:
-                if one.reduced < self._rounds:
+                if one.reduced < self.rounds:
                     self._reduce(one)
         self._reductions.finish()
 
     def _open(self, weight: Tensor) -> tuple[Tensor, bool]:
         """A parameter's part of its bucket's buffer, and whether it is empty."""
         _, one, slot = self._owner[id(weight)]
-        one.progress.add(slot, self._rounds)
-        one.buffer.open(is_reduced_soon=self._every_round and not self.accumulate_only)
-        return one.buffer.part(slot)
+        one.count(slot, self.rounds)
+        one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
+        return one.part(slot)
 
     def _launch(self, weight: Tensor) -> None:
         order, one, _ = self._owner[id(weight)]
-        if one.progress.complete > one.launched:
+        if one.complete > one.launched:
             self._reduce_due(order)
 
     def _reduce_due(self, order: _LaunchOrder) -> None:
-        for one in order.due(self._rounds):
+        for one in order.due(self.rounds):
             each_round = self._every_round and not one.bucket.keeps_gradients
-            if not self.accumulate_only and (each_round or one.launched == self._rounds):
+            if not self.accumulate_only and (each_round or one.launched == self.rounds):
                 self._reduce(one)
 
     def _reduce(self, one: BucketGradients) -> None:
-        one.buffer.open(is_reduced_soon=self._every_round and not self.accumulate_only)
-        self._reductions.start(one.bucket, one.buffer.take(), adds=one.reduced > 0)
-        one.reduced = one.progress.complete
+        one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
+        self._reductions.start(one.bucket, one.take(), adds=one.reduced > 0)
+        one.reduced = one.complete

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megazero.config.schema import PrecisionConfig
+
 
 class LossScaleError(RuntimeError):
     """Gradients are not finite at the smallest loss scale."""
@@ -21,17 +23,8 @@ class LossScaleError(RuntimeError):
 class LossScaler:
     """Loss scale of the current step (Micikevicius et al. 2018, section 3.2), with DeepSpeed's parameters.
 
-    Args:
-        loss_scale: 0 for a dynamic scale; anything else is a constant one, and the other arguments have no effect.
-        initial_scale_power: a dynamic scale starts at 2 ** initial_scale_power.
-        window: clean steps since the last overflow or growth after which the scale is doubled.
-        hysteresis: the overflow that halves the scale, counted since the last refill; those before it only skip
-            their step, those after it halve again.
-        consecutive_hysteresis: True, every clean step refills the hysteresis; False, only a growth does.
-        min_loss_scale: the scale never falls below this.
-
-    Raises:
-        ValueError: for numbers that can not be meant.
+    `hysteresis` is the overflow that halves the scale, counted since the last refill; those before it only skip their step,
+    those after it halve again.  With a constant `loss_scale` the other keys have no effect.
 
     Unscale with `scale` first, then call `update`: the next step's scale must not touch this step's gradients.
 
@@ -39,54 +32,30 @@ class LossScaler:
     clean steps and later ones take `window`.  Here it is always `window`, as documented.
     """
 
-    def __init__(
-        self,
-        *,
-        loss_scale: float,
-        initial_scale_power: int,
-        window: int,
-        hysteresis: int,
-        consecutive_hysteresis: bool,
-        min_loss_scale: float,
-    ) -> None:
-        if loss_scale < 0:
-            raise ValueError(f"loss_scale={loss_scale} must be 0 (dynamic) or a positive constant")
-        self.dynamic = loss_scale == 0
-        if self.dynamic:
-            _check(2.0**initial_scale_power, window, hysteresis, min_loss_scale)
-        self.scale = 2.0**initial_scale_power if self.dynamic else float(loss_scale)
-        self.skipped_steps = 0
-        self._window = window
-        self._hysteresis = hysteresis
-        self._consecutive_hysteresis = consecutive_hysteresis
-        self._min_scale = float(min_loss_scale)
-        self._clean_steps = 0
-        self._hysteresis_left = hysteresis
+    def __init__(self, config: PrecisionConfig) -> None:
+        self._config, self.dynamic = config, config.loss_scale == 0
+        self.scale = 2.0**config.initial_scale_power if self.dynamic else config.loss_scale
+        self.skipped_steps = self._clean_steps = 0
+        self._hysteresis_left = config.hysteresis
 
     def update(self, overflowed: bool) -> None:
-        """Set the scale of the next step.
-
-        Args:
-            overflowed: some gradient on some rank was not finite, so that the step was skipped.
+        """Set the scale of the next step; `overflowed`: some gradient of some rank was not finite, the step was skipped.
 
         Raises:
             LossScaleError: the scale would have to fall below its minimum.
         """
         self.skipped_steps += int(overflowed)
-        if not self.dynamic:
-            return
-        if overflowed:
-            self._clean_steps = 0
+        if self.dynamic and overflowed:
             self._shrink()
-        else:
-            self._clean_steps += 1
+        elif self.dynamic:
             self._grow()
 
     def _shrink(self) -> None:
+        self._clean_steps = 0
         if self._hysteresis_left > 1:
             self._hysteresis_left -= 1
-        elif self.scale > self._min_scale:
-            self.scale = max(self.scale / 2, self._min_scale)
+        elif self.scale > self._config.min_loss_scale:
+            self.scale = max(self.scale / 2, self._config.min_loss_scale)
         else:
             raise LossScaleError(
                 f"gradients overflow at loss scale {self.scale:g}, the smallest allowed (min_loss_scale), after "
@@ -96,12 +65,13 @@ class LossScaler:
             )
 
     def _grow(self) -> None:
-        due = self._clean_steps == self._window
+        self._clean_steps += 1
+        due = self._clean_steps == self._config.loss_scale_window
         if due:
             self.scale *= 2
             self._clean_steps = 0
-        if due or self._consecutive_hysteresis:
-            self._hysteresis_left = self._hysteresis
+        if due or self._config.consecutive_hysteresis:
+            self._hysteresis_left = self._config.hysteresis
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers from which a run goes on as if it had never stopped."""
@@ -113,26 +83,9 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; limits that this run was given anew count before the saved numbers.
-
-        Args:
-            state: from `state_dict`, of a dynamic or a constant scaler.
-        """
+        """Go on from a `state_dict`; limits that this run was given anew count before the saved numbers."""
         self.skipped_steps = int(state["skipped_steps"])
         if self.dynamic:
-            self.scale = max(float(state["scale"]), self._min_scale)
-            self._clean_steps = min(int(state["clean_steps"]), self._window - 1)
-            self._hysteresis_left = min(int(state["hysteresis_left"]), self._hysteresis)
-
-
-def _check(start: float, window: int, hysteresis: int, min_loss_scale: float) -> None:
-    if window < 1:
-        raise ValueError(f"loss_scale_window={window} must be at least 1")
-    if hysteresis < 1:
-        raise ValueError(f"hysteresis={hysteresis} must be at least 1; 1 halves on every overflow")
-    if min_loss_scale <= 0:
-        raise ValueError(f"min_loss_scale={min_loss_scale} must be positive")
-    if start < min_loss_scale:
-        raise ValueError(
-            f"the first loss scale 2**initial_scale_power={start:g} is below min_loss_scale={min_loss_scale}"
-        )
+            self.scale = max(float(state["scale"]), self._config.min_loss_scale)
+            self._clean_steps = min(int(state["clean_steps"]), self._config.loss_scale_window - 1)
+            self._hysteresis_left = min(int(state["hysteresis_left"]), self._config.hysteresis)

@@ -5,82 +5,54 @@
     parameters = ...      stage 3's shard of the weights; its units come to the device to be gathered
 
 `ratio` takes whole buckets, in order, until that share of the elements is offloaded.  (Rajbhandari et al. 2021.)
+`auto` means the fastest of device, host and disk that has space at the start of the run.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from megazero.comm.collectives import agree
+from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import BucketLayout
 from megazero.zero.file_store import FileStore, region_bytes
 from megazero.zero.policy import ShardingPolicy
-from megazero.zero.storage import FlatArray, StorageError, in_host_memory
+from megazero.zero.storage import FlatArray, in_host_memory
 
 FILE_PART_ELEMENTS = 1 << 22  # how many elements of a file are stepped at a time
-
-
-@dataclass(frozen=True)
-class OffloadPlan:
-    """What leaves the device; known before the buckets are.
-
-    Args:
-        config: no key of it is "auto".
-        moments: arrays of optimizer state per element.
-        rank: this rank, for the file's name.
-        world: the ranks that must all succeed.
-    """
-
-    config: OffloadConfig = field(default_factory=OffloadConfig)
-    moments: int = 0
-    rank: int = 0
-    world: Axis = field(default_factory=lambda: Axis("world"))
-
-    @property
-    def moves_weights(self) -> bool:
-        """Whether stage 3's shards lie elsewhere, so that even one rank gathers unit by unit."""
-        return self.config.parameters != "none"
-
-    def allocate(self, layouts: Sequence[BucketLayout], policy: ShardingPolicy) -> Offload:
-        """Reserve space for the buckets.  Raises: StorageError, on every rank, if one rank has too little."""
-        make = partial(Offload, layouts, policy, self.config, self.moments, self.rank)
-        return agree(make, self.world, StorageError)
+# Below the root of the control groups: limit, use, statistics, and the statistic of page cache that is given up first.
+_CGROUPS: Final = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+_LOCATIONS: Final = ("none", "cpu", "nvme")  # fastest first
 
 
 class Offload:
-    """Where the state of each bucket is allocated.  Without arguments: everything on the device.
+    """Where the state of each of this rank's buckets is allocated; no key of `config` is "auto".
 
-    Args:
-        layouts: this rank's buckets.
-        policy: stage, dtypes and axes.
-        config: no key of it is "auto".
-        moments: arrays of optimizer state per element.
-        rank: this rank, for the file's name.
+    `moments`: arrays of optimizer state per element.
 
-    Raises:
-        StorageError: the file does not fit on its disk, or host memory is short.
+    Raises: StorageError, the file does not fit on its disk.
     """
 
     def __init__(
         self,
-        layouts: Sequence[BucketLayout] = (),
-        policy: ShardingPolicy | None = None,
-        config: OffloadConfig | None = None,
+        config: OffloadConfig,
+        policy: ShardingPolicy,
+        layouts: Sequence[BucketLayout],
         moments: int = 0,
         rank: int = 0,
     ) -> None:
-        config = config or OffloadConfig()
-        self._pins = config.pin_memory
-        self._dtype = policy.dtype if policy is not None else torch.float32
-        self._weights_device = config.parameters
-        self._masters: dict[str, str] = {}
+        self._config, self._dtype, self._moments = config, policy.dtype, moments
+        self._masters: dict[str, str] = {}  # by name of a bucket, where its master weights lie if not on the device
         trained = [layout for layout in layouts if layout.trains]
         wanted = config.ratio * sum(layout.numel for layout in trained) if config.optimizer != "none" else 0.0
         taken = 0
@@ -89,19 +61,18 @@ class Offload:
                 self._masters[layout.name] = config.optimizer
                 taken += layout.numel
         self.store: FileStore | None = None
-        if policy is not None and "nvme" in (config.optimizer, config.parameters):
-            size = sum(self._file_bytes(layout, policy, moments) for layout in layouts)
+        if "nvme" in (config.optimizer, config.parameters):
+            size = sum(self._file_bytes(layout, policy) for layout in layouts)
             self.store = FileStore(Path(config.nvme_path or "."), rank, size)
 
-    def _file_bytes(self, layout: BucketLayout, policy: ShardingPolicy, moments: int) -> int:
-        sharded = policy.zero_stage >= 1 and layout.shards > 1
-        owned = layout.shard_numel if sharded else layout.padded_numel
+    def _file_bytes(self, layout: BucketLayout, policy: ShardingPolicy) -> int:
+        owned, moments = layout.shard_numel if policy.shards_master else layout.padded_numel, self._moments
         total = 0
         if self._masters.get(layout.name) == "nvme":
             # moments are stored for parts of a bucket: each optimizer group's, cut to what is stepped at a time
             parts = len(list(layout.runs(lambda info: info.group))) + owned // FILE_PART_ELEMENTS
             total += region_bytes(owned, torch.float32) * (1 + moments) + parts * moments * region_bytes(1, torch.int8)
-        if self._weights_device == "nvme":
+        if self._config.parameters == "nvme":
             total += region_bytes(owned, policy.dtype)
         return total
 
@@ -112,12 +83,13 @@ class Offload:
 
     def shares_weights(self, layout: BucketLayout) -> bool:
         """Whether a gathered bucket's fp32 weight shard lies where its master weights would, and so is both."""
-        both_on_host = self._masters.get(layout.name) == self._weights_device == "cpu"
+        both_on_host = self._masters.get(layout.name) == self._config.parameters == "cpu"
         return both_on_host and self._dtype == torch.float32 and not layout.persistent
 
     def weights(self) -> Callable[[int], FlatArray] | None:
         """Makes the array of a gathered bucket's weight shard; None keeps it on the device."""
-        return None if self._weights_device == "none" else partial(self._new, self._weights_device, self._dtype)
+        device = self._config.parameters
+        return None if device == "none" else partial(self._new, device, self._dtype)
 
     def moment(self, numel: int) -> FlatArray:
         """An array of zeros in the file, for optimizer state."""
@@ -125,12 +97,109 @@ class Offload:
 
     def _new(self, device: str, dtype: torch.dtype, numel: int) -> FlatArray:
         if device == "cpu":
-            return in_host_memory(numel, dtype, pin=self._pins)
-        if self.store is None:
-            raise ValueError(f"this rank has no file, and an array on {device} was asked for")
+            return in_host_memory(numel, dtype, pin=self._config.pin_memory)
+        assert self.store is not None
         return self.store.allocate(numel, dtype)
 
     def close(self) -> None:
         """Free the file."""
         if self.store is not None:
             self.store.close()
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The first number of each line, by the line's first word."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) for words in lines}
+
+
+def free_memory_bytes(
+    device: torch.device, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Free memory of a CUDA device, or of the host within the limit of this container; a node's ranks share the latter."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _fields(meminfo)["MemAvailable"] * 1024
+    for limit, used, statistics, cache in _CGROUPS:
+        if (cgroup / limit).exists() and (text := (cgroup / limit).read_text().strip()) != "max":
+            in_use = int((cgroup / used).read_text()) - _fields(cgroup / statistics)[cache]
+            free = min(free, max(int(text) - in_use, 0))
+    return free
+
+
+def choose_location(
+    needed: int, offloadable: int, free_device: int, free_host: int, free_disk: int | None, undecided: int = 0
+) -> str:
+    """The fastest location that the state fits in: "none", "cpu" or "nvme".
+
+    A tenth of device and host memory stays free, for allocators lose some and a full host kills without an error.  The file
+    is preallocated, so the disk may fill up.
+
+    Args:
+        needed: bytes on the device with nothing offloaded, the offloadable ones included.
+        undecided: bytes that the next decision may offload, too; it is an error only if both together do not help.
+    """
+    if needed * 10 <= free_device * 9:
+        return "none"
+    for size in (offloadable, offloadable + undecided):
+        if (needed - size) * 10 > free_device * 9:
+            continue
+        if size * 10 <= free_host * 9:
+            return "cpu"
+        if free_disk is not None and size <= free_disk:
+            return "nvme"
+    disk = "no disk is set (zero.offload.nvme_path)" if free_disk is None else f"{free_disk} on the disk"
+    raise ValueError(
+        f"zero.offload auto: the state fits nowhere: {needed} bytes are needed on the device, {offloadable + undecided} of"
+        f" them can be offloaded; free are {free_device} on the device, {free_host} on the host (of both, 90% are used) and"
+        f" {disk}; use more ranks, a higher zero.stage or a smaller model"
+    )
+
+
+def without_auto(
+    config: OffloadConfig,
+    policy: ShardingPolicy,
+    elements: int,
+    moments: int,
+    world: Axis,
+    neighbours: int,
+    free: Callable[[torch.device], int] = free_memory_bytes,
+) -> OffloadConfig:
+    """Choose what the configuration leaves to the memory that is free now, on all ranks alike.
+
+    The rank with the least free memory decides.  `neighbours`: ranks of this machine, which share its memory and its disk.
+
+    Raises: ValueError, on every rank, when it fits nowhere on one.
+    """
+    if "auto" not in (config.optimizer, config.parameters):
+        return config
+    stage = policy.zero_stage
+    owned = -(-elements // policy.shard.size) if stage >= 1 else elements
+    owned_gradients = 4 * owned if stage >= 2 else 0
+    masters = 0 if policy.dtype == torch.float32 else 4 * owned
+    movable = {
+        "optimizer": owned * 4 * moments + masters + owned_gradients,
+        "parameters": owned * policy.dtype.itemsize if stage == 3 else 0,
+    }
+    whole_weights = 0 if stage == 3 else elements * policy.dtype.itemsize
+    needed = whole_weights + (0 if stage >= 2 else 4 * elements)
+    needed += sum(size for key, size in movable.items() if getattr(config, key) in ("none", "auto"))
+    # More than leaves the device: on the host, gradients and, with fp32 weights, masters that are then separate.
+    more = owned * 4 * (moments + 1) - movable["optimizer"]
+    host = free(torch.device("cpu")) // neighbours
+    disk = shutil.disk_usage(config.nvme_path).free // neighbours if config.nvme_path else None
+    chosen: dict[str, str] = {}
+    for key, size in movable.items():
+        if getattr(config, key) != "auto":
+            continue
+        is_first = key == "optimizer"
+        on_disk, on_host = (more, more + 4 * owned) if is_first else (0, 0)
+        undecided = movable["parameters"] if is_first and config.parameters == "auto" else 0
+        free_disk = None if disk is None else disk - on_disk
+        free_device = free(policy.device)
+        choose = partial(choose_location, needed, size, free_device, host - on_host, free_disk, undecided)
+        chosen[key] = max(gather_objects(agree(choose, world, ValueError), world), key=_LOCATIONS.index)
+        if chosen[key] != "none":
+            needed -= size
+            host -= size + on_host if chosen[key] == "cpu" else 0
+    return config.model_copy(update=chosen)

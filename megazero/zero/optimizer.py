@@ -34,30 +34,18 @@ _KNOWN_START = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lion)
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """How to make an optimizer once its flat parts are known.
+    """How to make an optimizer once its flat parts are known."""
 
-    Args:
-        groups: number of parameter groups.
-        states: names of the state that has an element for each parameter's.
-        scalars: names of the state that is one number.
-        build: from the parts of each group.
-    """
-
-    groups: int
-    states: tuple[str, ...]
-    scalars: tuple[str, ...]
-    build: Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]
+    groups: int  # number of parameter groups
+    states: tuple[str, ...]  # names of the state that has an element for each parameter's
+    scalars: tuple[str, ...]  # names of the state that is one number
+    build: Callable[[list[list[nn.Parameter]]], torch.optim.Optimizer]  # from the parts of each group
 
 
 def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str, Any]]) -> OptimizerRecipe:
-    """Recipe for an optimizer of a configuration.
+    """Recipe for an optimizer of a configuration, as `make_optimizer` takes it; `groups`: what each sets for itself.
 
-    Args:
-        name, params: as `make_optimizer` takes them.
-        groups: what each group sets for itself.
-
-    Raises:
-        ValueError: the name or a parameter does not exist, or the optimizer cannot run on shards.
+    Raises: ValueError, the name or a parameter does not exist, or the optimizer cannot run on shards.
     """
 
     def build(parts: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
@@ -71,12 +59,9 @@ def recipe_by_name(name: str, params: dict[str, Any], groups: Sequence[dict[str,
 def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False) -> OptimizerRecipe:
     """Recipe that keeps a user's optimizer, with its own group objects, and gives it the flat parts.
 
-    Args:
-        optimizer: must not have stepped yet.
-        allow_untested: take a class of which it is not known that it acts element by element.
+    `allow_untested`: take a class of which it is not known that it acts element by element.
 
-    Raises:
-        ValueError: it has stepped, or cannot run on shards.
+    Raises: ValueError, it has stepped, or cannot run on shards.
     """
     check_elementwise(optimizer, allow_untested)
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's exists before its first step
@@ -94,47 +79,44 @@ def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False)
 class ShardedOptimizer:
     """Any element-wise optimizer over the owned elements of every bucket.
 
-    Args:
-        buckets: this rank's buckets; their master weights are stepped with their gradients.
-        recipe: makes the optimizer.
-        offload: where the buckets' state lies.
+    Attributes:
+        torch_optimizer: torch's own, or the user's, with the flat parts as its parameters.
+        steps_taken: steps that changed the weights.
+        known_states: names of all element-wise state, whether it exists already or not.
     """
 
     def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: Offload) -> None:
-        self._states, self._scalars = recipe.states, recipe.scalars
-        self._parts = list(_cut(buckets))
-        self._buckets = list(dict.fromkeys(part.bucket for part in self._parts))
+        self.known_states, self._scalars = recipe.states, recipe.scalars
+        self._parts = _cut(buckets)
+        self._of_bucket: dict[Bucket, list[Part]] = {}
         parts: list[list[nn.Parameter]] = [[] for _ in range(recipe.groups)]
         for part in self._parts:
+            self._of_bucket.setdefault(part.bucket, []).append(part)
             parts[part.group].append(part.parameter)
         self.torch_optimizer = recipe.build(parts)
         self.steps_taken = 0
-        groups = self.torch_optimizer.param_groups
-        self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and all(
-            group.get("fused") for group in groups
-        )
-        self._file = FileStepper(self._parts, self._states, offload)
+        is_fused = all(group.get("fused") for group in self.torch_optimizer.param_groups)
+        self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
+        self._file = FileStepper(self._parts, self.known_states, offload)
         self._known_start = isinstance(self.torch_optimizer, _KNOWN_START)
         if self._known_start:
             for part in self._parts:
                 self._start_state(part)
-        self._on_device = [part for part in self._parts if part.bucket.master.location == "device"]
-        on_host = [bucket for bucket in self._buckets if bucket.master.location == "host"]
-        self._on_host = {bucket: [part for part in self._parts if part.bucket is bucket] for bucket in on_host}
+        self._on_device = [part for part in self._parts if part.location == "device"]
 
     def step(self, factor: float) -> None:
         """Step every owned element with `factor` times its gradient, and bring the new values to the weight shards."""
         self.steps_taken += 1
         if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
-            for bucket in self._buckets:
+            for bucket in self._of_bucket:
                 bucket.gradient.mul_(factor)
         step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
         copies: list[PendingCopy] = []
         if self._on_device:
             step(self._on_device)
-        for bucket in self._buckets:
-            if bucket in self._on_host:
-                step(self._on_host[bucket])
+        for bucket, parts in self._of_bucket.items():
+            if bucket.master.location == "host":
+                step(parts)
             tensor = bucket.master.tensor
             if bucket.master is not bucket.weight_shard and tensor is not None:
                 copies.append(bucket.weight_shard.start_write(0, tensor))
@@ -161,7 +143,7 @@ class ShardedOptimizer:
         device = part.parameter.device if on_device else torch.device("cpu")
         value = self.torch_optimizer.param_groups[part.group].get("initial_accumulator_value", 0.0)  # of Adagrad
         state = self.torch_optimizer.state[part.parameter]
-        state.update({name: torch.full_like(part.parameter, value) for name in self._states})
+        state.update({name: torch.full_like(part.parameter, value) for name in self.known_states})
         state.update({name: torch.zeros((), device=device) for name in self._scalars})
         for array in part.arrays.values():
             if value:
@@ -170,12 +152,7 @@ class ShardedOptimizer:
     @property
     def states(self) -> tuple[str, ...]:
         """Names of the element-wise state that exists now: before the first step not every optimizer has any."""
-        return self._states if self._known_start or self.steps_taken else ()
-
-    @property
-    def known_states(self) -> tuple[str, ...]:
-        """Names of all element-wise state, whether it exists already or not."""
-        return self._states
+        return self.known_states if self._known_start or self.steps_taken else ()
 
     def read(self, name: str, bucket: Bucket, run: Run) -> Tensor:
         """Elements `run` of one state, owned by this rank; a copy where they lie in a file or in several parts."""
@@ -184,21 +161,16 @@ class ShardedOptimizer:
 
     def memory(self, name: str, bucket: Bucket, run: Run) -> Tensor | None:
         """Elements `run` of one state, to be overwritten; None where they do not exist, or not in one piece of memory."""
-        found = self._covering(bucket, run)
-        if (
-            len(found) > 1
-            or bucket.master.location == "file"
-            or name not in self.torch_optimizer.state[found[0][0].parameter]
-        ):
+        (part, piece), *others = self._covering(bucket, run)
+        if others or part.location == "file" or name not in self.torch_optimizer.state[part.parameter]:
             return None
-        part, piece = found[0]
         return self._state_of(part, name, piece)
 
     def write(self, name: str, bucket: Bucket, run: Run, values: Tensor) -> None:
         """Overwrite elements `run` of one state; state that does not exist yet begins to."""
         for part, piece in self._covering(bucket, run):
             mine = values[piece.start - run.start : piece.stop - run.start]
-            if part.bucket.master.location == "file":
+            if part.location == "file":
                 part.arrays[name].write(piece.start - part.run.start, mine)
                 self.torch_optimizer.state[part.parameter].setdefault(name, torch.empty(0))  # it exists from now on
                 continue
@@ -208,14 +180,14 @@ class ShardedOptimizer:
 
     def _covering(self, bucket: Bucket, run: Run) -> list[tuple[Part, Run]]:
         """The parts that hold elements `run` of a bucket, and which of the elements each holds."""
-        found = [(part, piece) for part in self._parts if part.bucket is bucket and (piece := intersect(part.run, run))]
+        found = [(part, piece) for part in self._of_bucket.get(bucket, ()) if (piece := intersect(part.run, run))]
         if sum(piece.stop - piece.start for _, piece in found) != run.stop - run.start:
             raise KeyError(f"elements {run.start}..{run.stop} of {bucket.layout.name} are not owned by this rank")
         return found
 
     def _state_of(self, part: Part, name: str, piece: Run) -> Tensor:
         start, stop = piece.start - part.run.start, piece.stop - part.run.start
-        if part.bucket.master.location == "file":
+        if part.location == "file":
             return part.arrays[name].read(start, stop)
         state: Tensor = self.torch_optimizer.state[part.parameter][name]
         return state[start:stop]
@@ -229,16 +201,11 @@ class ShardedOptimizer:
         return found
 
     def resume(self, steps_taken: int, scalars: dict[str, dict[str, float]]) -> None:
-        """Go on as after so many steps, with element-wise state that has been written.
-
-        Args:
-            steps_taken: steps that changed the weights.
-            scalars: as the `scalars` of all ranks together gave them.
-        """
+        """Go on as after so many steps, with element-wise state that has been written and the `scalars` of all ranks."""
         self.steps_taken = steps_taken
         for part in self._parts:
             state = self.torch_optimizer.state[part.parameter]
-            if not state and part.bucket.master.location != "file":
+            if not state and part.location != "file":
                 self._start_state(part)
             saved = scalars.get(str(part.group), {})
             for name in self._scalars:
@@ -262,12 +229,12 @@ class ShardedOptimizer:
         """Bytes of the element-wise state, by location, and of the buffers through which a file is stepped."""
         sizes = {"optimizer": 0}
         for part in self._parts:
-            key = memory_kind("optimizer", part.bucket.master.location)
-            if part.bucket.master.location == "file":
-                nbytes = 4 * part.numel * len(self._states)
+            key = memory_kind("optimizer", part.location)
+            if part.location == "file":
+                nbytes = 4 * part.numel * len(self.known_states)
             else:
                 state = self.torch_optimizer.state.get(part.parameter, {})
-                nbytes = sum(state[name].nbytes for name in self._states if name in state)
+                nbytes = sum(state[name].nbytes for name in self.known_states if name in state)
             sizes[key] = sizes.get(key, 0) + nbytes
         if self._file.nbytes:
             sizes["optimizer_buffers on host"] = self._file.nbytes

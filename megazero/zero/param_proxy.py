@@ -25,15 +25,8 @@ _METADATA = {
 _VIEWS = {
     "view", "view_as", "reshape", "flatten", "__getitem__", "select", "narrow", "t", "transpose", "squeeze", "unsqueeze",
 }  # fmt: skip
-_VALUES = {
-    "data",
-    "T",
-    "H",
-    "mT",
-    "mH",
-    "real",
-    "imag",
-}  # attributes that are tensors; the others describe the parameter
+_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}  # attributes that are tensors; others describe the parameter
+_CHANGES = {"__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 
 
 class _GatherWhole(torch.autograd.Function):
@@ -58,13 +51,7 @@ class UngatheredParameter(nn.Parameter):
 
     @staticmethod
     def of(name: str, parameter: nn.Parameter, gather: Gather) -> UngatheredParameter:
-        """The proxy of a parameter.
-
-        Args:
-            name: of the parameter, for messages.
-            parameter: the real one.
-            gather: makes a whole copy; a collective call of all ranks that share the weights.
-        """
+        """The proxy of a parameter; `gather` makes a whole copy, by all ranks that share the weights together."""
         empty = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         made: UngatheredParameter = torch.Tensor._make_subclass(UngatheredParameter, empty, parameter.requires_grad)
         made.label, made.stands_for, made.whole_copy, made.warned = name, parameter, gather, False
@@ -87,17 +74,17 @@ class UngatheredParameter(nn.Parameter):
                 return f"UngatheredParameter({args[0].label}, {list(args[0].shape)}, {args[0].dtype})"
             if name == "__set__" and func.__self__.__name__ == "grad" and args[1] is None:
                 return None  # as zero_grad does; the engine has taken the gradient
-            for leaf in _pytree.tree_leaves((args[:1] if _changes(name) else (), kwargs.get("out"))):
-                if isinstance(leaf, cls):
-                    raise RuntimeError(_lost(name, leaf.label))
+            _refuse_change(cls, name, args, kwargs)
             if name == "__set__" and not isinstance(args[0], cls):
                 raise RuntimeError("an ungathered parameter cannot be made another tensor's data; gather it first")
             if name != "detach" and field is None and torch.is_grad_enabled():
                 for leaf in _pytree.tree_leaves((args, kwargs)):
                     _warn(leaf)
-            label = next(leaf.label for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
             result = func(*_pytree.tree_map(_whole, args), **_pytree.tree_map(_whole, kwargs))
-            return _ReadOnly.of(result, label) if field is not None or name in _VIEWS else result
+            if field is None and name not in _VIEWS:
+                return result
+            label = next(leaf.label for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+            return _ReadOnly.of(result, label)
 
 
 class _ReadOnly(Tensor):
@@ -118,9 +105,8 @@ class _ReadOnly(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            for leaf in _pytree.tree_leaves((args[:1] if _changes(name) else (), kwargs.get("out"))):
-                if isinstance(leaf, cls) and name not in ("__set__", "register_hook"):
-                    raise RuntimeError(_lost(name, leaf.label))
+            if name not in ("__set__", "register_hook"):
+                _refuse_change(cls, name, args, kwargs)
             result = func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, cls) and name in _VIEWS:
@@ -132,17 +118,16 @@ def _plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, _ReadOnly) else value
 
 
-def _lost(name: str, label: str) -> str:
-    return (
-        f"{name} on {label}, whose weights are spread over the ranks (ZeRO stage 3): the change would be lost; "
-        "make it inside `with megazero.zero.gathered_parameters(engine, ...)`"
-    )
-
-
-def _changes(name: str) -> bool:
-    inplace = name.endswith("_") and not name.endswith("__")  # with _foreach_mul_ and its like
-    operators = ("__set__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
-    return inplace or name in operators or name.startswith("register_")
+def _refuse_change(cls: type[UngatheredParameter | _ReadOnly], name: str, args: Any, kwargs: Any) -> None:
+    """Raises: RuntimeError, the function changes a tensor of this class in place."""
+    in_place = name.endswith("_") and not name.endswith("__")  # with _foreach_mul_ and its like
+    changes = in_place or name in _CHANGES or name.startswith("register_")
+    for leaf in _pytree.tree_leaves((args[:1] if changes else (), kwargs.get("out"))):
+        if isinstance(leaf, cls):
+            raise RuntimeError(
+                f"{name} on {leaf.label}, whose weights are spread over the ranks (ZeRO stage 3): the change would be lost; "
+                "make it inside `with megazero.zero.gathered_parameters(engine, ...)`"
+            )
 
 
 def _warn(value: Any) -> None:

@@ -10,33 +10,30 @@ all_gather_weights    weight shards -> weights, where every rank holds them whol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from megazero.comm.collectives import agree, all_gather, broadcast
+from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, intersect, plan_buckets
-from megazero.zero.gather import UnitGatherer
-from megazero.zero.gather_buffers import GatherPolicy, buffer_keys, make_gather_buffers
-from megazero.zero.offload import OffloadPlan
+from megazero.zero.gather import UnitGatherer, make_gather_buffers
+from megazero.zero.offload import Offload
 from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import Location, StorageError
 from megazero.zero.units import Described, Unit
 
 # A CPU finds memory for gradients up to this size where the backward has freed activations; larger blocks are mapped anew.
 _UNSENT_BYTES = 4 * 2**20
+_ALONE = Axis("world")
 
-
-class DeferredValues(Protocol):
-    """Initial values of parameters that have no memory yet."""
-
-    def __call__(self, name: str) -> Tensor | None:
-        """The values of a parameter, asked for once; None if they are not known here."""
+# Initial values of a parameter that has no memory yet, by name, asked for once; None if they are not known here.
+DeferredValues: TypeAlias = Callable[[str], Tensor | None]
 
 
 class ShardedParameters:
@@ -44,14 +41,12 @@ class ShardedParameters:
 
     Args:
         units: the modules that stage 3 gathers one at a time, in forward order; together they hold every parameter.
-        described: every parameter once, in forward order.  Parameters may be on the meta device: their values are
-            initialised or loaded shard by shard.
-        policy: stage, dtypes and axes.
-        bucket_bytes: size of a bucket, in bytes of fp32 gradients; on a CPU less where nothing is sent.
+        described: every parameter once, in forward order; those on the meta device get their values shard by shard.
+        zero: sizes and policies; no key of `zero.offload` is "auto".
         ties: by logical name of a tied parameter, the ranks that hold a copy.
-        gather_policy: how long ZeRO-3 keeps a gathered unit.
-        persistent_elements: ZeRO-3 keeps parameters of at most so many elements whole.
-        offload: what leaves the device; nothing when None.
+        moments: arrays of optimizer state per element, for which a file has space.
+        rank: for the file's name.
+        world: all ranks: they fail together if one cannot allocate.
     """
 
     def __init__(
@@ -59,49 +54,42 @@ class ShardedParameters:
         units: Sequence[Unit],
         described: Sequence[Described],
         policy: ShardingPolicy,
-        *,
-        bucket_bytes: int,
+        zero: ZeroConfig,
         ties: Mapping[str, Axis],
-        gather_policy: GatherPolicy = "action",
-        persistent_elements: int = 0,
-        offload: OffloadPlan | None = None,
+        moments: int = 0,
+        rank: int = 0,
+        world: Axis = _ALONE,
     ) -> None:
-        self.policy, offload = policy, offload or OffloadPlan()
-        infos = _describe_parameters(units, described, persistent_elements if policy.zero_stage == 3 else 0)
-        by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or offload.moves_weights)
+        self.policy = policy
+        infos = _describe_parameters(units, described, zero.persistent_elements if policy.zero_stage == 3 else 0)
+        by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or zero.offload.parameters != "none")
+        bucket_bytes = zero.bucket_bytes
         if policy.device.type == "cpu" and not policy.sends_gradients:
             bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
         layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=policy.shard.size)
-        self.offload = offload.allocate(layouts, policy)
-        keys = buffer_keys(layouts, [unit.chunk for unit in units], gather_policy) if by_unit else {}
-        self.gather_buffers = make_gather_buffers(layouts, keys, policy)
+        self.offload = agree(partial(Offload, zero.offload, policy, layouts, moments, rank), world, StorageError)
+        chunks = [unit.chunk for unit in units]
+        buffers = make_gather_buffers(layouts, chunks, zero.gather_policy, policy) if by_unit else {}
         self.buckets: list[Bucket] = []
-        agree(partial(self._make_buckets, layouts, keys, ties), offload.world, StorageError)
+        agree(partial(self._make_buckets, layouts, buffers, ties), world, StorageError)
         self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)
         home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
         self.gatherer = UnitGatherer(units, home, self.by_name, policy) if by_unit else None
 
-    def _make_buckets(self, layouts: Sequence[BucketLayout], keys: Mapping[str, str], ties: Mapping[str, Axis]) -> None:
+    def _make_buckets(
+        self, layouts: Sequence[BucketLayout], buffers: Mapping[str, Tensor], ties: Mapping[str, Axis]
+    ) -> None:
         for layout in layouts:
-            buffer = self.gather_buffers.get(keys.get(layout.name, ""))
-            self.buckets.append(
-                Bucket(
-                    layout,
-                    self.policy,
-                    None if buffer is None else buffer[: layout.padded_numel],
-                    self.offload.master(layout),
-                    self.offload.weights() if buffer is not None else None,
-                    buffer is not None and self.offload.shares_weights(layout),
-                    layout.tied and self._is_second(layout, ties),
-                )
-            )
-
-    def _is_second(self, layout: BucketLayout, ties: Mapping[str, Axis]) -> bool:
-        return (layout.tie in ties and ties[layout.tie].index > 0) or any(
-            bucket.layout.tied and bucket.layout.tie == layout.tie for bucket in self.buckets
-        )
+            buffer, is_second = buffers.get(layout.name), False
+            if layout.tied:
+                has_first = any(one.layout.tied and one.layout.tie == layout.tie for one in self.buckets)
+                is_second = has_first or (layout.tie in ties and ties[layout.tie].index > 0)
+            new_shard = self.offload.weights() if buffer is not None else None
+            shares = buffer is not None and self.offload.shares_weights(layout)
+            new_master = self.offload.master(layout)
+            self.buckets.append(Bucket(layout, self.policy, buffer, new_master, new_shard, shares, is_second))
 
     def _bind(self, originals: dict[str, nn.Parameter], units: Sequence[Unit]) -> None:
         """Make every module's parameter a view of its bucket; a shared parameter stays shared."""
@@ -136,10 +124,7 @@ class ShardedParameters:
     ) -> None:
         """Take the values that the model was built with; those of the first data-parallel rank count.
 
-        Args:
-            dp, tp: ranks that must start equal: all of dp, and of tp for what each of its ranks holds whole.
-            ties: by logical name of a tied parameter, the ranks that hold a copy.
-            deferred: gives the values of parameters on the meta device.
+        `deferred` gives the values of parameters on the meta device; for the other arguments see `overwrite`.
 
         Raises:
             ValueError: a parameter has no values.
@@ -176,14 +161,10 @@ class ShardedParameters:
     def overwrite(
         self, copies: Sequence[Bucket], flat: Tensor, dp: Axis, tp: Axis, ties: Mapping[str, Axis], source: int = 0
     ) -> None:
-        """Make one rank's values the master weights and weight shards of every rank.  A collective call.
+        """Make one data-parallel rank's values the master weights and weight shards of every rank.  A collective call.
 
-        Args:
-            copies: one of `distinct_buckets`.
-            flat: its whole values, fp32 [padded].
-            dp, tp: whose ranks must be equal; tp for what each of its ranks holds whole.
-            ties: by logical name of a tied parameter, the ranks that hold a copy.
-            source: the data-parallel rank whose values count.
+        `copies`: one of `distinct_buckets`.  `flat`: its whole values, fp32 [padded].  Ranks of `tp` become equal in what
+        each of them holds whole, ranks of `ties` in the parameter of this logical name.
         """
         layout = copies[0].layout
         broadcast(flat, dp, source).wait()
@@ -199,11 +180,7 @@ class ShardedParameters:
                 bucket.write(bucket.weight_shard, bucket.owned, mine)
 
     def sync_from_master(self, *, gathers: bool = True) -> None:
-        """Let modules see master weights that were initialised or loaded.
-
-        Args:
-            gathers: take the weights that other ranks own from them; False where `weights` holds them already.
-        """
+        """Let modules see master weights that were initialised or loaded; see `all_gather_weights`."""
         self._originals.clear()
         for bucket in self.buckets:
             if bucket.master is not bucket.weight_shard:
@@ -211,7 +188,7 @@ class ShardedParameters:
         self.all_gather_weights(gathers=gathers)
 
     def all_gather_weights(self, *, gathers: bool = True) -> None:
-        """Let modules see the weights that this rank and others own, after they have changed; see `sync_from_master`."""
+        """Let modules see the changed weights of all ranks; `gathers`: False where `weights` holds the others' already."""
         pendings = [
             all_gather(bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop], self.policy.shard)
             for bucket in self.buckets
@@ -228,7 +205,7 @@ class ShardedParameters:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state at the end of a step, by kind and, but for the device, location."""
-        sizes: Counter[str] = Counter(parameters=0, gradients=0, gather_buffers=0)
+        sizes = Counter(parameters=0, gradients=0, gather_buffers=self.gatherer.nbytes if self.gatherer else 0)
         for bucket in self.buckets:
             if bucket.keeps_weights:
                 sizes["parameters"] += bucket.weights.nbytes
@@ -240,9 +217,6 @@ class ShardedParameters:
             if not bucket.reduces_in_place:
                 on_device = bucket.master.location == "device"
                 sizes[memory_kind("gradients", "device" if on_device else "host")] += bucket.gradient.nbytes
-        sizes["gather_buffers"] += sum(buffer.nbytes for buffer in self.gather_buffers.values())
-        if self.gatherer is not None:
-            sizes["gather_buffers"] += self.gatherer.staging_bytes()
         return dict(sizes)
 
 
@@ -255,12 +229,10 @@ def _describe_parameters(
     units: Sequence[Unit], described: Sequence[Described], persistent_elements: int
 ) -> list[ParamInfo]:
     """What each parameter is to its bucket."""
-    users: dict[int, list[int]] = {}
+    users: dict[int, set[int]] = {}
     for index, unit in enumerate(units):
         for part, key in unit.attributes:
-            uses = users.setdefault(id(part._parameters[key]), [])
-            if index not in uses:
-                uses.append(index)
+            users.setdefault(id(part._parameters[key]), set()).add(index)
     infos = []
     for one in described:
         used_by = users.get(id(one.parameter))
@@ -268,19 +240,9 @@ def _describe_parameters(
             raise ValueError(f"parameter {one.name} belongs to no unit; every parameter must lie in one of the units")
         if not one.parameter.is_floating_point():
             raise ValueError(f"parameter {one.name} is {one.parameter.dtype}; only floating-point parameters can train")
-        shape, first = tuple(one.parameter.shape), units[used_by[0]]
+        shape, index, trains = tuple(one.parameter.shape), min(used_by), one.parameter.requires_grad
         persistent = numel(shape) <= persistent_elements
-        infos.append(
-            ParamInfo(
-                name=one.name,
-                shape=shape,
-                spec=one.spec,
-                unit=used_by[0],
-                chunk=first.chunk,
-                group=one.group,
-                trains=one.parameter.requires_grad,
-                persistent=persistent,
-                alone=not persistent and (len(used_by) > 1 or first.spans_others),
-            )
-        )
+        alone = not persistent and (len(used_by) > 1 or units[index].spans_others)
+        chunk = units[index].chunk
+        infos.append(ParamInfo(one.name, shape, one.spec, index, chunk, one.group, trains, persistent, alone))
     return infos

@@ -21,25 +21,15 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """How buckets are spread over the ranks.
-
-    Args:
-        zero_stage: 0 ... 3.
-        dtype: of the weights that modules compute with.
-        shard: the axis over which buckets are sharded.
-        replica: the axis of ranks that hold the same shard, where sharding stays within a part of dp.
-        device: where modules compute.
-        accumulate_dtype: in which a step's gradients add up.
-        pins_memory: page-lock the host memory of offloaded state.
-    """
+    """How buckets are spread over the ranks."""
 
     zero_stage: int
-    dtype: torch.dtype
-    shard: Axis
-    replica: Axis
-    device: torch.device
-    accumulate_dtype: torch.dtype = torch.float32
-    pins_memory: bool = True
+    dtype: torch.dtype  # of the weights that modules compute with
+    shard: Axis  # the axis over which buckets are sharded
+    replica: Axis  # the ranks that hold the same shard, where sharding stays within a part of dp
+    device: torch.device  # where modules compute
+    accumulate_dtype: torch.dtype = torch.float32  # in which a step's gradients add up
+    pins_memory: bool = True  # page-lock the host memory of offloaded state
 
     @property
     def shards_master(self) -> bool:

@@ -17,14 +17,13 @@ from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
-from megazero.zero.auto_offload import without_auto
-from megazero.zero.gradient_sums import gradient_square_sum, sum_over_replicas, sum_partial_over_tp, sum_tied
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
-from megazero.zero.offload import OffloadPlan
+from megazero.zero.offload import without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.policy import DTYPES, ShardingPolicy
+from megazero.zero.reductions import gradient_square_sum, sum_over_replicas, sum_partial_over_tp, sum_tied
 from megazero.zero.state import ShardedState
 from megazero.zero.units import Described, Unit
 
@@ -35,15 +34,12 @@ class ShardedModel:
     Args:
         units: see `ShardedParameters`.
         described: every parameter once, in forward order, with its optimizer group.
-        state: the rank's coordinates and groups.
-        zero, precision: the sections of a configuration.
-        recipe: makes the optimizer.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         wgrad_queues: by name of a parameter, the queue that takes its chunk's weight gradients past autograd.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
-        skipped_steps: updates that were skipped for an overflow.
+        scale: what the losses of this step are multiplied by.
 
     Raises:
         ValueError, StorageError: on every rank, the configuration does not fit this machine.
@@ -72,39 +68,19 @@ class ShardedModel:
             DTYPES[precision.accumulate_dtype],
             zero.offload.pin_memory,
         )
-        elements = sum(one.parameter.numel() for one in described)
-        moments = len(recipe.states)
-        self.offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
-        self.parameters = ShardedParameters(
-            units,
-            described,
-            self.policy,
-            bucket_bytes=zero.bucket_bytes,
-            ties=ties,
-            gather_policy=zero.gather_policy,
-            persistent_elements=zero.persistent_elements,
-            offload=OffloadPlan(self.offload, moments, state.rank, state.world),
-        )
+        elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
+        offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
+        zero = zero.model_copy(update={"offload": offload})
+        self.parameters = ShardedParameters(units, described, self.policy, zero, ties, moments, state.rank, state.world)
+        buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
-        self.reducer = GradientReducer(
-            self.parameters.buckets,
-            every_micro_batch=zero.reduce == "micro_batch",
-            reduce_dtype=DTYPES[precision.reduce_dtype],
-        )
+        every_micro_batch = zero.reduce == "micro_batch"
+        self.reducer = GradientReducer(buckets, every_micro_batch, DTYPES[precision.reduce_dtype])
         self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
-        self.optimizer = ShardedOptimizer(self.parameters.buckets, recipe, self.parameters.offload)
-        self.sharded_state = ShardedState(self.parameters.buckets, self.optimizer)
-        self.scaler: LossScaler | None = None
-        if precision.dtype == "fp16":
-            self.scaler = LossScaler(
-                loss_scale=precision.loss_scale,
-                initial_scale_power=precision.initial_scale_power,
-                window=precision.loss_scale_window,
-                hysteresis=precision.hysteresis,
-                consecutive_hysteresis=precision.consecutive_hysteresis,
-                min_loss_scale=precision.min_loss_scale,
-            )
-        self.scale = 1.0  # what the losses of this step are multiplied by
+        self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
+        self.sharded_state = ShardedState(buckets, self.optimizer)
+        self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
+        self.scale = 1.0
         self.begin_step(1)
 
     @property
@@ -134,13 +110,7 @@ class ShardedModel:
         return sqrt(square_sum) / self.scale if isfinite(square_sum) else square_sum
 
     def update(self, norm: float, max_norm: float) -> bool:
-        """Unscale, clip, step and gather the weights; after an overflow under loss scaling change nothing.
-
-        Args:
-            norm: of the gradients over all ranks, as `norm_of` gives it.
-            max_norm: gradients are scaled down to this norm; 0 takes them as they are.
-
-        Returns: whether the weights have changed.
+        """Unscale, clip to `max_norm` if it is not 0, step and gather the weights; False if `norm` is not finite.
 
         Raises:
             LossScaleError: on every rank, an overflow at the smallest loss scale.
@@ -159,9 +129,7 @@ class ShardedModel:
     def loaded(self, loss_scaler: dict[str, Any] | None, *, gathers: bool = True) -> None:
         """Go on from a checkpoint that was read: let modules see the master weights, and take its loss scale.
 
-        Args:
-            loss_scaler: as the scaler's `state_dict` gave it, or None.
-            gathers: see `ShardedParameters.sync_from_master`.
+        `loss_scaler`: a scaler's `state_dict`, or None.  `gathers`: see `ShardedParameters.all_gather_weights`.
         """
         if self.scaler is not None and loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)

@@ -9,17 +9,13 @@ from torch import Tensor
 
 from megazero.zero.bucket import Bucket, Run
 from megazero.zero.optimizer import ShardedOptimizer
+from megazero.zero.storage import FlatArray
 
 MODEL, MASTER, GRADIENT = "model", "master", "gradient"
 
 
 class ShardedState:
-    """Everything a rank holds for its parameters.
-
-    Args:
-        buckets: this rank's buckets.
-        optimizer: holds the moments.
-    """
+    """Everything a rank holds for its parameters.  A kind is "model", "master", or the name of an optimizer state."""
 
     def __init__(self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> None:
         self.buckets, self.optimizer = buckets, optimizer
@@ -47,32 +43,31 @@ class ShardedState:
         return kind == MODEL or bucket.layout.trains
 
     def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
-        """The elements, 1-D: themselves, or a copy where they lie in a file.
-
-        Args:
-            kind: "model", "master", "gradient", or the name of a state of the optimizer.
-            bucket: one of this rank's buckets.
-            run: elements that this rank owns.
-        """
+        """Elements `run`, which this rank owns, 1-D: themselves, or a copy where they lie in a file; also "gradient"."""
         if kind == GRADIENT:
             if bucket.gradient.numel() < run.stop - run.start:
                 raise RuntimeError("there is no gradient between the start of a step and its first backward")
             return bucket.owned_part(bucket.gradient, run)
-        if kind in (MODEL, MASTER):
-            return bucket.read(bucket.weight_shard if kind == MODEL else bucket.master, run)
-        return self.optimizer.read(kind, bucket, run)
+        array = _weights(kind, bucket)
+        return self.optimizer.read(kind, bucket, run) if array is None else bucket.read(array, run)
 
     def memory(self, kind: str, bucket: Bucket, run: Run) -> Tensor | None:
         """The elements themselves, to be overwritten; None where they lie in a file or do not exist yet."""
-        if kind in (MODEL, MASTER):
-            array = bucket.weight_shard if kind == MODEL else bucket.master
-            array.flush()
-            return None if array.tensor is None else bucket.owned_part(array.tensor, run)
-        return self.optimizer.memory(kind, bucket, run)
+        array = _weights(kind, bucket)
+        if array is None:
+            return self.optimizer.memory(kind, bucket, run)
+        array.flush()
+        return None if array.tensor is None else bucket.owned_part(array.tensor, run)
 
     def write(self, kind: str, bucket: Bucket, run: Run, values: Tensor) -> None:
-        """Overwrite the elements; arguments as `read`."""
-        if kind in (MODEL, MASTER):
-            bucket.write(bucket.weight_shard if kind == MODEL else bucket.master, run, values)
-        else:
+        """Overwrite the elements."""
+        array = _weights(kind, bucket)
+        if array is None:
             self.optimizer.write(kind, bucket, run, values)
+        else:
+            bucket.write(array, run, values)
+
+
+def _weights(kind: str, bucket: Bucket) -> FlatArray | None:
+    """The array of weights or masters; None for state of the optimizer."""
+    return {MODEL: bucket.weight_shard, MASTER: bucket.master}.get(kind)

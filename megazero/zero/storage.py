@@ -15,8 +15,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,21 +28,15 @@ class StorageError(RuntimeError):
 
 
 class PendingCopy:
-    """A copy that runs behind the caller's back.
-
-    Args:
-        wait: blocks until it is complete, and raises if it failed.
-        finish: what is left to do after the first wait that succeeds.
-    """
+    """A copy that runs in the background; `finish` is what is left to do after the first wait that succeeds."""
 
     def __init__(self, wait: Callable[[], None], finish: Callable[[], None] | None = None) -> None:
         self._wait, self._finish = wait, finish
 
     def wait(self) -> None:
-        """Make the result visible to the caller: to the current stream if it lies on a CUDA device, else to the host.
+        """Make the result visible to the current stream if it lies on a CUDA device, else to the host.
 
-        Raises:
-            StorageError: the copy failed, at every call.
+        Raises: StorageError, at every call, if the copy failed.
         """
         self._wait()
         if self._finish is not None:
@@ -51,18 +44,25 @@ class PendingCopy:
             self._finish = None
 
 
-class FlatArray(ABC):
-    """`numel` elements of `dtype` in one location.
+class Access(NamedTuple):
+    """A read or a write of elements [start, stop)."""
 
-    Attributes:
-        tensor: the elements, [numel], where they are addressable, else None.  Whoever changes them in place calls
-            `flush` before it.
-    """
+    start: int
+    stop: int
+    writes: bool
+
+    def conflicts(self, other: Access) -> bool:
+        """Whether the order of the two matters."""
+        return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
+
+
+class FlatArray(ABC):
+    """`numel` elements of `dtype` in one location."""
 
     numel: int
     dtype: torch.dtype
     location: Location
-    tensor: Tensor | None
+    tensor: Tensor | None  # [numel], where they are addressable; whoever changes them in place calls `flush` before it
 
     @property
     def nbytes(self) -> int:
@@ -89,24 +89,11 @@ class FlatArray(ABC):
     def flush(self) -> None:
         """Block the host until every access is complete, and raise the error of any write that failed."""
 
-
-@dataclass(eq=False)
-class Access:
-    """A read or a write of elements [start, stop)."""
-
-    start: int
-    stop: int
-    writes: bool
-
-    def conflicts(self, other: Access) -> bool:
-        """Whether the order of the two matters."""
-        return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
-
-
-def check_range(numel: int, start: int, stop: int) -> None:
-    """Raises: ValueError, [start, stop) is not within an array of `numel` elements."""
-    if not 0 <= start <= stop <= numel:
-        raise ValueError(f"elements [{start}, {stop}) are not within an array of {numel} elements")
+    def access(self, start: int, stop: int, *, writes: bool) -> Access:
+        """Elements [start, stop).  Raises: ValueError, the array does not have them all."""
+        if not 0 <= start <= stop <= self.numel:
+            raise ValueError(f"elements [{start}, {stop}) are not within an array of {self.numel} elements")
+        return Access(start, stop, writes)
 
 
 def check_out(out: Tensor, dtype: torch.dtype) -> None:
@@ -122,57 +109,46 @@ def as_flat(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.detach().to(dtype).reshape(-1).contiguous()
 
 
-@dataclass(eq=False)
-class _Copy(Access):
-    event: torch.cuda.Event
-
-
 class InMemory(FlatArray):
-    """A flat array that is a tensor.
-
-    Args:
-        tensor: the elements, [numel] contiguous.
-        location: what the memory is for; without an accelerator both are CPU memory.
-    """
+    """A flat array that is a contiguous tensor; `location` says what it is for: without a GPU both are CPU memory."""
 
     tensor: Tensor
 
     def __init__(self, tensor: Tensor, location: Literal["device", "host"]) -> None:
         check_out(tensor, tensor.dtype)
         self.tensor, self.numel, self.dtype, self.location = tensor, tensor.numel(), tensor.dtype, location
-        self._under_way: list[_Copy] = []
+        self._under_way: list[tuple[Access, torch.cuda.Event]] = []
 
     def read(self, start: int, stop: int) -> Tensor:
-        check_range(self.numel, start, stop)
-        self._wait_for_conflicts(Access(start, stop, writes=False), self.tensor.device)
+        self._wait_for_conflicts(self.access(start, stop, writes=False), self.tensor.device)
         return self.tensor[start:stop]
 
     def start_read(self, out: Tensor, start: int) -> PendingCopy:
         check_out(out, self.dtype)
-        access = Access(start, start + out.numel(), writes=False)
-        check_range(self.numel, access.start, access.stop)
+        access = self.access(start, start + out.numel(), writes=False)
         return self._copy(out, self.tensor[access.start : access.stop], access)
 
     def start_write(self, start: int, values: Tensor) -> PendingCopy:
-        access = Access(start, start + values.numel(), writes=True)
-        check_range(self.numel, access.start, access.stop)
+        access = self.access(start, start + values.numel(), writes=True)
         # Between memories the narrower format travels; within one a conversion is part of the copy.
         dtype = values.dtype if values.device == self.tensor.device else self.dtype
         return self._copy(self.tensor[access.start : access.stop], as_flat(values, dtype), access)
 
     def flush(self) -> None:
-        for copy in self._under_way:
-            copy.event.synchronize()
+        for _, event in self._under_way:
+            event.synchronize()
         self._under_way.clear()
 
     def _wait_for_conflicts(self, access: Access, device: torch.device) -> None:
         """Have what comes next on `device`'s current stream, or on the host, wait for the copies it conflicts with."""
-        self._under_way = [copy for copy in self._under_way if not copy.event.query()]
-        for copy in filter(access.conflicts, self._under_way):
+        self._under_way = [(copy, event) for copy, event in self._under_way if not event.query()]
+        for copy, event in self._under_way:
+            if not copy.conflicts(access):
+                continue
             if device.type == "cuda":
-                torch.cuda.current_stream(device).wait_event(copy.event)
+                torch.cuda.current_stream(device).wait_event(event)
             else:
-                copy.event.synchronize()
+                event.synchronize()
 
     def _copy(self, target: Tensor, source: Tensor, access: Access) -> PendingCopy:
         device = target.device if target.is_cuda else source.device
@@ -182,13 +158,12 @@ class InMemory(FlatArray):
         if device.type != "cuda":
             return PendingCopy(lambda: None)
         event = torch.cuda.current_stream(device).record_event()
-        self._under_way.append(_Copy(access.start, access.stop, access.writes, event))
+        self._under_way.append((access, event))
         if target.is_cuda and (source.is_cuda or not access.writes):
             return PendingCopy(lambda: torch.cuda.current_stream(device).wait_event(event))
         return PendingCopy(event.synchronize)  # the host may read the target, or change the source, after the wait
 
 
-_NO_PINNING: Final = "set zero.offload.pin_memory=false"
 _LESS_OFFLOADING: Final = "lower zero.offload.ratio or set zero.offload.optimizer and zero.offload.parameters to nvme"
 
 
@@ -196,7 +171,7 @@ def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | N
     """Zeros in host memory, page-locked if `pin` and there is a CUDA device.
 
     Raises:
-        StorageError: the memory cannot be allocated or locked.  The message ends with `remedy`; None is for offloading.
+        StorageError: the memory cannot be allocated or locked; the message ends with `remedy`, or one for offloading.
     """
     try:
         tensor = torch.zeros(numel, dtype=dtype)
@@ -205,7 +180,7 @@ def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | N
             f"host memory: no {numel * dtype.itemsize} bytes ({error}); {remedy or _LESS_OFFLOADING}"
         ) from error
     if pin and numel and torch.cuda.is_available():
-        _pin(tensor, remedy or _NO_PINNING)
+        _pin(tensor, remedy or "set zero.offload.pin_memory=false")
     return InMemory(tensor, "host")
 
 

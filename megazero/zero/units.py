@@ -11,7 +11,7 @@ A model may say so itself: its `units()` gives modules in forward order, which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,36 +23,22 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A module whose parameters are gathered for its forward and for its backward.
-
-    Args:
-        module: the parameters are needed during its forward.
-        attributes: (module, attribute) of each parameter that belongs to it.
-        chunk: the model chunk of this rank that it lies in.
-        spans_others: other units run within its forward.
-    """
+    """A module whose parameters are gathered for its forward and for its backward."""
 
     module: nn.Module
-    attributes: tuple[tuple[nn.Module, str], ...]
-    chunk: int
-    spans_others: bool = False
+    attributes: tuple[tuple[nn.Module, str], ...]  # (module, attribute) of each parameter that belongs to it
+    chunk: int  # the model chunk of this rank that it lies in
+    spans_others: bool = False  # other units run within its forward
 
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """A parameter as the engine hands it over.
+    """A parameter as the engine hands it over."""
 
-    Args:
-        name: qualified name in the model.
-        parameter: the module's own; may be on the meta device.
-        spec: what it is, globally.
-        group: the optimizer group that steps it.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    spec: ParamSpec
-    group: int = 0
+    name: str  # qualified name in the model
+    parameter: nn.Parameter  # the module's own; may be on the meta device
+    spec: ParamSpec  # what it is, globally
+    group: int = 0  # the optimizer group that steps it
 
 
 def units_of(chunks: Sequence[nn.Module]) -> list[Unit]:
@@ -61,33 +47,28 @@ def units_of(chunks: Sequence[nn.Module]) -> list[Unit]:
     for chunk, model in enumerate(chunks):
         own = getattr(model, "units", None)
         if callable(own):
-            found += [Unit(module, tuple(_attributes(module)), chunk) for module in own()]
+            found += [Unit(module, _attributes(module.modules()), chunk) for module in own()]
         else:
             found += _find(model, chunk, False)
     return found
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for part in module.modules():
-        for key, parameter in part._parameters.items():
-            if parameter is not None:
-                yield part, key
+def _attributes(modules: Iterable[nn.Module]) -> tuple[tuple[nn.Module, str], ...]:
+    return tuple((one, key) for one in modules for key, value in one._parameters.items() if value is not None)
 
 
 def _find(module: nn.Module, chunk: int, is_element: bool) -> Iterator[Unit]:
-    if next(module.parameters(), None) is None:
+    holding = [part for part in module.modules() if next(part.parameters(), None) is not None]
+    if not holding:
         return
-    within = [part for part in module.modules() if part is not module]
-    has_container = any(isinstance(part, _CONTAINERS) and next(part.parameters(), None) is not None for part in within)
-    direct = tuple((module, key) for key, parameter in module._parameters.items() if parameter is not None)
-    is_container = isinstance(module, _CONTAINERS)
-    if not has_container and not is_container and (is_element or direct):
-        yield Unit(module, tuple(_attributes(module)), chunk)
+    direct = _attributes([module])
+    if (is_element or direct) and not any(isinstance(part, _CONTAINERS) for part in holding):
+        yield Unit(module, _attributes(holding), chunk)
         return
     if direct:
         yield Unit(module, direct, chunk, spans_others=True)
     for child in module.children():
-        yield from _find(child, chunk, is_container)
+        yield from _find(child, chunk, isinstance(module, _CONTAINERS))
 
 
 def describe(model: nn.Module) -> Iterator[Described]:
