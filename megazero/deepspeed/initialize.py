@@ -221,10 +221,9 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
     for index, chunk in enumerate(model.chunks):
         assert isinstance(chunk, LayerChunk)
         specs = {one.name: one.spec for one in describe(chunk)}
-        canonical = {id(one.parameter): one for one in chunk.named_canonical_parameters()}
         for name, parameter in chunk.named_parameters():
-            known = canonical[id(parameter)]
-            spec = _renamed(specs[name], name, known.name, known.tied)
+            canonical = chunk.canonical_names[name]
+            spec = _renamed(specs[name], name, canonical, canonical in model.tied_copies)
             described.append(Described(f"chunks.{index}.{name}", parameter, spec))
     ties = {}
     for name in sorted(model.tied_copies):

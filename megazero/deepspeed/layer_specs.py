@@ -21,12 +21,7 @@ PARTITION_METHODS = ("parameters", "uniform", "type:regex")
 
 
 class LayerSpec:
-    """A layer to be built later, on the ranks that run it.
-
-    Args:
-        typename: the class of the layer, an nn.Module.
-        module_args, module_kwargs: what it is built with.
-    """
+    """A layer to be built later, on the ranks that run it: a class of nn.Module, and the arguments it is built with."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -37,7 +32,6 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
-        """Make the layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -91,7 +85,6 @@ def partition_layers(
 
     Args:
         layers: at least one for each stage.
-        stages: number of virtual stages.
         method: one of PARTITION_METHODS, in any case of letters; see `PipelineModule`.
         trainable: (index, layer) -> number of its trainable parameters.
 
@@ -111,24 +104,17 @@ def partition_layers(
 
 
 def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
-    """Cut a row of weights into non-empty runs whose heaviest is as light as can be.
-
-    Args:
-        weights: not negative, in order.
-        parts: number of runs.
+    """Cut a row of weights, not negative, into non-empty runs whose heaviest is as light as can be.
 
     Among the cuts with the lightest heaviest run, the most even one (least sum of squares, of weights and then of lengths)
-    is taken; of equals, the one with the longer runs first.
-
-    Raises:
-        ValueError: fewer weights than parts.
+    is taken; of equals, the one with the longer runs first.  Raises: ValueError, fewer weights than parts.
     """
     if not 1 <= parts <= len(weights):
         raise ValueError(f"{parts} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}")
     limit = _lightest_limit(weights, parts)
     sums, count = [0, *accumulate(weights)], len(weights)
     # best[start]: cost of the weights from `start` on in k runs, and the end of the first run; k grows
-    best: dict[int, tuple[tuple[int, int], int]] = {count: ((0, 0), count)}
+    best = {count: ((0, 0), count)}
     ends: list[dict[int, int]] = []
     for runs_after in range(parts):
         step: dict[int, tuple[tuple[int, int], int]] = {}
@@ -164,19 +150,13 @@ def _lightest_limit(weights: Sequence[int], parts: int) -> int:
 
 
 def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
-    """The layers as a list.
-
-    Raises:
-        TypeError: something in it is no layer.
-        ValueError: layers share a parameter without a key, or one is lazy.
-    """
+    """The layers as a list.  Raises: TypeError and ValueError, with the layer that cannot be one."""
     if not isinstance(layers, Iterable) or isinstance(layers, Mapping | nn.ModuleDict | str):
         raise TypeError(f"layers must be a list of layers or an nn.Sequential, got {describe_value(layers)}")
     checked = list(layers)
     owners: dict[int, int] = {}
     for index, layer in enumerate(checked):
-        if problem := _problem_with(layer):
-            raise TypeError(f"layer {index} {problem}")
+        _check_layer(index, layer)
         if not isinstance(layer, nn.Module):
             continue
         for name, tensor in chain(without_lazy(index, layer).named_parameters(), layer.named_buffers()):
@@ -189,17 +169,22 @@ def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
     return checked
 
 
-def _problem_with(layer: object) -> str:
-    """The reason why something in the list is no layer; "" if it is one."""
+def _check_layer(index: int, layer: object) -> None:
     if isinstance(layer, LayerSpec | nn.Module):
-        return ""
+        return
+    owner = getattr(layer, "__self__", None)
     if isinstance(layer, type):
         name = layer.__name__
-        return f"is the class {name} itself; write LayerSpec({name}, ...), or an object of it"
-    owner = getattr(layer, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return f"is a method of a {type(owner).__name__}, whose parameters would not be trained; give the module itself"
-    return "" if callable(layer) else f"is {describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
+        problem = f"is the class {name} itself; write LayerSpec({name}, ...), or an object of it"
+    elif isinstance(owner, nn.Module):
+        problem = (
+            f"is a method of a {type(owner).__name__}, whose parameters would not be trained; give the module itself"
+        )
+    elif callable(layer):
+        return
+    else:
+        problem = f"is {describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
+    raise TypeError(f"layer {index} {problem}")
 
 
 def without_lazy(index: int, module: nn.Module) -> nn.Module:
@@ -228,8 +213,7 @@ def name_of(layer: object) -> str:
     """Name of a layer's class or function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
-    if isinstance(layer, AppliedLayer):
-        return type(layer.module).__name__
+    layer = layer.module if isinstance(layer, AppliedLayer) else layer
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 

@@ -91,7 +91,6 @@ class ScriptCheckpoints:
         trainer = trainer_state(
             self._model,
             Position(counters["global_steps"], counters["global_samples"]),
-            self._config.zero.stage,
             data_fingerprint="",
             model={"module": type(self._module).__name__},
             config={"zero_stage": self._config.zero.stage, "dtype": self._config.precision.dtype},
