@@ -96,13 +96,13 @@ class Engine:
             tokens=any(stage.embedding is not None for stage in self._stages),
             labels=any(stage.head is not None for stage in self._stages),
         )
-        self.on_action: Callable[[Action], None] = _ignore
+        self.on_action: Callable[[Action], None] | None = None
         self.wants_stop: Callable[[], bool] = lambda: False
         self._executor = executors(
             lambda micro_batches: family.generate(state.pp.size, micro_batches, chunks_per_rank),
             state,
             self._new_activation,
-            lambda action: self.on_action(action),
+            lambda action: None if self.on_action is None else self.on_action(action),
         )
         self._grad_norm = 0.0  # of the gradients that the buckets hold
 
@@ -160,7 +160,7 @@ class Engine:
             start = time.perf_counter()
             statistics = self.try_step(batches, lr)
         finally:
-            self.on_action = _ignore
+            self.on_action = None
         spans = {
             (rank, action): (begin, end)
             for rank, ran in enumerate(gather_objects([(action, at - start) for action, at in marks], self.state.pp))
@@ -300,10 +300,6 @@ class Engine:
         model = self.config.model
         seq = model.seq_len // (self.state.tp.size if self.config.parallel.sequence_parallel else 1)
         return (torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device),)
-
-
-def _ignore(_: Action) -> None:
-    """Nobody watches the actions."""
 
 
 def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x: Message | None) -> Message:
