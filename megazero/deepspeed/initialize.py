@@ -69,7 +69,7 @@ def initialize(
         model_parameters: what to train, as parameters or groups of them; all that require a gradient when None.
         training_data: makes `training_dataloader`, cut over the data-parallel ranks.
         lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
-        distributed_port: for DeepSpeed's scripts; without effect, the launcher knows the port.
+        distributed_port: without effect; the launcher knows the port.
         mpu: this rank's groups and device, from `parallel_state_of`, if the model is built of tensor-parallel layers.
         dist_init_required: False where the script has initialised torch.distributed itself.
         collate_fn: for `training_data`.
@@ -87,10 +87,7 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     state = _parallel_state(model, mpu)
-    given = [one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None]
-    if len(given) != 1:
-        raise ValueError(f"give config=, a path or a dict, or args.deepspeed_config: one of them, not {len(given)}")
-    settings = load_deepspeed_config(given[0], state.dp.size)
+    settings = _load_config((config, config_params, getattr(args, "deepspeed_config", None)), state.dp.size)
     size = settings.zero.shard_group_size
     if size not in (0, state.shard.size):
         if mpu is not None or isinstance(model, PipelineModule):
@@ -168,6 +165,15 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed", action="store_true", help="accepted for scripts; it is always on")
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
     return parser
+
+
+def _load_config(sources: Iterable[str | Path | Mapping[str, Any] | None], dp_size: int) -> DeepSpeedConfig:
+    given = [source for source in sources if source is not None]
+    if not given:
+        raise ValueError("initialize needs config=, a path or a dict (or args.deepspeed_config)")
+    if len(given) > 1:
+        raise ValueError("config, config_params and args.deepspeed_config are given together; give one")
+    return load_deepspeed_config(given[0], dp_size)
 
 
 def _parallel_state(model: nn.Module, mpu: ParallelState | None) -> ParallelState:
@@ -291,8 +297,10 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
 
 
 def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:
-    """Move buffers to the device with the values of the first dp rank; floating-point ones get the dtype of the weights, as
-    with `module.half()`.  A shared buffer stays shared."""
+    """Move buffers to the device with the values of the first dp rank; floating-point ones get the weights' dtype.
+
+    As with `module.half()`; a shared buffer stays shared.
+    """
     dtype = DTYPES[settings.precision.dtype]
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the old one, kept so that its id stays taken, and the new one
     for path, old in list(model.named_buffers(remove_duplicate=False)):
@@ -311,16 +319,15 @@ def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelSt
 
 
 def _schedule(given: Any, engine: TrainingEngine, settings: DeepSpeedConfig) -> Any:
-    if given is not None:
-        if not hasattr(given, "step"):
-            return given(engine.optimizer)
-        of = getattr(given, "optimizer", None)
-        if of is not None and of.param_groups is not engine.optimizer.param_groups:
-            raise ValueError(
-                "the lr_scheduler is of another optimizer than the engine's, and would change nothing; give both to "
-                "initialize, or the schedule as a callable (optimizer) -> schedule"
-            )
-        return given
-    if settings.scheduler is None:
-        return None
-    return make_lr_scheduler(settings.scheduler.type, settings.scheduler.params, engine.optimizer)
+    if given is None:
+        entry = settings.scheduler
+        return None if entry is None else make_lr_scheduler(entry.type, entry.params, engine.optimizer)
+    if not hasattr(given, "step"):
+        return given(engine.optimizer)
+    of = getattr(given, "optimizer", None)
+    if of is not None and of.param_groups is not engine.optimizer.param_groups:
+        raise ValueError(
+            "the lr_scheduler is of another optimizer than the engine's, and would change nothing; give both to "
+            "initialize, or the schedule as a callable (optimizer) -> schedule"
+        )
+    return given

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -44,7 +44,6 @@ class TiedLayerSpec(LayerSpec):
 
     Args:
         key: the name that the sharing layers have in common.
-        typename, module_args, module_kwargs: as in `LayerSpec`.
         forward_fn: (module, input) -> output, called instead of the module; None calls the module.
         tied_weight_attr: the shared parameter or parameters, as "weight" or "part.weight"; properties count.  Layers of one
             key may name theirs differently; they are paired in order.
@@ -81,15 +80,11 @@ Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]
 def partition_layers(
     layers: Sequence[Layer], stages: int, method: str, trainable: Callable[[int, Layer], int]
 ) -> list[range]:
-    """Cut layers into virtual stages.
+    """Cut layers into virtual stages, by one of PARTITION_METHODS in any case of letters; see `PipelineModule`.
 
     Args:
         layers: at least one for each stage.
-        method: one of PARTITION_METHODS, in any case of letters; see `PipelineModule`.
         trainable: (index, layer) -> number of its trainable parameters.
-
-    Raises:
-        ValueError: an unknown method, or an expression that matches no layer.
     """
     lower = method.lower()
     if lower == "uniform":
@@ -113,26 +108,25 @@ def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
         raise ValueError(f"{parts} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}")
     limit = _lightest_limit(weights, parts)
     sums, count = [0, *accumulate(weights)], len(weights)
-    # best[start]: cost of the weights from `start` on in k runs, and the end of the first run; k grows
-    best = {count: ((0, 0), count)}
-    ends: list[dict[int, int]] = []
+    # best[start]: cost of the weights from `start` on in k runs, and those runs, as (first, the others); k grows
+    best: dict[int, tuple[tuple[int, int], Any]] = {count: ((0, 0), None)}
     for runs_after in range(parts):
-        step: dict[int, tuple[tuple[int, int], int]] = {}
+        step: dict[int, tuple[tuple[int, int], Any]] = {}
         for start in range(count - runs_after):
             for stop in range(start + 1, count - runs_after + 1):
                 if (weight := sums[stop] - sums[start]) > limit:
                     break
                 if stop in best:
-                    rest, length = best[stop][0], stop - start
-                    cost = (rest[0] + weight * weight, rest[1] + length * length)
+                    (squares, lengths), others = best[stop]
+                    cost = (squares + weight * weight, lengths + (stop - start) ** 2)
                     if start not in step or cost <= step[start][0]:
-                        step[start] = (cost, stop)
+                        step[start] = cost, (range(start, stop), others)
         best = step
-        ends.append({start: stop for start, (_, stop) in step.items()})
-    borders = [0]
-    for step_ends in reversed(ends):
-        borders.append(step_ends[borders[-1]])
-    return [range(start, stop) for start, stop in pairwise(borders)]
+    found, runs = [], best[0][1]
+    while runs is not None:
+        run, runs = runs
+        found.append(run)
+    return found
 
 
 def _lightest_limit(weights: Sequence[int], parts: int) -> int:

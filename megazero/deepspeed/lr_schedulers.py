@@ -15,10 +15,10 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from inspect import isclass
 from math import cos, log, pi
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -27,12 +27,6 @@ from megazero.optim.keywords import check_keywords, keywords_of, unknown_name
 
 PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one for each."""
-
-
-class HasParamGroups(Protocol):
-    """All that a schedule needs of an optimizer."""
-
-    param_groups: list[dict[str, Any]]
 
 
 def warmup_factor(step: int, num_steps: int, warmup_type: str) -> float:
@@ -67,19 +61,9 @@ def range_test_factor(step: int, step_size: int, step_rate: float, staircase: bo
     return 1.0 + step_rate * intervals
 
 
-LEAST_COUNT = {
-    "last_batch_iteration": -1,
-    "warmup_num_steps": 1,
-    "total_num_steps": 1,
-    "cycle_first_step_size": 1,
-    "cycle_second_step_size": 0,
-    "cycle_first_stair_count": 0,
-    "cycle_second_stair_count": 0,
-    "decay_step_size": 0,
-    "lr_range_test_step_size": 1,
-}
-"""Parameters that are whole numbers, each with its least value."""
-NOT_NEGATIVE = ("decay_lr_rate", "lr_range_test_step_rate")
+def _count(default: Any = MISSING, *, least: int) -> Any:
+    """A parameter that is a whole number; 1e3, as JSON files have it, counts as 1000."""
+    return field(default=default, metadata={"least": least})
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -91,18 +75,20 @@ class LRSchedule(ABC):
         last_batch_iteration: steps already done minus 1; -1 starts from the beginning.
     """
 
-    optimizer: HasParamGroups = field(kw_only=False)
-    last_batch_iteration: int = -1
+    optimizer: Any = field(kw_only=False)
+    last_batch_iteration: int = _count(-1, least=-1)
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(self.optimizer).__name__}")
-        for name in (parameter.name for parameter in fields(self)):
-            value = getattr(self, name)
-            if name in LEAST_COUNT and value is not None:
-                setattr(self, name, _count(name, value, least=LEAST_COUNT[name]))
-            if name in NOT_NEGATIVE and value < 0:
-                raise ValueError(f"{name}={value} must be at least 0")
+        for name, least, value in (
+            (one.name, one.metadata.get("least"), getattr(self, one.name)) for one in fields(self)
+        ):
+            if least is None or value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+            setattr(self, name, int(value))
         self._prepare()
         self._write()
 
@@ -136,6 +122,10 @@ class LRSchedule(ABC):
         """Go to a saved step; the schedule's parameters stay as constructed."""
         self.step(int(state["last_batch_iteration"]))
 
+    def _check_not_negative(self, name: str) -> None:
+        if getattr(self, name) < 0:
+            raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+
     def _write(self) -> None:
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
@@ -163,7 +153,7 @@ class LRSchedule(ABC):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _WarmupSchedule(LRSchedule):
-    warmup_num_steps: int = 1000
+    warmup_num_steps: int = _count(1000, least=1)
     warmup_type: str = "log"
 
     def _prepare(self) -> None:
@@ -209,7 +199,7 @@ class WarmupLR(_WarmupSchedule):
 class WarmupDecayLR(WarmupLR):
     """As WarmupLR, then linearly down to warmup_min_lr at total_num_steps, where it stays."""
 
-    total_num_steps: int
+    total_num_steps: int = _count(least=1)
     warmup_max_lr: PerGroup | None = 0.001
 
     def factor_at(self, step: int) -> float:
@@ -226,7 +216,7 @@ class WarmupCosineLR(_WarmupSchedule):
     DeepSpeed sets 0 there.
     """
 
-    total_num_steps: int
+    total_num_steps: int = _count(least=1)
     warmup_min_ratio: PerGroup = 0.0
     cos_min_ratio: float = 0.0001
 
@@ -267,17 +257,18 @@ class OneCycle(LRSchedule):
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
     decay_lr_rate: float = 0.0
-    cycle_first_step_size: int = 2000
-    cycle_second_step_size: int | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: int = 0
+    cycle_first_step_size: int = _count(2000, least=1)
+    cycle_second_step_size: int | None = _count(None, least=0)
+    cycle_first_stair_count: int = _count(0, least=0)
+    cycle_second_stair_count: int | None = _count(None, least=0)
+    decay_step_size: int = _count(0, least=0)
     cycle_momentum: bool = True
     cycle_min_mom: PerGroup = 0.8
     cycle_max_mom: PerGroup = 0.9
     decay_mom_rate: float = 0.0
 
     def _prepare(self) -> None:
+        self._check_not_negative("decay_lr_rate")
         up, down = self.cycle_first_step_size, self.cycle_second_step_size
         stairs_up, stairs_down = self.cycle_first_stair_count, self.cycle_second_stair_count
         self._shape = (up, up if down is None else down, stairs_up, stairs_up if stairs_down is None else stairs_down)
@@ -334,11 +325,12 @@ class LRRangeTest(LRSchedule):
     """
 
     lr_range_test_min_lr: PerGroup = 1e-3
-    lr_range_test_step_size: int = 2000
+    lr_range_test_step_size: int = _count(2000, least=1)
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
 
     def _prepare(self) -> None:
+        self._check_not_negative("lr_range_test_step_rate")
         self._min_lrs = self._per_group("lr_range_test_min_lr")
 
     def lr_at(self, step: int) -> list[float]:
@@ -351,7 +343,7 @@ SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
 }
 
 
-def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: HasParamGroups) -> Any:
+def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
     """Make a schedule by name: a key of SCHEDULES, or a class of torch.optim.lr_scheduler.
 
     Raises:
@@ -367,13 +359,6 @@ def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: HasParamGrou
         raise unknown_name("scheduler type", type, known)
     check_keywords(type, params, keywords_of(known[type], positional=1))
     return known[type](optimizer, **params)
-
-
-def _count(name: str, value: int, *, least: int) -> int:
-    """A number of steps; 1e3, as JSON files have it, counts as 1000."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-    return int(value)
 
 
 def _between(starts: Sequence[float], ends: Sequence[float], share: float) -> list[float]:

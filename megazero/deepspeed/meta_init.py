@@ -36,7 +36,7 @@ _HARMLESS = _METADATA | {"__get__"}  # do not change a value
 
 @dataclass
 class _History:
-    """What was done to one parameter, in order: (function, arguments, number of the result)."""
+    """What was done to one parameter, in order: (function, arguments, keywords, number of the result)."""
 
     make: Callable[[], Tensor]
     steps: list[tuple[Any, Any, Any, int]] = field(default_factory=list)

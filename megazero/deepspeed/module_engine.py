@@ -100,9 +100,7 @@ class ModuleEngine(TrainingEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
-        if self._boundary is not None:
-            return self._boundary
-        return self._ended + 1 >= self.config.accumulation
+        return self._ended + 1 >= self.config.accumulation if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say instead of the count whether the current micro-batch is the last; holds until said otherwise."""

@@ -37,13 +37,10 @@ class TrainingEngine(nn.Module):
 
     Args:
         module: the user's; its parameters are bound to `model`.
-        model: its parameters, gradients and optimizer under ZeRO.
-        config: the resolved configuration.
         canonical: of a name in the module, the name in a checkpoint.
         show: prints a line; used on rank 0.
 
     Attributes:
-        module: the user's.
         optimizer: the torch optimizer that steps the flat shards; its groups are the user's.
         lr_scheduler: stepped after every update that was not skipped, or None.
         training_dataloader: made from `training_data`, or None.
@@ -188,7 +185,7 @@ class TrainingEngine(nn.Module):
 
         Args:
             save_dir: a directory that all ranks share, or a URL such as s3://bucket/run.
-            tag: name of the checkpoint; `global_step<n>` when None.
+            tag: `global_step<n>` when None.
             client_state: the script's own: numbers, strings, tensors and containers of them.  Rank 0's is saved.
             save_latest: let `latest` name it.
             asynchronous: return once the state is copied to host memory; see `finish_saving`.
@@ -225,8 +222,7 @@ class TrainingEngine(nn.Module):
         """Go on from a checkpoint that any number of ranks, at any stage and precision, has written.
 
         Args:
-            load_dir: as given to `save_checkpoint`.
-            tag: which one; the one that `latest` names when None.
+            load_dir, tag: as given to `save_checkpoint`; without a tag, the one that `latest` names.
             load_optimizer_states: load the optimizer's state and its groups' settings; otherwise they start anew.
             load_lr_scheduler_states: load the schedule's step.
             load_module_only: load the weights and buffers alone.
