@@ -22,7 +22,7 @@ from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import LATEST, CheckpointError, TrainerState, is_complete, read_trainer_state
 from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
-from megazero.checkpoint.saver import Saver, SaveReport
+from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import agree, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.engine.trainer_state import Position, trainer_state
@@ -95,17 +95,13 @@ class ScriptCheckpoints:
                 self._state,
                 host_memory_bytes=None,
                 timeout_seconds=_SAVING_SECONDS,
-                report=self._report_failure,
+                report=lambda report: None if report.error is None else self._show(report.error),
             )
             atexit.register(_finish_at_exit, self._saver)
         self._saver.save(folder, trainer, files, moves_latest=moves_latest)
 
-    def _report_failure(self, report: SaveReport) -> None:
-        if report.error is not None:
-            self._show(report.error)
-
     def finish_saving(self) -> None:
-        """Wait until the last asynchronous checkpoint is durable.  Raises: CheckpointError, it could not be written."""
+        """Wait until the last asynchronous checkpoint is durable.  Raises: CheckpointError."""
         if self._saver is not None:
             self._saver.finish()
 

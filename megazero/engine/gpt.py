@@ -58,7 +58,6 @@ class Engine:
 
     Attributes:
         chunks: this rank's part of the model.
-        sharded_model: its parameters, gradients and optimizer under ZeRO.
         share: what this rank needs of each global batch.
         on_action: called before and after every computed action, for traces.
         wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
@@ -143,10 +142,7 @@ class Engine:
         return statistics
 
     def traced_step(self, batches: Sequence[MicroBatch], lr: float) -> tuple[StepStatistics, Timeline]:
-        """A `try_step` that measures when each action ran, on the pipeline of this rank.
-
-        Returns: the statistics, and the timeline in seconds from the moment at which all its ranks were ready.
-        """
+        """A `try_step` with its timeline on this rank's pipeline, in seconds from when all its ranks were ready."""
         marks: list[tuple[Action, float]] = []  # the start and then the end of each action
 
         def mark(action: Action) -> None:

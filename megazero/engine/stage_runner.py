@@ -34,12 +34,8 @@ def executors(
 ) -> Callable[[int, SampleShape, bool], Executor]:
     """(micro-batches, shape, trains) -> executor, proved when it is first asked for and kept.  Raises: ScheduleError.
 
-    Args:
-        generate: number of micro-batches -> the training schedule.
-        new_message: (shape, action) -> empty tensors for what the action receives.
-        on_action: called before and after every computed action.
-
-    All ranks of a pipeline ask in the same order.
+    `generate` makes the training schedule of so many micro-batches, `new_message` empty tensors for what an action receives;
+    `on_action` is called before and after every action.  All ranks of a pipeline ask in the same order.
     """
 
     @cache
@@ -73,9 +69,6 @@ class StageRunner:
         model: reduces the gradients, and gathers the weights under ZeRO-3.
         trains: keep what the backward needs.
         loss_gradient: gradient of the step's scaled loss by each micro-batch's; called when the first backward begins.
-
-    Attributes:
-        loss_sum: of the micro-batches' losses, fp64; 0 where there is no last stage.
     """
 
     def __init__(
@@ -83,7 +76,7 @@ class StageRunner:
     ) -> None:
         self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
         self._saved: dict[tuple[int, int], tuple[list[Tensor], list[GradientEdge | None]]] = {}
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)  # 0 without a last stage
 
     def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
         inputs = [tensor for tensor in x or () if tensor.is_floating_point()]
