@@ -118,9 +118,24 @@ def apply(layers, x):
     return x
 
 
+def held_by(module):
+    """What a rank holds: (name on any cut, parameter, virtual stage) in forward order."""
+    for chunk in module.chunks:
+        for name, parameter in chunk.named_parameters():
+            yield chunk.canonical_names[name], parameter, chunk.stage
+
+
+def names_of(module):
+    return [name for name, _, _ in held_by(module)]
+
+
 def described(module):
     """What a rank holds, picklable: (name, weights, tied, first copy) in forward order."""
-    return [(p.name, p.parameter.detach().numpy(), p.tied, p.first_copy) for p in module.named_canonical_parameters()]
+    copies = module.tied_copies
+    return [
+        (name, parameter.detach().numpy(), name in copies, copies.get(name, (stage,))[0] == stage)
+        for name, parameter, stage in held_by(module)
+    ]
 
 
 # ---- partitions
@@ -254,28 +269,21 @@ def test_ready_made_modules_are_used_as_they_are_and_others_dropped():
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())
         module = PipelineModule(model, 2, partition_method="uniform")
-        parameters = [p.parameter for p in module.named_canonical_parameters()]
-        assert all(map(operator.is_, parameters, model[2 * rank].parameters()))
-        return [p.name for p in module.named_canonical_parameters()]
+        assert all(map(operator.is_, module.parameters(), model[2 * rank].parameters()))
+        return names_of(module)
 
     assert run_world(2, body) == [["layers.0.weight", "layers.0.bias"], ["layers.2.weight", "layers.2.bias"]]
 
 
-def test_a_canonical_parameter_says_where_it_is():
-    module = virtual(tied_specs(), 2)
-    for parameter in module.named_canonical_parameters():
-        assert getattr(parameter.owner, parameter.attribute) is parameter.parameter
-
-
 def test_names_stay_when_an_engine_swaps_the_parameters():
     module = virtual(tied_specs(), 1, schedule="1f1b")
-    names = [parameter.name for parameter in module.named_canonical_parameters()]
+    names = names_of(module)
     swapped = {id(p): nn.Parameter(p.detach().clone()) for p in module.parameters()}
     for part in module.modules():
         for name, parameter in list(part._parameters.items()):
             if parameter is not None:
                 part._parameters[name] = swapped[id(parameter)]
-    assert [parameter.name for parameter in module.named_canonical_parameters()] == names
+    assert names_of(module) == names
 
 
 def test_units_hold_every_parameter_and_run_in_forward_order():
@@ -335,8 +343,8 @@ def test_summed_gradients_of_tied_copies_are_those_of_one_shared_weight():
         module = virtual(tied_specs(), stages, **({"schedule": "1f1b", "virtual_stages": 1} if stages == 1 else {}))
         F.cross_entropy(module(tokens).flatten(0, 1), labels).backward()
         total = {}
-        for p in module.named_canonical_parameters():
-            total[p.name] = total.get(p.name, 0) + p.parameter.grad
+        for name, parameter, _ in held_by(module):
+            total[name] = total.get(name, 0) + parameter.grad
         return total
 
     whole, cut = gradients(1), gradients(4)

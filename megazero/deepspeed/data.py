@@ -20,22 +20,13 @@ def make_dataloader(
     collate_fn: Callable[..., Any] | None = None,
     num_workers: int = 0,
 ) -> DataLoader[Any]:
-    """Micro-batches of this rank's part of a dataset, shuffled.
+    """Micro-batches of this rank's part of a dataset: every dp-th sample of an order shuffled by `seed`.
 
-    Args:
-        dataset: with a length and items; each rank sees every dp-th of a shuffled order.  An iterable one is taken as it is:
-            it cuts itself.
-        micro_batch_size: samples of a micro-batch.
-        dp: the data-parallel axis.
-        seed: of the order.
-        drop_last: leave out a last micro-batch that is not full.
-        collate_fn, num_workers: as in torch.
+    An iterable dataset is taken as it is: it cuts itself.  `collate_fn`, `num_workers` and `drop_last` are as in torch.
     """
-    if isinstance(dataset, IterableDataset):
-        return DataLoader(
-            dataset, micro_batch_size, collate_fn=collate_fn, drop_last=drop_last, num_workers=num_workers
-        )
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset, dp.size, dp.index, shuffle=True, seed=seed)
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, dp.size, dp.index, shuffle=True, seed=seed)
     return DataLoader(
         dataset, micro_batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last, num_workers=num_workers
     )

@@ -5,27 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import all_gather
+from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.zero.bucket import Bucket
 from megazero.zero.param_proxy import UngatheredParameter
-from megazero.zero.sharded_model import ShardedModel
-
-
-class HasModel(Protocol):
-    """An engine."""
-
-    @property
-    def sharded_model(self) -> ShardedModel: ...
 
 
 @contextmanager
 def gathered_parameters(
-    engine: HasModel, names: str | Iterable[str] | None = None, *, modifier_rank: int | None = None
+    engine: TrainingEngine, names: str | Iterable[str] | None = None, *, modifier_rank: int | None = None
 ) -> Iterator[dict[str, Tensor]]:
     """Whole parameters by name, in the precision of the master weights.  A collective call of all ranks.
 
@@ -43,60 +35,53 @@ def gathered_parameters(
     tensor-parallel rank holds, and of a weight that stages tie, the edit on the first of them counts.  Copies of a tied
     weight on this rank are one tensor under several names.
     """
-    model = engine.sharded_model
+    model, parameters = engine.sharded_model, engine.sharded_model.parameters
     dp = model.state.dp
     if modifier_rank is not None and not 0 <= modifier_rank < dp.size:
         raise ValueError(f"modifier_rank={modifier_rank} must be one of the {dp.size} data-parallel ranks")
-    asked = [names] if isinstance(names, str) else names
-    found = dict(_find(model, _aliases(engine), asked))
+    found = _find(engine, [names] if isinstance(names, str) else names)
     elsewhere = [name for name, (bucket, _) in found.items() if bucket.layout.tied and bucket.layout.tie in model.ties]
     if modifier_rank is not None and names is not None and elsewhere:
         raise ValueError(f"{elsewhere[0]} has a copy on another stage; edit it with names=None, on all ranks")
-    copies_of = {bucket: copies for copies in model.parameters.distinct_buckets() for bucket in copies}
+    first_of = {bucket: copies[0] for copies in parameters.distinct_buckets() for bucket in copies}
     flats: dict[Bucket, Tensor] = {}  # by the first of this rank's copies
     whole = {}
     for name, (bucket, index) in found.items():
-        slot, first = bucket.layout.slots[index], copies_of[bucket][0]
+        slot, first = bucket.layout.slots[index], first_of[bucket]
         if first not in flats:
             flats[first] = _whole(bucket)
         whole[name] = flats[first][slot.start : slot.stop].view(slot.info.shape)
     yield whole
     if modifier_rank is None:
         return
-    for copies in model.parameters.distinct_buckets():
+    for copies in parameters.distinct_buckets():
         if copies[0] in flats:
-            model.parameters.overwrite(copies, flats[copies[0]], dp, model.state.tp, model.ties, modifier_rank)
-    model.parameters.all_gather_weights()
+            parameters.overwrite(copies, flats[copies[0]], dp, model.state.tp, model.ties, modifier_rank)
+    parameters.all_gather_weights()
 
 
-def _aliases(engine: HasModel) -> dict[str, str]:
-    """Every name of a parameter in the module, a tied one's others too, with the name that its bucket knows."""
-    module, names = getattr(engine, "module", None), engine.sharded_model.names
-    if module is None:
-        return {}
-    real = {
-        name: one.stands_for if isinstance(one, UngatheredParameter) else one
-        for name, one in module.named_parameters(remove_duplicate=False)
-    }
-    return {name: names[id(one)] for name, one in real.items() if id(one) in names}
-
-
-def _find(
-    model: ShardedModel, aliases: dict[str, str], names: Iterable[str] | None
-) -> Iterator[tuple[str, tuple[Bucket, int]]]:
+def _find(engine: TrainingEngine, names: Iterable[str] | None) -> dict[str, tuple[Bucket, int]]:
+    """The bucket of each parameter and its slot there; of a tied parameter by any of its names, if it is asked for."""
+    model = engine.sharded_model
     home = {
         slot.info.name: (bucket, index)
         for bucket in model.parameters.buckets
         for index, slot in enumerate(bucket.layout.slots)
     }
-    home |= {alias: home[name] for alias, name in aliases.items() if names is not None}
-    for name in list(home) if names is None else names:
+    if names is None:
+        return home
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        real = parameter.stands_for if isinstance(parameter, UngatheredParameter) else parameter
+        if id(real) in model.names:
+            home[name] = home[model.names[id(real)]]
+    found = {}
+    for name in names:
         if name not in home:
             close = get_close_matches(name, home, n=3, cutoff=0.4)
-            raise KeyError(
-                f"{name} is no parameter of this rank's model" + f"; near it are {', '.join(close)}" * bool(close)
-            )
-        yield name, home[name]
+            near = f"; near it are {', '.join(close)}" if close else ""
+            raise KeyError(f"{name} is no parameter of this rank's model{near}")
+        found[name] = home[name]
+    return found
 
 
 def _whole(bucket: Bucket) -> Tensor:

@@ -69,7 +69,7 @@ def initialize(
         model_parameters: what to train, as parameters or groups of them; all that require a gradient when None.
         training_data: makes `training_dataloader`, cut over the data-parallel ranks.
         lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
-        distributed_port: for DeepSpeed's scripts; without effect, the launcher knows the port.
+        distributed_port: without effect; the launcher knows the port.
         mpu: this rank's groups and device, from `parallel_state_of`, if the model is built of tensor-parallel layers.
         dist_init_required: False where the script has initialised torch.distributed itself.
         collate_fn: for `training_data`.
@@ -87,8 +87,12 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     state = _parallel_state(model, mpu)
-    settings = load_deepspeed_config(_config_source(args, config, config_params), state.dp.size)
-    state = _with_shard_groups(state, settings, model, mpu)
+    settings = _load_config((config, config_params, getattr(args, "deepspeed_config", None)), state.dp.size)
+    size = settings.zero.shard_group_size
+    if size not in (0, state.shard.size):
+        if mpu is not None or isinstance(model, PipelineModule):
+            raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
+        state = parallel_state_of(shard_group_size=size)
     show = partial(print, flush=True)
     if state.world.size > 1:
         atexit.register(_leave, state)
@@ -156,34 +160,24 @@ def _leave(state: ParallelState) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed and --deepspeed_config to a script's own arguments.
-
-    Args:
-        parser: the script's.
-    """
+    """Add --deepspeed and --deepspeed_config to a script's own arguments."""
     group = parser.add_argument_group("megazero", "the configuration, under DeepSpeed's names")
     group.add_argument("--deepspeed", action="store_true", help="accepted for scripts; it is always on")
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
     return parser
 
 
-def _config_source(
-    args: argparse.Namespace | None, config: str | Path | Mapping[str, Any] | None, params: Mapping[str, Any] | None
-) -> str | Path | Mapping[str, Any]:
-    given = [one for one in (config, params, getattr(args, "deepspeed_config", None)) if one is not None]
+def _load_config(sources: Iterable[str | Path | Mapping[str, Any] | None], dp_size: int) -> DeepSpeedConfig:
+    given = [source for source in sources if source is not None]
     if not given:
         raise ValueError("initialize needs config=, a path or a dict (or args.deepspeed_config)")
     if len(given) > 1:
         raise ValueError("config, config_params and args.deepspeed_config are given together; give one")
-    return given[0]
+    return load_deepspeed_config(given[0], dp_size)
 
 
 def _parallel_state(model: nn.Module, mpu: ParallelState | None) -> ParallelState:
-    """This rank's groups and device, as the script made them or made here.
-
-    Raises:
-        TypeError, ValueError: `mpu` does not fit, or computes on the CPU although the ranks communicate over CUDA.
-    """
+    """This rank's groups and device, as the script made them or made here.  Raises: TypeError, ValueError."""
     if mpu is not None and not isinstance(mpu, ParallelState):
         raise TypeError(f"mpu must be a megazero ParallelState, got {type(mpu).__name__}")
     if isinstance(model, PipelineModule):
@@ -201,18 +195,6 @@ def _parallel_state(model: nn.Module, mpu: ParallelState | None) -> ParallelStat
     return mpu
 
 
-def _with_shard_groups(
-    state: ParallelState, settings: DeepSpeedConfig, model: nn.Module, mpu: ParallelState | None
-) -> ParallelState:
-    """The parallel state, with the groups of ranks that share a copy of the model state if the configuration has them."""
-    size = settings.zero.shard_group_size
-    if size in (0, state.shard.size):
-        return state
-    if mpu is not None or isinstance(model, PipelineModule):
-        raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
-    return parallel_state_of(shard_group_size=size)
-
-
 def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], dict[str, Axis]]:
     """Every parameter of this rank, and the ranks that hold a copy of the tied ones."""
     if not isinstance(model, PipelineModule):
@@ -220,19 +202,13 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
     described = []
     for index, chunk in enumerate(model.chunks):
         assert isinstance(chunk, LayerChunk)
-        specs = {one.name: one.spec for one in describe(chunk)}
-        canonical = {id(one.parameter): one for one in chunk.named_canonical_parameters()}
-        for name, parameter in chunk.named_parameters():
-            known = canonical[id(parameter)]
-            spec = _renamed(specs[name], name, known.name, known.tied)
-            described.append(Described(f"chunks.{index}.{name}", parameter, spec))
-    ties = {}
-    for name in sorted(model.tied_copies):
-        holders = model.holders(name)
-        axis = state.among_stages(holders)  # on every rank, see there
-        if axis.size > 1:
-            ties[name] = axis
-    return described, ties
+        for one in describe(chunk):
+            canonical = chunk.canonical_names[one.name]
+            spec = _renamed(one.spec, one.name, canonical, canonical in model.tied_copies)
+            described.append(replace(one, name=f"chunks.{index}.{one.name}", spec=spec))
+    # A collective call: every rank makes the axis of every tie.
+    axes = {name: state.among_stages(model.holders(name)) for name in sorted(model.tied_copies)}
+    return described, {name: axis for name, axis in axes.items() if axis.size > 1}
 
 
 def _check_ties(described: list[Described], state: ParallelState) -> None:
@@ -263,23 +239,23 @@ def _optimizer(
     settings: DeepSpeedConfig,
 ) -> tuple[list[Described], OptimizerRecipe]:
     """The parameters, each with its optimizer group, and the optimizer's recipe."""
+    allow_untested = settings.allow_untested_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
             _check_same(optimizer, model_parameters)
-        owner, made = type(optimizer).__name__, optimizer
-    else:
-        groups = _groups(model, model_parameters)
-        if optimizer is None:
-            if settings.optimizer is None:
-                raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
-            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            recipe = recipe_by_name(settings.optimizer.type, settings.optimizer.params, options)
-            return _grouped(described, groups, "model_parameters"), recipe
+        owner = type(optimizer).__name__
+        return _grouped(described, optimizer.param_groups, owner), recipe_of(optimizer, allow_untested=allow_untested)
+    groups = _groups(model, model_parameters)
+    if optimizer is not None:
         if not callable(optimizer):
             raise TypeError(f"optimizer must be a torch optimizer or a callable, got {type(optimizer).__name__}")
-        owner, made = "optimizer", optimizer(groups)
-    described = _grouped(described, made.param_groups, owner)
-    return described, recipe_of(made, allow_untested=settings.allow_untested_optimizer)
+        made = optimizer(groups)
+        return _grouped(described, made.param_groups, "optimizer"), recipe_of(made, allow_untested=allow_untested)
+    if settings.optimizer is None:
+        raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    recipe = recipe_by_name(settings.optimizer.type, settings.optimizer.params, options)
+    return _grouped(described, groups, "model_parameters"), recipe
 
 
 def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
@@ -309,10 +285,8 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
         for parameter in group["params"]:
             first = group_of.setdefault(id(parameter), number)
             if first != number:
-                raise ValueError(
-                    f"parameter {known.get(id(parameter), '(of another model)')} is in groups {first} and {number} of the "
-                    f"{owner}; give it to one"
-                )
+                name = known.get(id(parameter), "(of another model)")
+                raise ValueError(f"parameter {name} is in groups {first} and {number} of the {owner}; give it to one")
     foreign = [parameter for parameter in group_of if parameter not in known]
     if foreign:
         raise ValueError(f"{len(foreign)} parameters of the {owner} are not parameters of the model")
@@ -323,39 +297,37 @@ def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], ow
 
 
 def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelState) -> None:
-    """Move buffers to the device with the values of the first dp rank; floating-point ones get the dtype of the weights, as
-    with `module.half()`.  A shared buffer stays shared."""
+    """Move buffers to the device with the values of the first dp rank; floating-point ones get the weights' dtype.
+
+    As with `module.half()`; a shared buffer stays shared.
+    """
     dtype = DTYPES[settings.precision.dtype]
-    for path, buffer in model.named_buffers():
-        if buffer.is_meta:
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the old one, kept so that its id stays taken, and the new one
+    for path, old in list(model.named_buffers(remove_duplicate=False)):
+        if old.is_meta:
             raise ValueError(
                 f"buffer {path} is on the meta device, without values; build the model under zero.Init(), which leaves "
                 "buffers as they are"
             )
-    moved: dict[int, tuple[Tensor, Tensor]] = {}  # by id: the old one, kept so that its id stays taken, and the new one
-    for part in model.modules():
-        for name, old in part._buffers.items():
-            if old is None:
-                continue
-            if id(old) not in moved:
-                casts = old.is_floating_point() and dtype != torch.float32
-                new = old.detach().to(state.device, dtype if casts else None).contiguous()
-                broadcast(new.view(-1).view(torch.uint8), state.dp).wait()
-                moved[id(old)] = old, new
-            part._buffers[name] = moved[id(old)][1]
+        if id(old) not in moved:
+            casts = old.is_floating_point() and dtype != torch.float32
+            new = old.detach().to(state.device, dtype if casts else None).contiguous()
+            broadcast(new.view(-1).view(torch.uint8), state.dp).wait()
+            moved[id(old)] = old, new
+        owner, _, name = path.rpartition(".")
+        model.get_submodule(owner)._buffers[name] = moved[id(old)][1]
 
 
 def _schedule(given: Any, engine: TrainingEngine, settings: DeepSpeedConfig) -> Any:
-    if given is not None:
-        if not hasattr(given, "step"):
-            return given(engine.optimizer)
-        of = getattr(given, "optimizer", None)
-        if of is not None and of.param_groups is not engine.optimizer.param_groups:
-            raise ValueError(
-                "the lr_scheduler is of another optimizer than the engine's, and would change nothing; give both to "
-                "initialize, or the schedule as a callable (optimizer) -> schedule"
-            )
-        return given
-    if settings.scheduler is None:
-        return None
-    return make_lr_scheduler(settings.scheduler.type, settings.scheduler.params, engine.optimizer)
+    if given is None:
+        entry = settings.scheduler
+        return None if entry is None else make_lr_scheduler(entry.type, entry.params, engine.optimizer)
+    if not hasattr(given, "step"):
+        return given(engine.optimizer)
+    of = getattr(given, "optimizer", None)
+    if of is not None and of.param_groups is not engine.optimizer.param_groups:
+        raise ValueError(
+            "the lr_scheduler is of another optimizer than the engine's, and would change nothing; give both to "
+            "initialize, or the schedule as a callable (optimizer) -> schedule"
+        )
+    return given

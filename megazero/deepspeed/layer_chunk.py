@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -14,26 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from megazero.deepspeed.layer_specs import AppliedLayer, describe_value, name_of
 
 Tensors: TypeAlias = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class CanonicalParameter:
-    """A parameter of a chunk, under the name that it has on any shape.
-
-    Args:
-        name: "layers.{index of the layer}.<name in the layer>"; of a tied parameter, that in the first layer of its key.
-        owner, attribute: the module that holds it, and as what.
-        parameter: the parameter.
-        tied: layers share it.
-        first_copy: this is the first layer's copy, the only one that norms and checkpoints count.
-    """
-
-    name: str
-    owner: nn.Module
-    attribute: str
-    parameter: nn.Parameter
-    tied: bool
-    first_copy: bool
 
 
 class _Writable(torch.autograd.Function):
@@ -52,12 +31,14 @@ class LayerChunk(nn.Module):
     """The layers of one virtual stage.
 
     Args:
-        stage: number of the virtual stage.
-        stages: number of all virtual stages.
+        stage, stages: number of the virtual stage, and how many there are.
         layers: (index in the whole pipeline, layer), in order.
-        tied: names of the tied parameters, by id of the parameter.
-        first_copies: of these names, those whose first layer is here.
+        tied: canonical names of the tied parameters, by id of the parameter.
         checkpoint_interval: layers that are recomputed together in the backward; 0 recomputes none.
+
+    Attributes:
+        canonical_names: qualified name of each parameter and buffer -> its name on any cut, "layers.{index}.<name in the
+            layer>"; of a tied parameter that in the first layer of its key.
     """
 
     def __init__(
@@ -66,20 +47,18 @@ class LayerChunk(nn.Module):
         stages: int,
         layers: Sequence[tuple[int, Callable[[Any], Any]]],
         tied: Mapping[int, str],
-        first_copies: Iterable[str],
         checkpoint_interval: int,
     ) -> None:
         super().__init__()
         self.stage, self.is_first, self.is_last = stage, stage == 0, stage == stages - 1
-        self.indices = range(layers[0][0], layers[-1][0] + 1)
-        self.checkpoint_interval = checkpoint_interval
+        self._checkpoint_interval = checkpoint_interval
         self.layers = nn.ModuleDict({str(index): layer for index, layer in layers if isinstance(layer, nn.Module)})
         self._functions = {index: layer for index, layer in layers if not isinstance(layer, nn.Module)}
+        self._indices = range(layers[0][0], layers[-1][0] + 1)
         self.canonical_names = dict(self._name_tensors(tied))
-        self._tied, self._first_copies = frozenset(tied.values()), frozenset(first_copies)
 
     def _name_tensors(self, tied: Mapping[int, str]) -> Iterator[tuple[str, str]]:
-        """Qualified and canonical name of every parameter and buffer; engines may swap the tensors, the names stay."""
+        """Found once: engines may swap the tensors, the names stay."""
         for index, layer in self.layers.items():
             added = "module." if isinstance(layer, AppliedLayer) else ""
             tensors = chain(layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False))
@@ -87,35 +66,23 @@ class LayerChunk(nn.Module):
                 canonical = tied.get(id(tensor), f"layers.{index}.{name.removeprefix(added)}")
                 yield f"layers.{index}.{name}", canonical
 
-    def named_canonical_parameters(self) -> Iterator[CanonicalParameter]:
-        """Every parameter once, in forward order."""
-        for qualified, parameter in self.named_parameters():
-            name = self.canonical_names[qualified]
-            path, _, attribute = qualified.rpartition(".")
-            tied = name in self._tied
-            first = not tied or name in self._first_copies
-            yield CanonicalParameter(name, self.get_submodule(path), attribute, parameter, tied, first)
-
     def units(self) -> list[nn.Module]:
         """The modules that ZeRO-3 gathers one at a time, in forward order: the layers that have parameters."""
         return [layer for layer in self.layers.values() if next(layer.parameters(), None) is not None]
 
     def forward(self, x: Tensors) -> Tensors:
-        """Apply the layers in order.
-
-        Args:
-            x: what the stage before returned, or the inputs of a micro-batch.
+        """Apply the layers in order to what the stage before returned, or to the inputs of a micro-batch.
 
         Raises:
             TypeError: a layer returned something that cannot pass between stages.
         """
         if not self.is_first:
             x = tuple(_Writable.apply(tensor) if tensor.requires_grad else tensor for tensor in x)
-        if not (self.checkpoint_interval and torch.is_grad_enabled()):
-            return self._run(self.indices, *x)
-        for start in range(0, len(self.indices), self.checkpoint_interval):
-            together = self.indices[start : start + self.checkpoint_interval]
-            x = checkpoint(self._recomputable, together, *x, use_reentrant=False)
+        indices, interval = self._indices, self._checkpoint_interval
+        if not (interval and torch.is_grad_enabled()):
+            return self._run(indices, *x)
+        for start in range(0, len(indices), interval):
+            x = checkpoint(self._recomputable, indices[start : start + interval], *x, use_reentrant=False)
         return x
 
     def _recomputable(self, indices: range, *x: Tensor) -> Tensors:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -21,12 +21,7 @@ PARTITION_METHODS = ("parameters", "uniform", "type:regex")
 
 
 class LayerSpec:
-    """A layer to be built later, on the ranks that run it.
-
-    Args:
-        typename: the class of the layer, an nn.Module.
-        module_args, module_kwargs: what it is built with.
-    """
+    """A layer to be built later, on the ranks that run it: a class of nn.Module, and the arguments it is built with."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -37,7 +32,6 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
-        """Make the layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -50,7 +44,6 @@ class TiedLayerSpec(LayerSpec):
 
     Args:
         key: the name that the sharing layers have in common.
-        typename, module_args, module_kwargs: as in `LayerSpec`.
         forward_fn: (module, input) -> output, called instead of the module; None calls the module.
         tied_weight_attr: the shared parameter or parameters, as "weight" or "part.weight"; properties count.  Layers of one
             key may name theirs differently; they are paired in order.
@@ -87,16 +80,11 @@ Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]
 def partition_layers(
     layers: Sequence[Layer], stages: int, method: str, trainable: Callable[[int, Layer], int]
 ) -> list[range]:
-    """Cut layers into virtual stages.
+    """Cut layers into virtual stages, by one of PARTITION_METHODS in any case of letters; see `PipelineModule`.
 
     Args:
         layers: at least one for each stage.
-        stages: number of virtual stages.
-        method: one of PARTITION_METHODS, in any case of letters; see `PipelineModule`.
         trainable: (index, layer) -> number of its trainable parameters.
-
-    Raises:
-        ValueError: an unknown method, or an expression that matches no layer.
     """
     lower = method.lower()
     if lower == "uniform":
@@ -111,42 +99,34 @@ def partition_layers(
 
 
 def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
-    """Cut a row of weights into non-empty runs whose heaviest is as light as can be.
-
-    Args:
-        weights: not negative, in order.
-        parts: number of runs.
+    """Cut a row of weights, not negative, into non-empty runs whose heaviest is as light as can be.
 
     Among the cuts with the lightest heaviest run, the most even one (least sum of squares, of weights and then of lengths)
-    is taken; of equals, the one with the longer runs first.
-
-    Raises:
-        ValueError: fewer weights than parts.
+    is taken; of equals, the one with the longer runs first.  Raises: ValueError, fewer weights than parts.
     """
     if not 1 <= parts <= len(weights):
         raise ValueError(f"{parts} pipeline stages must be at least 1 and at most the number of layers, {len(weights)}")
     limit = _lightest_limit(weights, parts)
     sums, count = [0, *accumulate(weights)], len(weights)
-    # best[start]: cost of the weights from `start` on in k runs, and the end of the first run; k grows
-    best: dict[int, tuple[tuple[int, int], int]] = {count: ((0, 0), count)}
-    ends: list[dict[int, int]] = []
+    # best[start]: cost of the weights from `start` on in k runs, and those runs, as (first, the others); k grows
+    best: dict[int, tuple[tuple[int, int], Any]] = {count: ((0, 0), None)}
     for runs_after in range(parts):
-        step: dict[int, tuple[tuple[int, int], int]] = {}
+        step: dict[int, tuple[tuple[int, int], Any]] = {}
         for start in range(count - runs_after):
             for stop in range(start + 1, count - runs_after + 1):
                 if (weight := sums[stop] - sums[start]) > limit:
                     break
                 if stop in best:
-                    rest, length = best[stop][0], stop - start
-                    cost = (rest[0] + weight * weight, rest[1] + length * length)
+                    (squares, lengths), others = best[stop]
+                    cost = (squares + weight * weight, lengths + (stop - start) ** 2)
                     if start not in step or cost <= step[start][0]:
-                        step[start] = (cost, stop)
+                        step[start] = cost, (range(start, stop), others)
         best = step
-        ends.append({start: stop for start, (_, stop) in step.items()})
-    borders = [0]
-    for step_ends in reversed(ends):
-        borders.append(step_ends[borders[-1]])
-    return [range(start, stop) for start, stop in pairwise(borders)]
+    found, runs = [], best[0][1]
+    while runs is not None:
+        run, runs = runs
+        found.append(run)
+    return found
 
 
 def _lightest_limit(weights: Sequence[int], parts: int) -> int:
@@ -164,19 +144,13 @@ def _lightest_limit(weights: Sequence[int], parts: int) -> int:
 
 
 def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
-    """The layers as a list.
-
-    Raises:
-        TypeError: something in it is no layer.
-        ValueError: layers share a parameter without a key, or one is lazy.
-    """
+    """The layers as a list.  Raises: TypeError and ValueError, with the layer that cannot be one."""
     if not isinstance(layers, Iterable) or isinstance(layers, Mapping | nn.ModuleDict | str):
         raise TypeError(f"layers must be a list of layers or an nn.Sequential, got {describe_value(layers)}")
     checked = list(layers)
     owners: dict[int, int] = {}
     for index, layer in enumerate(checked):
-        if problem := _problem_with(layer):
-            raise TypeError(f"layer {index} {problem}")
+        _check_layer(index, layer)
         if not isinstance(layer, nn.Module):
             continue
         for name, tensor in chain(without_lazy(index, layer).named_parameters(), layer.named_buffers()):
@@ -189,17 +163,22 @@ def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
     return checked
 
 
-def _problem_with(layer: object) -> str:
-    """The reason why something in the list is no layer; "" if it is one."""
+def _check_layer(index: int, layer: object) -> None:
     if isinstance(layer, LayerSpec | nn.Module):
-        return ""
+        return
+    owner = getattr(layer, "__self__", None)
     if isinstance(layer, type):
         name = layer.__name__
-        return f"is the class {name} itself; write LayerSpec({name}, ...), or an object of it"
-    owner = getattr(layer, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return f"is a method of a {type(owner).__name__}, whose parameters would not be trained; give the module itself"
-    return "" if callable(layer) else f"is {describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
+        problem = f"is the class {name} itself; write LayerSpec({name}, ...), or an object of it"
+    elif isinstance(owner, nn.Module):
+        problem = (
+            f"is a method of a {type(owner).__name__}, whose parameters would not be trained; give the module itself"
+        )
+    elif callable(layer):
+        return
+    else:
+        problem = f"is {describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
+    raise TypeError(f"layer {index} {problem}")
 
 
 def without_lazy(index: int, module: nn.Module) -> nn.Module:
@@ -228,8 +207,7 @@ def name_of(layer: object) -> str:
     """Name of a layer's class or function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
-    if isinstance(layer, AppliedLayer):
-        return type(layer.module).__name__
+    layer = layer.module if isinstance(layer, AppliedLayer) else layer
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 

@@ -4,8 +4,7 @@
              /                       /  \\                   /                 /                    /
 
 Step 0 is the value after the first call of `step()`.  An engine calls it at the end of each optimizer step, so the first
-step runs with the value that the constructor sets.  A schedule maps the step to one learning rate for each parameter group,
-writes it into the group, and stores nothing but the step.
+step runs with the value that the constructor sets.
 
 Deliberate differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it becomes "log", with a warning); the
 constructor and `load_state_dict` write the learning rate of their step into the groups; see also each schedule's docstring.
@@ -16,10 +15,10 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from inspect import isclass
 from math import cos, log, pi
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -27,22 +26,11 @@ from torch.optim import lr_scheduler
 from megazero.optim.keywords import check_keywords, keywords_of, unknown_name
 
 PerGroup = float | Sequence[float]
-
-
-class HasParamGroups(Protocol):
-    """All that a schedule needs of an optimizer."""
-
-    param_groups: list[dict[str, Any]]
+"""One number for all parameter groups, or one for each."""
 
 
 def warmup_factor(step: int, num_steps: int, warmup_type: str) -> float:
-    """Share of the way from the least to the greatest rate: 0 at step 0 and before, 1 from num_steps on.
-
-    Args:
-        step: -1 before the first step.
-        num_steps: length of the warm-up, at least 2.
-        warmup_type: "linear": step / num_steps; "log": log(step + 1) / log(num_steps), which is 1 a step earlier.
-    """
+    """Share of the way up: 0 at step 0 and before, 1 from num_steps >= 2 on; "log" gets there a step earlier."""
     if step >= num_steps:
         return 1.0
     done = max(step, 0)
@@ -61,13 +49,7 @@ def cosine_decay_factor(step: int, warmup_steps: int, total_steps: int) -> float
 
 
 def cycle_height(step: int, first: int, second: int, first_stairs: int, second_stairs: int) -> float:
-    """Height in the triangle of one cycle, 0 at its ends and 1 at its top.
-
-    Args:
-        step: below first + second.
-        first, second: steps up and steps down.
-        first_stairs, second_stairs: the height moves in so many stairs; 0 for every step.
-    """
+    """Height in a cycle of first + second steps, 0 at its ends and 1 at its top, in so many stairs (0: at every step)."""
     at = (step + 1) % (first + second)
     done, steps, stairs = (at, first, first_stairs) if at <= first else (first + second - at, second, second_stairs)
     return done * stairs // steps / stairs if stairs else done / steps
@@ -79,42 +61,34 @@ def range_test_factor(step: int, step_size: int, step_rate: float, staircase: bo
     return 1.0 + step_rate * intervals
 
 
-LEAST_COUNT = {
-    "last_batch_iteration": -1,
-    "warmup_num_steps": 1,
-    "total_num_steps": 1,
-    "cycle_first_step_size": 1,
-    "cycle_second_step_size": 0,
-    "cycle_first_stair_count": 0,
-    "cycle_second_stair_count": 0,
-    "decay_step_size": 0,
-    "lr_range_test_step_size": 1,
-}
-"""Parameters that are whole numbers, each with its least value."""
-NOT_NEGATIVE = ("decay_lr_rate", "lr_range_test_step_rate")
+def _count(default: Any = MISSING, *, least: int) -> Any:
+    """A parameter that is a whole number; 1e3, as JSON files have it, counts as 1000."""
+    return field(default=default, metadata={"least": least})
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LRSchedule(ABC):
-    """A learning rate for each parameter group as a function of the step.  Subclasses list their parameters as fields.
+    """A learning rate for each parameter group as a function of the step, which is all its state.
 
     Args:
         optimizer: anything with `param_groups`; the groups are changed in place.
         last_batch_iteration: steps already done minus 1; -1 starts from the beginning.
     """
 
-    optimizer: HasParamGroups = field(kw_only=False)
-    last_batch_iteration: int = -1
+    optimizer: Any = field(kw_only=False)
+    last_batch_iteration: int = _count(-1, least=-1)
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(self.optimizer).__name__}")
-        for name in (parameter.name for parameter in fields(self)):
-            value = getattr(self, name)
-            if name in LEAST_COUNT and value is not None:
-                setattr(self, name, _count(name, value, least=LEAST_COUNT[name]))
-            if name in NOT_NEGATIVE and value < 0:
-                raise ValueError(f"{name}={value} must be at least 0")
+        for name, least, value in (
+            (one.name, one.metadata.get("least"), getattr(self, one.name)) for one in fields(self)
+        ):
+            if least is None or value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+            setattr(self, name, int(value))
         self._prepare()
         self._write()
 
@@ -146,8 +120,11 @@ class LRSchedule(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved step; the schedule's parameters stay as constructed."""
-        self.last_batch_iteration = int(state["last_batch_iteration"])
-        self._write()
+        self.step(int(state["last_batch_iteration"]))
+
+    def _check_not_negative(self, name: str) -> None:
+        if getattr(self, name) < 0:
+            raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
 
     def _write(self) -> None:
         self._last_lr = self.get_lr()
@@ -158,7 +135,6 @@ class LRSchedule(ABC):
                 group["lr"] = lr
 
     def _per_group(self, name: str) -> list[float]:
-        """The parameter of this name for each group; it may be one number or a list."""
         value, groups = getattr(self, name), len(self.optimizer.param_groups)
         values: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * groups
         if len(values) != groups:
@@ -171,25 +147,24 @@ class LRSchedule(ABC):
     def _own_lrs(self) -> list[float]:
         """The groups' initial rates, stored in the groups as torch's schedulers do, so that they survive a resume."""
         for group in self.optimizer.param_groups:
-            group.setdefault("initial_lr", _plain(group["lr"]))
-        return [_plain(group["initial_lr"]) for group in self.optimizer.param_groups]
+            group.setdefault("initial_lr", float(group["lr"]))
+        return [float(group["initial_lr"]) for group in self.optimizer.param_groups]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _WarmupSchedule(LRSchedule):
-    warmup_num_steps: int = 1000
+    warmup_num_steps: int = _count(1000, least=1)
     warmup_type: str = "log"
 
     def _prepare(self) -> None:
         self.warmup_num_steps = max(2, self.warmup_num_steps)
         if self.warmup_type not in ("log", "linear"):
             raise unknown_name("warmup_type", self.warmup_type, ("linear", "log"))
-
-    def _check_total(self, total_num_steps: int) -> None:
-        if total_num_steps < self.warmup_num_steps:
+        total = getattr(self, "total_num_steps", self.warmup_num_steps)
+        if total < self.warmup_num_steps:
             warnings.warn(
-                f"total_num_steps={total_num_steps} is less than warmup_num_steps={self.warmup_num_steps}: the rate ends "
-                "before its peak",
+                f"total_num_steps={total} is less than warmup_num_steps={self.warmup_num_steps}: the rate ends before its "
+                "peak",
                 stacklevel=4,
             )
 
@@ -199,9 +174,7 @@ class WarmupLR(_WarmupSchedule):
     """From warmup_min_lr up to warmup_max_lr over warmup_num_steps steps, then constant.
 
     Args:
-        optimizer, last_batch_iteration: as for LRSchedule.
-        warmup_min_lr: the first rate, one for all groups or one for each.
-        warmup_max_lr: the greatest rate, likewise; None takes each group's own.
+        warmup_max_lr: None takes each group's own rate.
         warmup_num_steps: at least 1; 1 counts as 2, as in DeepSpeed.
         warmup_type: "log" or "linear".
     """
@@ -219,28 +192,17 @@ class WarmupLR(_WarmupSchedule):
         return warmup_factor(step, self.warmup_num_steps, self.warmup_type)
 
     def lr_at(self, step: int) -> list[float]:
-        """Learning rate of each group at a step."""
         return _between(self._min_lrs, self._max_lrs, self.factor_at(step))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class WarmupDecayLR(WarmupLR):
-    """As WarmupLR, then linearly down to warmup_min_lr at total_num_steps, where it stays.
+    """As WarmupLR, then linearly down to warmup_min_lr at total_num_steps, where it stays."""
 
-    Args:
-        total_num_steps: steps of the whole run; a longer warm-up gives a warning.
-        warmup_max_lr: the greatest rate, one for all groups or one for each; None takes each group's own.
-    """
-
-    total_num_steps: int
+    total_num_steps: int = _count(least=1)
     warmup_max_lr: PerGroup | None = 0.001
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        self._check_total(self.total_num_steps)
-
     def factor_at(self, step: int) -> float:
-        """Share of the way from the least to the greatest rate."""
         if step < self.warmup_num_steps:
             return super().factor_at(step)
         return linear_decay_factor(step, self.warmup_num_steps, self.total_num_steps)
@@ -250,29 +212,22 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(_WarmupSchedule):
     """Each group's own rate times a ratio: from warmup_min_ratio up to 1, then along a cosine down to cos_min_ratio.
 
-    Args:
-        total_num_steps: steps of the whole run; a longer warm-up gives a warning.
-        warmup_min_ratio: the first ratio, one for all groups or one for each.
-        warmup_num_steps, warmup_type: as for WarmupLR.
-        cos_min_ratio: the last ratio, kept from total_num_steps on.
-
-    Before the first step the ratio is warmup_min_ratio, as documented; DeepSpeed sets 0 there.
+    The last ratio stays from total_num_steps on.  Before the first step the ratio is warmup_min_ratio, as documented;
+    DeepSpeed sets 0 there.
     """
 
-    total_num_steps: int
+    total_num_steps: int = _count(least=1)
     warmup_min_ratio: PerGroup = 0.0
     cos_min_ratio: float = 0.0001
 
     def _prepare(self) -> None:
         super()._prepare()
-        self._check_total(self.total_num_steps)
         self._min_ratios = self._per_group("warmup_min_ratio")
         if not 0 <= self.cos_min_ratio <= 1:
             raise ValueError(f"cos_min_ratio={self.cos_min_ratio} must lie between 0 and 1")
         self._base_lrs = self._own_lrs()
 
     def lr_at(self, step: int) -> list[float]:
-        """Learning rate of each group at a step."""
         if step < self.warmup_num_steps:
             factor = warmup_factor(step, self.warmup_num_steps, self.warmup_type)
             ratios = [least + (1.0 - least) * factor for least in self._min_ratios]
@@ -287,14 +242,11 @@ class OneCycle(LRSchedule):
     """One cycle of the learning rate up and down again, momentum the other way, then a slow decay (Smith 2018).
 
     Args:
-        cycle_min_lr, cycle_max_lr: the rates at the ends and at the top, one for all groups or one for each.
         decay_lr_rate: after the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size).
-        cycle_first_step_size, cycle_second_step_size: steps up and steps down; None for as many as up.
-        cycle_first_stair_count, cycle_second_stair_count: stairs on the way up and on the way down; 0 moves at every step,
-            None for as many as up.
+        cycle_second_step_size, cycle_second_stair_count: of the way down; None for as on the way up.
+        cycle_first_stair_count: stairs on the way up; 0 moves at every step.
         decay_step_size: steps of one unit of decay; 0 for none.
         cycle_momentum: whether beta1 goes from cycle_max_mom down to cycle_min_mom and back.
-        cycle_min_mom, cycle_max_mom: one for all groups or one for each.
         decay_mom_rate: after the cycle beta1 is cycle_max_mom * (1 + decay_mom_rate * steps / decay_step_size).
 
     Momentum is beta1 of groups with `betas`; without them it stays as it is, with a warning.  Two differences from
@@ -305,24 +257,24 @@ class OneCycle(LRSchedule):
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
     decay_lr_rate: float = 0.0
-    cycle_first_step_size: int = 2000
-    cycle_second_step_size: int | None = None
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int | None = None
-    decay_step_size: int = 0
+    cycle_first_step_size: int = _count(2000, least=1)
+    cycle_second_step_size: int | None = _count(None, least=0)
+    cycle_first_stair_count: int = _count(0, least=0)
+    cycle_second_stair_count: int | None = _count(None, least=0)
+    decay_step_size: int = _count(0, least=0)
     cycle_momentum: bool = True
     cycle_min_mom: PerGroup = 0.8
     cycle_max_mom: PerGroup = 0.9
     decay_mom_rate: float = 0.0
 
     def _prepare(self) -> None:
+        self._check_not_negative("decay_lr_rate")
         up, down = self.cycle_first_step_size, self.cycle_second_step_size
         stairs_up, stairs_down = self.cycle_first_stair_count, self.cycle_second_stair_count
         self._shape = (up, up if down is None else down, stairs_up, stairs_up if stairs_down is None else stairs_down)
-        self._total_size = self._shape[0] + self._shape[1]
-        self._min_lrs, self._max_lrs = self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr")
-        self._min_moms, self._max_moms = self._per_group("cycle_min_mom"), self._per_group("cycle_max_mom")
-        for name, momenta in (("cycle_min_mom", self._min_moms), ("cycle_max_mom", self._max_moms)):
+        self._lrs = self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr")
+        self._moms = self._per_group("cycle_max_mom"), self._per_group("cycle_min_mom")
+        for name, momenta in zip(("cycle_max_mom", "cycle_min_mom"), self._moms, strict=True):
             if max(momenta, default=0.0) >= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be below 1")
         if self.cycle_momentum and not all("betas" in group for group in self.optimizer.param_groups):
@@ -330,19 +282,17 @@ class OneCycle(LRSchedule):
             self.cycle_momentum = False
 
     def lr_at(self, step: int) -> list[float]:
-        """Learning rate of each group at a step."""
-        if step < self._total_size:
-            return _between(self._min_lrs, self._max_lrs, cycle_height(step, *self._shape))
-        divisor = 1.0 + self.decay_lr_rate * self._decay_units(step)
-        return [low / divisor for low in self._min_lrs]
+        units = self._decay_units(step)
+        if units is None:
+            return _between(*self._lrs, cycle_height(step, *self._shape))
+        return [low / (1.0 + self.decay_lr_rate * units) for low in self._lrs[0]]
 
     def mom_at(self, step: int) -> list[float]:
         """beta1 of each group at a step."""
-        if step < self._total_size:
-            height = cycle_height(step, *self._shape)
-            return [high - (high - low) * height for low, high in zip(self._min_moms, self._max_moms, strict=True)]
-        factor = 1.0 + self.decay_mom_rate * self._decay_units(step)
-        momenta = [high * factor for high in self._max_moms]
+        units = self._decay_units(step)
+        if units is None:
+            return _between(*self._moms, cycle_height(step, *self._shape))
+        momenta = [high * (1.0 + self.decay_mom_rate * units) for high in self._moms[0]]
         if not all(0 <= momentum < 1 for momentum in momenta):
             rate = f"decay_mom_rate={self.decay_mom_rate}"
             raise ValueError(f"{rate} takes momentum to {momenta} at step {step}, out of [0, 1); 0 keeps cycle_max_mom")
@@ -357,8 +307,12 @@ class OneCycle(LRSchedule):
         for group, momentum in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
             group["betas"] = (momentum, *group["betas"][1:])
 
-    def _decay_units(self, step: int) -> float:
-        return (step - self._total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
+    def _decay_units(self, step: int) -> float | None:
+        """How far the decay has come; None within the cycle."""
+        after = step - sum(self._shape[:2])
+        if after < 0:
+            return None
+        return (after + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -366,22 +320,20 @@ class LRRangeTest(LRSchedule):
     """A rate that only grows, to find the greatest one that trains (Smith 2018).
 
     Args:
-        lr_range_test_min_lr: the first rate, one for all groups or one for each.
-        lr_range_test_step_size: steps of one interval.
-        lr_range_test_step_rate: growth in one interval, in units of the first rate.
+        lr_range_test_step_rate: growth in one interval of lr_range_test_step_size steps, in units of the first rate.
         lr_range_test_staircase: grow once every interval instead of at every step.
     """
 
     lr_range_test_min_lr: PerGroup = 1e-3
-    lr_range_test_step_size: int = 2000
+    lr_range_test_step_size: int = _count(2000, least=1)
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
 
     def _prepare(self) -> None:
+        self._check_not_negative("lr_range_test_step_rate")
         self._min_lrs = self._per_group("lr_range_test_min_lr")
 
     def lr_at(self, step: int) -> list[float]:
-        """Learning rate of each group at a step."""
         growth = (self.lr_range_test_step_size, self.lr_range_test_step_rate, self.lr_range_test_staircase)
         return [low * range_test_factor(step, *growth) for low in self._min_lrs]
 
@@ -391,51 +343,24 @@ SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
 }
 
 
-def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: HasParamGroups) -> Any:
-    """Make a schedule by name.
-
-    Args:
-        type: a key of SCHEDULES, or the name of a class in torch.optim.lr_scheduler.
-        params: its parameters, without the optimizer.
-        optimizer: a torch.optim.Optimizer for torch's schedules, else anything with `param_groups`.
-
-    Returns:
-        A schedule with step, get_last_lr, state_dict and load_state_dict.
+def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
+    """Make a schedule by name: a key of SCHEDULES, or a class of torch.optim.lr_scheduler.
 
     Raises:
         ValueError: for a name or a parameter that does not exist, with a guess at what was meant, and for bad values.
     """
-    known = SCHEDULES | _torch_schedules()
+    base = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
+    known: dict[str, Callable[..., Any]] = SCHEDULES | {
+        name: item
+        for name, item in vars(lr_scheduler).items()
+        if isclass(item) and issubclass(item, base) and name[0] != "_" and item is not lr_scheduler.LRScheduler
+    }
     if type not in known:
         raise unknown_name("scheduler type", type, known)
     check_keywords(type, params, keywords_of(known[type], positional=1))
     return known[type](optimizer, **params)
 
 
-def _torch_schedules() -> dict[str, Callable[..., Any]]:
-    """Schedules of torch that are made for one optimizer."""
-    base = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
-    return {
-        name: item
-        for name, item in vars(lr_scheduler).items()
-        if isclass(item)
-        and issubclass(item, base)
-        and not name.startswith("_")
-        and item is not lr_scheduler.LRScheduler
-    }
-
-
-def _count(name: str, value: int, *, least: int) -> int:
-    """A number of steps; 1e3, as JSON files have it, counts as 1000."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-    return int(value)
-
-
-def _between(lows: Sequence[float], highs: Sequence[float], share: float) -> list[float]:
-    """Numbers that have gone this share of the way from low to high."""
-    return [low + (high - low) * share for low, high in zip(lows, highs, strict=True)]
-
-
-def _plain(lr: float | Tensor) -> float:
-    return float(lr.item() if isinstance(lr, Tensor) else lr)
+def _between(starts: Sequence[float], ends: Sequence[float], share: float) -> list[float]:
+    """Numbers that have gone this share of the way."""
+    return [start + (end - start) * share for start, end in zip(starts, ends, strict=True)]

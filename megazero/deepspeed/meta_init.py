@@ -36,7 +36,7 @@ _HARMLESS = _METADATA | {"__get__"}  # do not change a value
 
 @dataclass
 class _History:
-    """What was done to one parameter, in order: (function, arguments, number of the result)."""
+    """What was done to one parameter, in order: (function, arguments, keywords, number of the result)."""
 
     make: Callable[[], Tensor]
     steps: list[tuple[Any, Any, Any, int]] = field(default_factory=list)
@@ -54,16 +54,6 @@ class MetaParameter(nn.Parameter):
 
     history: _History
     number: int
-
-    @staticmethod
-    def of(parameter: nn.Parameter, make: Callable[[], Tensor]) -> MetaParameter:
-        """The same parameter without memory.
-
-        Args:
-            parameter: as its module made it.
-            make: makes the values that it has now once more.
-        """
-        return _proxy(parameter.data.to("meta"), _History(make), 0, parameter.requires_grad)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,12 +84,7 @@ class MetaParameter(nn.Parameter):
             )
 
     def replay(self, seed: int, name: str) -> Tensor:
-        """The initial values, on the CPU.
-
-        Args:
-            seed: of the run.
-            name: of the parameter; with the seed it keys the random numbers.
-        """
+        """The initial values, on the CPU; the run's seed and the parameter's name key the random numbers."""
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             torch.manual_seed(derive_key(seed, name) % 2**63)
             results: dict[int, Any] = {0: self.history.make()}
@@ -114,12 +99,7 @@ class MetaParameter(nn.Parameter):
 
 
 def deferred_values(described: Sequence[Described], seed: int) -> DeferredValues:
-    """Replays the parameters of a model that were built under `Init`, each once.
-
-    Args:
-        described: every parameter of the model.
-        seed: of the run.
-    """
+    """Replays the parameters of a model that were built under `Init`, each once, under the run's seed."""
     recorded = {one.name: one.parameter for one in described if isinstance(one.parameter, MetaParameter)}
 
     def replay(name: str) -> Tensor | None:
@@ -146,9 +126,9 @@ def _as_meta(value: Any) -> Any:
 
 
 class Init(TorchFunctionMode):
-    """A context in which modules are built without memory for their parameters; see the module's text.
+    """A context in which modules are built without memory for their parameters, to be passed to `initialize` on every rank.
 
-    Pass the model to `initialize` on every rank; nothing else may read its parameters before.
+    Nothing else may read the parameters before.
     """
 
     def __init__(self) -> None:
@@ -156,16 +136,15 @@ class Init(TorchFunctionMode):
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # by storage, the last factory call's result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._made and getattr(func, "__name__", "") not in _HARMLESS:
-            for leaf in tree_leaves((args, kwargs)):  # its values may change after it was made
-                if isinstance(leaf, Tensor) and not isinstance(leaf, MetaParameter):
-                    self._made.pop(_storage_of(leaf), None)
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if self._made and name not in _HARMLESS:
+            for tensor in tensors:  # its values may change after it was made
+                if not isinstance(tensor, MetaParameter):
+                    self._made.pop(_storage_of(tensor), None)
         result = func(*args, **kwargs)
-        if getattr(func, "__name__", "") in _FACTORIES and type(result) is Tensor and result.is_floating_point():
-            has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-            if not has_tensors:
-                self._made = {_storage_of(result): (result, lambda: func(*args, **kwargs))}
+        if name in _FACTORIES and type(result) is Tensor and result.is_floating_point() and not tensors:
+            self._made = {_storage_of(result): (result, lambda: func(*args, **kwargs))}
         return result
 
     def __enter__(self) -> Init:
@@ -178,19 +157,13 @@ class Init(TorchFunctionMode):
         self._hook.remove()
         self._made.clear()
 
-    def _defer(
-        self,
-        module: nn.Module,  # noqa: ARG002  torch calls it so
-        name: str,  # noqa: ARG002
-        parameter: nn.Parameter | None,
-    ) -> nn.Parameter | None:
-        if parameter is None or isinstance(parameter, MetaParameter) or parameter.is_meta:
+    def _defer(self, _: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
             return parameter
         made = self._made.get(_storage_of(parameter))
-        if made is None or made[0]._version > 0:
-            values = parameter.detach().clone()  # computed by other means: they must stay in memory
-            return MetaParameter.of(parameter, values.clone)
-        return MetaParameter.of(parameter, made[1])
+        # values that were computed by other means must stay in memory
+        make = made[1] if made is not None and made[0]._version == 0 else parameter.detach().clone().clone
+        return _proxy(parameter.data.to("meta"), _History(make), 0, parameter.requires_grad)
 
 
 def _storage_of(tensor: Tensor) -> int:

@@ -23,11 +23,7 @@ from megazero.zero.sharded_model import ShardedModel
 class ModuleEngine(TrainingEngine):
     """Data-parallel training of one module; tensor parallelism comes with the layers it is built from.
 
-    Args:
-        module: the user's model, bound to `model`.
-        model: its state under ZeRO.
-        config: the resolved configuration.
-        show: takes lines for the terminal, on rank 0.
+    Arguments as `TrainingEngine`.
     """
 
     def __init__(
@@ -49,20 +45,15 @@ class ModuleEngine(TrainingEngine):
         with self._report.timed("forward"):
             return self.module(*args, **kwargs)
 
-    def _cast(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(self.sharded_model.policy.dtype)
-        return value
+    def _cast(self, x: Any) -> Any:
+        return x.to(self.sharded_model.policy.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Backward of one micro-batch.
+        """Backward of one micro-batch; returns the loss as the step counts it.
 
         Args:
             loss: scalar, the mean over this rank's micro-batch.
-            retain_graph: as in torch.
             scale_wrt_gas: divide by the number of micro-batches, so that the step's gradient is their mean.
-
-        Returns: the loss as the step counts it: divided by the number of micro-batches.
 
         Raises:
             ValueError: the loss is no scalar.
@@ -109,9 +100,7 @@ class ModuleEngine(TrainingEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
-        if self._boundary is not None:
-            return self._boundary
-        return self._ended + 1 >= self.config.accumulation
+        return self._ended + 1 >= self.config.accumulation if self._boundary is None else self._boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say instead of the count whether the current micro-batch is the last; holds until said otherwise."""
@@ -127,14 +116,11 @@ class ModuleEngine(TrainingEngine):
         finally:
             reducer.accumulate_only = False
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  as torch has it
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the micro-batches since the last step; the next one is the first of a step."""
-        self.sharded_model.begin_step(self.config.accumulation)
+        super().zero_grad(set_to_none)
         self._passes, self._ended, self._wants_step = 0, 0, False
         self._loss_sum.zero_()
-
-    def _forget_micro_batches(self) -> None:
-        self.zero_grad()
 
     def _check_between_steps(self) -> None:
         if self._passes:
@@ -144,12 +130,10 @@ class ModuleEngine(TrainingEngine):
             )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """A whole step on as many micro-batches as it takes; the module returns the loss, or a tuple that begins with it.
+        """A whole step, on a module that returns its loss, or a tuple that begins with it; the mean loss over all ranks.
 
         Args:
             data_iter: gives micro-batches: a tensor, a tuple of arguments, or a dict of them; `training_data`'s when None.
-
-        Returns: the mean loss over all ranks, a scalar.
 
         Raises:
             StopIteration: on every rank, before the step began: the data of one ended within it.
@@ -162,7 +146,7 @@ class ModuleEngine(TrainingEngine):
                 total += self.backward(self._loss_of(batch)).detach()
                 self.step()
         except Exception:
-            self._forget_micro_batches()
+            self.zero_grad()
             raise
         return self._mean_over_ranks(total)
 

@@ -19,8 +19,7 @@ from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.layer_chunk import LayerChunk
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.training_engine import TrainingEngine
-from megazero.engine.executors import Executors
-from megazero.engine.stage_runner import ChunkRunner, StageRunner
+from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.executor import Message
 from megazero.zero.sharded_model import ShardedModel
@@ -31,14 +30,7 @@ Batches: TypeAlias = Sequence[tuple[Message, Any]]  # (inputs, labels) of each m
 
 
 class PipelineEngine(TrainingEngine):
-    """Training of a `PipelineModule`.
-
-    Args:
-        module: the pipeline; its chunks' parameters are bound to `model`.
-        model: their state under ZeRO.
-        config: the resolved configuration.
-        show: prints a line; used on rank 0.
-    """
+    """Training of a `PipelineModule`; arguments as `TrainingEngine`."""
 
     def __init__(
         self, module: PipelineModule, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
@@ -55,7 +47,7 @@ class PipelineEngine(TrainingEngine):
         self._pipeline, self._chunks, self._loss_fn = module, chunks, module.loss_fn
         self._inputs: dict[bool, Inputs] = {}  # by trains
         pp = self.parallel_state.pp.size
-        self._executors = Executors(
+        self._executor = executors(
             lambda count: module.schedule_kind.build(pp, count, len(module.placement) // pp),
             self.parallel_state,
             self._new_message,
@@ -78,13 +70,11 @@ class PipelineEngine(TrainingEngine):
     backward = step = forward
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """A whole step.
+        """A whole step; the mean loss over all micro-batches and ranks, a scalar.
 
         Args:
             data_iter: gives micro-batches (inputs, labels); read on ranks of the first and of the last stage, which must see
                 the same.  `training_data`'s when None.
-
-        Returns: the mean loss over all micro-batches and ranks, a scalar.
 
         Raises:
             StopIteration: on every rank, the data ended within the step.
@@ -135,11 +125,10 @@ class PipelineEngine(TrainingEngine):
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError("a pipeline's micro-batch is a pair (inputs, labels)")
         inputs, labels = batch
-        tensors = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
         dtype = None if self.config.casts_inputs is False else self.sharded_model.policy.dtype
-        moved = (x.to(self.device, dtype if x.is_floating_point() else None, non_blocking=True) for x in tensors)
-        labels = tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, labels)
-        return tuple(moved), labels
+        moved = tuple(x.to(self.device, dtype if x.is_floating_point() else None, non_blocking=True) for x in tensors)
+        return moved, tree_map(lambda x: x.to(self.device) if isinstance(x, Tensor) else x, labels)
 
     def _run(self, batches: Batches, *, trains: bool) -> Tensor:
         """Run the schedule; the sum of this rank's losses."""
@@ -149,7 +138,7 @@ class PipelineEngine(TrainingEngine):
         weight = torch.tensor(self.sharded_model.scale / losses, device=self.device)
         chunks = [ChunkRunner(partial(self._forward, chunk, batches), chunk.is_last) for chunk in self._chunks]
         runner = StageRunner(chunks, self.sharded_model, trains=trains, loss_gradient=lambda: weight)
-        self._executors.get(self.config.accumulation, self._inputs[trains], trains=trains).run(runner)
+        self._executor(self.config.accumulation, self._inputs[trains], trains).run(runner)
         return runner.loss_sum
 
     def _forward(self, chunk: LayerChunk, batches: Batches, microbatch: int, x: Message | None) -> Message:
@@ -166,12 +155,11 @@ class PipelineEngine(TrainingEngine):
 
     def _new_message(self, inputs: Inputs, action: Action) -> Message:
         """Empty tensors: a forward receives its stage's inputs, a backward the gradients of its stage's outputs."""
-        stage = self._pipeline.placement.index((self.parallel_state.at.pp, action.chunk))
-        shapes = inputs[stage if action.kind is ActionKind.FORWARD else stage + 1]
+        stage, is_forward = self._chunks[action.chunk].stage, action.kind is ActionKind.FORWARD
         return tuple(
             torch.empty(shape, dtype=dtype, device=self.device)
-            for shape, dtype in shapes
-            if action.kind is ActionKind.FORWARD or dtype.is_floating_point
+            for shape, dtype in inputs[stage if is_forward else stage + 1]
+            if is_forward or dtype.is_floating_point
         )
 
     def _find_inputs(self, batches: Batches) -> Inputs:
@@ -198,15 +186,15 @@ class PipelineEngine(TrainingEngine):
 
     def _try_stage(self, stage: int, shapes: Shapes, batches: Batches) -> tuple[Exception | None, Shapes]:
         """Run a virtual stage on zeros, if it is here: what it raised, and the shapes of its outputs."""
-        for chunk in (chunk for chunk in self._chunks if chunk.stage == stage):
-            try:
+        y: Message = ()
+        try:
+            for chunk in (chunk for chunk in self._chunks if chunk.stage == stage):
                 y = chunk(tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in shapes))
                 if chunk.is_last:
                     self._loss_of(y, batches[0][1])
-            except Exception as error:
-                return error, ()
-            return None, _shapes_of(y)
-        return None, ()
+        except Exception as error:
+            return error, ()
+        return None, _shapes_of(y)
 
 
 def _shapes_of(message: Message) -> Shapes:

@@ -5,15 +5,13 @@
     rank, chunk           (0, 0)    |   (1, 0)   |   (0, 1)   |  (1, 1)    placed by the schedule: here interleaved, pp = 2
 
 Any shape gives the same model: layer i is initialized under its own seed, `base_seed + i`, whichever rank builds it, and its
-parameters are `layers.{i}.<name>` wherever it runs.
-
-Between layers, on every cut, one tensor is passed as itself and several are passed as a tuple, which is the one argument of
-the next layer.  A 1-tuple is its tensor.
+parameters are `layers.{i}.<name>` wherever it runs.  Between layers one tensor is passed as itself and several as a tuple,
+which is the one argument of the next layer; a 1-tuple is its tensor.
 
 [Note: tied layers]  The layers of one key share the parameters that `tied_weight_attr` names, and nothing else.  On one
 stage they are one Parameter.  A stage without the first layer holds a copy with the same initial values; the engine sums the
-gradients of all copies.  DeepSpeed shares the whole module where a stage happens to hold both layers, which is another model
-on every cut.
+gradients of all copies.  DeepSpeed shares the whole module where a stage happens to hold both layers, which is another
+model on every cut.
 
 Source: DeepSpeed, "Pipeline Parallelism" (tutorial and API documentation), runtime/pipe/module.py.
 """
@@ -30,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megazero.deepspeed.layer_chunk import CanonicalParameter, LayerChunk, Tensors
+from megazero.deepspeed.layer_chunk import LayerChunk, Tensors
 from megazero.deepspeed.layer_specs import (
     AppliedLayer,
     Layer,
@@ -62,12 +60,12 @@ class PipelineModule(nn.Module):
 
     Args:
         layers: specs, modules and callables in order, or an nn.Sequential.  A `LayerSpec` is built on the ranks that run it;
-            prefer it.  A ready-made nn.Module is used as it is, and dropped where it does not run: the script
-            must build it equally on all ranks.  A callable has no parameters.
+            prefer it.  A ready-made nn.Module, which the script must build equally on all ranks, is dropped where it does
+            not run.  A callable has no parameters.
         num_stages: pipeline ranks; they must divide the ranks of the world, and the rest is data parallelism.
         topology: the rank grid, instead of `num_stages`, for other axes too.
         loss_fn: (outputs, labels) -> loss, of one element; applied by the engine after the last stage, not by the chunk.
-        seed_layers: only True, see Raises.
+        seed_layers: only True: drawn from one running generator, the weights would depend on the number of stages.
         base_seed: layer i is initialized under seed `base_seed + i`, on the CPU; the global generators do not change.
         partition_method: what stages are balanced by: "parameters" (trainable ones), "uniform" (layers), or "type:regex"
             (layers whose class or function name has a match, in any case of letters).
@@ -84,8 +82,7 @@ class PipelineModule(nn.Module):
         tied_copies: canonical name of every tied parameter -> the virtual stages that hold it; the first is the first copy.
 
     Raises:
-        ValueError: numbers that do not fit, an unknown name, layers that share parameters without a key, or
-            seed_layers=False: drawn from one running generator, the weights would depend on the number of stages.
+        ValueError: numbers that do not fit, an unknown name, or layers that share parameters without a key.
         TypeError: something in `layers` that is no layer.
     """
 
@@ -112,9 +109,7 @@ class PipelineModule(nn.Module):
                 f"vary base_seed={base_seed} for other weights"
             )
         if activation_checkpoint_interval < 0:
-            raise ValueError(
-                f"activation_checkpoint_interval={activation_checkpoint_interval} must be 0 or more layers"
-            )
+            raise ValueError(f"{activation_checkpoint_interval=} must be 0 or more layers")
         all_layers = check_layers(layers)
         for index, layer in enumerate(all_layers):
             if isinstance(layer, PipelineModule | LayerChunk):
@@ -146,11 +141,6 @@ class PipelineModule(nn.Module):
             if rank == state.at.pp
         ]
         self.chunks = nn.ModuleList(self._chunks)
-
-    def named_canonical_parameters(self) -> Iterator[CanonicalParameter]:
-        """Every parameter of this rank's chunks; a tied one once for each chunk that holds it."""
-        for chunk in self._chunks:
-            yield from chunk.named_canonical_parameters()
 
     def holders(self, name: str) -> tuple[int, ...]:
         """The pipeline ranks that hold a tied parameter, in order."""
@@ -196,9 +186,9 @@ class PipelineModule(nn.Module):
         for index, layer in enumerate(layers):
             if isinstance(layer, TiedLayerSpec):
                 members.setdefault(layer.key, []).append((index, layer))
-        return {key: self._tie(key, specs) for key, specs in members.items()}
+        return {key: self._tie(key, *specs) for key, specs in members.items()}
 
-    def _tie(self, key: str, specs: Sequence[tuple[int, TiedLayerSpec]]) -> _Tie:
+    def _tie(self, key: str, *specs: tuple[int, TiedLayerSpec]) -> _Tie:
         first, spec = specs[0]
         for index, other in specs:
             if len(other.tied_weight_attr) != len(spec.tied_weight_attr) or not spec.tied_weight_attr:
@@ -207,11 +197,9 @@ class PipelineModule(nn.Module):
                     f"tied_weight_attr are {list(spec.tied_weight_attr)} and {list(other.tied_weight_attr)}"
                 )
         module = self._skeleton(first, spec)
-        names = []
-        for attribute in spec.tied_weight_attr:
-            shared = _parameter_at(module, attribute, first)
-            names.append(next(name for name, parameter in module.named_parameters() if parameter is shared))
-        return _Tie(tuple(specs), tuple(f"layers.{first}.{name}" for name in names))
+        name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+        shared = [_parameter_at(module, attribute, first) for attribute in spec.tied_weight_attr]
+        return _Tie(specs, tuple(f"layers.{first}.{name_of[id(parameter)]}" for parameter in shared))
 
     def _build_chunk(self, stage: int, layers: Sequence[Layer], checkpoint_interval: int) -> LayerChunk:
         shared: dict[str, list[nn.Parameter]] = {}  # key -> this stage's copy of what the layers of that key share
@@ -231,18 +219,15 @@ class PipelineModule(nn.Module):
             for key, parameters in shared.items()
             for parameter, name in zip(parameters, self._ties[key].names, strict=True)
         }
-        first_copies = [name for name in tied.values() if self.tied_copies[name][0] == stage]
-        return LayerChunk(stage, len(self.placement), built, tied, first_copies, checkpoint_interval)
+        return LayerChunk(stage, len(self.placement), built, tied, checkpoint_interval)
 
     def _build_tied(self, index: int, spec: TiedLayerSpec, shared: dict[str, list[nn.Parameter]]) -> nn.Module:
         """A layer with its key's parameters instead of its own; the stage's first layer of that key builds them."""
         module = self._build(index, spec)
         own = [_parameter_at(module, attribute, index) for attribute in spec.tied_weight_attr]
         first, first_spec = self._ties[spec.key].layers[0]
-        if index == first:
-            shared[spec.key] = own
-        elif spec.key not in shared:
-            source = self._build(first, first_spec)
+        if spec.key not in shared:
+            source = module if index == first else self._build(first, first_spec)
             shared[spec.key] = [_parameter_at(source, attribute, first) for attribute in first_spec.tied_weight_attr]
         for attribute, mine, theirs in zip(spec.tied_weight_attr, own, shared[spec.key], strict=True):
             if mine.shape != theirs.shape:
@@ -250,7 +235,10 @@ class PipelineModule(nn.Module):
                     f"layers {first} and {index} of key {spec.key!r} tie {attribute!r}, but their shapes are "
                     f"{list(theirs.shape)} and {list(mine.shape)}"
                 )
-            _replace(module, mine, theirs)
+            for part in module.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is mine:
+                        part._parameters[name] = theirs
         return module
 
 
@@ -265,14 +253,6 @@ def _parameter_at(module: nn.Module, attribute: str, index: int) -> nn.Parameter
             f"layer {index} ({type(module).__name__}) has no parameter {attribute!r} to tie; its parameters: {names}"
         )
     return found
-
-
-def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put one parameter wherever a module has another."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is old:
-                part._parameters[name] = new
 
 
 @contextmanager
@@ -302,14 +282,11 @@ def _find_parallel_state(
     if topology is not None and not isinstance(topology, RankGrid):
         raise TypeError(f"topology must be a megazero RankGrid, got {describe_value(topology)}; or leave it out")
     if state is not None:
-        said = (
-            ("topology", topology, state.grid),
-            ("num_stages", num_stages, state.grid.pp),
-            ("device", device, state.device),
-        )
-        for name, value, actual in said:
-            if value not in (None, actual):
-                raise ValueError(f"{name}={value}, but the parallel_state has {actual}; leave {name} out")
+        given = {"topology": topology, "num_stages": num_stages, "device": device}
+        actual = {"topology": state.grid, "num_stages": state.grid.pp, "device": state.device}
+        for name, value in given.items():
+            if value not in (None, actual[name]):
+                raise ValueError(f"{name}={value}, but the parallel_state has {actual[name]}; leave {name} out")
         return state
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if not dist.is_initialized() and launched > 1:

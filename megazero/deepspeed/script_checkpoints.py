@@ -11,7 +11,6 @@ import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import LATEST, CheckpointError, TrainerState, is_complete, read_trainer_state
 from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
-from megazero.checkpoint.saver import Saver, SaveReport
+from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import agree, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.engine.trainer_state import Position, trainer_state
@@ -33,25 +32,10 @@ CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers
 _SAVING_SECONDS = 3600  # how long a rank may wait for a peer that is writing
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """What a checkpoint holds beside the sharded state."""
-
-    trainer: TrainerState
-    client: dict[str, Any]
-    schedule: dict[str, Any] | None
-    buffers: dict[str, Tensor]
-
-
 class ScriptCheckpoints:
     """Saves and loads one engine's model, optimizer and schedule.  Every method is called on every rank.
 
-    Args:
-        module: the user's; its parameters are bound to `model`.
-        model: its state under ZeRO.
-        config: the resolved configuration.
-        canonical: of a name in the module, the name in a checkpoint.
-        show: prints a line, on rank 0.
+    Arguments as `TrainingEngine`; `show` prints on rank 0 alone.
     """
 
     def __init__(
@@ -79,19 +63,11 @@ class ScriptCheckpoints:
         moves_latest: bool,
         asynchronous: bool,
     ) -> None:
-        """Write everything to `save_dir/tag`; arguments as `TrainingEngine.save_checkpoint`.
-
-        Args:
-            counters: the engine's, by name.
-            schedule: the learning-rate schedule, or None.
-
-        Raises: CheckpointError.
-        """
+        """Write everything to `save_dir/tag`; see `TrainingEngine.save_checkpoint`.  Raises: CheckpointError."""
         self._check_tag(tag)
         trainer = trainer_state(
             self._model,
             Position(counters["global_steps"], counters["global_samples"]),
-            self._config.zero.stage,
             data_fingerprint="",
             model={"module": type(self._module).__name__},
             config={"zero_stage": self._config.zero.stage, "dtype": self._config.precision.dtype},
@@ -109,30 +85,23 @@ class ScriptCheckpoints:
 
         files = agree(make_files, self._world, CheckpointError)
         folder, source = folder_at(save_dir).child(tag), self._model.sharded_state
-        if asynchronous:
-            self._background_saver().save(folder, trainer, files, moves_latest=moves_latest)
-        else:
+        if not asynchronous:
             self.wait()
             save_checkpoint(folder, source, self._state, trainer, files, moves_latest=moves_latest)
-
-    def _background_saver(self) -> Saver:
+            return
         if self._saver is None:
             self._saver = Saver(
-                self._model.sharded_state,
+                source,
                 self._state,
                 host_memory_bytes=None,
                 timeout_seconds=_SAVING_SECONDS,
-                report=self._report_failure,
+                report=lambda report: None if report.error is None else self._show(report.error),
             )
             atexit.register(_finish_at_exit, self._saver)
-        return self._saver
-
-    def _report_failure(self, report: SaveReport) -> None:
-        if report.error is not None:
-            self._show(report.error)
+        self._saver.save(folder, trainer, files, moves_latest=moves_latest)
 
     def finish_saving(self) -> None:
-        """Wait until the last asynchronous checkpoint is durable.  Raises: CheckpointError, it could not be written."""
+        """Wait until the last asynchronous checkpoint is durable.  Raises: CheckpointError."""
         if self._saver is not None:
             self._saver.finish()
 
@@ -151,54 +120,42 @@ class ScriptCheckpoints:
         with_schedule: bool,
         with_loss_scale: bool,
     ) -> tuple[str, dict[str, Any], dict[str, int]] | None:
-        """Load a checkpoint that any number of ranks, at any stage and precision, has written.
-
-        Args:
-            load_dir, tag: as given to `save`; without a tag, the one that `latest` names.
-            schedule: the learning-rate schedule, or None.
-            with_optimizer: load the optimizer's state and its groups' settings.
-            with_schedule: load the schedule's step.
-            with_loss_scale: load the loss scale.
+        """Load the checkpoint `tag`, or the one that `latest` names; see `TrainingEngine.load_checkpoint`.
 
         Returns: the checkpoint's directory, its client state and its counters; None where there is no checkpoint yet.
 
         Raises: CheckpointError, on every rank, and nothing has changed.
         """
         self.wait()
-        name = agree(
-            lambda: _newest_tag(folder_at(load_dir)) if tag is None else str(tag), self._world, CheckpointError
-        )
+        name = agree(lambda: _newest_tag(load_dir) if tag is None else str(tag), self._world, CheckpointError)
         if name is None:
             self._show(f"{load_dir} holds no checkpoint: it has no file {LATEST!r}; starting anew")
             return None
         directory = folder_at(load_dir).child(name)
-        found = agree(lambda: _read(directory), self._world, CheckpointError)
-        saved_schedule = found.schedule if with_schedule else None
-        if with_schedule and (found.schedule is None) != (schedule is None):
+        trainer, client, schedule_state, buffers = agree(lambda: _read(directory), self._world, CheckpointError)
+        if with_schedule and (schedule_state is None) != (schedule is None):
             self._show(
                 "note: the checkpoint has no schedule; this run's starts anew"
-                if found.schedule is None
+                if schedule_state is None
                 else "note: the checkpoint's schedule is left out; this run has none"
             )
-        groups = found.trainer.script["groups"] if with_optimizer else None
-
-        def check() -> None:
-            self._check_groups(groups)
-            self._check_buffers(found.buffers)
-            if saved_schedule is not None and schedule is not None:
-                _check_schedule(saved_schedule, schedule)
-
-        agree(check, self._world, CheckpointError)
+        if not with_schedule or schedule is None:
+            schedule_state = None
+        groups = trainer.script["groups"] if with_optimizer else None
+        agree(lambda: self._check(groups, buffers, schedule_state, schedule), self._world, CheckpointError)
         load_checkpoint(directory, self._model.sharded_state, self._state, with_optimizer=with_optimizer)
         gathers = not fills_weights(directory, self._state)
-        self._model.loaded(found.trainer.loss_scaler if with_loss_scale else None, gathers=gathers)
+        self._model.loaded(trainer.loss_scaler if with_loss_scale else None, gathers=gathers)
         for path, buffer in self._named_buffers():
-            buffer.copy_(found.buffers[self._canonical(path)])
-        if groups is not None:
-            self._set_groups(groups)
-        if saved_schedule is not None and schedule is not None:
-            schedule.load_state_dict(saved_schedule)
-        return str(directory), found.client, found.trainer.script["counters"]
+            buffer.copy_(buffers[self._canonical(path)])
+        for group, settings in zip(self._groups, groups or [], strict=False):
+            for key, value in settings.items():
+                # how a step is computed belongs to this machine, not to the run
+                if key in group and key not in ("fused", "foreach", "capturable"):
+                    group[key] = tuple(value) if isinstance(group[key], tuple) else value
+        if schedule_state is not None:
+            schedule.load_state_dict(schedule_state)
+        return str(directory), client, trainer.script["counters"]
 
     def _check_tag(self, tag: str) -> None:
         tags = gather_objects(tag, self._world)
@@ -207,27 +164,33 @@ class ScriptCheckpoints:
         if len(set(tags)) > 1:
             raise CheckpointError(f"every rank must save under one tag; there are {', '.join(sorted(set(tags)))}")
 
-    def _check_groups(self, saved: Sequence[Any] | None) -> None:
-        if saved is not None and len(saved) != len(self._groups):
+    def _check(
+        self,
+        groups: Sequence[Any] | None,
+        buffers: Mapping[str, Tensor],
+        schedule_state: Mapping[str, Any] | None,
+        schedule: Any,
+    ) -> None:
+        if groups is not None and len(groups) != len(self._groups):
             raise CheckpointError(
-                f"the checkpoint has {len(saved)} optimizer groups, this optimizer has {len(self._groups)}"
+                f"the checkpoint has {len(groups)} optimizer groups, this optimizer has {len(self._groups)}"
             )
-
-    def _check_buffers(self, saved: Mapping[str, Tensor]) -> None:
         for path, buffer in self._named_buffers():
             name = self._canonical(path)
-            found = f"one of shape {list(saved[name].shape)}" if name in saved else "none"
-            if name not in saved or saved[name].shape != buffer.shape:
+            found = f"one of shape {list(buffers[name].shape)}" if name in buffers else "none"
+            if name not in buffers or buffers[name].shape != buffer.shape:
                 raise CheckpointError(
                     f"buffer {name} has shape {list(buffer.shape)}, the checkpoint has {found}: it is of another model"
                 )
 
-    def _set_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        for group, settings in zip(self._groups, saved, strict=True):
-            for key, value in settings.items():
-                # how a step is computed belongs to this machine, not to the run
-                if key in group and key not in ("fused", "foreach", "capturable"):
-                    group[key] = tuple(value) if isinstance(group[key], tuple) else value
+        if schedule_state is None:
+            return
+        differ = sorted(map(str, schedule_state.keys() ^ schedule.state_dict().keys()))
+        if differ:
+            raise CheckpointError(
+                f"the checkpoint's schedule is of another class than this run's {type(schedule).__name__}: only one of "
+                f"them has {', '.join(differ)}. Give the same schedule, or load_lr_scheduler_states=False"
+            )
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         """The persistent buffers."""
@@ -251,31 +214,24 @@ def _finish_at_exit(saver: Saver) -> None:
         saver.finish()
 
 
-def _newest_tag(directory: Folder) -> str | None:
-    return directory.read(LATEST).decode().strip() if directory.has(LATEST) else None
+def _newest_tag(load_dir: str | Path) -> str | None:
+    folder = folder_at(load_dir)
+    return folder.read(LATEST).decode().strip() if folder.has(LATEST) else None
 
 
-def _read(directory: Folder) -> _Loaded:
+def _read(directory: Folder) -> tuple[TrainerState, dict[str, Any], dict[str, Any] | None, dict[str, Tensor]]:
+    """What a checkpoint holds beside the sharded state: trainer, client state, schedule, buffers."""
     if not is_complete(directory):
         raise CheckpointError(f"{directory} is not a complete checkpoint")
     trainer = read_trainer_state(directory)
     if not trainer.script:
         raise CheckpointError(f"{directory} was written by `megazero train`, not by an engine of a script")
-    return _Loaded(
+    return (
         trainer,
         _from_bytes(directory.read(CLIENT_STATE)),
         _from_bytes(directory.read(SCHEDULE)) if directory.has(SCHEDULE) else None,
         load(directory.read(BUFFERS)) if directory.has(BUFFERS) else {},
     )
-
-
-def _check_schedule(saved: Mapping[str, Any], schedule: Any) -> None:
-    differ = sorted(map(str, saved.keys() ^ schedule.state_dict().keys()))
-    if differ:
-        raise CheckpointError(
-            f"the checkpoint's schedule is of another class than this run's {type(schedule).__name__}: only one of them "
-            f"has {', '.join(differ)}. Give the same schedule, or load_lr_scheduler_states=False"
-        )
 
 
 def _plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,7 +246,7 @@ def _plain_settings(values: Mapping[str, Any]) -> dict[str, Any]:
             return {str(key): plain(one) for key, one in value.items()}
         return value
 
-    found = {key: plain(value) for key, value in values.items() if key != "params"}
+    found = plain({key: value for key, value in values.items() if key != "params"})
     return {key: value for key, value in found.items() if isinstance(value, int | float | str | list | dict | None)}
 
 

@@ -17,13 +17,7 @@ from megazero.zero.sharded_model import ShardedModel
 
 
 class StepReport:
-    """Reports the steps of one engine, on rank 0.
-
-    Args:
-        config: says what to report, and how often.
-        model: has the loss scale, the traffic and the device.
-        show: prints a line.
-    """
+    """Reports the steps of one engine, on rank 0."""
 
     def __init__(self, config: DeepSpeedConfig, model: ShardedModel, show: Callable[[str], None]) -> None:
         self._config, self._model, self._show = config, model, show
@@ -52,22 +46,15 @@ class StepReport:
             torch.cuda.synchronize(self._model.state.device)
 
     def step(self, number: int, samples: int, statistics: StepStatistics, lrs: Sequence[float]) -> None:
-        """Report a step that has ended.
-
-        Args:
-            number: of the step, from 1 on.
-            samples: samples consumed since the start.
-            statistics: what it measured.
-            lrs: learning rate of each optimizer group, for the next step.
-        """
+        """Report a step that has ended: its number from 1 on, the samples so far, each group's rate in the next step."""
         config, scaler = self._config, self._model.scaler
         every = config.steps_per_print or (1 if config.wall_clock_breakdown else None)
         if every is not None and number % every == 0:
             rates = ", ".join(f"{lr:.4g}" for lr in lrs)
             seconds, self._shown_at = time.perf_counter() - self._shown_at, time.perf_counter()
+            speed = every * config.train_batch_size / seconds
             parts = [f"step {number}", f"loss {statistics.loss:.4f}", f"lr {rates}"]
-            parts += [f"grad norm {statistics.grad_norm:.3g}"]
-            parts += [f"{every * config.train_batch_size / seconds:,.1f} samples/s"]
+            parts += [f"grad norm {statistics.grad_norm:.3g}", f"{speed:,.1f} samples/s"]
             if scaler is not None:
                 parts.append(f"loss scale {scaler.scale:g}, {scaler.skipped_steps} skipped")
             parts += [f"{phase} {1e3 * seconds / every:.1f} ms" for phase, seconds in self._seconds.items()]

@@ -1,6 +1,6 @@
 """What the engines of a user's own script have in common: the end of a step, its report, checkpoints, what a script may ask.
 
-    gradients of one step in the buckets -> engine/step.py: norm, clip, step (or skip) -> schedule -> counters -> report
+    gradients of one step in the buckets -> norm, clip, step (or skip) -> schedule -> counters -> report
 
 The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is different.
 """
@@ -25,7 +25,7 @@ from megazero.deepspeed.data import RepeatingLoader
 from megazero.deepspeed.engine_optimizer import EngineOptimizer
 from megazero.deepspeed.script_checkpoints import ScriptCheckpoints
 from megazero.deepspeed.step_report import StepReport
-from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks, update
+from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
 from megazero.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")
@@ -37,13 +37,10 @@ class TrainingEngine(nn.Module):
 
     Args:
         module: the user's; its parameters are bound to `model`.
-        model: its parameters, gradients and optimizer under ZeRO.
-        config: the resolved configuration.
         canonical: of a name in the module, the name in a checkpoint.
         show: prints a line; used on rank 0.
 
     Attributes:
-        module: the user's.
         optimizer: the torch optimizer that steps the flat shards; its groups are the user's.
         lr_scheduler: stepped after every update that was not skipped, or None.
         training_dataloader: made from `training_data`, or None.
@@ -74,13 +71,11 @@ class TrainingEngine(nn.Module):
     # --- The end of a step.
 
     def _finish_step(self, loss_sum: Tensor, losses: int) -> float:
-        """Reduce what is left, step, report.
+        """Reduce what is left, step, report; the mean loss.
 
         Args:
             loss_sum: fp64, of this rank's losses; 0 where another stage computes the loss.
             losses: number of losses in the whole step, over all ranks.
-
-        Returns: the mean loss.
 
         Raises:
             NonFiniteError: on every rank, without loss scaling, before any weight has changed.
@@ -93,30 +88,33 @@ class TrainingEngine(nn.Module):
         # A script's loss may be infinite while its gradients are finite; only the gradients decide.
         measured = replace(measured, finite=model.scaler is not None or isfinite(measured.grad_norm))
         try:
-            check_finite(measured)
-            self._last_step = measured
+            self._last_step = check_finite(measured)
             with self._report.timed("step"):
-                self._last_step = statistics = update(model, measured, self.config.grad_clip)
+                changed = model.update(measured.grad_norm, self.config.grad_clip)
         except Exception:
             model.begin_step(self.config.accumulation)
             raise
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
-        if statistics.skipped:
+        if not changed:
             self.skipped_steps += 1
             self._show(
-                f"step {self.global_steps}: skipped, gradients overflow at loss scale {statistics.loss_scale:g}; "
+                f"step {self.global_steps}: skipped, gradients overflow at loss scale {measured.loss_scale:g}; "
                 f"the next has {self.loss_scale:g}"
             )
         else:
             self.optimizer.count_step()
             if isinstance(self.lr_scheduler, ReduceLROnPlateau):
-                self.lr_scheduler.step(statistics.loss)
+                self.lr_scheduler.step(measured.loss)
             elif self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         model.begin_step(self.config.accumulation)
-        self._report.step(self.global_steps, self.global_samples, statistics, self.get_lr())
-        return statistics.loss
+        self._report.step(self.global_steps, self.global_samples, measured, self.get_lr())
+        return measured.loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  as torch has it
+        """Forget the gradients since the last step."""
+        self.sharded_model.begin_step(self.config.accumulation)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -142,23 +140,19 @@ class TrainingEngine(nn.Module):
     def _on_every_rank(self, read: Callable[[], T]) -> T:
         """The result of `read`; if it fails on one rank, all raise before a step begins, and no rank waits for another.
 
-        Unlike `agree`, it gathers no objects while nothing fails, and a rank that failed raises its own error.
-
-        Raises:
-            StopIteration: on the other ranks, if the data of a rank ended and nothing else failed.
-            ValueError: on the other ranks, with the texts of the failures.
+        Unlike `agree`, it gathers no objects while nothing fails, a rank that failed raises its own error, and the others
+        StopIteration where data ended and nothing else failed.
         """
         failure: Exception | None = None
-        results: list[T] = []
         try:
-            results.append(read())
+            result = read()
         except Exception as error:
             failure = error
         world = self.parallel_state.world
         failed = torch.tensor(float(failure is not None), device=self.device)
         all_reduce(failed, world, "max").wait()
         if not failed:
-            return results[0]
+            return result
         own = None if failure is None else (str(failure) or repr(failure), isinstance(failure, StopIteration))
         found = [one for one in gather_objects(own, world) if one is not None]
         if failure is not None:
@@ -172,10 +166,7 @@ class TrainingEngine(nn.Module):
         return loss.float() / self.dp_world_size
 
     def close(self) -> None:
-        """Give back files and writers.  The engine cannot be used afterwards.
-
-        An asynchronous checkpoint becomes durable first; a failure of it has been reported already.
-        """
+        """Give back files and writers, once an asynchronous checkpoint is durable.  The engine cannot be used afterwards."""
         self._checkpoints.wait()
         self.sharded_model.close()
         self._report.close()
@@ -194,7 +185,7 @@ class TrainingEngine(nn.Module):
 
         Args:
             save_dir: a directory that all ranks share, or a URL such as s3://bucket/run.
-            tag: name of the checkpoint; `global_step<n>` when None.
+            tag: `global_step<n>` when None.
             client_state: the script's own: numbers, strings, tensors and containers of them.  Rank 0's is saved.
             save_latest: let `latest` name it.
             asynchronous: return once the state is copied to host memory; see `finish_saving`.
@@ -217,11 +208,7 @@ class TrainingEngine(nn.Module):
         return True
 
     def finish_saving(self) -> None:
-        """Wait until the last asynchronous checkpoint is durable; the end of the script waits for it, too.
-
-        Raises:
-            CheckpointError: on every rank, it could not be written.
-        """
+        """Wait until the last asynchronous checkpoint is durable, as a script's end does.  Raises: CheckpointError."""
         self._checkpoints.finish_saving()
 
     def load_checkpoint(
@@ -235,8 +222,7 @@ class TrainingEngine(nn.Module):
         """Go on from a checkpoint that any number of ranks, at any stage and precision, has written.
 
         Args:
-            load_dir: as given to `save_checkpoint`.
-            tag: which one; the one that `latest` names when None.
+            load_dir, tag: as given to `save_checkpoint`; without a tag, the one that `latest` names.
             load_optimizer_states: load the optimizer's state and its groups' settings; otherwise they start anew.
             load_lr_scheduler_states: load the schedule's step.
             load_module_only: load the weights and buffers alone.
@@ -260,11 +246,8 @@ class TrainingEngine(nn.Module):
         if not load_module_only:
             for name, value in counters.items():
                 setattr(self, name, value)
-        self._forget_micro_batches()
+        self.zero_grad()
         return directory, client_state
-
-    def _forget_micro_batches(self) -> None:
-        """Begin a whole step."""
 
     def _check_between_steps(self) -> None:
         """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""

@@ -22,9 +22,8 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
-from megazero.engine.executors import Executors
-from megazero.engine.stage_runner import ChunkRunner, StageRunner
-from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks, update
+from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
+from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
 from megazero.engine.trainer_state import Position, check_same_run, trainer_state
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.linear import WeightGradQueue
@@ -36,8 +35,8 @@ from megazero.optim.config import OptimizerConfig
 from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import Axis, ParallelState
 from megazero.schedules.action import Action, Placement, Schedule
-from megazero.schedules.executor import Message
-from megazero.schedules.kind import GivenSchedule
+from megazero.schedules.executor import Executor, Message
+from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import Timeline
 from megazero.schedules.registry import SCHEDULES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
@@ -47,14 +46,7 @@ from megazero.zero.units import describe, units_of
 
 @dataclass(frozen=True)
 class BatchShare:
-    """What a rank needs of each global batch.
-
-    Args:
-        dp: the ranks that share the batch, and this rank's index among them.
-        device: where it computes.
-        tokens: whether it embeds them.
-        labels: whether it computes the loss.
-    """
+    """What a rank needs of each global batch: its share over `dp`, with tokens to embed, with labels for a loss."""
 
     dp: Axis
     device: torch.device
@@ -63,46 +55,32 @@ class BatchShare:
 
 
 class Engine:
-    """One rank of a training run.
-
-    Args:
-        chunks: this rank's part of the model; parameters may be on the meta device.
-        wgrad_queues: per chunk, takes its weight gradients to the buckets, and defers them where the schedule splits
-            backwards.
-        generate: number of micro-batches -> the pipeline schedule.
-        placement: which pipeline rank holds each stage.
-        config: the resolved run.
-        state: this rank's groups and device.
+    """One rank of a training run; see `initialize`.  Every method is called on every rank, in the same order.
 
     Attributes:
+        chunks: this rank's part of the model.
         share: what this rank needs of each global batch.
         on_action: called before and after every computed action, for traces.
-        wants_stop: called at the end of every step; see `StepStatistics.stop`.
-
-    Every method is called on every rank, in the same order.
+        wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[GPTStage],
-        wgrad_queues: Sequence[WeightGradQueue],
-        generate: Callable[[int], Schedule],
-        placement: Placement,
-        config: RunConfig,
-        state: ParallelState,
-    ) -> None:
-        self.chunks, self.config, self.state = nn.ModuleList(chunks), config, state
+    def __init__(self, config: RunConfig, state: ParallelState, kind: ScheduleKind) -> None:
+        self.config, self.state = config, state
+        chunks_per_rank = kind.chunks or config.parallel.virtual_stages
+        placement = kind.placement(state.pp.size, chunks_per_rank)
+        self._stages, self._wgrad_queues = _build_chunks(config, state, placement)
+        self.chunks = nn.ModuleList(self._stages)
         described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(self.chunks)]
         queue_of = {
             f"{index}.{name}": queue
-            for index, (chunk, queue) in enumerate(zip(chunks, wgrad_queues, strict=True))
-            for name, _ in chunk.named_parameters()
+            for index, (stage, queue) in enumerate(zip(self._stages, self._wgrad_queues, strict=True))
+            for name, _ in stage.named_parameters()
         }
         ties = {}
         if placement[0][0] != placement[-1][0]:
             ties = {one.spec.sections[0].name: state.embedding for one in described if one.spec.tied}
         self.sharded_model = ShardedModel(
-            units_of(list(chunks)),
+            units_of(self._stages),
             described,
             state,
             config.zero,
@@ -115,14 +93,18 @@ class Engine:
         self.share = BatchShare(
             state.dp,
             state.device,
-            tokens=any(chunk.embedding is not None for chunk in chunks),
-            labels=any(chunk.head is not None for chunk in chunks),
+            tokens=any(stage.embedding is not None for stage in self._stages),
+            labels=any(stage.head is not None for stage in self._stages),
         )
-        self._stages, self._wgrad_queues = list(chunks), wgrad_queues
         self.on_action: Callable[[Action], None] | None = None
         self.wants_stop: Callable[[], bool] = lambda: False
-        self._executors = Executors(generate, state, self._new_activation, self._note_action)
-        self._measured = StepStatistics(0.0, 0.0, 0)  # of the gradients that the buckets hold
+        self._executor = executors(
+            lambda micro_batches: kind.build(state.pp.size, micro_batches, chunks_per_rank),
+            state,
+            self._new_activation,
+            lambda action: None if self.on_action is None else self.on_action(action),
+        )
+        self._grad_norm = 0.0  # of the gradients that the buckets hold
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepStatistics:
         """One optimizer step on this rank's micro-batches.
@@ -141,16 +123,10 @@ class Engine:
     def try_step(self, batches: Sequence[MicroBatch], lr: float) -> StepStatistics:
         """A `train_step` that leaves the update out where loss or norm is not finite, and says so in its statistics."""
         statistics = self._compute_gradients(batches)
-        return replace(statistics, skipped=not self.update(lr))
+        return replace(statistics, skipped=not (statistics.finite and self.update(lr)))
 
     def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """Forward and backward of all micro-batches; afterwards every bucket holds the global batch's mean gradient.
-
-        Args:
-            batches: this dp rank's share of the global batch, as micro-batches of equal size.
-
-        Raises: as `train_step`.
-        """
+        """A `train_step` without the update; every bucket then holds the global batch's mean gradient."""
         return check_finite(self._compute_gradients(batches))
 
     def _compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
@@ -162,14 +138,12 @@ class Engine:
         loss_sum, tokens = self._run(batches, trains=True)
         self.sharded_model.finish_gradients()
         square_sum = self.sharded_model.square_sum()
-        self._measured = sum_over_ranks(self.sharded_model, square_sum, loss_sum, tokens, stop=self.wants_stop())
-        return self._measured
+        statistics = sum_over_ranks(self.sharded_model, square_sum, loss_sum, tokens, stop=self.wants_stop())
+        self._grad_norm = statistics.grad_norm
+        return statistics
 
     def traced_step(self, batches: Sequence[MicroBatch], lr: float) -> tuple[StepStatistics, Timeline]:
-        """A `try_step` that measures when each action ran, on the pipeline of this rank.
-
-        Returns: the statistics, and the timeline in seconds from the moment at which all its ranks were ready.
-        """
+        """A `try_step` with its timeline on this rank's pipeline, in seconds from when all its ranks were ready."""
         marks: list[tuple[Action, float]] = []  # the start and then the end of each action
 
         def mark(action: Action) -> None:
@@ -189,24 +163,22 @@ class Engine:
             for rank, ran in enumerate(gather_objects([(action, at - start) for action, at in marks], self.state.pp))
             for (action, begin), (_, end) in zip(ran[::2], ran[1::2], strict=True)
         }
-        executor = self._executors.get(len(batches), _samples_of(batches), trains=True)
-        return statistics, Timeline(executor.schedule, spans)
+        return statistics, Timeline(self._executor_of(batches, trains=True).schedule, spans)
 
     def update(self, lr: float) -> bool:
-        """Clip by the norm of the computed gradients, step the optimizer, all-gather the weights.
-
-        Returns: whether the weights have changed; not after an overflow under fp16.
-        """
+        """Clip by the norm of the computed gradients, step, all-gather the weights; False after an overflow under fp16."""
         for group in self.sharded_model.optimizer.torch_optimizer.param_groups:
             group["lr"] = lr
-        return not update(self.sharded_model, self._measured, self.config.optimizer.grad_clip).skipped
+        return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """Mean loss of micro-batches over all ranks, without gradients and without dropout.  Raises: NonFiniteError."""
         self.chunks.eval()
         with torch.no_grad():
             loss_sum, tokens = self._run(batches, trains=False)
-        statistics = sum_over_ranks(self.sharded_model, torch.zeros_like(loss_sum), loss_sum, tokens)
+        square_sum = torch.zeros_like(loss_sum)
+        # An evaluation may take long, so a stop ends the run after it, too.
+        statistics = sum_over_ranks(self.sharded_model, square_sum, loss_sum, tokens, stop=self.wants_stop())
         # The loss scale does not handle a loss that is not finite here.
         return check_finite(replace(statistics, finite=isfinite(statistics.loss)))
 
@@ -237,7 +209,6 @@ class Engine:
 
         Args:
             path: the step directory, which all ranks share: a path or a URL.
-            position: how far the run has come.
             data_fingerprint: of the data that the samples came from.
             val_loss: of this step, if it was evaluated.
             saver: writes in the background; None to wait until everything is durable.
@@ -251,7 +222,6 @@ class Engine:
         trainer = trainer_state(
             self.sharded_model,
             position,
-            config.zero.stage,
             data_fingerprint=data_fingerprint,
             model=config.model.model_dump(),
             config=config.model_dump(mode="json"),
@@ -291,8 +261,12 @@ class Engine:
         return self.sharded_model.memory_bytes()
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
-        """Run the schedule; this rank's sums of losses and of counted tokens."""
-        model, tokens = self.sharded_model, self._count_tokens(batches)
+        """Run the schedule; this rank's sums of losses and of counted tokens, fp64, 0 where another stage has the loss."""
+        model = self.sharded_model
+        tokens = torch.zeros((), dtype=torch.float64, device=self.state.device)
+        for batch in batches:
+            if self.share.labels and batch.labels is not None:
+                tokens += (batch.labels != IGNORED_LABEL).sum()
         # The global count arrives while the first forwards run.
         global_tokens = tokens.clone()
         counting = all_reduce(global_tokens, self.state.dp) if self.share.labels else Pending()
@@ -302,7 +276,7 @@ class Engine:
             counting.wait()
             return global_tokens.clamp(min=1).reciprocal().float() * model.scale
 
-        executor = self._executors.get(len(batches), _samples_of(batches), trains=trains)
+        executor = self._executor_of(batches, trains=trains)
         for queue in self._wgrad_queues:
             queue.defers = executor.schedule.splits_backward
         chunks = [
@@ -314,31 +288,17 @@ class Engine:
         counting.wait()
         return runner.loss_sum, tokens
 
-    def _count_tokens(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Counted tokens of this rank's micro-batches, fp64; 0 where another stage computes the loss."""
-        tokens = torch.zeros((), dtype=torch.float64, device=self.state.device)
-        for batch in batches:
-            if self.share.labels and batch.labels is not None:
-                tokens += (batch.labels != IGNORED_LABEL).sum()
-        return tokens
-
-    def _note_action(self, action: Action) -> None:
-        if self.on_action is not None:
-            self.on_action(action)
+    def _executor_of(self, batches: Sequence[MicroBatch], *, trains: bool) -> Executor:
+        sizes = {batch.sample_ids.numel() for batch in batches}
+        if len(sizes) != 1:
+            raise ValueError(f"micro-batches of a step must have one size; these have {sorted(sizes)} samples")
+        return self._executor(len(batches), sizes.pop(), trains)
 
     def _new_activation(self, samples: int, _: Action) -> Message:
-        """What passes between stages: [seq or seq / tp, micro-batch, hidden]."""
+        """Empty, for what passes between stages: [seq or seq / tp, micro-batch, hidden]."""
         model = self.config.model
         seq = model.seq_len // (self.state.tp.size if self.config.parallel.sequence_parallel else 1)
         return (torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device),)
-
-
-def _samples_of(batches: Sequence[MicroBatch]) -> int:
-    """Samples of a micro-batch.  Raises: ValueError, they are not all of one size."""
-    sizes = {batch.sample_ids.numel() for batch in batches}
-    if len(sizes) != 1:
-        raise ValueError(f"micro-batches of a step must have one size; these have {sorted(sizes)} samples")
-    return sizes.pop()
 
 
 def _forward(stage: GPTStage, batches: Sequence[MicroBatch], microbatch: int, x: Message | None) -> Message:
@@ -349,6 +309,22 @@ def _optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
     """The configured optimizer, with a group that decays and one that does not."""
     groups = [{"weight_decay": config.weight_decay}, {"weight_decay": 0.0}]
     return recipe_by_name(config.name, OPTIMIZERS[config.name].settings(config), groups)
+
+
+def _build_chunks(
+    config: RunConfig, state: ParallelState, placement: Placement
+) -> tuple[list[GPTStage], list[WeightGradQueue]]:
+    """This rank's part of the model on the meta device, and for each chunk the queue of its weight gradients."""
+    chunks, queues = [], []
+    for layout, (rank, _) in zip(cut(config.model, config.parallel.layout, len(placement)), placement, strict=True):
+        if rank != state.at.pp:
+            continue  # a rank's chunks come in order
+        queues.append(WeightGradQueue())
+        sequence_parallel, seed = config.parallel.sequence_parallel, config.training.seed
+        context = BuildContext(config.model, state.tp, sequence_parallel, seed, state.device, queues[-1])
+        with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
+            chunks.append(GPTStage(context, layout))
+    return chunks, queues
 
 
 def initialize(
@@ -365,38 +341,12 @@ def initialize(
     Raises:
         ScheduleError, ValueError: the schedule cannot run, or not with these numbers.
     """
-    kind = SCHEDULES[config.parallel.schedule] if schedule is None else GivenSchedule(schedule)
-    chunks_per_rank = kind.chunks or config.parallel.virtual_stages
-    placement = kind.placement(state.pp.size, chunks_per_rank)
-    layouts = cut(config.model, config.parallel.layout, len(placement))
-    chunks, wgrad_queues = [], []
-    for layout, (rank, _) in zip(layouts, placement, strict=True):  # a rank's chunks come in order
-        if rank != state.at.pp:
-            continue
-        wgrad_queue = WeightGradQueue()
-        context = BuildContext(
-            config.model,
-            state.tp,
-            config.parallel.sequence_parallel,
-            config.training.seed,
-            state.device,
-            wgrad_queue,
-        )
-        with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
-            chunks.append(GPTStage(context, layout))
-        wgrad_queues.append(wgrad_queue)
-    engine = Engine(
-        chunks,
-        wgrad_queues,
-        lambda micro_batches: kind.build(state.pp.size, micro_batches, chunks_per_rank),
-        placement,
-        config,
-        state,
-    )
-    weights = engine.sharded_model.parameters.by_name.values()
+    engine = Engine(config, state, SCHEDULES[config.parallel.schedule] if schedule is None else GivenSchedule(schedule))
+    parameters = engine.sharded_model.parameters
+    weights = parameters.by_name.values()
     if agree(lambda: wants_compiling(config.training.compile, state.device, weights), state.world, ValueError):
-        for stage in chunks:
+        for stage in engine._stages:
             compile_blocks(stage)
     if init_weights:
-        engine.sharded_model.parameters.init_weights(config.training.seed, state.tp)
+        parameters.init_weights(config.training.seed, state.tp)
     return engine

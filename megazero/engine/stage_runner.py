@@ -1,4 +1,4 @@
-"""Runs a rank's chunks on the micro-batches of one step, for the schedule's executor.
+"""Runs a rank's chunks on the micro-batches of one step: the stage of an executor, and the executors of an engine.
 
 forward(chunk, m, x)      keeps the graph, not the output: after the send nothing needs its values
 backward(chunk, m, grad)  runs the graph; on the last stage it starts from the loss, with a gradient that makes sums means
@@ -7,16 +7,44 @@ backward_weight(chunk, m) computes the weight gradients that a schedule with W h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.layers.linear import WeightGradQueue
-from megazero.schedules.executor import Message
+from megazero.parallel_state import ParallelState
+from megazero.schedules.action import Action, Schedule
+from megazero.schedules.executor import Executor, Message
+from megazero.schedules.kind import forward_only
 from megazero.zero.sharded_model import ShardedModel
+
+SampleShape = TypeVar("SampleShape", bound=Hashable)
+
+
+def executors(
+    generate: Callable[[int], Schedule],
+    state: ParallelState,
+    new_message: Callable[[SampleShape, Action], Message],
+    on_action: Callable[[Action], None] = lambda _: None,
+) -> Callable[[int, SampleShape, bool], Executor]:
+    """(micro-batches, shape, trains) -> executor, proved when it is first asked for and kept.  Raises: ScheduleError.
+
+    `generate` makes the training schedule of so many micro-batches, `new_message` empty tensors for what an action receives;
+    `on_action` is called before and after every action.  All ranks of a pipeline ask in the same order.
+    """
+
+    @cache
+    def executor(micro_batches: int, shape: SampleShape, trains: bool) -> Executor:
+        schedule = generate(micro_batches)
+        schedule = schedule if trains else forward_only(schedule)
+        return Executor(schedule, state.pp, state.pp_up, partial(new_message, shape), on_action)
+
+    return executor
 
 
 @dataclass(frozen=True)
@@ -24,10 +52,9 @@ class ChunkRunner:
     """One chunk of this rank, as a step runs it.
 
     Args:
-        forward: (micro-batch, what the previous stage sent, or None on the first) -> what the next stage needs; on the last
-            stage the loss, a scalar.
+        forward: (micro-batch, what the previous stage sent or None) -> what the next stage needs, or the loss, a scalar.
         is_last: its result is the loss.
-        wgrad_queue: takes its weight gradients to the buckets, at once or when the schedule asks for them.
+        wgrad_queue: takes its weight gradients to the buckets; a schedule that splits backwards defers them.
     """
 
     forward: Callable[[int, Message | None], Message]
@@ -39,13 +66,9 @@ class StageRunner:
     """What the executor runs in one step; see `Stage` in schedules/executor.py.
 
     Args:
-        chunks: this rank's chunks.
         model: reduces the gradients, and gathers the weights under ZeRO-3.
         trains: keep what the backward needs.
         loss_gradient: gradient of the step's scaled loss by each micro-batch's; called when the first backward begins.
-
-    Attributes:
-        loss_sum: of the micro-batches' losses, fp64; 0 where there is no last stage.
     """
 
     def __init__(
@@ -53,7 +76,7 @@ class StageRunner:
     ) -> None:
         self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
         self._saved: dict[tuple[int, int], tuple[list[Tensor], list[GradientEdge | None]]] = {}
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)  # 0 without a last stage
 
     def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
         inputs = [tensor for tensor in x or () if tensor.is_floating_point()]

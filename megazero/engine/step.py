@@ -10,7 +10,7 @@ Every rank takes the same branch, because every rank decides by the same reduced
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 
 import torch
@@ -53,14 +53,10 @@ def sum_over_ranks(
     """The one collective at the end of a step.
 
     Args:
-        model: knows the ranks and the loss scale.
         square_sum: this rank's share of the squared norm of the scaled gradients, fp64 scalar.
         loss_sum: sum of this rank's losses, fp64 scalar; 0 where another stage computes the loss.
         count: this rank's counted tokens, fp64 scalar; or a number of losses that all ranks know.
         stop: this rank wants the run to end; only with tokens.
-
-    Raises:
-        ValueError: on every rank, no token of the global batch is counted.
     """
     shares = [square_sum, loss_sum]
     if isinstance(count, Tensor):
@@ -86,20 +82,3 @@ def check_finite(statistics: StepStatistics) -> StepStatistics:
             "Resume from the last checkpoint with a lower learning rate or other data"
         )
     return statistics
-
-
-def update(model: ShardedModel, statistics: StepStatistics, max_norm: float) -> StepStatistics:
-    """Clip by the measured norm and step the optimizer, unless the step is not finite or overflowed.
-
-    Args:
-        model: its buckets hold the step's gradients.
-        statistics: as measured.
-        max_norm: gradients are scaled down to this norm; 0 leaves them as they are.
-
-    Returns: the statistics, with `skipped` set where the weights did not change.
-
-    Raises:
-        LossScaleError, StorageError: see `ShardedModel.update`.
-    """
-    changed = statistics.finite and model.update(statistics.grad_norm, max_norm)
-    return replace(statistics, skipped=not changed)

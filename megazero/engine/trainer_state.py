@@ -15,35 +15,23 @@ _FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may s
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come.
-
-    Args:
-        step: optimizer steps done.
-        samples: samples consumed; the next sample's global index.
-        tokens: counted tokens consumed.
-    """
+    """How far a run has come: optimizer steps done, samples (the next one's global index) and counted tokens consumed."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
 
 
-def trainer_state(sharded: ShardedModel, position: Position, zero_stage: int, **more: Any) -> TrainerState:
-    """The trainer state to be saved.  Called on every rank.
-
-    Args:
-        sharded: has the optimizer and the loss scale.
-        position: how far the run has come.
-        zero_stage: for reading only.
-        more: the other fields of `TrainerState`: the model, its configuration, its data, the script's own.
-    """
+def trainer_state(sharded: ShardedModel, position: Position, **more: Any) -> TrainerState:
+    """The trainer state to be saved; `more` are its other fields.  Called on every rank."""
     grid, scaler = sharded.state.grid, sharded.scaler
+    stage = sharded.policy.zero_stage
     return TrainerState(
         step=position.step,
         consumed_samples=position.samples,
         consumed_tokens=position.tokens,
         optimizer_steps=sharded.optimizer.steps_taken,
-        shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": zero_stage},
+        shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": stage},
         versions=versions(),
         optimizer_scalars=sharded.optimizer_scalars(),
         loss_scaler=None if scaler is None else scaler.state_dict(),

@@ -558,8 +558,12 @@ def load_and_go_on(rank: int, pp: int, dp: int, case: Case, directory: Path) -> 
     _, client = engine.load_checkpoint(directory)
     out: dict[str, Any] = {"client": (client["epoch"], client["seen"].tolist()), "copies": []}
     if case.stage < 3:
-        parameters = list(engine.module.named_canonical_parameters())
-        out["copies"] = [p.parameter.detach().numpy().copy() for p in parameters if p.tied]
+        out["copies"] = [
+            parameter.detach().numpy().copy()
+            for chunk in engine.module.chunks
+            for name, parameter in chunk.named_parameters()
+            if chunk.canonical_names[name] in engine.module.tied_copies
+        ]
     out["counters"] = (engine.global_steps, engine.global_samples, engine.micro_steps)
     out["loss"] = [float(engine.train_batch(stream(case, state, step))) for step in (2, 3)]
     out["evaluation"] = float(engine.eval_batch(stream(case, state, EVALUATION)))
