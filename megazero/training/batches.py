@@ -46,22 +46,15 @@ class Samples(Protocol):
 
 
 def read_batches(
-    stream: Samples,
-    first: int,
-    count: int,
-    micro_batch_size: int,
-    share: BatchShare,
-    *,
-    multiple: int = 1,
+    stream: Samples, first: int, count: int, micro_batch_size: int, share: BatchShare, *, multiple: int = 1
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the samples [first, first + count).
 
     Every dp rank gets the same number of micro-batches.  Beyond the last sample every label is masked.
 
     Args:
-        stream: where samples come from.
-        first: global index of the first sample.
-        count: samples of the global batch.
+        stream: where samples come from, by global index.
+        first, count: of the samples of the global batch.
         micro_batch_size: samples per micro-batch.
         share: what this rank needs of the batch.
         multiple: micro-batches come in multiples of it, as the schedule asks.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -23,9 +24,8 @@ Metric = float | str | Mapping[str, float]
 
 
 class StepDecision(Enum):
-    """How the run continues.  All ranks must decide alike."""
+    """How the run continues otherwise than with the next step.  All ranks must decide alike."""
 
-    CONTINUE = auto()
     SKIP = auto()  # this step changes no weight; its samples are consumed
     ROLL_BACK = auto()  # load the newest checkpoint and continue with the samples after this step's
     STOP = auto()  # save this step and end the run
@@ -33,7 +33,7 @@ class StepDecision(Enum):
 
 @dataclass(frozen=True)
 class SampleRange:
-    """Global sample indices from first to last, both included.  `str` gives them as messages show them."""
+    """Global sample indices from first to last, both included."""
 
     first: int
     last: int
@@ -55,9 +55,7 @@ class StepRecord:
         work_seconds: the same without the time in which this rank waited for others.
         memory_bytes: peak memory of this rank so far: allocated on CUDA, resident on the CPU.
         sent_bytes: bytes this rank sent in the step, by axis, without those of evaluations and checkpoints.
-        loss_scale: factor on the loss, under fp16.
-        skipped_steps: steps since the start of the run that an overflow left without an update, under fp16.
-        skipped: why the step changed no weight: "overflow" (fp16), "not finite", "passed over"; None where it did.
+        skipped_steps: steps since the start of the run that an overflow left without an update; None but under fp16.
         timeline: when each action of the pipeline ran, where it was measured.
         is_last: the run ends after this step.
         val_loss: mean nats per token of the validation samples, where the run was evaluated after this step.
@@ -73,9 +71,7 @@ class StepRecord:
     work_seconds: float | None = None
     memory_bytes: int | None = None
     sent_bytes: dict[str, int] = field(default_factory=dict)
-    loss_scale: float | None = None
     skipped_steps: int | None = None
-    skipped: str | None = None
     timeline: Timeline | None = None
     is_last: bool = False
     val_loss: float | None = None
@@ -93,16 +89,26 @@ class StepRecord:
         return None if self.statistics is None else self.statistics.loss
 
     @property
+    def skipped(self) -> str | None:
+        """Why the step changed no weight: "overflow" (fp16), "not finite", "passed over"; None where it did."""
+        if self.statistics is None:
+            return "passed over"
+        if not self.statistics.skipped:
+            return None
+        return "overflow" if self.statistics.finite else "not finite"
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Counted tokens per second of all ranks together."""
         return None if self.statistics is None or self.seconds is None else self.statistics.tokens / self.seconds
 
     def reported(self) -> dict[str, Metric]:
         """All metrics that this step has, by key."""
+        measured = self.statistics
         found = {
             "step": self.step,
             "loss": self.loss,
-            "grad_norm": None if self.statistics is None else self.statistics.grad_norm,
+            "grad_norm": None if measured is None else measured.grad_norm,
             "lr": self.lr,
             "tokens": self.position.tokens,
             "tokens_per_second": self.tokens_per_second,
@@ -110,7 +116,7 @@ class StepRecord:
             "memory_bytes": self.memory_bytes,
             "val_loss": self.val_loss,
             "sent_bytes": self.sent_bytes,
-            "loss_scale": self.loss_scale,
+            "loss_scale": None if measured is None or self.skipped_steps is None else measured.loss_scale,
             "skipped_steps": self.skipped_steps,
             "skipped": self.skipped,
             "mfu": self.mfu,
@@ -124,13 +130,11 @@ class RunSummary:
     """How a run ended.
 
     Args:
-        step: optimizer steps done.
-        loss: of the last step, mean nats per token; None when no step was left to train.
-        val_loss: of the last evaluation, or None.
-        checkpoint: the newest complete step directory, if there is one.
+        loss, val_loss: of the last step and of the last evaluation, mean nats per token; None where there was none.
+        checkpoint: the newest complete step directory.
         seconds: duration of the training loop.
-        sent_bytes: bytes this rank sent per axis.
-        skipped_steps: steps that an overflow left without an update, since the start of the run.
+        sent_bytes: by this rank, per axis.
+        skipped_steps: that an overflow left without an update, since the start of the run.
         stopped: the run was asked to stop before its last step; it was saved.
     """
 
@@ -140,23 +144,22 @@ class RunSummary:
     checkpoint: str | None
     seconds: float
     sent_bytes: dict[str, int]
-    skipped_steps: int = 0
-    stopped: bool = False
+    skipped_steps: int
+    stopped: bool
 
 
 class StepMeter:
     """Measures a step on this rank, from when it is made until `read`."""
 
     def __init__(self, traffic: Traffic) -> None:
-        self._traffic, self._sent, self._waited = traffic, traffic.by_axis(), traffic.waited_seconds
+        self._traffic, self._sent, self._waited = traffic, Counter(traffic.by_axis()), traffic.waited_seconds
         self._started = time.perf_counter()
 
     def read(self) -> tuple[float, float, dict[str, int]]:
         """Seconds, seconds without waiting for other ranks, and the bytes sent by axis."""
         seconds = time.perf_counter() - self._started
-        sent = {axis: bytes_ - self._sent.get(axis, 0) for axis, bytes_ in sorted(self._traffic.by_axis().items())}
         work = seconds - (self._traffic.waited_seconds - self._waited)
-        return seconds, work, {axis: bytes_ for axis, bytes_ in sent.items() if bytes_}
+        return seconds, work, dict(sorted((Counter(self._traffic.by_axis()) - self._sent).items()))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -16,7 +16,7 @@ class RunContext:
     """The run that a callback belongs to.
 
     Args:
-        run: the resolved run.
+        run: the resolved configuration.
         engine: the model, its optimizer, and this rank's parallel state (`engine.state`).
         corpus: training and validation samples.
         start: where the run starts, or resumes.
