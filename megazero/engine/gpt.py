@@ -76,7 +76,7 @@ class Engine:
     Attributes:
         share: what this rank needs of each global batch.
         on_action: called before and after every computed action, for traces.
-        wants_stop: called at the end of every step; see `StepStatistics.stop`.
+        wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
 
     Every method is called on every rank, in the same order.
     """
@@ -205,7 +205,8 @@ class Engine:
         self.chunks.eval()
         with torch.no_grad():
             loss_sum, tokens = self._run(batches, trains=False)
-        statistics = sum_over_ranks(self.sharded_model, torch.zeros_like(loss_sum), loss_sum, tokens)
+        none, stop = torch.zeros_like(loss_sum), self.wants_stop()
+        statistics = sum_over_ranks(self.sharded_model, none, loss_sum, tokens, stop=stop)
         # The loss scale does not handle a loss that is not finite here.
         return check_finite(replace(statistics, finite=isfinite(statistics.loss)))
 

@@ -29,7 +29,7 @@ from megazero.training.batches import DataError, open_corpus_of, read_batches
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import describe
-from megazero.training.callbacks.registry import CallbackError, RegisteredCallback, callbacks_of, check_names
+from megazero.training.callbacks.registry import CallbackError, callbacks_of, check_names, registered_callback
 from megazero.training.heartbeat import SAVING, TRAINING
 from megazero.training.record import RunSummary, SampleRange, StepDecision, StepMeter, StepRecord, peak_memory_bytes
 from megazero.training.watchdog import Watchdog
@@ -49,7 +49,7 @@ def train(
         run: the resolved configuration.
         state: this rank's parallel state.
         show: prints a line on the terminal; called on rank 0 only.
-        wants_stop: asked at the end of every step; where it is true on any rank, all ranks save and end after that step.
+        wants_stop: asked after every step and evaluation; where it is true on any rank, all ranks save and end after that step.
 
     Raises:
         ConfigError: `training.callbacks` names a callback that nobody has registered.
@@ -73,7 +73,7 @@ def train(
         context = RunContext(run, engine, corpus, checkpointing.resume(engine), say)
         agree(lambda: _prepare_run_dir(run) if state.rank == 0 else None, state.world, OSError)
         names = config.training.callbacks
-        registered = agree(lambda: [RegisteredCallback(name, context) for name in names], state.world, CallbackError)
+        registered = agree(lambda: [registered_callback(name, context) for name in names], state.world, CallbackError)
         callbacks = [*agree(lambda: callbacks_of(context, registered), state.world, OSError), checkpointing]
         for callback in callbacks:
             closing.callback(callback.close)

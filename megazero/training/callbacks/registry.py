@@ -12,7 +12,6 @@ from typing import ParamSpec, TypeVar
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError
 from megazero.config.schema import TrainingConfig
-from megazero.engine import Position
 from megazero.registry import Registry
 from megazero.settings import Problem
 from megazero.training.callbacks.base import Callback, RunContext
@@ -27,7 +26,6 @@ from megazero.training.callbacks.skip_steps import SkipSteps
 from megazero.training.callbacks.stragglers import Stragglers
 from megazero.training.callbacks.tensorboard import TensorBoard
 from megazero.training.callbacks.utilization import Utilization
-from megazero.training.record import StepDecision, StepRecord
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -49,61 +47,49 @@ def check_names(training: TrainingConfig) -> None:
         raise ConfigError([Problem("training.callbacks", name, rule, hint) for name in unknown])
 
 
+def registered_callback(name: str, context: RunContext) -> Callback:
+    """The callback of this name.  An error of its factory or of a hook becomes a `CallbackError` that says the name."""
+
+    def named(function: Callable[P, T]) -> Callable[P, T]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except LostPeerError:  # the watchdog explains it
+                raise
+            except Exception as error:
+                raise CallbackError(f"callback {name!r} (training.callbacks) failed: {error!r}") from error
+
+        return call
+
+    callback, with_name = named(CALLBACKS[name])(context), Callback()
+    for hook in vars(Callback):
+        if not hook.startswith("_"):
+            setattr(with_name, hook, named(getattr(callback, hook)))
+    return with_name
+
+
 def callbacks_of(context: RunContext, registered: Sequence[Callback]) -> list[Callback]:
-    """The callbacks of a run before checkpointing, in order; `registered` are those of `training.callbacks`.
+    """The callbacks of a run, in the order in which they see a step; the loop adds checkpointing at the end.
 
     Those that only print or write exist on rank 0 alone and make no collective call.
     """
-    run, say, is_first = context.run, context.say, context.engine.state.rank == 0
+    run, engine, say, is_first = context.run, context.engine, context.say, context.engine.state.rank == 0
     training, logging, run_dir = run.config.training, run.config.logging, Path(run.config.training.run_dir)
-    callbacks: list[Callback] = [SkipSteps(run, say)]
+    writers: list[Callback] = []
     if is_first:
-        callbacks.append(PipelineTrace(run_dir, say))
-    callbacks += [
+        writers.append(MetricsFile(run_dir / METRICS_FILE, context.start.step))
+        writers.append(ProgressLine(training.steps, logging.every_steps, say))
+        if logging.tensorboard:
+            writers.append(TensorBoard(run_dir / "tensorboard", context.start.step))
+    return [
+        SkipSteps(run, say),
+        *([PipelineTrace(run_dir, say)] if is_first else []),
         NonFinitePolicy(training, say),
-        Stragglers(logging, context.engine.state, say),
+        Stragglers(logging, engine.state, say),
         LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
-        Utilization(run, context.engine.state.device, context.engine.dtype),
+        Utilization(run, engine.state.device, engine.dtype),
         Evaluation(context),
         *registered,
+        *writers,
+        GarbageCollection(),
     ]
-    if is_first:
-        callbacks.append(MetricsFile(run_dir / METRICS_FILE, context.start.step))
-        callbacks.append(ProgressLine(training.steps, logging.every_steps, say))
-        if logging.tensorboard:
-            callbacks.append(TensorBoard(run_dir / "tensorboard", context.start.step))
-    return [*callbacks, GarbageCollection()]
-
-
-class RegisteredCallback(Callback):
-    """Makes and calls the callback of a name, so that its errors say the name.  Raises: CallbackError."""
-
-    def __init__(self, name: str, context: RunContext) -> None:
-        self._name = name
-        self._callback = self._call(CALLBACKS[name], context)
-
-    def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except LostPeerError:  # no fault of the callback
-            raise
-        except Exception as error:
-            raise CallbackError(f"callback {self._name!r} (training.callbacks) failed: {error!r}") from error
-
-    def on_start(self) -> None:
-        self._call(self._callback.on_start)
-
-    def before_step(self, position: Position) -> StepDecision | None:
-        return self._call(self._callback.before_step, position)
-
-    def after_step(self, record: StepRecord) -> StepDecision | None:
-        return self._call(self._callback.after_step, record)
-
-    def on_rollback(self, position: Position) -> None:
-        self._call(self._callback.on_rollback, position)
-
-    def on_end(self, position: Position) -> None:
-        self._call(self._callback.on_end, position)
-
-    def close(self) -> None:
-        self._call(self._callback.close)
