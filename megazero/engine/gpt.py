@@ -205,7 +205,7 @@ class Engine:
         self.chunks.eval()
         with torch.no_grad():
             loss_sum, tokens = self._run(batches, trains=False)
-        none, stop = torch.zeros_like(loss_sum), self.wants_stop()
+        stop, none = self.wants_stop(), torch.zeros_like(loss_sum)
         statistics = sum_over_ranks(self.sharded_model, none, loss_sum, tokens, stop=stop)
         # The loss scale does not handle a loss that is not finite here.
         return check_finite(replace(statistics, finite=isfinite(statistics.loss)))

@@ -24,32 +24,19 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one rank is doing.
+    """What one rank is doing."""
 
-    Args:
-        count: goes up with every heartbeat.
-        step: the current step, or the last one.
-        phase: STARTING, TRAINING or SAVING.
-        operation, axis: the collective that the rank entered or left last.
-        is_inside: the rank is inside that collective.
-        seconds: since it entered or left it, or since it began to train or save.
-        begun: collectives begun, by axis.
-        ended: why the rank has left the run, or is about to; empty while it runs.
-        lost: it leaves because it lost a peer itself.
-        at: the time of day on its host, in seconds.
-    """
-
-    count: int
-    step: int
-    phase: str = TRAINING
-    operation: str = ""
+    count: int  # goes up with every heartbeat
+    step: int  # the current step, or the last one
+    phase: str = TRAINING  # STARTING, TRAINING or SAVING
+    operation: str = ""  # the collective that the rank entered or left last
     axis: str = ""
-    is_inside: bool = False
-    seconds: float = 0.0
-    begun: Mapping[str, int] = field(default_factory=dict)
-    ended: str = ""
-    lost: bool = False
-    at: float = 0.0
+    is_inside: bool = False  # the rank is inside that collective
+    seconds: float = 0.0  # since it entered or left it, or since it began to train or save
+    begun: Mapping[str, int] = field(default_factory=dict)  # collectives begun, by axis
+    ended: str = ""  # why the rank has left the run, or is about to; empty while it runs
+    lost: bool = False  # it leaves because it lost a peer itself
+    at: float = 0.0  # the time of day on its host, in seconds
 
 
 Heartbeats = Mapping[int, Heartbeat]

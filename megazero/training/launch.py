@@ -98,14 +98,10 @@ def _torchrun_notices(run: ResolvedRun) -> list[str]:
 def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) -> T | None:
     """Do the work on every rank: those that torchrun started, else `launch.nproc_per_node` ranks that are started here.
 
-    Args:
-        run: the resolved run; its shape is that of the world.
-        work: what each rank does.
-        stop: the request to stop that `work` checks; None where signals end the work.
+    `stop` is the request to stop that `work` checks; None where signals end the work.  A spare rank of an elastic run does
+    not return: it exits with the status of rank 0.
 
     Returns: the result of this rank, or of rank 0 if the ranks were started here; None if one failed and printed why.
-
-    A spare rank of an elastic run does not return: it exits with the status of rank 0.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a launcher has started this process as one of its ranks
         return run_rank(run, work)
@@ -142,8 +138,7 @@ def _report(text: str, *, is_cause: bool) -> None:
     rank, folder = this_rank(), os.environ.get(LAUNCH_FOLDER)
     if folder is None:
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
-    else:
-        # Files are read in order of their names: causes before consequences.
+    else:  # files are read in order of their names: causes before consequences
         (Path(folder) / f"error-{0 if is_cause else 1}-{rank:06d}").write_text(text)
 
 

@@ -4,7 +4,7 @@
                                                         |
                                                         +-- ROLL_BACK: the position of the newest checkpoint
 
-The loop computes steps.  Whatever else happens in a run is a callback; `training/callbacks/__init__.py` lists them.
+The loop computes steps.  Whatever else happens in a run is a callback; `callbacks/registry.py` has them in order.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ def train(
     """Start or resume the training that a configuration describes.  Called on every rank.
 
     Args:
-        run: the resolved configuration.
-        state: this rank's parallel state.
         show: prints a line on the terminal; called on rank 0 only.
-        wants_stop: asked after every step and evaluation; where it is true on any rank, all ranks save and end after that step.
+        wants_stop: asked after every step and evaluation; where any rank says so, all ranks save and end after that step.
 
     Raises:
         ConfigError: `training.callbacks` names a callback that nobody has registered.

@@ -44,39 +44,22 @@ class SampleRange:
 
 @dataclass
 class StepRecord:
-    """One step over the whole global batch.
+    """One step over the whole global batch."""
 
-    Args:
-        position: where the run stands after the step.
-        samples: what the step read.
-        statistics: what the engine measured; None for a step that was skipped before it was computed.
-        lr: learning rate of the step.
-        seconds: duration of the step.
-        work_seconds: the same without the time in which this rank waited for others.
-        memory_bytes: peak memory of this rank so far: allocated on CUDA, resident on the CPU.
-        sent_bytes: bytes this rank sent in the step, by axis, without those of evaluations and checkpoints.
-        skipped_steps: steps since the start of the run that an overflow left without an update; None but under fp16.
-        timeline: when each action of the pipeline ran, where it was measured.
-        is_last: the run ends after this step.
-        val_loss: mean nats per token of the validation samples, where the run was evaluated after this step.
-        mfu: model FLOP/s as a share of the devices' peak, where that is known.
-        metrics: what callbacks report in addition, by key.
-    """
-
-    position: Position
-    samples: SampleRange
-    statistics: StepStatistics | None = None
-    lr: float | None = None
-    seconds: float | None = None
-    work_seconds: float | None = None
-    memory_bytes: int | None = None
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    skipped_steps: int | None = None
-    timeline: Timeline | None = None
-    is_last: bool = False
-    val_loss: float | None = None
-    mfu: float | None = None
-    metrics: dict[str, Metric] = field(default_factory=dict)
+    position: Position  # where the run stands after the step
+    samples: SampleRange  # what the step read
+    statistics: StepStatistics | None = None  # None for a step that was skipped before it was computed
+    lr: float | None = None  # learning rate of the step
+    seconds: float | None = None  # duration of the step
+    work_seconds: float | None = None  # the same without the time in which this rank waited for others
+    memory_bytes: int | None = None  # see `peak_memory_bytes`
+    sent_bytes: dict[str, int] = field(default_factory=dict)  # by axis; not those of evaluations and checkpoints
+    skipped_steps: int | None = None  # left without an update by an overflow, so far in the run; None but under fp16
+    timeline: Timeline | None = None  # when each action of the pipeline ran, where it was measured
+    is_last: bool = False  # the run ends after this step
+    val_loss: float | None = None  # mean nats per token of the validation samples, where the run was evaluated
+    mfu: float | None = None  # model FLOP/s as a share of the devices' peak, where that is known
+    metrics: dict[str, Metric] = field(default_factory=dict)  # what callbacks report in addition, by key
 
     @property
     def step(self) -> int:
@@ -127,25 +110,16 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended.
-
-    Args:
-        loss, val_loss: of the last step and of the last evaluation, mean nats per token; None where there was none.
-        checkpoint: the newest complete step directory.
-        seconds: duration of the training loop.
-        sent_bytes: by this rank, per axis.
-        skipped_steps: that an overflow left without an update, since the start of the run.
-        stopped: the run was asked to stop before its last step; it was saved.
-    """
+    """How a run ended."""
 
     step: int
-    loss: float | None
-    val_loss: float | None
-    checkpoint: str | None
-    seconds: float
-    sent_bytes: dict[str, int]
-    skipped_steps: int
-    stopped: bool
+    loss: float | None  # of the last step, mean nats per token; None where there was none
+    val_loss: float | None  # of the last evaluation
+    checkpoint: str | None  # the newest complete step directory
+    seconds: float  # duration of the training loop
+    sent_bytes: dict[str, int]  # by this rank, per axis
+    skipped_steps: int  # that an overflow left without an update, since the start of the run
+    stopped: bool  # the run was asked to stop before its last step; it was saved
 
 
 class StepMeter:

@@ -43,7 +43,6 @@ class Watchdog:
     A `LostPeerError` that leaves the context says which ranks are missing.  A world of one rank has no thread.
 
     Args:
-        state: this rank's parallel state.
         timeout_seconds: how long a collective may wait.
         folder: of the run; flight records go below it.
         tick_seconds: how often the thread wakes up. None: 1 s, and more in a large world, to spare the store.
@@ -98,10 +97,9 @@ class Watchdog:
             found = self._explain(error.axis, error.ranks, is_over=True)
             self._leave(found, lost=True)
             error.explain(self._at[0], found + self._record())
-        elif error is not None:
-            self._leave(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
         else:
-            self._leave("it was done")
+            line = (str(error).strip().splitlines() or [""])[0]
+            self._leave("it was done" if error is None else f"{type(error).__name__}: {line}")
         self._over.set()
         self._thread.join(timeout=self._tick)
 

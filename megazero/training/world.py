@@ -92,9 +92,7 @@ def open_store(timeout: timedelta) -> Store | None:
 def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     """Join the process group that the environment describes; a world of one rank without a launcher.
 
-    Args:
-        run: the resolved run.
-        store: from `open_store`, if the caller has opened it already.
+    `store` is that of `open_store`, if the caller has opened it already.
 
     Raises:
         DeviceError: there are too few devices.

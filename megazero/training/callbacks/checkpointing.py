@@ -27,8 +27,6 @@ class Checkpointing(Callback):
     """Saves every `checkpoint.save_every_steps` steps and after the last one; finds and loads what was saved.
 
     Args:
-        config: the resolved run.
-        state: this rank's parallel state.
         fingerprint: of the run's data.
         say: takes lines for the terminal, on rank 0; also from another thread.
         watchdog: is informed when this rank saves, which may take long.
@@ -162,12 +160,7 @@ class Checkpointing(Callback):
     def save(self, position: Position, val_loss: float | None) -> None:
         """Begin a checkpoint, unless this step has one.  Failures of earlier ones have been reported and are ignored.
 
-        Args:
-            position: how far the run has come.
-            val_loss: of this very step, where it was evaluated.
-
-        Raises:
-            LostPeerError: a rank has died.
+        `val_loss` is that of this very step, where it was evaluated.  Raises: LostPeerError.
         """
         self._watchdog.at(position.step, SAVING)
         folder = step_folder(self._root, position.step)
