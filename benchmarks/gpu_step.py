@@ -37,8 +37,8 @@ from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.training.allocator import prefer_expandable_segments
 from megazero.training.utilization import model_flops_per_token, peak_flops
+from megazero.training.world import prefer_expandable_segments
 
 CHECKED_STEPS = 3  # the first of them compiles
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megazero.training.allocator import prefer_expandable_segments
+from megazero.training.world import prefer_expandable_segments
 
 
 def test_segments_expand_where_nothing_else_was_asked_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megazero.training.callbacks.non_finite import NonFinitePolicy
 from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.skip_steps import count_skipped
 from megazero.training.callbacks.stragglers import RankWork, slow_ranks, spread_of
-from megazero.training.loop import position_after_rollback, train
+from megazero.training.loop import train
 from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord
 
 SOUND, BAD = StepStatistics(2.0, 1.0, 64), StepStatistics(nan, nan, 64, finite=False)
@@ -30,17 +31,21 @@ SAMPLES = SampleRange(128, 135)
 
 
 def _policy(**keys: Any) -> NonFinitePolicy:
-    return NonFinitePolicy(TrainingConfig(**keys), print)
+    return NonFinitePolicy(TrainingConfig(**keys), lambda _: None)
+
+
+def _step(statistics: StepStatistics, step: int = 1) -> StepRecord:
+    return StepRecord(Position(step), SAMPLES, statistics)
 
 
 def test_by_default_a_step_that_is_not_finite_stops_the_run_and_names_its_samples() -> None:
     policy = _policy()
-    assert policy.judge(SOUND, 16, SAMPLES) is StepDecision.CONTINUE
+    assert policy.after_step(_step(SOUND, 16)) is None
     with pytest.raises(NonFiniteError, match=r"step 17, samples 128 to 135: loss=nan .* must be finite") as found:
-        policy.judge(BAD, 17, SAMPLES)
+        policy.after_step(_step(BAD, 17))
     assert "training.skip_steps=[17]" in str(found.value)
     with pytest.raises(NonFiniteError) as found:
-        _policy(skip_steps=[3, [5, 9]]).judge(BAD, 17, SAMPLES)
+        _policy(skip_steps=[3, [5, 9]]).after_step(_step(BAD, 17))
     assert "training.skip_steps=[3,[5,9],17]" in str(found.value), (
         "on the command line it takes the place of the file's"
     )
@@ -48,30 +53,17 @@ def test_by_default_a_step_that_is_not_finite_stops_the_run_and_names_its_sample
 
 def test_updates_are_left_out_until_there_are_too_many_in_a_row() -> None:
     policy = _policy(on_non_finite="skip", non_finite_limit=3)
-    decisions = [policy.judge(statistics, 1, SAMPLES) for statistics in (BAD, BAD, SOUND, BAD, BAD)]
-    assert decisions == [
-        StepDecision.SKIP,
-        StepDecision.SKIP,
-        StepDecision.CONTINUE,
-        StepDecision.SKIP,
-        StepDecision.SKIP,
-    ]
+    assert [policy.after_step(_step(statistics)) for statistics in (BAD, BAD, SOUND, BAD, BAD)] == [None] * 5
     with pytest.raises(NonFiniteError, match="3 such steps in a row"):
-        policy.judge(BAD, 6, SAMPLES)
+        policy.after_step(_step(BAD, 6))
 
 
 def test_a_run_rolls_back_only_so_often() -> None:
     policy = _policy(on_non_finite="rollback", non_finite_limit=2)
-    decisions = [policy.judge(statistics, 1, SAMPLES) for statistics in (BAD, SOUND, BAD, SOUND)]
-    assert decisions == [StepDecision.ROLL_BACK, StepDecision.CONTINUE, StepDecision.ROLL_BACK, StepDecision.CONTINUE]
+    decisions = [policy.after_step(_step(statistics)) for statistics in (BAD, SOUND, BAD, SOUND)]
+    assert decisions == [StepDecision.ROLL_BACK, None, StepDecision.ROLL_BACK, None]
     with pytest.raises(NonFiniteError, match="already rolled back 2 times"):
-        policy.judge(BAD, 9, SAMPLES)
-
-
-def test_after_a_rollback_the_run_continues_behind_the_bad_samples() -> None:
-    assert position_after_rollback(Position(10, 80, 640), Position(17, 136, 1088), SAMPLES) == Position(10, 136, 1088)
-    with pytest.raises(NonFiniteError, match="no checkpoint to roll back to"):
-        position_after_rollback(None, Position(17, 136, 1088), SAMPLES)
+        policy.after_step(_step(BAD, 9))
 
 
 def test_steps_to_skip_are_counted_from_a_step_on() -> None:
@@ -86,39 +78,55 @@ def _losses(count: int) -> list[float]:
     return (3 + 0.1 * torch.randn(count, generator=generator, dtype=torch.float64)).tolist()
 
 
+class _Spikes(LossSpikes):
+    """Keeps its last report."""
+
+    def __init__(self, sigmas: float, skip_steps: Sequence[tuple[int, int]] = ()) -> None:
+        self.lines: list[str] = []
+        super().__init__(sigmas, skip_steps, self.lines.append)
+
+    def of(self, loss: float, step: int = 201) -> float | None:
+        """The metric of a step with this loss."""
+        record = _step(StepStatistics(loss, 1.0, 64), step)
+        self.after_step(record)
+        found = record.metrics.get("loss_spike")
+        assert found is None or isinstance(found, float)
+        return found
+
+
 def test_a_spike_is_reported_by_its_deviations_and_hides_no_other() -> None:
-    spikes, losses = LossSpikes(6.0), _losses(200)
-    assert all(spikes.look(loss) is None for loss in losses)
-    for _ in range(2):
-        spike = spikes.look(9.0)
-        assert spike is not None
-        assert spike.mean == pytest.approx(3.0, abs=0.1)
-        assert 20 < spike.sigmas < 80
-    line = spike.line(201, 9.0, SAMPLES)
-    assert "step 201" in line
-    assert "loss 9.0000" in line
-    assert "samples 128 to 135" in line
-    assert "training.skip_steps=[201]" in line
-    assert "training.skip_steps=[[2,4],201]" in spike.line(201, 9.0, SAMPLES, [(2, 4)])
+    for skipped, setting in (((), "[201]"), ([(2, 4)], "[[2,4],201]")):
+        spikes = _Spikes(6.0, skipped)
+        assert all(spikes.of(loss) is None for loss in _losses(200))
+        assert spikes.lines == []
+        for _ in range(2):
+            sigmas = spikes.of(9.0)
+            assert sigmas is not None
+            assert 20 < sigmas < 80
+            line = spikes.lines.pop()
+            assert line.startswith(f"step 201: loss 9.0000 is {sigmas:.1f} deviations above its recent mean ")
+            assert float(line.split("recent mean ")[1].split(";")[0]) == pytest.approx(3.0, abs=0.1)
+            assert "samples 128 to 135" in line
+            assert f"training.skip_steps={setting}" in line
 
 
 def test_nothing_is_reported_before_the_warm_up_of_falling_losses_of_equal_losses_or_at_zero_sigmas() -> None:
-    early = LossSpikes(6.0, warm_up_steps=20)
-    assert [early.look(loss) for loss in [3.0] * 10 + [9.0] + [3.0] * 9] == [None] * 20
-    falling = LossSpikes(6.0)
-    assert all(falling.look(10 - 0.05 * step) is None for step in range(150))
-    equal = LossSpikes(6.0)
-    assert all(equal.look(3.0 + 1e-6 * (step % 2)) is None for step in range(100))
-    silent = LossSpikes(0.0)
-    assert all(silent.look(loss) is None for loss in [*_losses(50), 1e9])
+    early = _Spikes(6.0)
+    assert [early.of(loss) for loss in [3.0] * 10 + [9.0] + [3.0] * 9] == [None] * 20
+    falling = _Spikes(6.0)
+    assert all(falling.of(10 - 0.05 * step) is None for step in range(150))
+    equal = _Spikes(6.0)
+    assert all(equal.of(3.0 + 1e-6 * (step % 2)) is None for step in range(100))
+    silent = _Spikes(0.0)
+    assert all(silent.of(loss) is None for loss in [*_losses(50), 1e9])
 
 
 def test_a_loss_that_stays_high_becomes_normal_and_one_that_is_no_number_changes_nothing() -> None:
-    spikes = LossSpikes(6.0)
+    spikes = _Spikes(6.0)
     for loss in _losses(100):
-        spikes.look(loss)
-    assert spikes.look(nan) is None
-    found = [spikes.look(loss + 2) is not None for loss in _losses(200)]
+        spikes.of(loss)
+    assert spikes.of(nan) is None
+    found = [spikes.of(loss + 2) is not None for loss in _losses(200)]
     assert found[0]
     assert not any(found[100:])
 
@@ -146,7 +154,7 @@ def test_a_difference_that_nobody_would_notice_is_not_reported() -> None:
 
 def test_metrics_of_a_skipped_step_have_no_loss_and_print_nothing(tmp_path: Path) -> None:
     shown: list[str] = []
-    skipped = StepRecord(Position(3, 0, 640), SAMPLES, skipped="passed over")
+    skipped = StepRecord(Position(3, 0, 640), SAMPLES)
     ProgressLine(20, 1, shown.append).after_step(skipped)
     assert shown == []
     file = MetricsFile(tmp_path / "metrics.jsonl", 0)
@@ -288,6 +296,7 @@ def test_a_rollback_leaves_the_samples_out_and_every_step_once_in_the_metrics(tm
         step: wanted[step if step <= back else step + shift] for step in range(1, 9)
     }
     assert [line["step"] for line in _lines(tmp_path / "back")] == list(range(1, 9))
+    assert _lines(tmp_path / "back")[-1]["tokens"] == (8 + shift) * BATCH * 16  # those of the bad step were read, too
     assert out["step"] == 8
 
 
@@ -322,6 +331,15 @@ def test_a_step_that_was_just_saved_is_not_saved_again_on_stopping(tmp_path: Pat
     (out,) = run_world(1, _train, _run(1, tmp_path, save=save), (), 4)
     assert (out["step"], out["stopped"]) == (4, True)
     assert out["checkpoint"].endswith("step-00000004")
+
+
+def test_a_wish_to_stop_that_only_an_evaluation_hears_stops_all(tmp_path: Path) -> None:
+    """Step 2 is skipped and asks nobody; the evaluation after it is the second to ask."""
+    run = _run(2, tmp_path, skip_steps=[2], eval_every_steps=2)
+    for out in run_world(2, _train, run, (), 2):
+        assert (out["step"], out["stopped"], out["error"]) == (2, True, "")
+        assert out["checkpoint"].endswith("step-00000002")
+    assert ["val_loss" in line for line in _lines(tmp_path)] == [False, True]
 
 
 def test_a_wish_to_stop_in_the_last_step_changes_nothing(tmp_path: Path) -> None:

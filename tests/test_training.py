@@ -122,8 +122,9 @@ def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path, 0)
+    scaled = StepStatistics(1.5, 0.5, 10, loss_scale=8.0, skipped=True)
     board.after_step(replace(_record(1, val_loss=2.0), sent_bytes={"dp": 48, "tp": 96}))
-    board.after_step(replace(_record(2), sent_bytes={"dp": 24}, loss_scale=8.0, skipped_steps=1, skipped="overflow"))
+    board.after_step(replace(_record(2), sent_bytes={"dp": 24}, skipped_steps=1, statistics=scaled))
     board.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -135,8 +136,8 @@ def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -
 
 def test_a_skipped_step_is_reported_and_leaves_no_number_that_json_does_not_know() -> None:
     shown: list[str] = []
-    overflow = replace(_record(3), statistics=StepStatistics(nan, inf, 10), loss_scale=32768.0)
-    overflow = replace(overflow, skipped_steps=1, skipped="overflow")
+    statistics = StepStatistics(nan, inf, 10, loss_scale=32768.0, skipped=True)
+    overflow = replace(_record(3), statistics=statistics, skipped_steps=1)
     ProgressLine(20, 10, shown.append).after_step(overflow)
     assert shown[0].endswith("| skipped (overflow, loss scale 32768)")
     values = json.loads(as_json(overflow), parse_constant=pytest.fail)

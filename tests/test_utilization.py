@@ -1,5 +1,6 @@
 """Model FLOP/s utilization, against FLOPs that torch counts in the plain model and against data sheets."""
 
+from dataclasses import replace
 from typing import Any
 
 import plain_model
@@ -8,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from worlds import GPT2, LLAMA, plain_config, run_of
 
+from megazero.config.schema import LoggingConfig
 from megazero.engine import Position, StepStatistics
 from megazero.training.callbacks.metrics_file import as_json
 from megazero.training.callbacks.progress import ProgressLine
@@ -69,10 +71,13 @@ def test_a_cpu_has_no_peak_unless_one_is_given() -> None:
 
 
 def test_utilization_is_the_time_at_peak_over_the_time_taken() -> None:
-    model = run_of(1, model=LLAMA).config.model
-    at_peak = 128 * model_flops_per_token(model) / 1e9
-    assert Utilization(model, 128, 1e9).share_of_peak(4 * at_peak) == pytest.approx(0.25)
-    assert Utilization(model, 128, None).share_of_peak(1.0) is None
+    run = run_of(2, model=LLAMA)
+    at_peak = run.global_batch_size * run.config.model.seq_len * model_flops_per_token(run.config.model) / 2e9
+    for peak, wanted in ((1e9, pytest.approx(0.25)), (None, None)):
+        given = run.config.model_copy(update={"logging": LoggingConfig(peak_flops=peak)})
+        record = StepRecord(Position(1), SampleRange(0, 7), seconds=4 * at_peak)
+        Utilization(replace(run, config=given), CPU, BF16).after_step(record)
+        assert record.mfu == wanted
 
 
 def test_the_progress_line_has_the_utilization_where_it_is_known() -> None:

@@ -39,30 +39,20 @@ def open_corpus_of(config: RunConfig) -> Corpus:
 
 
 class Samples(Protocol):
-    """A stream of samples by index."""
+    """A stream of samples by global index."""
 
     def batch(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 [n, seq + 1]: each sample's tokens and the one after."""
 
 
 def read_batches(
-    stream: Samples,
-    first: int,
-    count: int,
-    micro_batch_size: int,
-    share: BatchShare,
-    *,
-    multiple: int = 1,
+    stream: Samples, first: int, count: int, micro_batch_size: int, share: BatchShare, *, multiple: int = 1
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of the samples [first, first + count).
+    """This rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
 
     Every dp rank gets the same number of micro-batches.  Beyond the last sample every label is masked.
 
     Args:
-        stream: where samples come from.
-        first: global index of the first sample.
-        count: samples of the global batch.
-        micro_batch_size: samples per micro-batch.
         share: what this rank needs of the batch.
         multiple: micro-batches come in multiples of it, as the schedule asks.
     """

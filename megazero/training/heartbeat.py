@@ -24,41 +24,19 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one rank is doing.
+    """What one rank is doing."""
 
-    Args:
-        count: goes up with every heartbeat.
-        step: the current step, or the last one.
-        phase: STARTING, TRAINING or SAVING.
-        operation, axis: the collective that the rank entered or left last.
-        is_inside: the rank is inside that collective.
-        seconds: since it entered or left it, or since it began to train or save.
-        begun: collectives begun, by axis.
-        ended: why the rank has left the run, or is about to; empty while it runs.
-        lost: it leaves because it lost a peer itself.
-        at: the time of day on its host, in seconds.
-    """
-
-    count: int
-    step: int
-    phase: str = TRAINING
-    operation: str = ""
+    count: int  # goes up with every heartbeat
+    step: int  # the current step, or the last one
+    phase: str = TRAINING  # STARTING, TRAINING or SAVING
+    operation: str = ""  # the collective that the rank entered or left last
     axis: str = ""
-    is_inside: bool = False
-    seconds: float = 0.0
-    begun: Mapping[str, int] = field(default_factory=dict)
-    ended: str = ""
-    lost: bool = False
-    at: float = 0.0
-
-    def as_json(self) -> str:
-        """One line, for the store."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-    @staticmethod
-    def from_json(text: bytes) -> Heartbeat:
-        """The inverse."""
-        return Heartbeat(**json.loads(text))
+    is_inside: bool = False  # the rank is inside that collective
+    seconds: float = 0.0  # since it entered or left it, or since it began to train or save
+    begun: Mapping[str, int] = field(default_factory=dict)  # collectives begun, by axis
+    ended: str = ""  # why the rank has left the run, or is about to; empty while it runs
+    lost: bool = False  # it leaves because it lost a peer itself
+    at: float = 0.0  # the time of day on its host, in seconds
 
 
 Heartbeats = Mapping[int, Heartbeat]
@@ -75,13 +53,20 @@ def explain_missing_ranks(
         before, after: heartbeats of these ranks and perhaps of others, read twice. Every living rank has written one in
             between.
     """
-    known = sorted(set(ranks) | set(before) | set(after))
-    dead = [rank for rank in known if is_dead(rank, before, after)]
-    left = [rank for rank, beat in sorted(after.items()) if beat.ended and not beat.lost]
-    if dead or left:
-        texts = [_text_of_dead(rank, after.get(rank), mine.at) for rank in dead]
-        return _listed(texts + [f"rank {rank} ended in step {after[rank].step}: {after[rank].ended}" for rank in left])
-    missing = [rank for rank in ranks if not _takes_part(axis, mine, after[rank])]
+    known = sorted({*ranks, *before, *after})
+    texts = [_text_of_dead(rank, after.get(rank), mine.at) for rank in known if is_dead(rank, before, after)]
+    for rank, beat in sorted(after.items()):
+        if beat.ended and not beat.lost:
+            texts.append(f"rank {rank} ended in step {beat.step}: {beat.ended}")
+    if texts:
+        return _listed(texts)
+
+    def takes_part(beat: Heartbeat) -> bool:
+        if axis in _IN_STEP:
+            return beat.begun.get(axis, 0) >= mine.begun.get(axis, 0)
+        return beat.is_inside and beat.axis == axis
+
+    missing = [rank for rank in ranks if not takes_part(after[rank])]
     outside = [rank for rank, beat in after.items() if not (beat.is_inside or beat.ended) and beat.step <= mine.step]
     outside.sort(key=lambda rank: -after[rank].seconds)
     # A rank that waits for others is no cause. First those of the axis that do something else, then such ranks anywhere.
@@ -102,28 +87,22 @@ def is_dead(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
     return not after[rank].ended and rank in before and before[rank].count == after[rank].count
 
 
-def _takes_part(axis: str, mine: Heartbeat, other: Heartbeat) -> bool:
-    if axis in _IN_STEP:
-        return other.begun.get(axis, 0) >= mine.begun.get(axis, 0)
-    return other.is_inside and other.axis == axis
-
-
 def _text_of_dead(rank: int, beat: Heartbeat | None, now: float) -> str:
-    if beat is None:
-        return f"rank {rank} does not respond (it has sent no heartbeat)"
-    ago = max(0.0, now - beat.at)  # clocks of hosts may differ a little
-    return f"rank {rank} does not respond (its last heartbeat, {ago:.0f} s ago, was in step {beat.step})"
+    last = "it has sent no heartbeat"
+    if beat is not None:  # clocks of hosts may differ a little
+        last = f"its last heartbeat, {max(0.0, now - beat.at):.0f} s ago, was in step {beat.step}"
+    return f"rank {rank} does not respond ({last})"
 
 
 def _text_of_living(rank: int, beat: Heartbeat) -> str:
     if beat.ended:
         return f"rank {rank} has lost a peer itself: {beat.ended}"
     doing = {TRAINING: f"in step {beat.step}", SAVING: f"saving step {beat.step}"}.get(beat.phase, beat.phase)
-    where = f"rank {rank} is alive, {doing}"
+    collective = f"{beat.operation} over {beat.axis}"
     if beat.is_inside:
-        return f"{where}, in {beat.operation} over {beat.axis} for {beat.seconds:.0f} s"
-    last = f", the last was {beat.operation} over {beat.axis}" if beat.operation else ""
-    return f"{where}, outside any collective for {beat.seconds:.0f} s{last}"
+        return f"rank {rank} is alive, {doing}, in {collective} for {beat.seconds:.0f} s"
+    last = f", the last was {collective}" if beat.operation else ""
+    return f"rank {rank} is alive, {doing}, outside any collective for {beat.seconds:.0f} s{last}"
 
 
 def _listed(texts: Sequence[str]) -> str:
@@ -140,29 +119,23 @@ class HeartbeatStore:
     """
 
     def __init__(self, store: Store, run: str) -> None:
-        clone = getattr(store, "clone", None)
-        if clone is not None:
-            with suppress(RuntimeError):  # not every store of every torch can; then the threads share one connection
-                store = clone()
-                store.set_timeout(timedelta(seconds=10))
+        with suppress(AttributeError, RuntimeError):  # not every store can; then the threads share one connection
+            store = store.clone()  # type: ignore[attr-defined]  # not in its stubs
+            store.set_timeout(timedelta(seconds=10))
         self._store = PrefixStore(f"megazero/{run}", store)
 
     def write(self, rank: int, beat: Heartbeat) -> None:
         """Replace a rank's heartbeat."""
-        self._store.set(str(rank), beat.as_json())
+        self._store.set(str(rank), json.dumps(asdict(beat), separators=(",", ":")))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         """The heartbeats of those of these ranks that have written one."""
         found = [rank for rank in ranks if self._store.check([str(rank)])]
         texts = self._store.multi_get([str(rank) for rank in found]) if found else []
-        return {rank: Heartbeat.from_json(text) for rank, text in zip(found, texts, strict=True)}
+        return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(found, texts, strict=True)}
 
     def request(self, *, is_over: bool) -> None:
-        """Ask all ranks to write a heartbeat at every tick from now on.
-
-        Args:
-            is_over: the run cannot continue.
-        """
+        """Ask all ranks to write a heartbeat at every tick from now on; `is_over` says that the run cannot continue."""
         if is_over or not self._store.check([_REQUEST]):
             self._store.set(_REQUEST, _OVER if is_over else "")
 

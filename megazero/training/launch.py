@@ -16,6 +16,7 @@ import traceback
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -26,7 +27,6 @@ from megazero.config.extensions import import_extensions
 from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
-from megazero.training.allocator import prefer_expandable_segments
 from megazero.training.batches import DataError
 from megazero.training.loop import train
 from megazero.training.record import RunSummary
@@ -39,6 +39,7 @@ from megazero.training.world import (
     join_world,
     leave_world,
     open_store,
+    prefer_expandable_segments,
     release_spare_ranks,
     started_ranks,
     this_rank,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 T = TypeVar("T")
+Work = Callable[[ResolvedRun, ParallelState], T]  # what each rank does; picklable, as is its result
 
 # Errors whose text says everything; any other is shown with its traceback.
 _WITHOUT_TRACEBACK = (
@@ -60,7 +62,6 @@ _WITHOUT_TRACEBACK = (
     DataError,
     DeviceError,
     LossScaleError,
-    LostPeerError,
     NonFiniteError,
     OSError,
     ScheduleError,
@@ -73,17 +74,9 @@ _CAUSE_FIRST_SECONDS = 1.0
 _DEADLY = "SIGHUP,SIGQUIT"
 
 
-def launched_by_torchrun() -> bool:
-    """Whether a launcher has already started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> RunSummary:
     """Train on one rank, until the end or until `stop` is wanted."""
-
-    def show(line: str) -> None:
-        print(line, flush=True)
-
+    show = partial(print, flush=True)
     if state.rank == 0:
         for notice in (*run.notices, *_torchrun_notices(run)):
             show(notice)
@@ -102,25 +95,21 @@ def _torchrun_notices(run: ResolvedRun) -> list[str]:
     ]
 
 
-def run_ranks(
-    run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T], stop: StopRequest | None = None
-) -> T | None:
+def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) -> T | None:
     """Do the work on every rank: those that torchrun started, else `launch.nproc_per_node` ranks that are started here.
 
-    Args:
-        run: the resolved run; its shape is that of the world.
-        work: what each rank does; picklable, as is its result.
-        stop: the request to stop that `work` checks; None where signals end the work.
+    `stop` is the request to stop that `work` checks; None where signals end the work.  A spare rank of an elastic run does
+    not return: it exits with the status of rank 0.
 
     Returns: the result of this rank, or of rank 0 if the ranks were started here; None if one failed and printed why.
-
-    A spare rank of an elastic run does not return: it exits with the status of rank 0.
     """
-    return run_rank(run, work) if launched_by_torchrun() else launch(run, work, stop)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a launcher has started this process as one of its ranks
+        return run_rank(run, work)
+    return run_rank(run, work) if run.world_size == 1 else _launch(run, work, stop)
 
 
-def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) -> T | None:
-    """Join the world that the environment describes and do the work of this rank.  Arguments and result as `run_ranks`."""
+def run_rank(run: ResolvedRun, work: Work[T]) -> T | None:
+    """Join the world that the environment describes and do the work of this rank; result as `run_ranks`."""
     prefer_expandable_segments(os.environ)
     try:
         problems = import_extensions(run.config.launch.extensions)  # a spawned rank is a new interpreter
@@ -134,21 +123,14 @@ def run_rank(run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T]) 
         _report(str(error), is_cause=False)
         time.sleep(_CAUSE_FIRST_SECONDS)
         return None
-    except _WITHOUT_TRACEBACK as error:
-        _report(str(error), is_cause=True)
-        return None
-    except Exception:
-        _report(traceback.format_exc(), is_cause=True)
+    except Exception as error:
+        _report(str(error) if isinstance(error, _WITHOUT_TRACEBACK) else traceback.format_exc(), is_cause=True)
         return None
     leave_world()
     if store is not None and this_rank() == 0:
-        release_spare_ranks(store, range(run.world_size, started_ranks()), exit_status(answer))
+        status = EXIT_STOPPED if isinstance(answer, RunSummary) and answer.stopped else 0
+        release_spare_ranks(store, range(run.world_size, started_ranks()), status)
     return answer
-
-
-def exit_status(answer: object) -> int:
-    """Exit status for the result of a rank: 0, or 75 for a run that was stopped before its last step."""
-    return EXIT_STOPPED if isinstance(answer, RunSummary) and answer.stopped else 0
 
 
 def _report(text: str, *, is_cause: bool) -> None:
@@ -156,14 +138,11 @@ def _report(text: str, *, is_cause: bool) -> None:
     rank, folder = this_rank(), os.environ.get(LAUNCH_FOLDER)
     if folder is None:
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
-    else:
-        # Files are read in order of their names: causes before consequences.
+    else:  # files are read in order of their names: causes before consequences
         (Path(folder) / f"error-{0 if is_cause else 1}-{rank:06d}").write_text(text)
 
 
-def _run_started_rank(
-    run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T], stop: StopRequest | None, launcher: int
-) -> T:
+def _run_started_rank(run: ResolvedRun, work: Work[T], stop: StopRequest | None, launcher: int) -> T:
     if stop is not None:
         stop.listen()
     answer = run_rank(run, work)
@@ -181,17 +160,13 @@ def leave_at_once() -> NoReturn:
     os._exit(EXIT_FAILED)
 
 
-def launch(
-    run: ResolvedRun, work: Callable[[ResolvedRun, ParallelState], T], stop: StopRequest | None = None
-) -> T | None:
-    """Start `launch.nproc_per_node` ranks on this machine and wait for them.  Arguments and result as `run_ranks`."""
-    count = run.world_size
-    if count == 1:
-        return run_rank(run, work)
+def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | None:
+    """Start the ranks on this machine and wait for them; arguments and result as `run_ranks`."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    count = run.world_size
     try:
         on_cpu = device_type(run.config, count) == "cpu"
     except DeviceError as error:
@@ -244,7 +219,7 @@ def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig
 
 
 def _report_failures(folder: Path, error: ChildFailedError) -> None:
-    """Print each cause once, with the ranks that reported it; consequences only where no cause is known."""
+    """Print each cause once, with the ranks that reported it."""
     # The launcher ends the remaining ranks with SIGTERM.
     killed = {
         rank: failure.signal_name()

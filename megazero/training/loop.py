@@ -4,7 +4,7 @@
                                                         |
                                                         +-- ROLL_BACK: the position of the newest checkpoint
 
-The loop computes steps.  Whatever else happens in a run is a callback; `training/callbacks/__init__.py` lists them.
+The loop computes steps.  Whatever else happens in a run is a callback; `callbacks/registry.py` has them in order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from megazero.config.derive import micro_batch_multiple
 from megazero.engine import NonFiniteError, Position, initialize
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import ParallelState
-from megazero.schedules.proof import ScheduleError
+from megazero.schedules.action import Schedule
+from megazero.schedules.kind import GivenSchedule
+from megazero.schedules.proof import ScheduleError, program
+from megazero.schedules.table import read_schedule
 from megazero.training.batches import DataError, open_corpus_of, read_batches
 from megazero.training.callbacks.base import Callback, RunContext
-from megazero.training.callbacks.checkpointing import Checkpointing, Checkpoints
+from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import describe
-from megazero.training.callbacks.registry import callbacks_of, check_names
+from megazero.training.callbacks.registry import CallbackError, callbacks_of, check_names, registered_callback
 from megazero.training.heartbeat import SAVING, TRAINING
-from megazero.training.own_schedule import read_own_schedule
 from megazero.training.record import RunSummary, SampleRange, StepDecision, StepMeter, StepRecord, peak_memory_bytes
 from megazero.training.watchdog import Watchdog
 
@@ -44,10 +46,8 @@ def train(
     """Start or resume the training that a configuration describes.  Called on every rank.
 
     Args:
-        run: the resolved run.
-        state: this rank's parallel state.
         show: prints a line on the terminal; called on rank 0 only.
-        wants_stop: asked at the end of every step; where it is true on any rank, all ranks save and end after that step.
+        wants_stop: asked after every step and evaluation; where any rank says so, all ranks save and end after that step.
 
     Raises:
         ConfigError: `training.callbacks` names a callback that nobody has registered.
@@ -61,39 +61,54 @@ def train(
     with ExitStack() as closing:
         watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
         corpus = agree(lambda: open_corpus_of(config), state.world, DataError)
-        checkpoints = Checkpoints(config, state, corpus.fingerprint, say)
-        resumes = checkpoints.find()
-        schedule = agree(lambda: read_own_schedule(run), state.world, ScheduleError)
+        checkpointing = Checkpointing(config, state, corpus.fingerprint, say, watchdog)
+        resumes = checkpointing.find()
+        schedule = agree(lambda: _own_schedule(run), state.world, ScheduleError)
         engine = initialize(config, state, init_weights=not resumes, schedule=schedule)
         closing.callback(engine.sharded_model.close)
-        closing.enter_context(checkpoints)
+        closing.enter_context(checkpointing)
         engine.wants_stop = wants_stop
-        context = RunContext(run, engine, corpus, checkpoints.resume(engine), say)
-        callbacks = agree(lambda: _open_callbacks(context), state.world, OSError)
-        callbacks.append(Checkpointing(checkpoints, engine, watchdog))
+        context = RunContext(run, engine, corpus, checkpointing.resume(engine), say)
+        agree(lambda: _prepare_run_dir(run) if state.rank == 0 else None, state.world, OSError)
+        names = config.training.callbacks
+        registered = agree(lambda: [registered_callback(name, context) for name in names], state.world, CallbackError)
+        callbacks = [*agree(lambda: callbacks_of(context, registered), state.world, OSError), checkpointing]
         for callback in callbacks:
             closing.callback(callback.close)
         say(describe(run, engine))
-        return _Loop(context, callbacks, checkpoints, watchdog).run_to_end()
+        return _Loop(context, callbacks, checkpointing, watchdog).run_to_end()
 
 
-def _open_callbacks(context: RunContext) -> list[Callback]:
-    """Prepare the run directory, on rank 0, and make the callbacks that write into it."""
-    if context.engine.state.rank == 0:
-        run_dir = Path(context.run.config.training.run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        save_config(context.run, run_dir / SAVED_CONFIG)
-    return callbacks_of(context)
+def _prepare_run_dir(run: ResolvedRun) -> None:
+    run_dir = Path(run.config.training.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(run, run_dir / SAVED_CONFIG)
+
+
+def _own_schedule(run: ResolvedRun) -> Schedule | None:
+    """Read and prove `parallel.schedule_file`; None where the run has none.  Raises: ScheduleError."""
+    parallel = run.config.parallel
+    if parallel.schedule_file is None:
+        return None
+    schedule = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
+    GivenSchedule(schedule).build(parallel.pp, run.accumulation, schedule.chunks)
+    try:
+        program(schedule)
+    except ScheduleError as error:
+        from megazero.tools.draw import draw_refused
+
+        raise ScheduleError(f"{error}\n{draw_refused(schedule, error)}") from error
+    return schedule
 
 
 class _Loop:
     """Does step after step and shows each to the callbacks."""
 
     def __init__(
-        self, context: RunContext, callbacks: Sequence[Callback], checkpoints: Checkpoints, watchdog: Watchdog
+        self, context: RunContext, callbacks: Sequence[Callback], checkpointing: Checkpointing, watchdog: Watchdog
     ) -> None:
         self.run, self.engine, self.corpus, self.say = context.run, context.engine, context.corpus, context.say
-        self.callbacks, self.checkpoints, self.watchdog = callbacks, checkpoints, watchdog
+        self.callbacks, self.checkpointing, self.watchdog = callbacks, checkpointing, watchdog
         self.position = context.start
         self.loss: float | None = None  # of the last step
         self.val_loss: float | None = None  # of the last evaluation
@@ -112,7 +127,7 @@ class _Loop:
             self.position.step,
             self.loss,
             self.val_loss,
-            self.checkpoints.newest,
+            self.checkpointing.newest,
             seconds=time.perf_counter() - started,
             sent_bytes=self.engine.state.traffic.by_axis(),
             skipped_steps=self.engine.sharded_model.skipped_steps,
@@ -123,9 +138,7 @@ class _Loop:
         """Do the next step and show it to the callbacks; whether the run ends with it."""
         decisions = [callback.before_step(self.position) for callback in self.callbacks]
         record = self._next_record()
-        if StepDecision.SKIP in decisions:
-            record.skipped = "passed over"  # its samples are consumed, nothing is computed
-        else:
+        if StepDecision.SKIP not in decisions:  # else its samples are consumed, and nothing is computed
             self._compute(record)
         for callback in self.callbacks:
             decision = callback.after_step(record)
@@ -171,16 +184,18 @@ class _Loop:
         record.position = replace(record.position, tokens=record.position.tokens + statistics.tokens)
         record.memory_bytes = peak_memory_bytes(engine.state.device)
         record.is_last |= statistics.stop
-        if statistics.skipped:
-            record.skipped = "overflow" if statistics.finite else "not finite"
-        if model.scaler is not None:
-            record.loss_scale, record.skipped_steps = statistics.loss_scale, model.skipped_steps
+        record.skipped_steps = None if model.scaler is None else model.skipped_steps
 
     def _roll_back(self, record: StepRecord) -> Position:
         """Load the newest checkpoint, to continue from its step with the samples after those of a bad step."""
         self.watchdog.at(record.step, SAVING)
-        loaded = self.checkpoints.roll_back(self.engine)
-        position = position_after_rollback(loaded, record.position, record.samples)
+        loaded = self.checkpointing.roll_back()
+        if loaded is None:
+            raise NonFiniteError(
+                f"step {record.step}, {record.samples}, is not finite, and there is no checkpoint to roll back to yet; set "
+                'checkpoint.save_every_steps below that step, or training.on_non_finite = "skip"'
+            )
+        position = replace(record.position, step=loaded.step)
         is_finite = record.statistics is not None and record.statistics.finite
         self.say(
             f"step {record.step} {'is rolled back' if is_finite else 'is not finite'}: {record.samples} are left out; "
@@ -189,22 +204,3 @@ class _Loop:
         for callback in self.callbacks:
             callback.on_rollback(position)
         return position
-
-
-def position_after_rollback(loaded: Position | None, bad: Position, samples: SampleRange) -> Position:
-    """The step of the checkpoint that was loaded, with the samples after the bad step.
-
-    Args:
-        loaded: position of the checkpoint; None where there is none.
-        bad: position after the bad step.
-        samples: of the bad step.
-
-    Raises:
-        NonFiniteError: there was no checkpoint.
-    """
-    if loaded is None:
-        raise NonFiniteError(
-            f"step {bad.step}, {samples}, is not finite, and there is no checkpoint to roll back to yet; set "
-            'checkpoint.save_every_steps below that step, or training.on_non_finite = "skip"'
-        )
-    return replace(bad, step=loaded.step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -23,9 +24,8 @@ Metric = float | str | Mapping[str, float]
 
 
 class StepDecision(Enum):
-    """How the run continues.  All ranks must decide alike."""
+    """How the run continues otherwise than with the next step.  All ranks must decide alike."""
 
-    CONTINUE = auto()
     SKIP = auto()  # this step changes no weight; its samples are consumed
     ROLL_BACK = auto()  # load the newest checkpoint and continue with the samples after this step's
     STOP = auto()  # save this step and end the run
@@ -33,7 +33,7 @@ class StepDecision(Enum):
 
 @dataclass(frozen=True)
 class SampleRange:
-    """Global sample indices from first to last, both included.  `str` gives them as messages show them."""
+    """Global sample indices from first to last, both included."""
 
     first: int
     last: int
@@ -44,43 +44,22 @@ class SampleRange:
 
 @dataclass
 class StepRecord:
-    """One step over the whole global batch.
+    """One step over the whole global batch."""
 
-    Args:
-        position: where the run stands after the step.
-        samples: what the step read.
-        statistics: what the engine measured; None for a step that was skipped before it was computed.
-        lr: learning rate of the step.
-        seconds: duration of the step.
-        work_seconds: the same without the time in which this rank waited for others.
-        memory_bytes: peak memory of this rank so far: allocated on CUDA, resident on the CPU.
-        sent_bytes: bytes this rank sent in the step, by axis, without those of evaluations and checkpoints.
-        loss_scale: factor on the loss, under fp16.
-        skipped_steps: steps since the start of the run that an overflow left without an update, under fp16.
-        skipped: why the step changed no weight: "overflow" (fp16), "not finite", "passed over"; None where it did.
-        timeline: when each action of the pipeline ran, where it was measured.
-        is_last: the run ends after this step.
-        val_loss: mean nats per token of the validation samples, where the run was evaluated after this step.
-        mfu: model FLOP/s as a share of the devices' peak, where that is known.
-        metrics: what callbacks report in addition, by key.
-    """
-
-    position: Position
-    samples: SampleRange
-    statistics: StepStatistics | None = None
-    lr: float | None = None
-    seconds: float | None = None
-    work_seconds: float | None = None
-    memory_bytes: int | None = None
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    loss_scale: float | None = None
-    skipped_steps: int | None = None
-    skipped: str | None = None
-    timeline: Timeline | None = None
-    is_last: bool = False
-    val_loss: float | None = None
-    mfu: float | None = None
-    metrics: dict[str, Metric] = field(default_factory=dict)
+    position: Position  # where the run stands after the step
+    samples: SampleRange  # what the step read
+    statistics: StepStatistics | None = None  # None for a step that was skipped before it was computed
+    lr: float | None = None  # learning rate of the step
+    seconds: float | None = None  # duration of the step
+    work_seconds: float | None = None  # the same without the time in which this rank waited for others
+    memory_bytes: int | None = None  # see `peak_memory_bytes`
+    sent_bytes: dict[str, int] = field(default_factory=dict)  # by axis; not those of evaluations and checkpoints
+    skipped_steps: int | None = None  # left without an update by an overflow, so far in the run; None but under fp16
+    timeline: Timeline | None = None  # when each action of the pipeline ran, where it was measured
+    is_last: bool = False  # the run ends after this step
+    val_loss: float | None = None  # mean nats per token of the validation samples, where the run was evaluated
+    mfu: float | None = None  # model FLOP/s as a share of the devices' peak, where that is known
+    metrics: dict[str, Metric] = field(default_factory=dict)  # what callbacks report in addition, by key
 
     @property
     def step(self) -> int:
@@ -93,16 +72,26 @@ class StepRecord:
         return None if self.statistics is None else self.statistics.loss
 
     @property
+    def skipped(self) -> str | None:
+        """Why the step changed no weight: "overflow" (fp16), "not finite", "passed over"; None where it did."""
+        if self.statistics is None:
+            return "passed over"
+        if not self.statistics.skipped:
+            return None
+        return "overflow" if self.statistics.finite else "not finite"
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Counted tokens per second of all ranks together."""
         return None if self.statistics is None or self.seconds is None else self.statistics.tokens / self.seconds
 
     def reported(self) -> dict[str, Metric]:
         """All metrics that this step has, by key."""
+        measured = self.statistics
         found = {
             "step": self.step,
             "loss": self.loss,
-            "grad_norm": None if self.statistics is None else self.statistics.grad_norm,
+            "grad_norm": None if measured is None else measured.grad_norm,
             "lr": self.lr,
             "tokens": self.position.tokens,
             "tokens_per_second": self.tokens_per_second,
@@ -110,7 +99,7 @@ class StepRecord:
             "memory_bytes": self.memory_bytes,
             "val_loss": self.val_loss,
             "sent_bytes": self.sent_bytes,
-            "loss_scale": self.loss_scale,
+            "loss_scale": None if measured is None or self.skipped_steps is None else measured.loss_scale,
             "skipped_steps": self.skipped_steps,
             "skipped": self.skipped,
             "mfu": self.mfu,
@@ -121,42 +110,30 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended.
-
-    Args:
-        step: optimizer steps done.
-        loss: of the last step, mean nats per token; None when no step was left to train.
-        val_loss: of the last evaluation, or None.
-        checkpoint: the newest complete step directory, if there is one.
-        seconds: duration of the training loop.
-        sent_bytes: bytes this rank sent per axis.
-        skipped_steps: steps that an overflow left without an update, since the start of the run.
-        stopped: the run was asked to stop before its last step; it was saved.
-    """
+    """How a run ended."""
 
     step: int
-    loss: float | None
-    val_loss: float | None
-    checkpoint: str | None
-    seconds: float
-    sent_bytes: dict[str, int]
-    skipped_steps: int = 0
-    stopped: bool = False
+    loss: float | None  # of the last step, mean nats per token; None where there was none
+    val_loss: float | None  # of the last evaluation
+    checkpoint: str | None  # the newest complete step directory
+    seconds: float  # duration of the training loop
+    sent_bytes: dict[str, int]  # by this rank, per axis
+    skipped_steps: int  # that an overflow left without an update, since the start of the run
+    stopped: bool  # the run was asked to stop before its last step; it was saved
 
 
 class StepMeter:
     """Measures a step on this rank, from when it is made until `read`."""
 
     def __init__(self, traffic: Traffic) -> None:
-        self._traffic, self._sent, self._waited = traffic, traffic.by_axis(), traffic.waited_seconds
+        self._traffic, self._sent, self._waited = traffic, Counter(traffic.by_axis()), traffic.waited_seconds
         self._started = time.perf_counter()
 
     def read(self) -> tuple[float, float, dict[str, int]]:
         """Seconds, seconds without waiting for other ranks, and the bytes sent by axis."""
         seconds = time.perf_counter() - self._started
-        sent = {axis: bytes_ - self._sent.get(axis, 0) for axis, bytes_ in sorted(self._traffic.by_axis().items())}
         work = seconds - (self._traffic.waited_seconds - self._waited)
-        return seconds, work, {axis: bytes_ for axis, bytes_ in sent.items() if bytes_}
+        return seconds, work, dict(sorted((Counter(self._traffic.by_axis()) - self._sent).items()))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -39,11 +39,7 @@ def checkpoints_of(config: RunConfig) -> Folder:
 
 
 def find_origin(wish: str, root: Folder) -> Folder | None:
-    """The step directory to load; None to begin anew.
-
-    Args:
-        wish: `checkpoint.resume`.
-        root: where the run's own checkpoints are.
+    """The step directory to load, for `checkpoint.resume` and the run's own checkpoints in `root`; None to begin anew.
 
     Raises:
         CheckpointError: `wish` does not fit what is in `root`, or is no checkpoint.
@@ -83,9 +79,8 @@ def resume_setting_of(folder: Folder) -> str | None:
 
 def _was_interrupted(root: Folder, wish: str) -> bool:
     """Whether the run in a directory began at `wish`.  The newest step that can be read decides."""
-    complete = (folder for folder in reversed(step_folders(root)) if is_complete(folder))
-    beginnings = (resume_setting_of(folder) for folder in complete)
-    return next((one for one in beginnings if one is not None), None) == wish
+    settings = (resume_setting_of(folder) for folder in reversed(step_folders(root)) if is_complete(folder))
+    return next((setting for setting in settings if setting is not None), None) == wish
 
 
 def check_shared(root: Folder, state: ParallelState) -> None:

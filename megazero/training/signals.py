@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -30,17 +29,10 @@ SAME_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """Whether this run was asked to stop.  A plain value until `listen`, so it can be sent to the ranks that are started.
-
-    Args:
-        clock: in seconds; monotonic.
-
-    Attributes:
-        mark: a file in the launcher's folder; its existence is the request for all ranks of the launcher.
-    """
+    """Whether this run was asked to stop.  A plain value until `listen`, so it can be sent to the ranks that are started."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.mark: Path | None = None
+        self.mark: Path | None = None  # a file; its existence is the request for all ranks of the launcher
         self._clock = clock
         self._first: float | None = None  # time of the first signal
         self._listens = False
@@ -52,7 +44,8 @@ class StopRequest:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, _leave_it_to_the_thread)
+            # With any Python handler the signal does not end the process; the number is already in the pipe.
+            signal.signal(number, lambda *_: None)
         threading.Thread(target=self._watch, args=(reader,), name="stop-signals", daemon=True).start()
         self._listens = True
 
@@ -104,11 +97,7 @@ class StopRequest:
 
 
 def die_of_signals() -> None:
-    """Let every signal end this process at once, as before `StopRequest.listen`."""
+    """Let every signal end this process at once, as before `listen`."""
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-
-
-def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """With any Python handler the signal does not end the process; the number is already in the pipe."""

@@ -58,13 +58,7 @@ def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) -> float | None:
-    """FLOP/s that a device can do at most; None where that is not known.
-
-    Args:
-        device: where the model computes.
-        dtype: of its products.
-        given: `logging.peak_flops`, which goes before the table.
-    """
+    """FLOP/s that a device can do at most: `logging.peak_flops` if given, else by the table; None where it is not known."""
     if given is not None or device.type != "cuda":
         return given
     return known_peak_flops(torch.cuda.get_device_name(device), dtype)

@@ -4,12 +4,9 @@
     rank 1   beat . . . . beat . . . . beat . . requested: beat . beat . beat                  -> "rank 1 is alive"
     rank 3   beat . . . . beat . X
 
-A thread on each rank writes heartbeats into the store of the process group: a counter, the step, and the collective that
-the rank entered or left last. A rank that loses a peer requests heartbeats from all; from then on every rank writes one at
-every tick, and a rank whose counter stands still is dead. A step never waits for any of this.
-
-The thread also watches its own rank. If the rank makes no progress for longer than the collective timeout while it waits for
-others, or after the run is over, nothing else would end the process, so the thread does.
+A thread on each rank writes heartbeats into the store of the process group.  A rank that loses a peer requests heartbeats
+from all; from then on every rank writes one at every tick, and a rank whose counter stands still is dead.  A step never
+waits for any of this.  The thread also ends its own process if nothing else would: see `_waits_for_others`.
 """
 
 from __future__ import annotations
@@ -46,7 +43,6 @@ class Watchdog:
     A `LostPeerError` that leaves the context says which ranks are missing.  A world of one rank has no thread.
 
     Args:
-        state: this rank's parallel state.
         timeout_seconds: how long a collective may wait.
         folder: of the run; flight records go below it.
         tick_seconds: how often the thread wakes up. None: 1 s, and more in a large world, to spare the store.
@@ -101,10 +97,9 @@ class Watchdog:
             found = self._explain(error.axis, error.ranks, is_over=True)
             self._leave(found, lost=True)
             error.explain(self._at[0], found + self._record())
-        elif error is not None:
-            self._leave(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
         else:
-            self._leave("it was done")
+            line = (str(error).strip().splitlines() or [""])[0]
+            self._leave("it was done" if error is None else f"{type(error).__name__}: {line}")
         self._over.set()
         self._thread.join(timeout=self._tick)
 
@@ -130,7 +125,6 @@ class Watchdog:
         )
 
     def _seconds_without_progress(self) -> float:
-        """Seconds without progress of this rank."""
         last = self._state.traffic.last
         return time.perf_counter() - max(self._at[2], 0.0 if last is None else last.since)
 
@@ -151,10 +145,6 @@ class Watchdog:
             "its host may be the one that is lost"
         )
 
-    def _record(self) -> str:
-        record = _within(self._patience, lambda: write_flight_record(self._folder, self._state))
-        return f"; what torch recorded of the last collectives is in {record}" if record else ""
-
     def _compare(self, axis: str, others: Sequence[int], mine: Heartbeat, *, is_over: bool) -> str:
         store, world = self._store, self._state.world.ranks
         assert store is not None
@@ -169,14 +159,25 @@ class Watchdog:
             if time.monotonic() > until or not any(is_dead(rank, before, after) for rank in ranks):
                 return explain_missing_ranks(axis, others, mine, before, after)
 
+    def _record(self) -> str:
+        """Write what torch has recorded of this rank's last collectives, where this build of torch does, and say where."""
+        recorder = "_dump_nccl_trace_json" if self._is_on_cuda else "_dump_fr_trace_json"
+        path = self._folder / FLIGHT_RECORDS / f"rank-{self._state.rank}.json"
+
+        def write() -> str:
+            record = getattr(torch._C._distributed_c10d, recorder)()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(record)
+            return f"; what torch recorded of the last collectives is in {path}"
+
+        return _within(self._patience, write) or ""
+
     def _watch(self) -> None:
-        store = self._store
+        store, ticks = self._store, 0
         assert store is not None
-        ticks = 0
         while not self._over.wait(self._tick):
             ticks += 1
-            # a dead store is no reason to stop watching this rank
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # a dead store is no reason to stop watching this rank
                 is_requested, self._is_over = store.requested()
                 if is_requested or ticks % _TICKS_PER_BEAT == 0:
                     self._write_heartbeat()
@@ -190,8 +191,7 @@ class Watchdog:
         if not self._waits_for_others():
             return
         if idle > self._timeout + self._margin:
-            found = self._report(idle, "; this rank ends itself", is_over=True)
-            self._leave(found, lost=True)
+            self._leave(self._report(idle, "; this rank ends itself", is_over=True), lost=True)
             self._end()
         elif self._is_on_cuda and idle > 0.9 * self._timeout and not self._has_warned:
             self._has_warned = True
@@ -203,12 +203,9 @@ class Watchdog:
         True inside a collective, and anywhere once the run is over because a rank has lost a peer. A CUDA device may make
         its host wait anywhere. False while the rank computes, saves or compiles in its first step: that may take any time.
         """
-        step, phase, _ = self._at
-        if self._is_over:
-            return True
-        last = self._state.traffic.last
-        if phase != TRAINING or last is None:
-            return False
+        (step, phase, _), last = self._at, self._state.traffic.last
+        if self._is_over or phase != TRAINING or last is None:
+            return self._is_over
         return last.is_inside or (self._is_on_cuda and step != self._first_step)
 
     def _report(self, idle: float, then: str, *, is_over: bool) -> str:
@@ -233,16 +230,3 @@ def _within(seconds: float, call: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(seconds)
     return answers[0] if answers else None
-
-
-def write_flight_record(folder: Path, state: ParallelState) -> Path | None:
-    """Write what torch has recorded of this rank's last collectives; None where this build of torch records nothing."""
-    # two recorders: what NCCL did, and what gloo did
-    name = "_dump_nccl_trace_json" if state.device.type == "cuda" else "_dump_fr_trace_json"
-    dump = getattr(torch._C._distributed_c10d, name, None)
-    if dump is None:
-        return None
-    path = folder / FLIGHT_RECORDS / f"rank-{state.rank}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(dump())
-    return path

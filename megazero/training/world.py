@@ -1,9 +1,7 @@
 """Joining the ranks that a launcher has started; a spare rank waits beside them.
 
-    torchrun starts 7 ranks, the run has 6      ranks 0 to 5 join a process group of 6
-                                                rank 6 waits until rank 0 writes into the store how the run ended
-
-The run itself sees only the ranks that joined.
+torchrun starts 7 ranks, the run has 6      ranks 0 to 5 join a process group of 6
+                                            rank 6 waits until rank 0 writes into the store how the run ended
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,6 +29,8 @@ LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `laun
 _ENDED = "megazero/ended"
 _LOOK_SECONDS = 0.5  # between two looks of a spare rank at the store
 _FAREWELL_SECONDS = 10.0  # rank 0 waits so long for spare ranks: the store may end with it
+# The settings of torch's CUDA allocator, and the older names that torch reads, too.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class DeviceError(RuntimeError):
@@ -42,15 +42,7 @@ class SpareRankError(RuntimeError):
 
 
 def device_type(config: RunConfig, local_ranks: int) -> str:
-    """Where ranks compute: "cpu" or "cuda".
-
-    Args:
-        config: `launch.device`; "auto" takes CUDA where there is a device for each rank of this machine.
-        local_ranks: ranks on this machine.
-
-    Raises:
-        DeviceError: CUDA is asked for and there are too few devices.
-    """
+    """Where ranks compute, "cpu" or "cuda", if this machine has so many of them.  Raises: DeviceError."""
     wish, devices = config.launch.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and devices < local_ranks:
         raise DeviceError(
@@ -58,6 +50,16 @@ def device_type(config: RunConfig, local_ranks: int) -> str:
             f"{devices}; start fewer ranks, or set launch.device=cpu"
         )
     return "cuda" if wish != "cpu" and devices >= local_ranks else "cpu"
+
+
+def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Let torch's CUDA allocator grow its segments, unless the user has chosen settings of any kind.
+
+    Buckets, activations and compiled kernels ask for blocks of many sizes; segments of fixed size would keep gaps between
+    them that nothing fits into.  The process, or one that inherits its environment, must not have touched a device yet.
+    """
+    if not any(name in environment for name in _ALLOCATOR):
+        environment[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def this_rank() -> int:
@@ -81,25 +83,16 @@ def open_store(timeout: timedelta) -> Store | None:
     else:
         store, _, _ = next(rendezvous("env://", this_rank(), world, timeout=timeout))
     store.set_timeout(timeout)
-    return PrefixStore(_attempt(), store)
-
-
-def _attempt() -> str:
-    """A name for this start of the ranks.
-
-    A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote. With a single
-    agent all ranks see the same restart count; for several agents see docs/elastic.md.
-    """
+    # A torchrun that keeps one store over its restarts still has in it what the ranks of the last start wrote. With a
+    # single agent all ranks see the same restart count; for several agents see docs/elastic.md.
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
-    return f"megazero/start{count}"
+    return PrefixStore(f"megazero/start{count}", store)
 
 
 def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     """Join the process group that the environment describes; a world of one rank without a launcher.
 
-    Args:
-        run: the resolved run.
-        store: from `open_store`, if the caller has opened it already.
+    `store` is that of `open_store`, if the caller has opened it already.
 
     Raises:
         DeviceError: there are too few devices.
@@ -112,8 +105,7 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    device = torch.device("cpu")
-    backend = "gloo"
+    device, backend = torch.device("cpu"), "gloo"
     if device_type(config, local_world) == "cuda":
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
@@ -136,12 +128,10 @@ def leave_world() -> None:
 
 
 def wait_as_spare(store: Store) -> int:
-    """Wait until the ranks that train are done.
+    """Wait until the ranks that train are done, and return the exit status that rank 0 wrote; 1 if the store died.
 
     SIGTERM and SIGINT end the wait at once. SIGUSR1 does not: every process of a job receives it, and if this rank ended,
     torchrun would kill the others while they save.
-
-    Returns: the exit status that rank 0 wrote into the store; EXIT_FAILED if the store or rank 0 has died.
     """
     die_of_signals()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -157,11 +147,10 @@ def wait_as_spare(store: Store) -> int:
 
 def release_spare_ranks(store: Store, ranks: Sequence[int], status: int) -> None:
     """Write this rank's exit status for the spare ranks and wait until they have read it.  Called on rank 0."""
-    if not ranks:
-        return
-    with contextlib.suppress(RuntimeError):  # a spare rank may have died
-        store.set(_ENDED, str(status))
-        store.wait([_left(rank) for rank in ranks], timedelta(seconds=_FAREWELL_SECONDS))
+    if ranks:
+        with contextlib.suppress(RuntimeError):  # a spare rank may have died
+            store.set(_ENDED, str(status))
+            store.wait([_left(rank) for rank in ranks], timedelta(seconds=_FAREWELL_SECONDS))
 
 
 def _left(rank: int) -> str:

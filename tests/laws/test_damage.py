@@ -25,7 +25,8 @@ from megazero.checkpoint.index import (
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
-from megazero.training.callbacks.checkpointing import Checkpoints
+from megazero.training.callbacks.checkpointing import Checkpointing
+from megazero.training.watchdog import Watchdog
 
 CASES = 200
 
@@ -151,15 +152,19 @@ def test_files_in_each_others_place_are_refused_where_only_sizes_are_checked(sav
         _refused(engine, directory, name)
 
 
+def _checkpointing(run: ResolvedRun, state: ParallelState, say: Callable[[str], None]) -> Checkpointing:
+    return Checkpointing(run.config, state, "data", say, Watchdog(state, 60, Path()))
+
+
 def _resume(rank: int, run: ResolvedRun) -> tuple[int, str | None, list[str]]:
     lines: list[str] = []
     state = state_on(rank, run)
-    checkpoints = Checkpoints(run.config, state, "data", lines.append)
+    checkpoints = _checkpointing(run, state, lines.append)
     assert checkpoints.find()
     engine = engine_on(rank, run, init_weights=False, state=state)
     position = checkpoints.resume(engine)
-    checkpoints.save(engine, replace(position, step=2), None)
-    checkpoints.finish()
+    checkpoints.save(replace(position, step=2), None)
+    checkpoints.on_end(position)
     return position.step, checkpoints.newest, lines
 
 
@@ -197,7 +202,7 @@ def test_a_run_stops_at_damage_unless_told_otherwise(saved: Path, tmp_path: Path
 def _apart(rank: int, root: Path) -> str:
     run = run_of(2, model=LLAMA, checkpoint={"directory": str(root / ("a" if rank == 0 else "b"))})
     with pytest.raises(CheckpointError) as refusal:
-        Checkpoints(run.config, state_on(rank, run), "data", print)
+        _checkpointing(run, state_on(rank, run), print)
     return str(refusal.value)
 
 
@@ -252,21 +257,21 @@ def _begun_elsewhere(saved: Path, root: Path) -> tuple[ResolvedRun, ParallelStat
 def test_a_run_begun_from_a_path_falls_back_among_its_own_steps(saved: Path, tmp_path: Path) -> None:
     run, state = _begun_elsewhere(saved, tmp_path)
     engine = engine_on(0, run, init_weights=False, state=state)
-    with Checkpoints(run.config, state, "data", print) as checkpoints:
+    with _checkpointing(run, state, print) as checkpoints:
         assert checkpoints.find()
         position = checkpoints.resume(engine)
         for step in (4, 6):
-            checkpoints.save(engine, replace(position, step=step), None)
-        checkpoints.finish()
+            checkpoints.save(replace(position, step=step), None)
+        checkpoints.on_end(position)
     (tmp_path / "step-00000006" / "trainer_state.json").write_text("{")
     lines: list[str] = []
-    again = Checkpoints(run.config, state, "data", lines.append)
+    again = _checkpointing(run, state, lines.append)
     assert again.find()
     assert again.resume(engine).step == 4
     assert "step-00000006 is marked as damaged; going back to step-00000004" in lines[0]
     shutil.copytree(saved / "step-00000001", tmp_path / "step-00000001")  # of another run
     (tmp_path / "step-00000004" / "config.json").unlink()
-    last = Checkpoints(run.config, state, "data", lines.append)
+    last = _checkpointing(run, state, lines.append)
     assert last.find()
     assert last.resume(engine).step == 2
     assert "step-00000004 is marked as damaged; going back to step-00000002" in lines[-2]
@@ -276,9 +281,9 @@ def test_going_back_never_loads_what_another_run_left_in_the_directory(saved: Pa
     shutil.copytree(saved / "step-00000001", tmp_path / "step-00000001")
     run, state = _begun_elsewhere(saved, tmp_path)
     engine = engine_on(0, run, init_weights=False, state=state)
-    checkpoints = Checkpoints(run.config, state, "data", print)
+    checkpoints = _checkpointing(run, state, print)
     assert checkpoints.find()
     checkpoints.resume(engine)
-    back = checkpoints.roll_back(engine)
+    back = checkpoints.roll_back()
     assert back is not None
     assert back.step == 2

@@ -13,21 +13,13 @@ from megazero.training.record import StepDecision, StepRecord
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run that a callback belongs to.
-
-    Args:
-        run: the resolved run.
-        engine: the model, its optimizer, and this rank's parallel state (`engine.state`).
-        corpus: training and validation samples.
-        start: where the run starts, or resumes.
-        say: prints a line on the terminal, on rank 0 only.
-    """
+    """The run that a callback belongs to."""
 
     run: ResolvedRun
-    engine: Engine
-    corpus: Corpus
-    start: Position
-    say: Callable[[str], None]
+    engine: Engine  # the model, its optimizer, and this rank's parallel state (`engine.state`)
+    corpus: Corpus  # training and validation samples
+    start: Position  # where the run starts, or resumes
+    say: Callable[[str], None]  # prints a line on the terminal, on rank 0 only
 
 
 class Callback:

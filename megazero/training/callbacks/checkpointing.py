@@ -22,71 +22,37 @@ from megazero.training.record import StepRecord
 from megazero.training.resuming import check_shared, checkpoints_of, find_origin, resume_setting_of
 from megazero.training.watchdog import Watchdog
 
-_MIB = 2**20
-
 
 class Checkpointing(Callback):
-    """Saves every `checkpoint.save_every_steps` steps and after the last one.
+    """Saves every `checkpoint.save_every_steps` steps and after the last one; finds and loads what was saved.
 
     Args:
-        checkpoints: of the run.
-        engine: holds the state to save.
-        watchdog: is informed that this rank saves, which may take long.
-    """
-
-    def __init__(self, checkpoints: Checkpoints, engine: Engine, watchdog: Watchdog) -> None:
-        self._checkpoints, self._engine, self._watchdog = checkpoints, engine, watchdog
-        self._every = engine.config.checkpoint.save_every_steps
-
-    def after_step(self, record: StepRecord) -> None:
-        """Save if it is due."""
-        if record.is_last or self._is_due(record.step):
-            self._save(record.position, record.val_loss)
-
-    def on_rollback(self, position: Position) -> None:
-        """Save if it is due: the step that was loaded may lie in the directory of another run."""
-        if self._is_due(position.step):
-            self._save(position, None)
-
-    def on_end(self, position: Position) -> None:
-        """Wait until everything is written."""
-        self._watchdog.at(position.step, SAVING)
-        self._checkpoints.finish()
-
-    def _is_due(self, step: int) -> bool:
-        return bool(self._every) and step % self._every == 0
-
-    def _save(self, position: Position, val_loss: float | None) -> None:
-        self._watchdog.at(position.step, SAVING)
-        self._checkpoints.save(self._engine, position, val_loss)
-
-
-class Checkpoints:
-    """Reads and writes the checkpoints of one run.  Called on every rank.
-
-    Args:
-        config: the resolved run.
-        state: this rank's parallel state.
         fingerprint: of the run's data.
         say: takes lines for the terminal, on rank 0; also from another thread.
-
-    Attributes:
-        newest: the newest complete step directory that this run has read or written, or None.
+        watchdog: is informed when this rank saves, which may take long.
 
     Raises:
         CheckpointError: the ranks do not share the directory of the checkpoints, or it cannot be written.
     """
 
-    def __init__(self, config: RunConfig, state: ParallelState, fingerprint: str, say: Callable[[str], None]) -> None:
-        self._config, self._state, self._fingerprint, self._say = config, state, fingerprint, say
+    def __init__(
+        self, config: RunConfig, state: ParallelState, fingerprint: str, say: Callable[[str], None], watchdog: Watchdog
+    ) -> None:
+        self._config, self._state, self._fingerprint, self._say = config.checkpoint, state, fingerprint, say
+        self._watchdog = watchdog
         self._root = agree(lambda: checkpoints_of(config), state.world, CheckpointError)
         check_shared(self._root, state)
-        state.saving_axes(config.checkpoint.timeout_seconds)
-        self.newest: str | None = None
+        self._axes = state.saving_axes(config.checkpoint.timeout_seconds)
+        self._engine: Engine  # from `resume` on
         self._origin: Folder | None = None  # what was found, then what was loaded last
         self._loaded_step = 0
         self._saver: Saver | None = None
-        self._last: Folder | None = None  # what was saved last, or is being saved
+        self._last: Folder | None = None  # what was loaded, or saved last, or is being saved
+
+    @property
+    def newest(self) -> str | None:
+        """The newest step directory that this run has loaded or saved; complete after `on_end`."""
+        return None if self._last is None else str(self._last)
 
     def __enter__(self) -> Self:
         return self
@@ -99,16 +65,42 @@ class Checkpoints:
             with suppress(Exception):  # already reported; the run ends for another reason
                 self._saver.finish()
 
+    def after_step(self, record: StepRecord) -> None:
+        if record.is_last or self._is_due(record.step):
+            self.save(record.position, record.val_loss)
+
+    def on_rollback(self, position: Position) -> None:
+        """Save if it is due: the step that was loaded may lie in the directory of another run."""
+        if self._is_due(position.step):
+            self.save(position, None)
+
+    def _is_due(self, step: int) -> bool:
+        return bool(self._config.save_every_steps) and step % self._config.save_every_steps == 0
+
+    def on_end(self, position: Position) -> None:
+        """Wait until the last save is durable and rank 0 has pruned.  Raises: CheckpointError, LostPeerError."""
+        self._watchdog.at(position.step, SAVING)
+        if self._saver is not None:
+            self._saver.finish()
+            # All ranks leave together: a launcher that sees the first one end with 75 kills the others.
+            gather_objects(None, self._axes.world)
+
+    # Loading
+
     def find(self) -> bool:
         """Look for the checkpoint to continue from; whether there is one.  Raises: CheckpointError."""
-        self._origin = self._look(lambda: find_origin(self._config.checkpoint.resume, self._root))
+        self._origin = self._look(lambda: find_origin(self._config.resume, self._root))
         return self._origin is not None
 
     def _look(self, look: Callable[[], Folder | None]) -> Folder | None:
         """What rank 0 finds, on all ranks."""
-        found = agree(lambda: _path(look()) if self._state.rank == 0 else None, self._state.world, CheckpointError)
-        path = gather_objects(found, self._state.world)[0]
-        return None if path is None else folder_at(path)
+
+        def path() -> str | None:
+            found = look() if self._state.rank == 0 else None
+            return None if found is None else str(found)
+
+        found = gather_objects(agree(path, self._state.world, CheckpointError), self._state.world)[0]
+        return None if found is None else folder_at(found)
 
     def resume(self, engine: Engine) -> Position:
         """Load what `find` has found, and say how far it had come.
@@ -116,83 +108,78 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged and `checkpoint.on_damage` is stop, or no intact one is left.
         """
+        self._engine = engine
         if self._origin is None:
             return Position()
-        position = self._load(engine, self._origin)
+        position = self._load(self._origin)
         self._say(f"resumed {self.newest} at step {position.step}")
         return position
 
-    def _load(self, engine: Engine, origin: Folder) -> Position:
-        while True:
-            try:
-                position = self._read(engine, origin)
-            except DamagedError as error:
-                if self._config.checkpoint.on_damage == "stop" or origin.parent != self._root:
-                    raise
-                damaged, older = origin, self._drop(origin)
-                if older is None:
-                    raise CheckpointError(f"{error}\nno older checkpoint is left in {self._root}") from error
-                self._say(
-                    f"{error}\n{damaged.name} is marked as damaged; going back to {older.name} (checkpoint.on_damage)"
-                )
-                origin = older
-            else:
-                self._last, self.newest = origin, str(origin)
-                self._origin, self._loaded_step = origin, position.step
-                return position
-
-    def _read(self, engine: Engine, origin: Folder) -> Position:
-        with ExitStack() as until_read:
-            mark = partial(until_read.enter_context, reading(origin))
-            agree(mark if self._state.rank == 0 else lambda: origin, self._state.world, CheckpointError)
-            return engine.load(origin, self._fingerprint)
-
-    def _drop(self, damaged: Folder) -> Folder | None:
-        """Set a damaged checkpoint aside; return the next one to try, which may be where this run began."""
-
-        def drop() -> Folder | None:
-            mark_damaged(damaged)
-            newest, wish = find_newest(self._root), self._config.checkpoint.resume
-            if wish in ("auto", "never") or (newest is not None and resume_setting_of(newest) == wish):
-                return newest
-            return folder_at(wish)
-
-        return self._look(drop)
+    def roll_back(self) -> Position | None:
+        """Load the newest complete checkpoint; None where there is none yet.  Raises: CheckpointError."""
+        if self._saver is not None:
+            with suppress(CheckpointError):  # already reported
+                self._saver.finish()
+        newest = self._look(self._newest_of_this_run)
+        return None if newest is None else self._load(newest)
 
     def _newest_of_this_run(self) -> Folder | None:
         """The newest step.  Those before the step that was loaded may belong to another run in the same directory."""
         newest = find_newest(self._root)
         return newest if newest is not None and step_of(newest) >= self._loaded_step else self._origin
 
-    def save(self, engine: Engine, position: Position, val_loss: float | None) -> None:
+    def _load(self, origin: Folder) -> Position:
+        """Load a step, or an older one if it is damaged and `checkpoint.on_damage` allows it."""
+        try:
+            with ExitStack() as until_read:
+                mark = partial(until_read.enter_context, reading(origin))
+                agree(mark if self._state.rank == 0 else lambda: origin, self._state.world, CheckpointError)
+                position = self._engine.load(origin, self._fingerprint)
+        except DamagedError as error:
+            if self._config.on_damage == "stop" or origin.parent != self._root:
+                raise
+            older = self._look(lambda: self._set_aside(origin))
+            if older is None:
+                raise CheckpointError(f"{error}\nno older checkpoint is left in {self._root}") from error
+            self._say(f"{error}\n{origin.name} is marked as damaged; going back to {older.name} (checkpoint.on_damage)")
+            return self._load(older)
+        self._last = self._origin = origin
+        self._loaded_step = position.step
+        return position
+
+    def _set_aside(self, damaged: Folder) -> Folder | None:
+        """Mark a damaged checkpoint; return the next one to try, which may be where this run began."""
+        mark_damaged(damaged)
+        newest, wish = find_newest(self._root), self._config.resume
+        if wish in ("auto", "never") or (newest is not None and resume_setting_of(newest) == wish):
+            return newest
+        return folder_at(wish)
+
+    # Saving
+
+    def save(self, position: Position, val_loss: float | None) -> None:
         """Begin a checkpoint, unless this step has one.  Failures of earlier ones have been reported and are ignored.
 
-        Args:
-            engine: holds the state.
-            position: how far the run has come.
-            val_loss: of this very step, where it was evaluated.
-
-        Raises:
-            LostPeerError: a rank has died.
+        `val_loss` is that of this very step, where it was evaluated.  Raises: LostPeerError.
         """
+        self._watchdog.at(position.step, SAVING)
         folder = step_folder(self._root, position.step)
-        if self._last is not None and str(self._last) == str(folder):
+        if self.newest == str(folder):
             return
-        self._saver = self._saver or self._make_saver(engine)
+        self._saver = self._saver or self._make_saver()
         self._last = folder
-        engine.save(folder, position, self._fingerprint, val_loss=val_loss, saver=self._saver)
+        self._engine.save(folder, position, self._fingerprint, val_loss=val_loss, saver=self._saver)
 
-    def _make_saver(self, engine: Engine) -> Saver:
-        config = self._config.checkpoint
+    def _make_saver(self) -> Saver:
+        config = self._config
         limit = None if config.host_memory_bytes == "auto" else config.host_memory_bytes
-        keep = Retention(config.keep_last, config.keep_every_steps, config.keep_best)
         saver = Saver(
-            engine.sharded_model.sharded_state,
+            self._engine.sharded_model.sharded_state,
             self._state,
             host_memory_bytes=limit if config.asynchronous else 0,
             timeout_seconds=config.timeout_seconds,
             report=self._report,
-            after=lambda _: self._prune(keep),
+            after=lambda _: self._prune(),
         )
         if saver.refusal is not None and config.asynchronous:
             self._say(
@@ -201,7 +188,8 @@ class Checkpoints:
             )
         return saver
 
-    def _prune(self, keep: Retention) -> None:
+    def _prune(self) -> None:
+        keep = Retention(self._config.keep_last, self._config.keep_every_steps, self._config.keep_best)
         try:
             removed = prune(self._root, keep)
         except (CheckpointError, OSError) as error:
@@ -216,26 +204,6 @@ class Checkpoints:
             return
         waited = f", {report.waited_seconds:.2f} s for the one before" if report.waited_seconds > 0.1 else ""
         self._say(
-            f"saved {report.folder.name}: {report.bytes / _MIB:,.1f} MiB in {report.seconds:.2f} s; "
+            f"saved {report.folder.name}: {report.bytes / 2**20:,.1f} MiB in {report.seconds:.2f} s; "
             f"training paused for {report.copy_seconds:.3f} s{waited}"
         )
-
-    def roll_back(self, engine: Engine) -> Position | None:
-        """Load the newest complete checkpoint; None where there is none yet.  Raises: CheckpointError."""
-        if self._saver is not None:
-            with suppress(CheckpointError):  # already reported
-                self._saver.finish()
-        newest = self._look(self._newest_of_this_run)
-        return None if newest is None else self._load(engine, newest)
-
-    def finish(self) -> None:
-        """Wait until the last save is durable and rank 0 has pruned.  Raises: CheckpointError, LostPeerError."""
-        if self._saver is not None:
-            self._saver.finish()
-            # All ranks leave together: a launcher that sees the first one end with 75 kills the others.
-            gather_objects(None, self._state.saving_axes(self._config.checkpoint.timeout_seconds).world)
-            self.newest = str(self._last)
-
-
-def _path(folder: Folder | None) -> str | None:
-    return None if folder is None else str(folder)

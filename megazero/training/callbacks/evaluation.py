@@ -24,10 +24,8 @@ class Evaluation(Callback):
             raise ValueError("training.eval_every_steps needs data.validation_fraction above 0")
         samples = min(training.eval_samples, len(self._validation))
         multiple = micro_batch_multiple(self._run.config.parallel)
-        batches = read_batches(
-            self._validation, 0, samples, self._run.micro_batch_size, self._engine.share, multiple=multiple
-        )
-        statistics = self._engine.evaluate(batches)
+        share, size = self._engine.share, self._run.micro_batch_size
+        statistics = self._engine.evaluate(read_batches(self._validation, 0, samples, size, share, multiple=multiple))
         record.val_loss = statistics.loss
         # An evaluation may take long, and a skipped step asks no rank whether to stop.
         return StepDecision.STOP if statistics.stop else None

@@ -14,8 +14,6 @@ import gc
 from megazero.training.callbacks.base import Callback
 from megazero.training.record import StepRecord
 
-EVERY_STEPS = 100
-
 
 class GarbageCollection(Callback):
     """Collects garbage every so many steps, and at no other time between `on_start` and `close`.
@@ -24,12 +22,11 @@ class GarbageCollection(Callback):
     frozen, since the two could not be told apart afterwards.
     """
 
-    def __init__(self, every_steps: int = EVERY_STEPS) -> None:
+    def __init__(self, every_steps: int = 100) -> None:
         self._every_steps = every_steps
         self._was_enabled = self._has_frozen = False
 
     def on_start(self) -> None:
-        """Freeze all objects and turn the automatic collections off."""
         self._was_enabled, self._has_frozen = gc.isenabled(), gc.get_freeze_count() == 0
         if self._has_frozen:
             gc.collect()  # otherwise garbage would be frozen too
@@ -37,12 +34,10 @@ class GarbageCollection(Callback):
         gc.disable()
 
     def after_step(self, record: StepRecord) -> None:
-        """Collect if it is due."""
         if record.step % self._every_steps == 0:
             gc.collect()
 
     def close(self) -> None:
-        """Undo `on_start`."""
         if self._has_frozen:
             gc.unfreeze()
         if self._was_enabled:

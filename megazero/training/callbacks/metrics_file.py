@@ -16,12 +16,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class MetricsFile(Callback):
-    """Appends a line per step.  After a resume or a rollback it first drops the steps that will be done again.
-
-    Args:
-        path: the file.
-        after_step: steps beyond this one are dropped.
-    """
+    """Appends a line per step.  After a resume or a rollback it first drops the steps that will be done again."""
 
     def __init__(self, path: Path, after_step: int) -> None:
         self._path = path
@@ -38,16 +33,13 @@ class MetricsFile(Callback):
         return path.open("a", buffering=1)
 
     def after_step(self, record: StepRecord) -> None:
-        """Append one line."""
         self._file.write(as_json(record) + "\n")
 
     def on_rollback(self, position: Position) -> None:
-        """Drop the lines of later steps."""
         self._file.close()
         self._file = self._open(position.step)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -13,18 +13,12 @@ from megazero.training.record import StepRecord
 
 
 class PipelineTrace(Callback):
-    """Writes a picture and a Chrome trace of a measured pipeline, on rank 0.
-
-    Args:
-        run_dir: where the files go.
-        say: takes one line with the bubbles.
-    """
+    """Writes a picture and a Chrome trace of a measured pipeline into the run directory, on rank 0."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self._run_dir, self._say = run_dir, say
 
     def after_step(self, record: StepRecord) -> None:
-        """Draw a step whose timeline was measured."""
         timeline = record.timeline
         if timeline is None:
             return

@@ -11,13 +11,7 @@ from megazero.training.record import StepRecord
 
 
 class ProgressLine(Callback):
-    """A line per step on the terminal.
-
-    Args:
-        steps: steps of the whole run.
-        every_steps: how often to print.
-        say: takes the line.
-    """
+    """A line per step on the terminal: of every `every_steps`-th of all `steps`, and of those that need attention."""
 
     def __init__(self, steps: int, every_steps: int, say: Callable[[str], None]) -> None:
         self._steps, self._every, self._say = steps, every_steps, say
@@ -40,7 +34,7 @@ class ProgressLine(Callback):
             f" | {record.tokens_per_second or 0:,.0f} tokens/s{mfu} | ETA {readable_seconds(left)}"
         )
         if record.skipped:
-            scale = "" if record.loss_scale is None else f", loss scale {record.loss_scale:g}"
+            scale = "" if record.skipped_steps is None else f", loss scale {statistics.loss_scale:g}"
             line += f" | skipped ({record.skipped}{scale})"
         self._say(line if record.val_loss is None else f"{line} | validation loss {record.val_loss:.4f}")
 

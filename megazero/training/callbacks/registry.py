@@ -5,9 +5,11 @@ CALLBACKS.register("mine", MyCallback)      then, in the run file:  training.cal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError
 from megazero.config.schema import TrainingConfig
 from megazero.registry import Registry
@@ -25,7 +27,14 @@ from megazero.training.callbacks.stragglers import Stragglers
 from megazero.training.callbacks.tensorboard import TensorBoard
 from megazero.training.callbacks.utilization import Utilization
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 CALLBACKS: Registry[Callable[[RunContext], Callback]] = Registry("callback", {})
+
+
+class CallbackError(RuntimeError):
+    """A callback that a script registered has raised; its own error is the cause."""
 
 
 def check_names(training: TrainingConfig) -> None:
@@ -38,27 +47,49 @@ def check_names(training: TrainingConfig) -> None:
         raise ConfigError([Problem("training.callbacks", name, rule, hint) for name in unknown])
 
 
-def callbacks_of(context: RunContext) -> list[Callback]:
-    """The callbacks of a run before checkpointing, in order.
+def registered_callback(name: str, context: RunContext) -> Callback:
+    """The callback of this name.  An error of its factory or of a hook becomes a `CallbackError` that says the name."""
+
+    def named(function: Callable[P, T]) -> Callable[P, T]:
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except LostPeerError:  # the watchdog explains it
+                raise
+            except Exception as error:
+                raise CallbackError(f"callback {name!r} (training.callbacks) failed: {error!r}") from error
+
+        return call
+
+    callback, with_name = named(CALLBACKS[name])(context), Callback()
+    for hook in vars(Callback):
+        if not hook.startswith("_"):
+            setattr(with_name, hook, named(getattr(callback, hook)))
+    return with_name
+
+
+def callbacks_of(context: RunContext, registered: Sequence[Callback]) -> list[Callback]:
+    """The callbacks of a run, in the order in which they see a step; the loop adds checkpointing at the end.
 
     Those that only print or write exist on rank 0 alone and make no collective call.
     """
-    run, say, is_first = context.run, context.say, context.engine.state.rank == 0
+    run, engine, say, is_first = context.run, context.engine, context.say, context.engine.state.rank == 0
     training, logging, run_dir = run.config.training, run.config.logging, Path(run.config.training.run_dir)
-    callbacks: list[Callback] = [SkipSteps(run, say)]
+    writers: list[Callback] = []
     if is_first:
-        callbacks.append(PipelineTrace(run_dir, say))
-    callbacks += [
-        NonFinitePolicy(training, say),
-        Stragglers(logging, context.engine.state, say),
-        LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
-        Utilization.of_run(context),
-        Evaluation(context),
-        *(CALLBACKS[name](context) for name in training.callbacks),
-    ]
-    if is_first:
-        callbacks.append(MetricsFile(run_dir / METRICS_FILE, context.start.step))
-        callbacks.append(ProgressLine(training.steps, logging.every_steps, say))
+        writers.append(MetricsFile(run_dir / METRICS_FILE, context.start.step))
+        writers.append(ProgressLine(training.steps, logging.every_steps, say))
         if logging.tensorboard:
-            callbacks.append(TensorBoard(run_dir / "tensorboard", context.start.step))
-    return [*callbacks, GarbageCollection()]
+            writers.append(TensorBoard(run_dir / "tensorboard", context.start.step))
+    return [
+        SkipSteps(run, say),
+        *([PipelineTrace(run_dir, say)] if is_first else []),
+        NonFinitePolicy(training, say),
+        Stragglers(logging, engine.state, say),
+        LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
+        Utilization(run, engine.state.device, engine.dtype),
+        Evaluation(context),
+        *registered,
+        *writers,
+        GarbageCollection(),
+    ]

@@ -11,19 +11,13 @@ from megazero.training.record import SampleRange, StepDecision
 
 
 class SkipSteps(Callback):
-    """Decides before each step whether it is skipped, and announces each range of skipped steps once.
-
-    Args:
-        run: the resolved run.
-        say: takes the announcement.
-    """
+    """Decides before each step whether it is skipped, and announces each range of skipped steps once."""
 
     def __init__(self, run: ResolvedRun, say: Callable[[str], None]) -> None:
         self._training, self._batch, self._say = run.config.training, run.global_batch_size, say
         self._announced = 0  # the last step that was announced
 
     def before_step(self, position: Position) -> StepDecision | None:
-        """SKIP for a step that the configuration names."""
         step = position.step + 1
         count = count_skipped(step, self._training.skip_steps)
         if not count:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median_low
+from typing import NamedTuple
 
 from megazero.comm.collectives import gather_objects
 from megazero.config.schema import LoggingConfig
@@ -17,16 +17,8 @@ _NOTICEABLE_SECONDS = 0.01
 _MOST_RANKS_NAMED = 4
 
 
-@dataclass(frozen=True)
-class RankWork:
-    """How long a rank's own work takes, without waiting for others.
-
-    Args:
-        rank: its number.
-        host: where it runs.
-        stage: its pipeline stage; ranks of one stage have the same work.
-        seconds: mean over its steps.
-    """
+class RankWork(NamedTuple):
+    """How long a rank's own work takes per step, without waiting for others; ranks of one stage have the same work."""
 
     rank: int
     host: str
@@ -56,13 +48,7 @@ def spread_of(works: Sequence[RankWork]) -> dict[str, float]:
 
 
 class Stragglers(Callback):
-    """Compares the own work of all ranks every `logging.straggler_every_steps` steps, by one collective call.
-
-    Args:
-        logging: how often, and what is slow.
-        state: this rank's parallel state.
-        say: takes a line for each slow rank.
-    """
+    """Compares the own work of all ranks every `logging.straggler_every_steps` steps, by one collective call."""
 
     def __init__(self, logging: LoggingConfig, state: ParallelState, say: Callable[[str], None]) -> None:
         self._every = logging.straggler_every_steps if state.world.size > 1 else 0

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Callback):
-    """Writes every metric that is a number.
-
-    Args:
-        folder: where the event files go.
-        after_step: TensorBoard forgets steps beyond this one.
-    """
+    """Writes every metric that is a number into event files in `folder`; TensorBoard forgets steps beyond `after_step`."""
 
     def __init__(self, folder: Path, after_step: int) -> None:
         self._folder = folder
@@ -45,5 +40,4 @@ class TensorBoard(Callback):
         self._writer = self._open(position.step)
 
     def close(self) -> None:
-        """Flush and close."""
         self._writer.close()
