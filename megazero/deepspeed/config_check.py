@@ -134,7 +134,7 @@ class _Keys:
         if not errors:
             return True
         self.wrong.add(key)
-        taken = type_text(info.annotation, tuple(info.metadata))
+        taken = type_text(info)
         if isinstance(value, str) and value.lower() == "auto":
             self.problems.append(_placeholder(key, value, f"write the value itself: {taken}"))
             return False

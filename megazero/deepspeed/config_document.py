@@ -23,7 +23,7 @@ def to_markdown_deepspeed() -> str:
 
 
 def _taken(info: FieldInfo) -> str:
-    taken, default = type_text(info.annotation, tuple(info.metadata)), json.dumps(info.default)
+    taken, default = type_text(info), json.dumps(info.default)
     if info.default is None:
         return taken
     power = len(default) - 1
