@@ -1,4 +1,4 @@
-"""Names that a run file may use, and that a script may add to without editing the package.
+"""Names that come from a user's file: registries to look them up in, and answers to names that do not exist.
 
     SCHEDULES.register("mine", Mine())       then, in the run file:  parallel.schedule = "mine"
 
@@ -8,14 +8,16 @@ package's own implementations are listed by import path and imported on first us
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
+from inspect import Parameter, signature
 from typing import Any, Generic, TypeVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from megazero.settings import closest, did_you_mean
 
 T = TypeVar("T")
 
@@ -66,9 +68,7 @@ class Registry(Generic[T]):
 
     def hint(self, name: str) -> str:
         """What to write instead of a name that does not exist."""
-        by_lower = {known.lower().replace("_", "-"): known for known in self}
-        close = get_close_matches(name.lower().replace("_", "-"), by_lower, n=1)
-        return f"did you mean {by_lower[close[0]]!r}?" if close else f"there are {', '.join(self)}"
+        return did_you_mean(closest(name, self), f"there are {', '.join(self)}")
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and (name in self._built_in or name in self._registered)
@@ -88,8 +88,43 @@ class NameIn:
         return core_schema.no_info_before_validator_function(self._check, handler(source))
 
     def _check(self, value: object) -> object:
-        if value not in self.registry:
-            names = list(self.registry)
+        names = list(self.registry)
+        if value not in names:
             shown = [f'"{name}"' for name in names]
             raise PydanticCustomError("name", f"be {', '.join(shown[:-1])} or {shown[-1]}", {"choices": names})
         return value
+
+
+def unknown_name(what: str, name: str, known: Collection[str]) -> ValueError:
+    """Make the error for a name that is not among the known ones; `what` is named, as in "optimizer type"."""
+    hint = did_you_mean(closest(name, known, n=2))
+    return ValueError(f"unknown {what} {name!r}: {hint}{' ' if hint else ''}There are {', '.join(sorted(known))}")
+
+
+def keywords_of(factory: Callable[..., Any], *, positional: int = 0) -> dict[str, Parameter]:
+    """Keywords that a constructor takes, after its first `positional` arguments."""
+    named = [p for p in signature(factory).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {parameter.name: parameter for parameter in named[positional:]}
+
+
+def check_keywords(what: str, keywords: Collection[str], known: dict[str, Parameter]) -> None:
+    """Refuse keywords that a constructor does not have, and the lack of those that must be given.
+
+    Args:
+        what: what takes them, as in "WarmupLR".
+        keywords: as written in a user's file.
+        known: from `keywords_of`.
+
+    Raises:
+        ValueError: naming every such keyword, with a guess at what was meant.
+    """
+    problems = []
+    for keyword in keywords:
+        if keyword not in known:
+            hint = did_you_mean(closest(keyword, known))
+            problems.append(f"{what} has no parameter {keyword!r}" + (f" ({hint})" if hint else ""))
+    for name, parameter in known.items():
+        if parameter.default is Parameter.empty and name not in keywords:
+            problems.append(f"{what} needs the parameter {name!r}")
+    if problems:
+        raise ValueError(f"{'; '.join(problems)}. Its parameters are {', '.join(known)}")

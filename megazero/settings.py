@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -25,8 +26,6 @@ PositiveOrZero = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-
-_SHOWN_CHARACTERS = 80
 
 
 class Section(BaseModel):
@@ -61,36 +60,31 @@ class Problem:
         text = self.key
         if self.value is not None:
             shown = toml_value(self.value)
-            text += f" = {shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + '…'}"
-        text += f": {self.rule}"
-        return f"{text}; {self.hint}" if self.hint else text
+            text += f" = {shown if len(shown) <= 80 else shown[:80] + '…'}"
+        return f"{text}: {self.rule}" + (f"; {self.hint}" if self.hint else "")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run, with everything that is wrong with it."""
+    """A configuration that cannot run, with everything that is wrong with it.
+
+    Args:
+        problems: what is wrong, in the order to show it; at least one.
+        source: where the configuration came from, for the first line of the message.
+    """
 
     def __init__(self, problems: Sequence[Problem], source: str = "the configuration") -> None:
-        """Gather the problems of one configuration.
-
-        Args:
-            problems: what is wrong, in the order to show it; at least one.
-            source: where the configuration came from, for the first line of the message.
-        """
         super().__init__(problems, source)
-        self.problems = list(problems)
-        self.source = source
+        self.problems, self.source = list(problems), source
 
     def __str__(self) -> str:
         count = len(self.problems)
-        lines = [f"{count} problem{'s' if count > 1 else ''} in {self.source}:"]
-        lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
-        return "\n".join(lines)
+        lines = [f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1)]
+        return "\n".join([f"{count} problem{'s' if count > 1 else ''} in {self.source}:", *lines])
 
 
 def file_error(path: Path, rule: str, hint: str = "", line: int | None = None) -> ConfigError:
     """Make the error for a file as a whole, or for one of its lines."""
-    where = str(path) if line is None else f"{path}:{line}"
-    return ConfigError([Problem(where, None, rule, hint)], str(path))
+    return ConfigError([Problem(str(path) if line is None else f"{path}:{line}", None, rule, hint)], str(path))
 
 
 def read_text(path: Path) -> str:
@@ -101,6 +95,17 @@ def read_text(path: Path) -> str:
         raise file_error(path, f"is not UTF-8 at byte {error.start}") from None
     except OSError as error:
         raise file_error(path, f"cannot be read: {error.strerror}") from None
+
+
+def closest(word: str, known: Iterable[str], n: int = 1) -> list[str]:
+    """Find the names most like a misspelt one, the likeliest first; case does not matter, nor _ for -."""
+    by_plain = {name.lower().replace("_", "-"): name for name in known}
+    return [by_plain[name] for name in get_close_matches(word.lower().replace("_", "-"), by_plain, n=n)]
+
+
+def did_you_mean(names: Sequence[str], otherwise: str = "") -> str:
+    """Say which names were probably meant; where there is none, say something else."""
+    return f"did you mean {' or '.join(names)}?" if names else otherwise
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:
@@ -128,11 +133,7 @@ def divisors(number: int) -> list[int]:
 
 
 def toml_value(value: object) -> str:
-    """Write one value as TOML; reading the text gives an equal value back.
-
-    Args:
-        value: bool, int, float, str, date or time, or lists, string-keyed dicts and sections of these.
-    """
+    """Write a number, string, date, list, dict or section as TOML; reading the text gives an equal value back."""
     match value:
         case bool():  # before int: True is an int in Python
             return "true" if value else "false"
@@ -144,10 +145,8 @@ def toml_value(value: object) -> str:
         case BaseModel():
             return toml_value(value.model_dump())
         case dict():
-            return "{ " + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + " }"
+            names = [key if re.fullmatch("[A-Za-z0-9_-]+", key) else toml_value(key) for key in value]
+            items = zip(names, map(toml_value, value.values()), strict=True)
+            return "{ " + ", ".join(f"{name} = {item}" for name, item in items) + " }"
         case _:
             return str(value)
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else toml_value(name)

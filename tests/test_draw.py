@@ -317,8 +317,8 @@ def show(*words: str | Path, columns: int = 100) -> Result:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--schedule interleved --pp 4 --microbatches 8", "unknown schedule interleved; did you mean 'interleaved'?"),
-        ("--schedule ZB_H1 --pp 4 --microbatches 8", "did you mean 'zb-h1'?"),
+        ("--schedule interleved --pp 4 --microbatches 8", "unknown schedule interleved; did you mean interleaved?"),
+        ("--schedule ZB_H1 --pp 4 --microbatches 8", "did you mean zb-h1?"),
         ("--schedule fast --pp 4 --microbatches 8", "there are gpipe, 1f1b, interleaved, zb-h1, zbv"),
         (
             "--schedule interleaved --virtual-stages 2 --pp 4 --microbatches 6",

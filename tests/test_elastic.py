@@ -95,7 +95,7 @@ def test_the_file_of_a_run_keeps_the_shape_it_was_written_with_for_other_worlds(
 def test_without_elastic_nothing_is_fitted() -> None:
     config = RunConfig()
     assert fit(config, 5).config is config
-    assert fit(config, 5).world_size == 5
+    assert fit(config, 5).dp == 5
 
 
 def test_a_shard_group_that_does_not_divide_dp_is_given_up_with_a_notice() -> None:

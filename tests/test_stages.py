@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from megazero.config.derive import complete_model
 from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
 from megazero.models.stages import cut, cut_by_cost, cut_evenly, head_cost_in_layers
 
 CUTS = [(layers, stages) for layers in range(1, 41) for stages in range(1, layers + 1)]
@@ -59,14 +59,14 @@ def test_a_cut_by_cost_has_the_cheapest_costliest_stage_of_all_cuts():
 
 def test_the_heads_cost_is_its_multiplications_over_a_layers():
     """GPT-2 small by hand: 50304 * 768 over 12 * 768^2 and half of 1024 positions, twice."""
-    model = complete_model(
+    model = FAMILIES["gpt2"].complete(
         ModelConfig(family="gpt2", hidden_size=768, num_layers=12, num_heads=12, vocab_size=50304, seq_len=1024)
     )
     assert head_cost_in_layers(model) == pytest.approx(50304 * 768 / (12 * 768**2 + 768 * 1024))
 
 
 def test_a_written_layout_is_taken_as_it_is():
-    model = complete_model(ModelConfig(num_layers=9))
+    model = FAMILIES["llama"].complete(ModelConfig(num_layers=9))
     layouts = cut(model, (("embed",), (5,), (4, "head")), 3)
     assert [list(layout.layers) for layout in layouts] == [[], [0, 1, 2, 3, 4], [5, 6, 7, 8]]
     assert [(layout.has_embedding, layout.has_head) for layout in layouts] == [

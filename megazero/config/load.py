@@ -8,20 +8,23 @@ Resolving twice changes nothing: a resolved config is itself a config, which res
 """
 
 import re
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, time
-from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
-from megazero.config.derive import BatchSizes, batch_sizes, complete_model, data_parallel_size, fit
-from megazero.config.extensions import import_extensions
+from megazero.config.derive import batch_sizes, fit
 from megazero.config.problems import validate
 from megazero.config.rules import broken_rules
 from megazero.config.schema import RunConfig, sections
-from megazero.settings import ConfigError, Problem, file_error, read_text
+from megazero.models.registry import FAMILIES
+from megazero.settings import ConfigError, Problem, closest, did_you_mean, file_error, read_text
 
 Tables = dict[str, Any]
 
@@ -71,25 +74,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
     tables = _read(Path(path))
     problems = _rename(tables)
     problems += [problem for text in overrides if (problem := _override(tables, text))]
-    problems += _imported_extensions(tables)
+    launch = tables.get("launch")
+    if isinstance(launch, dict):  # before the checks: they accept the names that an extension registers
+        problems += import_extensions(launch.get("extensions"))
     schema_problems, config, wrong_keys = validate(tables)
-    problems += schema_problems
     ranks, source = world_size, "world_size"
     if ranks is None:
         ranks, source = config.launch.nproc_per_node, "launch.nproc_per_node"
     if source in wrong_keys:
         wrong_keys.add("world_size")
     found = broken_rules(config, ranks, wrong_keys)
+    problems += schema_problems
     problems += [replace(problem, key=source) if problem.key == "world_size" else problem for problem in found]
     if problems:
         raise ConfigError(problems, str(path))
     return resolve(config, ranks)
-
-
-def _imported_extensions(tables: Tables) -> list[Problem]:
-    """Import what `launch.extensions` names, before the checks: they accept the names that it registers."""
-    launch = tables.get("launch")
-    return import_extensions(launch.get("extensions", ())) if isinstance(launch, dict) else []
 
 
 def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
@@ -102,40 +101,39 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
     Raises:
         ConfigError: a rule is broken; the error lists every one that is.
     """
-    problems = broken_rules(config, world_size)
-    if problems:
+    if problems := broken_rules(config, world_size):
         raise ConfigError(problems)
     fitted = fit(config, world_size)
-    dp = data_parallel_size(fitted.config.parallel, fitted.world_size)
-    batch = batch_sizes(fitted.config, dp)
+    batch, dp, notices = batch_sizes(fitted.config, fitted.dp), fitted.dp, list(fitted.notices)
+    samples, slots = batch.global_batch_size, batch.micro_batch_size * batch.accumulation * dp
+    if slots > samples:
+        product = f"dp {dp} x micro_batch_size {batch.micro_batch_size}"
+        if samples % (dp * batch.micro_batch_size) == 0:
+            product += f" x {batch.accumulation} micro-batches"
+        empty = f"{slots - samples} of {slots} samples of each step are empty"
+        notices.append(f"{empty}: global_batch_size={samples} is not divisible by {product}")
     sizes = asdict(batch)
     written = {} if config.elastic.enabled else sizes  # in an elastic run they follow dp, which another world changes
-    filled = {"model": complete_model(config.model), "training": config.training.model_copy(update=written)}
+    model = FAMILIES[config.model.family].complete(config.model)
+    filled = {"model": model, "training": config.training.model_copy(update=written)}
     return ResolvedRun(
         config=fitted.config.model_copy(update=filled),
         written=config.model_copy(update=filled),
-        world_size=fitted.world_size,
+        world_size=world_size - fitted.spare_ranks,
         dp=dp,
         **sizes,
         spare_ranks=fitted.spare_ranks,
-        notices=(*fitted.notices, *_empty_samples(batch, dp)),
+        notices=tuple(notices),
     )
-
-
-def _empty_samples(batch: BatchSizes, dp: int) -> list[str]:
-    slots, samples = batch.micro_batch_size * batch.accumulation * dp, batch.global_batch_size
-    if slots == samples:
-        return []
-    return [
-        f"{slots - samples} of {slots} samples of each step are empty: global_batch_size={samples} is not divisible by "
-        f"dp {dp} x micro_batch_size {batch.micro_batch_size}"
-        + (f" x {batch.accumulation} micro-batches" if samples % (dp * batch.micro_batch_size) == 0 else "")
-    ]
 
 
 def _read(path: Path) -> Tables:
     if not path.exists():
-        raise file_error(path, "no such file", _similar_files(path))
+        hint = f"there is no directory {path.parent} either"
+        if path.parent.is_dir():
+            close = closest(path.name, [other.name for other in path.parent.glob("*.toml")])
+            hint = did_you_mean([str(path.parent / name) for name in close])
+        raise file_error(path, "no such file", hint)
     text = read_text(path)
     try:
         return tomllib.loads(text)
@@ -143,32 +141,21 @@ def _read(path: Path) -> Tables:
         found = re.search(r"at line (\d+)", str(error))
         lines = text.split("\n")
         number = int(found[1]) if found else len(lines)  # "at end of document"
-        raise file_error(
-            path, f"is not TOML: {error}", f"the line reads: {lines[number - 1].strip()}", number
-        ) from None
-
-
-def _similar_files(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"there is no directory {path.parent} either"
-    close = get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
-    return f"did you mean {path.parent / close[0]}?" if close else ""
+        hint = f"the line reads: {lines[number - 1].strip()}"
+        raise file_error(path, f"is not TOML: {error}", hint, number) from None
 
 
 def _rename(tables: Tables) -> list[Problem]:
     """Give keys under an old name their new one, or say that a file has both."""
     problems = []
     for old, new in RENAMED.items():
-        *outer, last = old.split(".")
-        table: Any = tables
-        for part in outer:
-            table = table.get(part) if isinstance(table, dict) else None
-        if not isinstance(table, dict) or last not in table:
-            continue
-        value, name = table.pop(last), new.rpartition(".")[2]
-        if name in table:
-            problems.append(Problem(old, value, f"is the old name of {new}, which is given too", f"keep {new}"))
-        table.setdefault(name, value)
+        (section, last), name = old.split("."), new.partition(".")[2]
+        table = tables.get(section)
+        if isinstance(table, dict) and last in table:
+            value = table.pop(last)
+            if name in table:
+                problems.append(Problem(old, value, f"is the old name of {new}, which is given too", f"keep {new}"))
+            table.setdefault(name, value)
     return problems
 
 
@@ -197,6 +184,43 @@ def _override_value(written: str) -> object:
         parsed = tomllib.loads(f"value = {written}")
     except tomllib.TOMLDecodeError:
         return written
-    value = parsed["value"]
     # No key is a date, but a directory may well be named after one.
-    return written if len(parsed) > 1 or isinstance(value, date | time) else value
+    return written if len(parsed) > 1 or isinstance(parsed["value"], date | time) else parsed["value"]
+
+
+def import_extensions(names: object) -> list[Problem]:
+    """Import each file or module of `launch.extensions` once per process; say which cannot be imported and why.
+
+    Args:
+        names: as the run file has them; what is no list of names is left to the schema.
+    """
+    problems = []
+    for name in names if isinstance(names, list | tuple) else ():
+        if not isinstance(name, str) or not name:
+            continue
+        try:
+            if name.endswith(".py"):
+                _import_file(Path(name).resolve())
+            else:
+                import_module(name)
+        except Exception as error:
+            last = extract_tb(error.__traceback__)[-1]
+            where = f" ({last.filename}:{last.lineno})" if Path(last.filename).is_file() else ""  # not inside importlib
+            rule = f"cannot be imported: {type(error).__name__}: {error}{where}"
+            problems.append(Problem("launch.extensions", name, rule))
+    return problems
+
+
+def _import_file(path: Path) -> None:
+    key = f"extension {path}"  # no name that an import statement could mean
+    if key in sys.modules:
+        return
+    spec = spec_from_file_location(key, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    sys.modules[key] = module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[key]
+        raise

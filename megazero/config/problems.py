@@ -13,22 +13,21 @@ A value is suggested only when the schema takes it. A guess at a name is reporte
 import math
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from copy import deepcopy
-from difflib import get_close_matches
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megazero.config.schema import DataSource, ElasticShape, RunConfig, keys, sections
-from megazero.settings import Problem, toml_value
+from megazero.settings import Problem, Section, closest, did_you_mean, toml_value
 
 Path = tuple[str | int, ...]
 
 # What the tables in a list of tables are.
-_ITEMS: dict[str, tuple[str, type[BaseModel]]] = {
+_ITEMS: dict[str, tuple[str, type[Section]]] = {
     "data.sources": ("source", DataSource),
     "elastic.shapes": ("shape", ElasticShape),
 }
@@ -54,10 +53,7 @@ _MUST = {
 
 
 def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig, set[str]]:
-    """Check every key of a run by itself.
-
-    Args:
-        tables: the run file as parsed.
+    """Check every key of a run file by itself.
 
     Returns:
         What is wrong; the run, with wrong keys at their defaults; and the keys, as `section.key`, whose values in it
@@ -65,42 +61,31 @@ def validate(tables: dict[str, Any]) -> tuple[list[Problem], RunConfig, set[str]
     """
     problems: list[Problem] = []
     wrong_keys: set[str] = set()
-    rest = deepcopy(tables)
+    known, rest = _all_keys(), deepcopy(tables)
     for path, errors in _errors(tables).items():
         for problem, meant in _describe(tables, path, errors):
             problems.append(problem)
-            wrong_keys.update(key for key in meant if not _is_written(tables, key))
-        wrong = _key_or_section(path)
-        names = (f"{section}.{key}" for section, fields in keys().items() for key in fields)
-        wrong_keys.update(name for name in names if f"{name}.".startswith(f"{_name(wrong)}."))
+            written = [key for key in meant if _path_in_file(tables, tuple(key.split("."))) == tuple(key.split("."))]
+            wrong_keys.update({*meant} - {*written})
+        # what is inside a key is cut off:  data.sources[0].path -> data.sources      zero.offload.ratio -> the same
+        depth = sum(_name(path[:end]) in sections() for end in range(1, len(path) + 1))
+        wrong = path[: depth + 1]
+        wrong_keys.update(name for name in known if f"{name}.".startswith(f"{_name(wrong)}."))
         _get(rest, wrong[:-1]).pop(wrong[-1], None)
     return problems, RunConfig.model_validate(rest), wrong_keys
 
 
-def _is_written(tables: dict[str, Any], name: str) -> bool:
-    path = tuple(name.split("."))
-    return _path_in_file(tables, path) == path
-
-
-def _key_or_section(path: Path) -> Path:
-    """Cut off what is inside a key:  data.sources[0].path -> data.sources      zero.offload.ratio -> the same."""
-    known = sections()
-    depth = sum(_name(path[:end]) in known for end in range(1, len(path) + 1))
-    return path[: depth + 1]
-
-
 def _errors(tables: dict[str, Any]) -> dict[Path, list[ErrorDetails]]:
     """Validate; group the errors by where in the file they are, as a key of several types has one for each."""
+    by_path: dict[Path, list[ErrorDetails]] = {}
     try:
         RunConfig.model_validate(tables)
     except ValidationError as error:
-        by_path: dict[Path, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
-            if detail["type"] == "too_short" and detail["input"]:
-                continue  # the list is empty only because its items are wrong, which has an error of its own
-            by_path.setdefault(_path_in_file(tables, detail["loc"]), []).append(detail)
-        return by_path
-    return {}
+            # A list that is too short only because its items are wrong has an error of its own for each of these.
+            if detail["type"] != "too_short" or not detail["input"]:
+                by_path.setdefault(_path_in_file(tables, detail["loc"]), []).append(detail)
+    return by_path
 
 
 def _path_in_file(tables: dict[str, Any], location: Path) -> Path:
@@ -118,12 +103,7 @@ def _describe(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) ->
     """Turn the errors of one key into problems, each with the keys that a misspelt one may have meant."""
     value, key = _get(tables, path), _name(path)
     if errors[0]["type"] == "extra_forbidden":
-        home, last = _name(path[:-1]), str(path[-1])
-        if home and home not in sections():
-            return [(_unknown_in_item(key, last, value), [])]
-        if not home or isinstance(value, dict):
-            return _unknown_section(key, value)
-        return [_unknown_key(key, last, home, value)]
+        return _unknown(key, _name(path[:-1]), str(path[-1]), value)
     phrases = list(dict.fromkeys(map(_must, errors)))
     rule = "must " + " or ".join([phrases[0], *(phrase.removeprefix("be ") for phrase in phrases[1:])])
     return [(Problem(key, value, rule, _hint(tables, path, errors)), [])]
@@ -133,13 +113,14 @@ def _must(error: ErrorDetails) -> str:
     if error["type"] == "missing":
         part = error["loc"][-1]
         return f"have {part + 1} values" if isinstance(part, int) else f"have a {part}"
-    phrase = _MUST.get(error["type"], error["msg"])
+    if error["type"] not in _MUST:
+        return error["msg"]
     context = {key: str(item).removesuffix(".0").replace("'", '"') for key, item in error.get("ctx", {}).items()}
-    return phrase.format(**context) if error["type"] in _MUST else phrase
+    return _MUST[error["type"]].format(**context)
 
 
 def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str:
-    """Suggest the candidates that the schema takes."""
+    """Suggest the candidates that the schema takes, else the default."""
     known, key, home = sections(), _name(path), _name(path[:-1])
     if key in known:
         return f"write [{key}] and its keys below it"
@@ -149,45 +130,37 @@ def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str
         _get(changed, path[:-1])[path[-1]] = candidate
         if not any(other[: len(path)] == path for other in _errors(changed)):
             taken.append(toml_value(candidate))
-    if not taken and home in known:
-        default = known[home]().model_dump()[str(path[-1])]
-        return "" if default is None else f"the default is {toml_value(default)}"
-    return f"write {' or '.join(dict.fromkeys(taken))}" if taken else ""
+    default = known[home]().model_dump()[str(path[-1])] if home in known else None
+    if taken or default is None:
+        return f"write {' or '.join(dict.fromkeys(taken))}" if taken else ""
+    return f"the default is {toml_value(default)}"
 
 
 def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
-    """Give values near a wrong one: the same in another type, the nearest bound, the most similar word.
+    """Give values near a wrong one, of which pydantic has these errors.
 
-    Args:
-        value: the wrong one.
-        errors: what pydantic says of it.
+    They are the same value in another type, the nearest bound, and the most similar word.
     """
-    kinds = {error["type"] for error in errors}
+    kinds, contexts = {error["type"] for error in errors}, [error.get("ctx", {}) for error in errors]
+    expected = [context.get("expected", "") for context in contexts]
     if isinstance(value, str):
         with suppress(tomllib.TOMLDecodeError):
             yield from tomllib.loads(f"value = {value.lower()}").values()
-        words = [word for error in errors for word in _choices(error)]
-        yield from get_close_matches(value.lower(), words, n=1)
+        words = [word for context in contexts for word in context.get("choices", ())]
+        yield from closest(value, [*words, *(word for text in expected for word in re.findall(r"'([^']*)'", text))])
     elif isinstance(value, float) and math.isfinite(value):
         yield from sorted({math.floor(value), math.ceil(value)})
     elif type(value) is int:
         if "bool_type" in kinds and value in (0, 1):
             yield bool(value)
-        texts = [error.get("ctx", {}).get("expected", "") for error in errors]
-        numbers = [int(number) for text in texts for number in re.findall(r"\b\d+\b", text)]
+        numbers = [int(number) for text in expected for number in re.findall(r"\b\d+\b", text)]
         yield from sorted(numbers, key=lambda number: abs(number - value))[:1]
     if "tuple_type" in kinds:
         yield [value]
     if "string_type" in kinds:
         yield value if isinstance(value, str) else toml_value(value)
-    contexts = [error.get("ctx", {}) for error in errors]
     if not (isinstance(value, float) and math.isnan(value)):
         yield from (context[bound] for context in contexts for bound in ("ge", "le") if bound in context)
-
-
-def _choices(error: ErrorDetails) -> list[str]:
-    context = error.get("ctx", {})
-    return [*context.get("choices", ()), *re.findall(r"'([^']*)'", context.get("expected", ""))]
 
 
 def _get(tables: dict[str, Any], path: Path) -> Any:
@@ -203,59 +176,61 @@ def _name(path: Path) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Names that do not exist.  A problem comes with the keys that may have been meant, as `section.key`.
+# Names that do not exist
 
 
-def _unknown_key(key: str, last: str, home: str, value: object) -> tuple[Problem, list[str]]:
-    """Describe a key that its section does not have."""
-    meant = _meant(last, home)
-    elsewhere = meant and all(name.rpartition(".")[0] != home for name in meant)
-    rule = f"unknown key in [{home}]" if elsewhere else "unknown key"
-    return Problem(key, value, rule, _did_you_mean(meant) or _keys_of(home)), meant
+def _all_keys() -> list[str]:
+    return [f"{section}.{key}" for section, fields in keys().items() for key in fields]
 
 
-def _unknown_section(name: str, value: object) -> list[tuple[Problem, list[str]]]:
-    """Describe a name that is no section of a run file, one problem for each key below it."""
-    known = sections()
-    home = next(iter(get_close_matches(name, known, n=1)), None)
+def _unknown(key: str, home: str, last: str, value: object) -> list[tuple[Problem, list[str]]]:
+    """Describe a name that does not exist; an unknown section has a problem for each key below it."""
+    known, every = sections(), _all_keys()
     choices = f"the sections are {', '.join(known)}"
+    if home and home not in known:
+        name, item = _ITEMS[key.partition("[")[0]]
+        hint = did_you_mean(
+            closest(last, item.model_fields), f"the keys of a {name} are {', '.join(item.model_fields)}"
+        )
+        return [(Problem(key, value, "unknown key", hint), [])]
     if not isinstance(value, dict):
-        meant = _meant(name, None)
-        return [(Problem(name, value, "a key outside any section", _did_you_mean(meant) or choices), meant)]
+        meant = likely_keys(last, home, keys().get(home, ()), every)
+        if not home:
+            return [(Problem(key, value, "a key outside any section", did_you_mean(meant, choices)), meant)]
+        elsewhere = meant and all(name.rpartition(".")[0] != home for name in meant)
+        rule = f"unknown key in [{home}]" if elsewhere else "unknown key"
+        return [(Problem(key, value, rule, did_you_mean(meant, _keys_of(home))), meant)]
+    section = "".join(closest(key, known))
     if not value:
-        return [(Problem(name, None, "unknown section", f"did you mean [{home}]?" if home else choices), [])]
+        return [(Problem(key, None, "unknown section", f"did you mean [{section}]?" if section else choices), [])]
     found = []
-    for key, item in value.items():
-        meant = _meant(key, home)
-        hint = _did_you_mean(meant) or (_keys_of(home) if home else choices)
-        found.append((Problem(f"{name}.{key}", item, f"unknown section [{name}]", hint), meant))
+    for name, item in value.items():
+        same = f"{section}.{name}"
+        meant = [same] if same in every else likely_keys(name, section, keys().get(section, ()), every)
+        hint = did_you_mean(meant, _keys_of(section) if section else choices)
+        found.append((Problem(f"{key}.{name}", item, f"unknown section [{key}]", hint), meant))
     return found
 
 
-def _unknown_in_item(key: str, last: str, value: object) -> Problem:
-    """Describe a key that a table in a list, such as `data.sources`, does not have."""
-    name, item = _ITEMS[key.partition("[")[0]]
-    known = item.model_fields
-    close = get_close_matches(last, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"the keys of a {name} are {', '.join(known)}"
-    return Problem(key, value, "unknown key", hint)
+def likely_keys(name: str, home: str, siblings: Collection[str], known: Collection[str]) -> list[str]:
+    """Guess the keys that a name stands for: of that name, or a similar one in its section, or a similar one anywhere.
 
+    Args:
+        name: what is written.
+        home: the path of its section; empty at the top.
+        siblings: the names in this section.
+        known: the paths of all keys.
+    """
 
-def _meant(key: str, home: str | None) -> list[str]:
-    """Look for a key: the same name, in its own section first; a similar one there; a similar one anywhere."""
-    known = keys()
-    if home and key in known[home]:
-        return [f"{home}.{key}"]
-    if same := [f"{section}.{key}" for section in known if key in known[section]]:
+    def named(last: str) -> list[str]:
+        paths = [path for path in known if path.rpartition(".")[2] == last]
+        return paths if len(paths) <= 3 else []  # more keys of one name say nothing about which was meant
+
+    if same := named(name):
         return same
-    if home and (close := get_close_matches(key, known[home], n=1)):
-        return [f"{home}.{close[0]}"]
-    close = get_close_matches(key, sorted({name for names in known.values() for name in names}), n=1)
-    return [f"{section}.{name}" for name in close for section in known if name in known[section]]
-
-
-def _did_you_mean(meant: list[str]) -> str:
-    return f"did you mean {' or '.join(meant)}?" if meant else ""
+    if close := closest(name, siblings):
+        return [f"{home}.{close[0]}".removeprefix(".")]
+    return [path for last in closest(name, sorted({path.rpartition(".")[2] for path in known})) for path in named(last)]
 
 
 def _keys_of(home: str) -> str:

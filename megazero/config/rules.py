@@ -9,18 +9,12 @@ fitted to the world. Its shapes, that of [parallel] among them, are checked as w
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 
-from megazero.config.derive import (
-    batch_sizes,
-    chunks_per_rank,
-    data_parallel_size,
-    fit,
-    micro_batch_multiple,
-    with_shape,
-)
+from megazero.config.derive import batch_sizes, fit, micro_batch_multiple
 from megazero.config.schema import RunConfig
 from megazero.models.config import ModelConfig
 from megazero.models.family import ModelRule, tp_problems
@@ -37,8 +31,8 @@ class Rule:
 
     reads: tuple[str, ...]
     """The keys that it reads, as `section.key`, and `world_size`."""
-    check: Callable[[RunConfig, int], Iterator[Problem]]
-    """(config, world size) -> what is wrong; both fitted to one another."""
+    check: Callable[[RunConfig, int], Iterable[Problem]]
+    """(config, dp) -> what is wrong; it may raise this as a ConfigError. A rule that reads no `world_size` gets any dp."""
 
 
 def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str] = ()) -> list[Problem]:
@@ -47,40 +41,49 @@ def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str]
     Args:
         config: the run; a wrong key has any value of the right type.
         world_size: number of ranks.
-        wrong_keys: keys whose values mean nothing.
+        wrong_keys: keys whose values mean nothing, as `section.key`, or `world_size`.
     """
-    wrong, problems, written = set(wrong_keys), list[Problem](), config
+    wrong, problems, fitted, dp = set(wrong_keys), list[Problem](), config, 1
     if not wrong & set(_WORLD):
         try:
-            fitted = fit(config, world_size)
-            config, world_size = fitted.config, fitted.world_size
+            found = fit(config, world_size)
+            fitted, dp = found.config, found.dp
         except ConfigError as error:
             problems += error.problems
             wrong.add("world_size")
-    of_family = _family_rules(config.model)
-    for rule in (*of_family, *RULES):
+    as_written = (*_family_rules(config.model), *_SHAPE_RULES, _EVERY_SHAPE)
+    for rule in (*as_written, *RULES):
         if not set(rule.reads) & wrong:
-            is_shape = rule in of_family or rule in _AS_WRITTEN
-            problems += rule.check(written if is_shape else config, world_size)
+            try:
+                problems += rule.check(config if rule in as_written else fitted, dp)
+            except ConfigError as error:
+                problems += error.problems
     return problems
 
 
 def _family_rules(model: ModelConfig) -> list[Rule]:
     """What the model's family asks of its sizes."""
 
-    def asks(rule: ModelRule) -> Rule:
+    def rule_of(rule: ModelRule) -> Rule:
         return Rule(("model.family", *rule.reads), lambda config, _: rule.check(config.model, config.parallel.tp))
 
-    return [asks(rule) for rule in FAMILIES[model.family].rules()]
+    return [rule_of(rule) for rule in FAMILIES[model.family].rules()]
 
 
-def _tp_splits_sequence(config: RunConfig, _: int) -> Iterator[Problem]:
+def _stages(config: RunConfig) -> tuple[int, int]:
+    """Give pp and the number of model chunks on each of its ranks."""
+    parallel = config.parallel
+    return parallel.pp, SCHEDULES[parallel.schedule].chunks or parallel.virtual_stages
+
+
+def _tp_splits_sequence(config: RunConfig, _: int) -> Iterable[Problem]:
     if config.parallel.sequence_parallel:
-        yield from tp_problems("seq_len", config.model.seq_len, config.parallel.tp, " (sequence_parallel)")
+        return tp_problems("seq_len", config.model.seq_len, config.parallel.tp, " (sequence_parallel)")
+    return ()
 
 
 def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
-    layers, pp, chunks = config.model.num_layers, config.parallel.pp, chunks_per_rank(config.parallel)
+    layers, (pp, chunks) = config.model.num_layers, _stages(config)
     if layers < pp * chunks:
         stages = f"parallel.pp={pp}" if chunks == 1 else f"parallel.pp*chunks={pp}*{chunks}={pp * chunks}"
         hint = f"the nearest num_layers is {pp * chunks}"
@@ -89,69 +92,37 @@ def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _layout_is_of_this_model(config: RunConfig, _: int) -> Iterator[Problem]:
-    layout = config.parallel.layout
-    if isinstance(layout, str):
-        return
-    counts, stages = layer_counts(layout), config.parallel.pp * chunks_per_rank(config.parallel)
-    if len(counts) != stages or sum(counts) != config.model.num_layers:
-        rule = f"must have {stages} stages with model.num_layers={config.model.num_layers} layers in all"
-        hint = f"it has {len(counts)} with {sum(counts)}"
-        yield Problem("parallel.layout", layout, rule, hint)
+    layout, (pp, chunks), layers = config.parallel.layout, _stages(config), config.model.num_layers
+    counts = [] if isinstance(layout, str) else layer_counts(layout)
+    if counts and (len(counts), sum(counts)) != (pp * chunks, layers):
+        rule = f"must have {pp * chunks} stages with model.num_layers={layers} layers in all"
+        yield Problem("parallel.layout", layout, rule, f"it has {len(counts)} with {sum(counts)}")
 
 
 def _schedule_has_its_chunks(config: RunConfig, _: int) -> Iterator[Problem]:
     chunks = config.parallel.virtual_stages
-    wrong = SCHEDULES[config.parallel.schedule].wrong_chunks(chunks)
-    if wrong is not None:
+    if wrong := SCHEDULES[config.parallel.schedule].wrong_chunks(chunks):
         yield Problem("parallel.virtual_stages", chunks, *wrong)
 
 
-def _micro_batches_fill_the_schedule(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    multiple = micro_batch_multiple(config.parallel)
-    try:
-        dp = data_parallel_size(config.parallel, world_size)
+def _batch_sizes_agree(config: RunConfig, dp: int) -> Iterable[Problem]:
+    batch_sizes(config, dp)  # raises what is wrong
+    return ()
+
+
+def _micro_batches_fill_the_schedule(config: RunConfig, dp: int) -> Iterator[Problem]:
+    multiple, count = micro_batch_multiple(config.parallel), 0
+    with suppress(ConfigError):  # the rule above reports it
         count = batch_sizes(config, dp).accumulation
-    except ConfigError:
-        return  # reported by the rules of the batch
     if count % multiple:
         name = f"parallel.pp={multiple}" if multiple == config.parallel.pp else str(multiple)
         rule = f"{config.parallel.schedule} needs micro-batches in multiples of {name}"
         yield Problem("training.accumulation", count, rule, nearest_text(nearest_multiples(count, multiple)))
 
 
-def _world_is_filled(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    try:
-        data_parallel_size(config.parallel, world_size)
-    except ConfigError as error:
-        yield from error.problems
-
-
-def _dp(config: RunConfig, world_size: int) -> int | None:
-    """Give the number of model replicas; None where there is none, which _world_is_filled reports."""
-    try:
-        return data_parallel_size(config.parallel, world_size)
-    except ConfigError:
-        return None
-
-
-def _batch_sizes_agree(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    if dp := _dp(config, world_size):
-        try:
-            batch_sizes(config, dp)
-        except ConfigError as error:
-            yield from error.problems
-
-
-def _evaluation_has_samples(config: RunConfig, _: int) -> Iterator[Problem]:
-    every, fraction = config.training.eval_every_steps, config.data.validation_fraction
-    if every and not fraction:
-        rule = f"must be > 0 where training.eval_every_steps={every} asks for evaluations"
-        yield Problem("data.validation_fraction", fraction, rule, "write 0.005, or training.eval_every_steps = 0")
-
-
-def _shard_groups_fill_dp(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    size, dp = config.zero.shard_group_size, _dp(config, world_size)
-    if dp and size and dp % size:
+def _shard_groups_fill_dp(config: RunConfig, dp: int) -> Iterator[Problem]:
+    size = config.zero.shard_group_size
+    if size and dp % size:
         nearest = nearest_text(nearest_of(size, divisors(dp)))
         yield Problem("zero.shard_group_size", size, f"must divide dp={dp}", nearest)
 
@@ -168,24 +139,6 @@ def _storage_is_known(config: RunConfig, _: int) -> Iterator[Problem]:
         except (ValueError, ImportError) as error:
             rule = "must be the URL of a file system that fsspec knows and whose package is installed"
             yield Problem(f"checkpoint.{key}", url, rule, str(error))
-
-
-def _elastic_runs_go_on(config: RunConfig, _: int) -> Iterator[Problem]:
-    if config.elastic.enabled and config.checkpoint.resume == "never":
-        rule = "must not be never where elastic.enabled = true: such a run starts again whenever machines come or go"
-        yield Problem("checkpoint.resume", "never", rule, "write auto, or elastic.enabled = false")
-
-
-def _retention_says_what_goes(config: RunConfig, _: int) -> Iterator[Problem]:
-    checkpoint = config.checkpoint
-    for key in ("keep_every_steps", "keep_best"):
-        value = getattr(checkpoint, key)
-        if value and not checkpoint.keep_last:
-            rule = "must be 0 where checkpoint.keep_last = 0: every checkpoint is kept"
-            yield Problem(f"checkpoint.{key}", value, rule, "write 0, or checkpoint.keep_last = 2")
-    if checkpoint.keep_best and not config.training.eval_every_steps:
-        rule = "must be 0 where training.eval_every_steps = 0: no checkpoint has a validation loss"
-        yield Problem("checkpoint.keep_best", checkpoint.keep_best, rule, "write 0, or set training.eval_every_steps")
 
 
 def _nvme_has_a_path(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -216,6 +169,12 @@ def _elastic_batch_is_a_number(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("training.global_batch_size", "auto", rule, "write the samples of an optimizer step")
 
 
+def _elastic_runs_resume(config: RunConfig, _: int) -> Iterator[Problem]:
+    if config.elastic.enabled and config.checkpoint.resume == "never":
+        rule = "must not be never where elastic.enabled = true: such a run starts again whenever machines come or go"
+        yield Problem("checkpoint.resume", "never", rule, "write auto, or elastic.enabled = false")
+
+
 def _shapes_fill_their_worlds(config: RunConfig, _: int) -> Iterator[Problem]:
     for index, shape in enumerate(config.elastic.shapes):
         if shape.tp * shape.pp > shape.world_size:
@@ -226,29 +185,29 @@ def _shapes_fill_their_worlds(config: RunConfig, _: int) -> Iterator[Problem]:
             yield Problem("elastic.shapes", None, f"has {count} shapes for world_size = {world_size}", "keep one")
 
 
-def _shapes_fit_the_model(config: RunConfig, _: int) -> Iterator[Problem]:
+def _shapes_fit_the_model(config: RunConfig, dp: int) -> Iterator[Problem]:
     """Check every shape before the day on which it is needed."""
+    of_family = [rule for rule in _family_rules(config.model) if "parallel.tp" in rule.reads]
     for index, shape in enumerate(config.elastic.shapes):
         if (shape.tp, shape.pp) == (config.parallel.tp, config.parallel.pp):
             continue  # reported for the keys themselves
-        of_family = [rule for rule in _family_rules(config.model) if "parallel.tp" in rule.reads]
+        parallel = config.parallel.model_copy(update={"tp": shape.tp, "pp": shape.pp})
         for rule in (*of_family, *_SHAPE_RULES):
-            for problem in rule.check(with_shape(config, shape), shape.world_size):
+            for problem in rule.check(config.model_copy(update={"parallel": parallel}), dp):
                 key = problem.key if problem.value is None else f"{problem.key} = {toml_value(problem.value)}"
                 yield Problem(f"elastic.shapes[{index}]", shape, f"{key} {problem.rule}", problem.hint)
 
 
 def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...], why: str) -> Rule:
-    """Make the rule that a key stays at its unused value unless another key has one of the allowed values."""
+    """Make the rule that a key stays unused unless another has an allowed value; () allows any but 0."""
+    must = _EMPTY.get(unused) or toml_value(unused)
+    hint = "leave it out" if unused in _EMPTY else f"write {must}"
+    hint += f", or {other} = {' or '.join(map(toml_value, allowed))}" if allowed else f", or set {other}"
 
     def check(config: RunConfig, _: int) -> Iterator[Problem]:
-        value, found = attrgetter(key)(config), attrgetter(other)(config)
-        if value != unused and found not in allowed:
-            must = _EMPTY.get(unused) or toml_value(unused)
-            rule = f"must be {must} where {other} = {toml_value(found)}: {why}"
-            hint = "leave it out" if unused in _EMPTY else f"write {must}"
-            hint += f", or {other} = {' or '.join(map(toml_value, allowed))}"
-            yield Problem(key, value, rule, hint)
+        value, found = attrgetter(key, other)(config)
+        if value != unused and not (found in allowed if allowed else found):
+            yield Problem(key, value, f"must be {must} where {other} = {toml_value(found)}: {why}", hint)
 
     return Rule((key, other), check)
 
@@ -257,7 +216,6 @@ _OWN_SCHEDULE = "a schedule of your own fixes pp and accumulation"
 _EMPTY: dict[object, str] = {None: "unset", (): "empty"}
 _ELASTIC = ("elastic.enabled", "elastic.shapes")
 _WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
-_RETENTION = tuple(f"checkpoint.{key}" for key in ("keep_last", "keep_every_steps", "keep_best"))
 _CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
 _HALF = ("precision.dtype", ("bf16", "fp16"))
 _BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
@@ -268,23 +226,21 @@ _SHAPE_RULES = (
 )
 _SIZES = tuple(f"model.{key}" for key in ("family", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size"))
 _EVERY_SHAPE = Rule((*_ELASTIC, *_SIZES, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model)
-_AS_WRITTEN = (*_SHAPE_RULES, _EVERY_SHAPE)
 RULES = (
-    *_SHAPE_RULES,
     Rule(_CHUNKS, _schedule_has_its_chunks),
-    Rule(_WORLD, _world_is_filled),
     Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
     Rule((*_WORLD, *_BATCH, *_CHUNKS), _micro_batches_fill_the_schedule),
     Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),
     _only_with("parallel.schedule_file", None, "elastic.enabled", (False,), _OWN_SCHEDULE),
     _only_with("elastic.shapes", (), "elastic.enabled", (True,), "the shape is that of [parallel]"),
     Rule(_ELASTIC, _shapes_fill_their_worlds),
-    _EVERY_SHAPE,
     _only_with("training.accumulation", "auto", "elastic.enabled", (False,), "it follows dp, which changes"),
-    Rule(("training.eval_every_steps", "data.validation_fraction"), _evaluation_has_samples),
+    _only_with("training.eval_every_steps", 0, "data.validation_fraction", (), "no sample is kept for evaluation"),
     Rule((*_WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
-    Rule((*_RETENTION, "training.eval_every_steps"), _retention_says_what_goes),
-    Rule(("elastic.enabled", "checkpoint.resume"), _elastic_runs_go_on),
+    _only_with("checkpoint.keep_every_steps", 0, "checkpoint.keep_last", (), "every checkpoint is kept"),
+    _only_with("checkpoint.keep_best", 0, "checkpoint.keep_last", (), "every checkpoint is kept"),
+    _only_with("checkpoint.keep_best", 0, "training.eval_every_steps", (), "no checkpoint has a validation loss"),
+    Rule(("elastic.enabled", "checkpoint.resume"), _elastic_runs_resume),
     Rule(("checkpoint.directory", "checkpoint.resume"), _storage_is_known),
     _only_with("zero.shard_group_size", 0, "zero.stage", (1, 2, 3), "it has no effect where nothing is sharded"),
     _only_with("zero.persistent_elements", 0, "zero.stage", (3,), "only stage 3 gathers parameters"),

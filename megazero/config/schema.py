@@ -14,7 +14,7 @@ keys are in `rules`. The line below each key is its documentation.
 from itertools import permutations
 from typing import Annotated, Literal, TypeGuard
 
-from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_serializer
+from pydantic import BeforeValidator, Field, field_validator, model_serializer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
@@ -36,7 +36,6 @@ from megazero.settings import (
 )
 
 AXES = ("tp", "cp", "dp", "pp")
-
 Auto = Literal["auto"]
 
 
@@ -44,16 +43,15 @@ def _layout(value: object) -> object:
     """Take "even", "cost", or a list per stage of layer counts, with "embed" first of all and "head" last of all."""
     if value in ("even", "cost"):
         return value
-    stages = [tuple(stage) if isinstance(stage, list | tuple) else None for stage in value] if _is_list(value) else []
+    stages = [tuple(stage) if _is_list(stage) else (None,) for stage in value] if _is_list(value) else []
     for index, stage in enumerate(stages):
-        words = {"embed"} if index == 0 else set()
-        words |= {"head"} if index == len(stages) - 1 else set()
-        if stage is None or not all((type(part) is int and part >= 0) or part in words for part in stage):
+        words = ["embed"] * (index == 0) + ["head"] * (index == len(stages) - 1)
+        if not all((type(part) is int and part >= 0) or part in words for part in stage):
             stages = []
             break
     if not stages:
         rule = 'be "even", "cost" or a list per stage such as [["embed", 4], [5], [4, "head"]]'
-        raise PydanticCustomError("layout", rule, {})
+        raise PydanticCustomError("layout", rule)
     return tuple(stages)
 
 
@@ -61,6 +59,14 @@ def _is_list(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
     return isinstance(value, list | tuple)
 
 
+def _integer(value: object) -> object:
+    # A literal compares by ==, so true and 1.0 would pass for 1.
+    if type(value) is not int:
+        raise PydanticKnownError("int_type")
+    return value
+
+
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)]
 Layout = Annotated[
     Literal["even", "cost"] | tuple[tuple[int | Literal["embed", "head"], ...], ...], BeforeValidator(_layout)
 ]
@@ -96,18 +102,9 @@ class ParallelConfig(Section):
     @classmethod
     def _order_names_every_axis(cls, order: str) -> str:
         if sorted(order.split("-")) != sorted(AXES):
-            choices = ["-".join(axes) for axes in permutations(AXES)]
-            raise PydanticCustomError(
-                "axis_order", "be tp, cp, dp and pp, each once and joined by -", {"choices": choices}
-            )
+            choices = {"choices": ["-".join(axes) for axes in permutations(AXES)]}
+            raise PydanticCustomError("axis_order", "be tp, cp, dp and pp, each once and joined by -", choices)
         return order
-
-
-def _integer(value: object) -> object:
-    # A literal compares by ==, so true and 1.0 would pass for 1.
-    if type(value) is not int:
-        raise PydanticKnownError("int_type")
-    return value
 
 
 class OffloadConfig(Section):
@@ -128,7 +125,7 @@ class OffloadConfig(Section):
 class ZeroConfig(Section):
     """What data-parallel ranks shard instead of keeping whole."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_integer)] = 1
+    stage: Stage = 1
     """0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters."""
     gather_policy: Literal["action", "chunk", "step"] = "action"
     """How long stage 3 keeps gathered weights: for one pass, until another model chunk runs, for the step."""
@@ -207,7 +204,7 @@ def _steps(value: object) -> object:
     first_last = (value, value) if type(value) is int else tuple(value) if _is_list(value) else ()
     numbers = [step for step in first_last if type(step) is int]
     if len(first_last) != 2 or len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
-        raise PydanticCustomError("steps", "be a step from 1 on, or [first, last] of a range", {})
+        raise PydanticCustomError("steps", "be a step from 1 on, or [first, last] of a range")
     return first_last
 
 
@@ -339,27 +336,23 @@ class RunConfig(Section):
     launch: LaunchConfig = LaunchConfig()
 
 
-def sections() -> dict[str, type[BaseModel]]:
+def sections(outer: type[Section] = RunConfig, prefix: str = "") -> dict[str, type[Section]]:
     """Give the class of each section of a run file, by name: "zero", then "zero.offload" within it, and so on."""
-    return _sections_within(RunConfig, "")
+    found: dict[str, type[Section]] = {}
+    for name, field in outer.model_fields.items():
+        if is_section(field.annotation):
+            found |= {prefix + name: field.annotation, **sections(field.annotation, f"{prefix}{name}.")}
+    return found
 
 
 def keys() -> dict[str, dict[str, FieldInfo]]:
     """Give the keys of each section by its name; a section within it is none of them."""
     return {
-        name: {key: field for key, field in section.model_fields.items() if _section_class(field) is None}
+        name: {key: field for key, field in section.model_fields.items() if not is_section(field.annotation)}
         for name, section in sections().items()
     }
 
 
-def _sections_within(outer: type[BaseModel], prefix: str) -> dict[str, type[BaseModel]]:
-    found: dict[str, type[BaseModel]] = {}
-    for name, field in outer.model_fields.items():
-        if section := _section_class(field):
-            found |= {prefix + name: section, **_sections_within(section, f"{prefix}{name}.")}
-    return found
-
-
-def _section_class(field: FieldInfo) -> type[BaseModel] | None:
-    taken = field.annotation
-    return taken if isinstance(taken, type) and issubclass(taken, Section) else None
+def is_section(annotation: object) -> TypeGuard[type[Section]]:
+    """Tell whether a field is itself a section."""
+    return isinstance(annotation, type) and issubclass(annotation, Section)

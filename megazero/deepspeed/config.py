@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megazero.config.derive import complete_batch
 from megazero.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from megazero.deepspeed.config_check import check_keys
-from megazero.deepspeed.config_schema import OFFLOAD, RELATIONS, ZERO, DeepSpeedJson, NamedBlock
+from megazero.deepspeed.config_schema import OFFLOAD, RELATIONS, ZERO, DeepSpeedJson, NamedBlock, TensorboardBlock
 from megazero.settings import LARGEST_COUNT, ConfigError, file_error, read_text
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
@@ -29,15 +30,6 @@ class NamedParams:
     type: str
     """Its name, as written."""
     params: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class EventFiles:
-    """Where TensorBoard events go."""
-
-    output_path: str | None
-    """None: where the script runs."""
-    job_name: str
 
 
 @dataclass(frozen=True)
@@ -56,15 +48,14 @@ class DeepSpeedConfig:
     """Largest global gradient norm; 0 turns clipping off."""
     optimizer: NamedParams | None
     scheduler: NamedParams | None
-    tp: int
-    """Always 1: a model is not rewritten for tensor parallelism."""
     steps_per_print: int | None
     """Steps between two reports; None: never."""
     seed: int | None
     """Of the data order; None where it is not written."""
     drop_last: bool
     """Whether the loader drops an incomplete batch."""
-    tensorboard: EventFiles | None
+    tensorboard: TensorboardBlock | None
+    """None where it is not enabled."""
     wall_clock_breakdown: bool
     dump_state: bool
     allow_untested_optimizer: bool
@@ -73,41 +64,42 @@ class DeepSpeedConfig:
 
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) -> DeepSpeedConfig:
-    """Read a DeepSpeed configuration.
-
-    Args:
-        source: the JSON file, or what was parsed from one.
-        dp_size: number of data-parallel ranks, which the batch sizes are resolved for.
+    """Read a DeepSpeed configuration, a JSON file or what was parsed from one, for a number of data-parallel ranks.
 
     Raises:
         ConfigError: with everything that is wrong with it.
     """
     name = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
-    checked = check_keys(source if isinstance(source, Mapping) else _read(Path(source)))
-    config, problems = checked.config, list(checked.problems)
+    config, checked = check_keys(source if isinstance(source, Mapping) else _read(Path(source)))
+    problems = checked.problems
     for keys, relation in RELATIONS:
         if not checked.wrong.intersection(keys):
             problems += relation(config, dp_size)
     if problems:
         raise ConfigError(problems, name)
-    train, micro, accumulation = _batch_sizes(config, dp_size)
+    batch = complete_batch(
+        config.train_batch_size or "auto",
+        config.train_micro_batch_size_per_gpu or "auto",
+        config.gradient_accumulation_steps or "auto",
+        dp=dp_size,
+        pp=1,  # so that one accumulates only where that is written or implied
+    )
     half = config.fp16 if config.fp16.enabled else config.bf16
-    board, efficiency = config.tensorboard, config.data_efficiency
+    efficiency = config.data_efficiency
     return DeepSpeedConfig(
-        train_batch_size=train,
-        micro_batch_size=micro,
-        accumulation=accumulation,
+        train_batch_size=batch.global_batch_size,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation=batch.accumulation,
         zero=_zero(config),
         precision=_precision(config),
         casts_inputs=half.auto_cast if "auto_cast" in half.model_fields_set else None,
         grad_clip=config.gradient_clipping,
         optimizer=_named(config.optimizer),
         scheduler=_named(config.scheduler),
-        tp=1,
         steps_per_print=config.steps_per_print,
         seed=efficiency.seed if "seed" in efficiency.model_fields_set else None,
         drop_last=config.dataloader_drop_last,
-        tensorboard=EventFiles(board.output_path or None, board.job_name) if board.enabled else None,
+        tensorboard=config.tensorboard if config.tensorboard.enabled else None,
         wall_clock_breakdown=config.wall_clock_breakdown or config.flops_profiler.enabled,
         dump_state=config.dump_state,
         allow_untested_optimizer=config.zero_allow_untested_optimizer,
@@ -134,18 +126,6 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the settings become
-
-
-def _batch_sizes(config: DeepSpeedJson, dp: int) -> tuple[int, int, int]:
-    """Complete train_batch_size = micro * accumulation * dp; one accumulates only where that is written or implied."""
-    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    accumulation = config.gradient_accumulation_steps or 1
-    if micro is None:
-        assert train is not None  # one of the two is given, as a relation says
-        return train, train // (accumulation * dp), accumulation
-    if train is None:
-        return micro * accumulation * dp, micro, accumulation
-    return train, micro, train // (micro * dp)
 
 
 def _zero(config: DeepSpeedJson) -> ZeroConfig:
@@ -196,7 +176,7 @@ def _named(block: NamedBlock) -> NamedParams | None:
 
 
 def _conditional_notes(config: DeepSpeedJson) -> Iterator[str]:
-    """Tell of keys that are honoured, but not as these values or beside these others."""
+    """Note the keys that are honoured, but not as these values or beside these others."""
     zero = config.zero_optimization
     written, bucket = zero.model_fields_set, _bucket_bytes(config)
     if "reduce_bucket_size" in written and bucket != _BYTES_PER_ELEMENT * zero.reduce_bucket_size:

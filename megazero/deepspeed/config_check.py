@@ -8,10 +8,11 @@
 A key that is wrong, or that a misspelt one probably meant, is remembered, so that no relation is judged over it.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,12 +20,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megazero.config.document import type_text
-from megazero.config.problems import candidates
+from megazero.config.problems import candidates, likely_keys
 from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED, UNCHECKED, Refusal
 from megazero.deepspeed.config_schema import DeepSpeedJson, honoured_keys
-from megazero.settings import Problem
+from megazero.settings import Problem, did_you_mean
 
-_MANY = 3  # so many keys of one name say nothing about which was meant
 _OFF_WHEN_FALSE = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 _ON_BY_DEFAULT = "timers.throughput.enabled"
 _ARTICLES = {"integer": "an ", "number": "a ", "string": "a ", "table": "a "}
@@ -48,28 +48,14 @@ _TRAINER = {
 }
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What a configuration says, key by key."""
+def check_keys(config: Mapping[str, Any]) -> tuple[DeepSpeedJson, KeyCheck]:
+    """Check names and values of a parsed configuration, and that nothing is asked for that is refused.
 
-    config: DeepSpeedJson
-    """The keys that hold; those that are wrong have their defaults."""
-    problems: list[Problem]
-    wrong: set[str]
-    """Keys that are wrong, or probably meant by a name that is."""
-    notes: list[str]
-    """A line for each key that is written and has no effect."""
-
-
-def check_keys(config: Mapping[str, Any]) -> Checked:
-    """Check names and values, and that nothing is asked for that is refused.
-
-    Args:
-        config: the configuration as parsed.
+    Returns:
+        The keys that hold, with those that are wrong at their defaults; and what was found beside them.
     """
-    keys = _Keys()
-    values = keys.read_table(_modern(config), "")
-    return Checked(DeepSpeedJson.model_validate(values), keys.problems, keys.wrong, keys.notes)
+    check = KeyCheck()
+    return DeepSpeedJson.model_validate(check.read_table(_modern(config), "")), check
 
 
 def _modern(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,21 +69,18 @@ def _modern(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Keys:
+class KeyCheck:
     """Reads tables, and gathers what is found beside their values."""
 
     problems: list[Problem] = field(default_factory=list)
     wrong: set[str] = field(default_factory=set)
+    """Keys that are wrong, or probably meant by a name that is."""
     notes: list[str] = field(default_factory=list)
+    """A line for each key that is written and has no effect."""
     honoured: dict[str, FieldInfo] = field(default_factory=honoured_keys)
 
     def read_table(self, table: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Give the keys of a table that set something and hold.
-
-        Args:
-            table: what is written.
-            path: of the table from the top; empty for the top itself.
-        """
+        """Give the keys that set something and hold, of the table at a path; the path of the top is empty."""
         values: dict[str, Any] = {}
         for name, value in table.items():
             key = f"{path}.{name}".removeprefix(".")
@@ -134,7 +117,7 @@ class _Keys:
         if not errors:
             return True
         self.wrong.add(key)
-        taken = type_text(info.annotation, tuple(info.metadata))
+        taken = type_text(info)
         if isinstance(value, str) and value.lower() == "auto":
             self.problems.append(_placeholder(key, value, f"write the value itself: {taken}"))
             return False
@@ -153,19 +136,10 @@ class _Keys:
     def _unknown(self, key: str, name: str, home: str, value: object) -> None:
         """Report a key that does not exist, and remember the keys that it probably meant."""
         siblings, known = self._names(home), [*self.honoured, *NO_EFFECT, *REFUSED]
-        same = [path for path in known if path.rpartition(".")[2] == name]
-        if 0 < len(same) <= _MANY:
-            meant = same
-        elif close := get_close_matches(name, siblings, n=1):
-            meant = [f"{home}.{close[0]}".removeprefix(".")]
-        else:
-            close = get_close_matches(name, sorted({path.rpartition(".")[2] for path in known}), n=1)
-            meant = [path for path in known if close and path.rpartition(".")[2] == close[0]]
-        if 0 < len(meant) <= _MANY:
-            hint = f"did you mean {' or '.join(meant)}?"
-            self.wrong.update(path for path in known for prefix in meant if f"{path}.".startswith(f"{prefix}."))
-        else:
-            hint = f"the keys of {home} are {', '.join(siblings)}" if home else "docs/deepspeed_config.md has every key"
+        meant = likely_keys(name, home, siblings, known)
+        self.wrong.update(path for path in known for prefix in meant if f"{path}.".startswith(f"{prefix}."))
+        every = f"the keys of {home} are {', '.join(siblings)}" if home else "docs/deepspeed_config.md has every key"
+        hint = did_you_mean(meant, every)
         self.problems.append(Problem(key, value, "unknown key", hint))
 
     def _names(self, path: str) -> list[str]:
@@ -198,3 +172,24 @@ def _placeholder(key: str, value: str, hint: str) -> Problem:
     argument = _TRAINER.get(key, key.rpartition(".")[2])
     rule = f"is a placeholder for what Hugging Face's Trainer computes or was given ({argument})"
     return Problem(key, value, rule, hint)
+
+
+def to_markdown_deepspeed() -> str:
+    """Give every key as Markdown: three tables, by what becomes of the key."""
+    keys = honoured_keys().items()
+    honoured = "".join(f"| `{key}` | {_taken(info)} | {info.description} |\n" for key, info in keys)
+    no_effect = "".join(f"| `{key}` | {note} |\n" for key, note in NO_EFFECT.items())
+    refused = "".join(f"| `{key}` | {refusal.reason} |\n" for key, refusal in REFUSED.items())
+    return (
+        f"## Honoured\n\n| key | type and default | what it sets |\n|---|---|---|\n{honoured}\n"
+        f"## No effect\n\n| key | why |\n|---|---|\n{no_effect}\n"
+        f"## Refused\n\n| key | why |\n|---|---|\n{refused}"
+    )
+
+
+def _taken(info: FieldInfo) -> str:
+    taken, default = type_text(info), json.dumps(info.default)
+    if info.default is None:
+        return taken
+    power = len(default) - 1
+    return f"{taken}; `{default[0]}e{power}`" if default[1:] == "0" * power and power > 4 else f"{taken}; `{default}`"

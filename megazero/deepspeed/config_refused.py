@@ -8,12 +8,13 @@ UNCHECKED    the other keys of these blocks say how to do what is refused or has
 from dataclasses import dataclass
 
 _NVME = "files are read and written by threads, with buffers of their own size"
+_IN_FILES = "under nvme all of the shard lies in files"
 _OWN_UPDATE = "the update of offloaded state has one way to run"
+_WHOLE = "saved weights are always whole"
 _EXPERTS = "there is no mixture of experts"
 _REMOVED = "DeepSpeed 0.19 removed it too"
 _BUCKETS = "parameters and gradients lie in flat buckets of reduce_bucket_size, and are gathered and reduced by these"
 _PREFETCH = "stage 3 keeps two gather buffers, one in use and one being filled with what is needed next"
-_PREDIVIDED = "losses are divided by dp before the backward"
 _ELSEWHERE = "nothing is sent elsewhere; tensorboard writes the same values"
 _TP = "build the model from megazero.layers and pass the parallel state as mpu; a model is not rewritten for you"
 
@@ -28,14 +29,16 @@ class Refusal:
 
 
 def _below(block: str, notes: dict[str, str]) -> dict[str, str]:
-    return {f"{block}.{name}": note for name, note in notes.items()}
+    """Give each key of a block its note; names with spaces between them share one."""
+    return {f"{block}.{name}": note for names, note in notes.items() for name in names.split()}
 
 
 NO_EFFECT = {
     "optimizer.legacy_fusion": "the update runs over flat shards, always fused",
     "zero_force_ds_cpu_optimizer": _OWN_UPDATE,
-    "prescale_gradients": _PREDIVIDED,
-    "gradient_predivide_factor": _PREDIVIDED,
+    **dict.fromkeys(
+        ("prescale_gradients", "gradient_predivide_factor"), "losses are divided by dp before the backward"
+    ),
     "disable_allgather": "updated parameters are always all-gathered",
     "allgather_size": _BUCKETS,
     "sparse_gradients": "gradients of embeddings are reduced whole; the sum is the same",
@@ -64,15 +67,12 @@ NO_EFFECT = {
             "parameter_alignment": "a bucket has a layout of its own",
             "compute_grad_norm": "the norm is part of every step",
             "sub_group_size": "the update runs bucket by bucket",
-            "stage3_max_live_parameters": _PREFETCH,
-            "stage3_max_reuse_distance": _PREFETCH,
-            "stage3_prefetch_bucket_size": _PREFETCH,
+            "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size": _PREFETCH,
             "stage3_model_persistence_threshold": "what stays whole is bounded by parameter only",
             "stage3_module_granularity_threshold": "weights are gathered by unit of the model",
             "stage3_use_all_reduce_for_fetch_params": "weights are gathered by all-gather",
             "stage3_allgather_sequential": "a unit is gathered straight into its weights",
-            "stage3_gather_16bit_weights_on_model_save": "saved weights are always whole",
-            "stage3_gather_fp16_weights_on_model_save": "saved weights are always whole",
+            "stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save": _WHOLE,
             "load_from_fp32_weights": "master weights are always loaded in fp32",
             "elastic_checkpoint": "a checkpoint of any shape loads on any other",
             "pipeline_loading_checkpoint": "each rank reads only what it keeps",
@@ -82,24 +82,16 @@ NO_EFFECT = {
             "enable_sanity_checks": "checks are always on",
             "legacy_stage1": "there is one stage 1",
             "save_muon_momentum_buffer_in_memory": "there is no Muon",
-            **dict.fromkeys(
-                ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
-                "a unit is gathered whole, whatever is in it",
-            ),
-            **dict.fromkeys([f"offload_optimizer.{key}" for key in ("buffer_count", "fast_init")], _NVME),
-            **dict.fromkeys([f"offload_optimizer.{key}" for key in ("pipeline_read", "pipeline_write")], _NVME),
-            **dict.fromkeys(
-                [f"offload_optimizer.{key}" for key in ("super_offload", "cpuadam_cores_perc")], _OWN_UPDATE
-            ),
-            **dict.fromkeys([f"offload_param.{key}" for key in ("buffer_count", "buffer_size")], _NVME),
-            "offload_param.max_in_cpu": "under nvme all of the shard lies in files",
         },
     ),
     **_below(
-        "aio",
-        dict.fromkeys(("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit"), _NVME)
-        | dict.fromkeys(("overlap_events", "use_gds"), _NVME),
+        "zero_optimization.leaf_module", {"classes names name_suffixes": "a unit is gathered whole, whatever is in it"}
     ),
+    **_below("zero_optimization.offload_optimizer", {"buffer_count fast_init pipeline_read pipeline_write": _NVME}),
+    **_below("zero_optimization.offload_optimizer", {"super_offload cpuadam_cores_perc": _OWN_UPDATE}),
+    **_below("zero_optimization.offload_param", {"buffer_count buffer_size": _NVME, "max_in_cpu": _IN_FILES}),
+    **_below("aio", {"block_size queue_depth thread_count intra_op_parallelism single_submit": _NVME}),
+    **_below("aio", {"overlap_events use_gds": _NVME}),
     **_below(
         "pipeline",
         {

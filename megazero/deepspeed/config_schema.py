@@ -8,12 +8,14 @@ written as 5e8. The line below each key says what it sets. `config_refused` has 
 """
 
 from collections.abc import Callable, Iterator
+from math import prod
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticKnownError
 
+from megazero.config.schema import Stage, is_section
 from megazero.settings import (
     Count,
     CountOrZero,
@@ -33,13 +35,6 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-def _not_boolean(value: object) -> object:
-    # A literal compares by ==, so true and 1.0 would pass for 1.
-    if type(value) is not int:
-        raise PydanticKnownError("literal_error", {"expected": "0, 1, 2 or 3"})
-    return value
-
-
 def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -50,7 +45,6 @@ def _never(value: object) -> object:
 
 Format = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_lower)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_lower)]
-Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_not_boolean)]
 Elements = Annotated[int, BeforeValidator(_whole), Field(ge=0), Spelling("integer >= 0, also written as 5e8")]
 BucketElements = Annotated[int, BeforeValidator(_whole), Field(ge=1), Spelling("integer >= 1, also written as 5e8")]
 PrintSteps = Annotated[Count | None, BeforeValidator(_never), Spelling("integer >= 1 or null or Infinity")]
@@ -141,12 +135,11 @@ class ZeroBlock(Section):
 
     def offload(self, name: str) -> OffloadParamBlock:
         """Give the block `offload_optimizer` or `offload_param`."""
-        return self.offload_optimizer if name == "offload_optimizer" else self.offload_param
+        return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}[name]
 
     def device(self, name: str) -> str:
         """Give the device of one of these two blocks, or of the deprecated key that says the same."""
-        old = self.cpu_offload if name == "offload_optimizer" else self.cpu_offload_param
-        return self.offload(name).device or ("cpu" if old else "none")
+        return self.offload(name).device or ("cpu" if getattr(self, OFFLOAD[name]) else "none")
 
     def nvme_paths(self) -> list[str]:
         """Give the different directories that the two blocks name for their files."""
@@ -213,11 +206,11 @@ class DeepSpeedJson(Section):
     data_efficiency: DataEfficiencyBlock = DataEfficiencyBlock()
 
 
-def honoured_keys(model: type[BaseModel] = DeepSpeedJson, prefix: str = "") -> dict[str, FieldInfo]:
+def honoured_keys(model: type[Section] = DeepSpeedJson, prefix: str = "") -> dict[str, FieldInfo]:
     """Give every key that sets something, by its path from the top."""
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if is_section(field.annotation):
             found |= honoured_keys(field.annotation, f"{prefix}{name}.")
         else:
             found[prefix + name] = field
@@ -229,26 +222,22 @@ def honoured_keys(model: type[BaseModel] = DeepSpeedJson, prefix: str = "") -> d
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ZERO = "zero_optimization"
-OFFLOAD = ("offload_optimizer", "offload_param")
-_DEPRECATED = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+# The blocks that name a device, and for each the deprecated key that says the same.
+OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 
 
 def _batch_sizes_agree(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    accumulation = config.gradient_accumulation_steps
+    known = {MICRO: micro, ACCUMULATION: config.gradient_accumulation_steps, "dp": dp}
+    factors = {name: value for name, value in known.items() if value is not None}
+    names, product = "*".join(factors), prod(factors.values())
     if train is None and micro is None:
         rule = f"must be given: samples in a step, {MICRO} * {ACCUMULATION} * dp={dp}"
         yield Problem(TRAIN, None, rule, f"write it, or {MICRO}, with {ACCUMULATION} or without")
-    if train is None:
-        return
-    known = [(MICRO, micro), (ACCUMULATION, accumulation), ("dp", dp)]
-    names = "*".join(name for name, value in known if value is not None)
-    product = (micro or 1) * (accumulation or 1) * dp
-    if micro is not None and accumulation is not None:
-        if train != product:
-            rule = f"must be {names}={micro}*{accumulation}*{dp}={product}"
-            yield Problem(TRAIN, train, rule, f"write {product}, or leave one of the three out")
-    elif train % product:
+    elif train is not None and len(factors) == len(known) and train != product:
+        rule = f"must be {names}={'*'.join(map(str, factors.values()))}={product}"
+        yield Problem(TRAIN, train, rule, f"write {product}, or leave one of the three out")
+    elif train is not None and train % product:
         nearest = nearest_text(nearest_multiples(train, product))
         yield Problem(TRAIN, train, f"must be divisible by {names}={product}", nearest)
 
@@ -259,13 +248,8 @@ def _there_is_one_format(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
 
 
 def _half_gradients_have_half_weights(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
-    if config.fp16.enabled or config.bf16.enabled:
-        return
-    written = {
-        "communication_data_type": config.communication_data_type,
-        "data_types.grad_accum_dtype": config.data_types.grad_accum_dtype,
-    }
-    for key, value in written.items():
+    for key in () if config.fp16.enabled or config.bf16.enabled else _GRADIENT_FORMATS:
+        value = attrgetter(key)(config)
         if value not in (None, "fp32"):
             rule = "must be fp32 where neither fp16 nor bf16 is enabled: gradients of fp32 weights stay in fp32"
             yield Problem(key, value, rule, "leave it out")
@@ -285,13 +269,13 @@ def _parameters_have_a_type(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
 
 def _offload_names_device_and_path(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
     zero = config.zero_optimization
-    for name in OFFLOAD:
-        block, path, old = zero.offload(name), f"{ZERO}.{name}", _DEPRECATED[name]
-        if name in zero.model_fields_set and block.device is None:
+    for name, old in OFFLOAD.items():
+        block, path, written = zero.offload(name), f"{ZERO}.{name}", name in zero.model_fields_set
+        if written and block.device is None:
             yield Problem(f"{path}.device", None, "must be given", 'write "cpu", "nvme" or "none"')
         if block.device == "nvme" and not block.nvme_path:
             yield Problem(f"{path}.nvme_path", None, "must be given for nvme", "name a directory on a local disk")
-        if getattr(zero, old) and name in zero.model_fields_set:
+        if written and getattr(zero, old):
             yield Problem(f"{ZERO}.{old}", True, f"cannot be together with {path}", "leave it out, it is deprecated")
     paths = zero.nvme_paths()
     if len(paths) > 1:
@@ -301,16 +285,15 @@ def _offload_names_device_and_path(config: DeepSpeedJson, _: int) -> Iterator[Pr
 
 def _offload_fits_the_stage(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
     zero = config.zero_optimization
-    for name in OFFLOAD:
+    rules = {  # the least stage
+        "offload_optimizer": (1, "needs stage 1, 2 or 3: stage 0 shards nothing"),
+        "offload_param": (3, f"needs stage 3: stage {zero.stage} keeps the weights whole"),
+    }
+    for name, (least, rule) in rules.items():
         device = zero.offload(name).device
-        key = f"{ZERO}.{name}.device" if device else f"{ZERO}.{_DEPRECATED[name]}"
-        if zero.device(name) != "none" and zero.stage < (1 if name == "offload_optimizer" else 3):
-            if name == "offload_optimizer":
-                rule, hint = "needs stage 1, 2 or 3: stage 0 shards nothing", f"write {ZERO}.stage"
-            else:
-                rule = f"needs stage 3: stage {zero.stage} keeps the weights whole"
-                hint = f"write {ZERO}.stage = 3, or leave it out"
-            yield Problem(key, device or True, rule, hint)
+        if zero.device(name) != "none" and zero.stage < least:
+            key = f"{ZERO}.{name}.device" if device else f"{ZERO}.{OFFLOAD[name]}"
+            yield Problem(key, device or True, rule, f"write {ZERO}.stage = {least}, or leave it out")
 
 
 def _shard_groups_fill_dp(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
@@ -320,21 +303,19 @@ def _shard_groups_fill_dp(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
         yield Problem(f"{ZERO}.mics_shard_size", size, f"must divide dp={dp}", nearest)
 
 
-def _below(block: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{block}.{name}" for name in names)
-
-
 _ENABLED = ("fp16.enabled", "bf16.enabled")
+_GRADIENT_FORMATS = ("communication_data_type", "data_types.grad_accum_dtype")
+_LOSS_SCALE = ("fp16.enabled", "fp16.min_loss_scale", "fp16.initial_scale_power")
 _OFFLOAD_KEYS = (
-    *_below(ZERO, *_DEPRECATED.values()),
-    *(key for block in OFFLOAD for key in _below(f"{ZERO}.{block}", "device", "nvme_path")),
+    *(f"{ZERO}.{old}" for old in OFFLOAD.values()),
+    *(f"{ZERO}.{block}.{key}" for block in OFFLOAD for key in ("device", "nvme_path")),
 )
 # The keys that a relation reads, and (configuration, dp) -> what is wrong.
 RELATIONS: tuple[tuple[tuple[str, ...], Callable[[DeepSpeedJson, int], Iterator[Problem]]], ...] = (
     ((TRAIN, MICRO, ACCUMULATION), _batch_sizes_agree),
     (_ENABLED, _there_is_one_format),
-    ((*_ENABLED, "communication_data_type", "data_types.grad_accum_dtype"), _half_gradients_have_half_weights),
-    (_below("fp16", "enabled", "min_loss_scale", "initial_scale_power"), _loss_scale_starts_above_its_least),
+    ((*_ENABLED, *_GRADIENT_FORMATS), _half_gradients_have_half_weights),
+    (_LOSS_SCALE, _loss_scale_starts_above_its_least),
     (("optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"), _parameters_have_a_type),
     (_OFFLOAD_KEYS, _offload_names_device_and_path),
     ((*_OFFLOAD_KEYS, f"{ZERO}.stage"), _offload_fits_the_stage),

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from megazero.optim.keywords import check_keywords, keywords_of, unknown_name
+from megazero.registry import check_keywords, keywords_of, unknown_name
 
 PerGroup = float | Sequence[float]
 """One number for all parameter groups, or one for each."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megazero.optim.config import OptimizerConfig
-from megazero.optim.keywords import check_keywords, keywords_of, unknown_name
 from megazero.optim.registry import OPTIMIZERS
+from megazero.registry import check_keywords, keywords_of, unknown_name
 
 
 class Lion(torch.optim.Optimizer):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun
-from megazero.config.extensions import import_extensions
+from megazero.config.load import import_extensions
 from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
