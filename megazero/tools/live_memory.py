@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -25,90 +25,66 @@ _MARK = "megazero: "
 _QUIET = "9"  # above every level of the profiler's own messages
 
 
-class LiveMemory(ABC):
-    """Use as a context; read the results after it.
+@dataclass
+class LiveMemory:
+    """What `live_memory` measures.
 
-    Attributes:
-        live: bytes at each point of the last step; the largest if it was marked more than once.
-        peak: most bytes at any time since the last start.
+    Args:
+        mark: notes what is live at a point of the step.
+        live: bytes at each point of the last step, the largest if it was marked more than once; complete after the context.
+        peak: most bytes at any time since the last start; known after the context.
     """
 
-    def __init__(self) -> None:
-        self.live: dict[str, int] = {}
-        self.peak = 0
+    mark: Callable[[str], None]
+    live: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
 
-    @abstractmethod
-    def __enter__(self) -> Self: ...
-
-    @abstractmethod
-    def mark(self, point: str) -> None:
-        """Note what is live now."""
-
-    @abstractmethod
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def _note(self, point: str, now: int) -> None:
+    def note(self, point: str, now: int) -> None:
+        """Enter the live bytes of a point; a start begins a new step."""
+        if point == START:
+            self.live, self.peak = {}, now
         self.live[point] = max(self.live.get(point, 0), now)
 
 
-def live_memory(device: torch.device) -> LiveMemory:
-    """The meter for tensors on a device."""
-    return _CudaMemory(device) if device.type == "cuda" else _ProfiledMemory()
+def live_memory(device: torch.device) -> AbstractContextManager[LiveMemory]:
+    """Measure the tensors on a device."""
+    return _cuda_memory(device) if device.type == "cuda" else _profiled_memory()
 
 
-class _CudaMemory(LiveMemory):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device, self._before = device, 0
+@contextmanager
+def _cuda_memory(device: torch.device) -> Iterator[LiveMemory]:
+    before = torch.cuda.memory_allocated(device)
 
-    def __enter__(self) -> Self:
-        self._before = torch.cuda.memory_allocated(self._device)
-        return self
-
-    def mark(self, point: str) -> None:
+    def mark(point: str) -> None:
         if point == START:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self.live.clear()
-        self._note(point, torch.cuda.memory_allocated(self._device) - self._before)
+            torch.cuda.reset_peak_memory_stats(device)
+        memory.note(point, torch.cuda.memory_allocated(device) - before)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
+    memory = LiveMemory(mark)
+    yield memory
+    memory.peak = torch.cuda.max_memory_allocated(device) - before
 
 
-class _ProfiledMemory(LiveMemory):
-    def __enter__(self) -> Self:
-        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
-        self._profile.start()
-        return self
-
-    def mark(self, point: str) -> None:
+@contextmanager
+def _profiled_memory() -> Iterator[LiveMemory]:
+    def mark(point: str) -> None:
         with torch.profiler.record_function(_MARK + point):
             pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._profile.stop()
-        if error is not None:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        changes = [(event["ts"], "", event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"]
-        found = [event for event in events if event["name"].startswith(_MARK) and event.get("ph") == "X"]
-        marks = [(event["ts"], event["name"].removeprefix(_MARK), 0) for event in found]
-        now = 0
-        for _, point, change in sorted(changes + marks):
-            now += change
-            if point == START:
-                self.live, self.peak = {}, now
-            if point:
-                self._note(point, now)
-            self.peak = max(self.peak, now)
+    memory = LiveMemory(mark)
+    os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        yield memory
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = [(event["ts"], "", event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"]
+    found = [event for event in events if event["name"].startswith(_MARK) and event.get("ph") == "X"]
+    now = 0
+    for _, point, change in sorted(changes + [(e["ts"], e["name"].removeprefix(_MARK), 0) for e in found]):
+        now += change
+        if point:
+            memory.note(point, now)
+        memory.peak = max(memory.peak, now)

@@ -1,4 +1,4 @@
-"""Memory and traffic of a rank by the ZeRO papers, as terms that can be evaluated and printed.
+"""Memory and traffic of a rank by the ZeRO papers, as numbers and as text.
 
     N parameters over d ranks, 16-bit weights, fp32 gradients and Adam        (Rajbhandari et al. 2020, figure 1, section 7)
 
@@ -14,63 +14,57 @@ device needs whole gradients, or weights in fp32, it holds its own copies, and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 
-MASTER_BYTES, MOMENT_BYTES, FP32_BYTES = 4, 4, 4
-
-
-@dataclass(frozen=True)
-class Term:
-    """Bytes per parameter: how many, whether divided by the shards, and whether on the device or offloaded."""
-
-    count: int
-    is_sharded: bool
-    on_device: bool = True
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
 class StateFormula:
-    """The formulas for one run.
-
-    Args:
-        stage: of ZeRO.
-        shards: d, the ranks that share one copy of the state.
-        weight_bytes, accumulate_bytes, reduce_bytes: per element of weights, accumulated gradients, reduced gradients.
-        moments: numbers that the optimizer holds for each parameter.
-        micro_batches: G, on each rank in a step.
-        reduces_each: stages 2 and 3 reduce after each micro-batch, not once per step.
-        gathers_each: stage 3 gathers for each pass, not once per step.
-    """
+    """The formulas for one run."""
 
     stage: int
-    shards: int
-    weight_bytes: int
-    accumulate_bytes: int
-    reduce_bytes: int
-    moments: int
-    micro_batches: int
-    reduces_each: bool
-    gathers_each: bool
+    shards: int  # d, the ranks that share one copy of the state
+    weight_bytes: int  # of an element, as the next two
+    accumulate_bytes: int  # of gradients while they add up
+    reduce_bytes: int  # of gradients while they are reduced
+    moments: int  # numbers that the optimizer holds for each parameter
+    micro_batches: int  # G, on each rank in a step
+    reduces_each: bool  # stages 2 and 3 reduce after each micro-batch, not once per step
+    gathers_each: bool  # stage 3 gathers for each pass, not once per step
 
-    def state_terms(self, *, offloads: bool) -> list[Term]:
-        """Bytes of model state; `offloads` says that the optimizer's state is off the device."""
-        owns_part = self.stage >= 1
-        weights = Term(self.weight_bytes, self.stage == 3)
-        own_masters = offloads or self.weight_bytes < FP32_BYTES  # weights in fp32 are their own masters
-        masters = Term(MASTER_BYTES if own_masters else 0, owns_part, not offloads)
-        moments = Term(MOMENT_BYTES * self.moments, owns_part, not offloads)
-        return [weights, *self._gradient_terms(offloads), masters, moments]
+    def _bytes_per_parameter(self, offloads: bool) -> Counter[tuple[bool, bool]]:
+        """Bytes by (is on the device, is sharded)."""
+        optimizer_state = (not offloads, self.stage >= 1)
+        count = Counter({(True, self.stage == 3): self.weight_bytes})
+        if offloads or self.weight_bytes < FP32_BYTES:  # weights in fp32 are their own masters
+            count[optimizer_state] += FP32_BYTES
+        count[optimizer_state] += FP32_BYTES * self.moments
+        has_whole_gradients = self.stage < 2 or (self.shards == 1 and not offloads)
+        if has_whole_gradients:
+            count[True, False] += self.accumulate_bytes
+        if not has_whole_gradients or offloads or self.accumulate_bytes != FP32_BYTES:
+            count[optimizer_state] += FP32_BYTES  # the gradient that the optimizer reads
+        return count
 
-    def _gradient_terms(self, offloads: bool) -> list[Term]:
-        stepped = Term(FP32_BYTES, self.stage >= 1, not offloads)  # what the optimizer reads
-        if self.stage >= 2 and (self.shards > 1 or offloads):
-            return [stepped]
-        whole = Term(self.accumulate_bytes, is_sharded=False)
-        is_same = self.accumulate_bytes == FP32_BYTES and not offloads
-        return [whole] if is_same else [whole, stepped]
+    def state_bytes(self, elements: int, *, offloads: bool) -> float:
+        """Model state of so many parameters; `offloads` says that the optimizer's state is off the device."""
+        counts = self._bytes_per_parameter(offloads).items()
+        return sum(count * elements / (self.shards if is_sharded else 1) for (_, is_sharded), count in counts)
 
-    def sent_terms(self) -> dict[str, int]:
+    def state_text(self, *, offloads: bool) -> str:
+        """The same as a sum, `6N + 12N/4`; what is off the device stands in brackets."""
+        counts, parts = self._bytes_per_parameter(offloads), []
+        for on_device, form in ((True, "{}"), (False, "[{}]")):
+            whole, part = counts[on_device, False], counts[on_device, True]
+            if self.shards == 1:
+                whole, part = whole + part, 0
+            terms = ([f"{whole}N"] if whole else []) + ([f"{part}N/{self.shards}"] if part else [])
+            parts += [form.format(" + ".join(terms))] if terms else []
+        return " + ".join(parts)
+
+    def sent_per_parameter(self) -> dict[str, int]:
         """Bytes per parameter that pass through each collective in a step; (d - 1)/d of them are sent.
 
         Stage 3's all-gather is an upper bound: weights that are still in a buffer are not gathered again.
@@ -85,23 +79,4 @@ class StateFormula:
 
     def sent_bytes(self, elements: int) -> float:
         """Bytes that a rank sends in a step for so many parameters."""
-        return sum(self.sent_terms().values()) * elements * (self.shards - 1) / self.shards
-
-
-def state_bytes(terms: Sequence[Term], elements: int, shards: int, *, on_device: bool) -> float:
-    """Bytes of so many parameters on the device, or off it."""
-    chosen = [term for term in terms if term.on_device == on_device]
-    return sum(term.count * elements / (shards if term.is_sharded else 1) for term in chosen)
-
-
-def state_text(terms: Sequence[Term], shards: int) -> str:
-    """The terms as a sum, `6N + 12N/4`; what is off the device stands in brackets."""
-    parts = []
-    for on_device, form in ((True, "{}"), (False, "[{}]")):
-        chosen = [term for term in terms if term.on_device == on_device]
-        part = sum(term.count for term in chosen if term.is_sharded and shards > 1)
-        whole = sum(term.count for term in chosen) - part
-        written = [f"{whole}N"] if whole else []
-        written += [f"{part}N/{shards}"] if part else []
-        parts += [form.format(" + ".join(written))] if written else []
-    return " + ".join(parts)
+        return sum(self.sent_per_parameter().values()) * elements * (self.shards - 1) / self.shards
