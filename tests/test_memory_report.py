@@ -15,9 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from megazero.cli import app
-from megazero.tools.live_memory import START, live_memory
-from megazero.tools.memory_formula import StateFormula
-from megazero.tools.memory_report import CHOICES, plan
+from megazero.tools.measured_step import START, live_memory
+from megazero.tools.memory_report import CHOICES, StateFormula, plan
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "zero_memory_report.py"
 ODD = ["model.hidden_size=24", "model.num_layers=2", "model.num_heads=2", "model.ffn_hidden_size=40"]

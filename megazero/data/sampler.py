@@ -116,10 +116,7 @@ class _Stream(ABC):
 class SampleStream(_Stream):
     """Training samples without end, for indices from 0: sources blended by weight, each shuffled anew in each of its epochs.
 
-    Args:
-        sources: the training windows of each source, all of one seq_len.
-        weights: a positive number for each source; their sum does not matter.
-        seed: chooses the order.
+    Weights as for `Blend`; the sources have one seq_len, and the seed chooses the order.
 
     Raises:
         ValueError: no sources, sources of different seq_len, or weights that do not match them.
@@ -152,10 +149,7 @@ class SampleStream(_Stream):
 class ValidationStream(_Stream):
     """Validation samples for indices in [0, len): each window of each source exactly once, in order.
 
-    The sources are interleaved by their size, so the first samples represent all of them fairly.
-
-    Args:
-        sources: the validation windows of each source, all of one seq_len.
+    The sources, of one seq_len, are interleaved by their size, so the first samples represent all of them fairly.
 
     Raises:
         ValueError: no sources, or sources of different seq_len.

@@ -204,12 +204,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of `compare_table`; `figures` is None if the schedule is impossible for these numbers, `impossible` says why."""
+    """A row of `compare_table`; `figures` is None if the schedule is impossible for these numbers."""
 
     name: str
     chunks: int
     figures: Figures | None
-    impossible: str = ""
+    impossible: str = ""  # why
 
 
 def compare_table(
