@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megazero.data import ByteTokenizer, FileTokenizer, load_tokenizer
+from megazero.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 
 
 def write_tokenizer(path: Path, vocab: dict[str, int], special: list[str] = (), truncate: int | None = None) -> Path:

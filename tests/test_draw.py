@@ -23,7 +23,7 @@ from megazero.schedules.kind import forward_only
 from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, program, simulate
 from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.table import read_schedule
-from megazero.tools.draw import chrome_trace, compare_table, draw_around, draw_text
+from megazero.tools.draw import chrome_trace, compare_table, draw_refused, draw_text
 from megazero.tools.draw_svg import draw_svg
 
 PAGE = Path(__file__).parent.parent / "docs" / "schedules.md"
@@ -224,7 +224,7 @@ def test_the_comparison_says_why_a_schedule_is_impossible_and_takes_ones_own() -
 
 def test_a_refused_action_and_what_it_waits_for_are_marked() -> None:
     schedule = SCHEDULES["interleaved"].build(4, 8, 2)
-    lines = draw_around(schedule, 0, Action(ActionKind.FORWARD, 3, 1)).split("\n")
+    lines = draw_refused(schedule, ScheduleError("", 0, Action(ActionKind.FORWARD, 3, 1))).split("\n")
     assert [">F3.1<" in line for line in lines] == [True, False, False, False]
     assert ["(F3)" in line for line in lines] == [False, False, False, True]
     assert lines[0].startswith("> rank 0")
@@ -234,7 +234,7 @@ def test_around_speaks_plain_text_of_any_action_even_a_missing_or_impossible_one
     for schedule in (*schedules(4, 4), SCHEDULES["1f1b"].build(20, 30, 1)):
         for rank in (0, schedule.pp - 1):
             for action in (*schedule.ranks[rank], Action(ActionKind.WEIGHT, 99), Action(ActionKind.BACKWARD, 0, 9)):
-                text = draw_around(schedule, rank, action)
+                text = draw_refused(schedule, ScheduleError("", rank, action))
                 assert text.isascii()
                 assert len(text.split("\n")) <= 12
                 mark = (

@@ -459,7 +459,13 @@ def test_offloaded_shards_change_nothing(place: str, world: int, optimizer: str,
     def law(rank: int) -> None:
         offload = {"parameters": place, "optimizer": optimizer, "nvme_path": str(tmp_path)}
         sharded = assert_trains_as_plain(
-            rank, world, _RootParameters, 3, random_batches(3, world, 2, 4, WIDTH), offload=offload, persistent_elements=1
+            rank,
+            world,
+            _RootParameters,
+            3,
+            random_batches(3, world, 2, 4, WIDTH),
+            offload=offload,
+            persistent_elements=1,
         )
         assert_same(sharded.module.state_dict(), sharded.whole("master"))
         sharded.zero.close()

@@ -15,9 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from megazero.cli import app
-from megazero.tools.live_memory import START, live_memory
-from megazero.tools.memory_formula import StateFormula, state_bytes, state_text
-from megazero.tools.memory_report import ReportRequest, plan
+from megazero.tools.measured_step import START, live_memory
+from megazero.tools.memory_report import CHOICES, StateFormula, plan
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "zero_memory_report.py"
 ODD = ["model.hidden_size=24", "model.num_layers=2", "model.num_heads=2", "model.ffn_hidden_size=40"]
@@ -146,7 +145,7 @@ def test_a_bad_option_is_told_with_exit_code_2(options: list[str], said: str, tm
 
 def test_a_number_of_ranks_that_is_not_the_started_one_is_refused() -> None:
     with pytest.raises(ValueError, match="4 ranks were started"):
-        plan(ReportRequest(ranks=2), started=4)
+        plan(CHOICES, ranks=2, started=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -161,20 +160,19 @@ def _formula(stage: int, **changes: Any) -> StateFormula:
 @pytest.mark.parametrize(("stage", "paper"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_formula_gives_the_papers_figure_1(stage: int, paper: float) -> None:
     """7.5 billion parameters on 64 ranks, in GB; the paper's gradients have 2 bytes, and no fp32 copy beside them."""
-    terms = _formula(stage, shards=64).state_terms(offloads=False)
     gradients = 4 if stage < 2 else 4 / 64
     papers = 2 if stage < 2 else 2 / 64
-    found = state_bytes(terms, 7_500_000_000, 64, on_device=True) / 1e9
+    found = _formula(stage, shards=64).state_bytes(7_500_000_000, offloads=False) / 1e9
     assert found - 7.5 * (gradients - papers) == pytest.approx(paper, abs=0.06)
 
 
 def test_the_formula_reads_as_a_sum() -> None:
-    assert state_text(_formula(1).state_terms(offloads=False), 4) == "6N + 12N/4"
-    assert state_text(_formula(1).state_terms(offloads=True), 4) == "6N + [16N/4]"
-    assert state_text(_formula(3, weight_bytes=4).state_terms(offloads=False), 4) == "16N/4"
-    assert state_text(_formula(2, shards=1).state_terms(offloads=False), 1) == "18N"
-    assert state_text(_formula(2, shards=1).state_terms(offloads=True), 1) == "2N + [16N]"
-    assert state_text(_formula(0, accumulate_bytes=2).state_terms(offloads=False), 4) == "20N"
+    assert _formula(1).state_text(offloads=False) == "6N + 12N/4"
+    assert _formula(1).state_text(offloads=True) == "6N + [16N/4]"
+    assert _formula(3, weight_bytes=4).state_text(offloads=False) == "16N/4"
+    assert _formula(2, shards=1).state_text(offloads=False) == "18N"
+    assert _formula(2, shards=1).state_text(offloads=True) == "2N + [16N]"
+    assert _formula(0, accumulate_bytes=2).state_text(offloads=False) == "20N"
 
 
 def test_traffic_grows_with_micro_batches_where_it_must() -> None:

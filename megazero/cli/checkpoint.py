@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from megazero.cli._common import fail, print_table
 
 if TYPE_CHECKING:
-    from megazero.checkpoint.folder import Folder
+    from megazero.checkpoint.folder import FileRecord, Folder
     from megazero.tools.compare_checkpoints import Comparison
 
 ROWS = 20  # differing tensors that are shown
@@ -26,8 +26,8 @@ ShardOption = Annotated[str, typer.Option(help="Largest file of weights, such as
 
 
 @contextmanager
-def _errors_printed(status: int = 1) -> Iterator[None]:
-    """Print an error that a user can act on as one message; exit with this code."""
+def _user_errors(status: int = 1) -> Iterator[None]:
+    """Errors that a user can act on, as one message and this exit code."""
     from megazero.checkpoint.index import CheckpointError
 
     try:
@@ -50,7 +50,7 @@ def inspect(directory: Step) -> None:
     from megazero.checkpoint.index import kinds_of, read_manifest, read_trainer_state
     from megazero.checkpoint.tensor_file import StoredTensors
 
-    with _errors_printed():
+    with _user_errors():
         files, trainer = read_manifest(directory), read_trainer_state(directory)
         kinds = {kind: StoredTensors(directory, kind) for kind in kinds_of(files)}
         table = Table("tensor", "shape", "dtype", *kinds, box=None)
@@ -60,10 +60,8 @@ def inspect(directory: Step) -> None:
             dtype = str(weights[name].dtype).removeprefix("torch.").replace("float", "f").upper()
             table.add_row(name, " x ".join(map(str, weights[name].shape)), dtype, *marks)
     shape = ", ".join(f"{key} {value}" for key, value in trainer.shape.items())
-    size = sum(record.bytes for record in files.values())
     print(f"{directory}: step {trainer.step}, {trainer.consumed_samples:,} samples, {trainer.consumed_tokens:,} tokens")
-    origin = f"written by {shape} (any shape reads it)" if shape else "imported (any shape reads it)"
-    print(f"{origin}; {len(files)} files, {size / 2**20:,.1f} MiB")
+    print(f"{f'written by {shape}' if shape else 'imported'} (any shape reads it); {_size(files)}")
     print_table(table)
 
 
@@ -71,30 +69,22 @@ def inspect(directory: Step) -> None:
 def verify(directory: Annotated[str, typer.Argument(help="A step directory, or one of them, or a URL.")]) -> None:
     """Compare every file's size and hash with what was written: a line for each step, exit code 1 for damage.
 
-    A directory that was never finished is listed and is no damage."""
+    A directory that was never finished has a line too, and is no damage."""
     from megazero.checkpoint.folder import folder_at
     from megazero.checkpoint.index import is_complete
 
-    with _errors_printed():
+    def was_begun(folder: Folder) -> bool:  # a checkpoint that was not finished has no manifest
+        names = (name.removesuffix(".partial") for name in folder.files())
+        return is_complete(folder) or any(name.endswith(".safetensors") for name in names)
+
+    with _user_errors():
         folder = folder_at(directory)
-        steps = [folder] if is_complete(folder) or _was_begun(folder) else _steps_within(folder)
+        steps = [folder] if was_begun(folder) else list(filter(was_begun, map(folder.child, folder.folders())))
         if not steps:
             fail(f"{directory} is no checkpoint and holds none", 1)
         results = [_verify(step) for step in steps]
     if False in results or True not in results:
         raise typer.Exit(1)
-
-
-def _steps_within(folder: Folder) -> list[Folder]:
-    from megazero.checkpoint.index import is_complete
-
-    within = [folder.child(name) for name in folder.folders()]
-    return [one for one in within if is_complete(one) or _was_begun(one)]
-
-
-def _was_begun(folder: Folder) -> bool:
-    """Whether a directory holds a checkpoint without manifest: one that was not finished."""
-    return any(name.removesuffix(".partial").endswith(".safetensors") for name in folder.files())
 
 
 def _verify(folder: Folder) -> bool | None:
@@ -111,11 +101,12 @@ def _verify(folder: Folder) -> bool | None:
     except CheckpointError as error:
         print(f"{folder}: DAMAGED\n  {error}")
         return False
-    size = sum(record.bytes for record in files.values())
-    print(f"{folder}: {'DAMAGED' if damage else 'intact'}, {len(files)} files, {size / 2**20:,.1f} MiB")
-    for line in damage:
-        print(f"  {line}")
+    print(f"{folder}: {'DAMAGED' if damage else 'intact'}, {_size(files)}", *damage, sep="\n  ")
     return not damage
+
+
+def _size(files: Mapping[str, FileRecord]) -> str:
+    return f"{len(files)} files, {sum(record.bytes for record in files.values()) / 2**20:,.1f} MiB"
 
 
 @app.command()
@@ -129,7 +120,7 @@ def diff(
     """Compare two checkpoints, whatever clusters wrote them.  Exit code 0: equal, 1: different, 2: not compared."""
     from megazero.tools.compare_checkpoints import compare
 
-    with _errors_printed(NOT_COMPARED):
+    with _user_errors(NOT_COMPARED):
         if not (rtol >= 0 and atol >= 0):
             raise ValueError(f"--rtol {rtol} and --atol {atol} must not be below 0")
         found = compare(a, b, rtol=rtol, atol=atol)
@@ -140,22 +131,20 @@ def diff(
 
 
 def _print_differences(found: Comparison, rows: int | None) -> None:
-    for line in found.only:
+    for line in (*found.only, *(f"{key}: {a!r}, {b!r}" for key, a, b in found.fields)):
         print(line)
-    for key, a, b in found.fields:
-        print(f"{key}: {a!r}, {b!r}")
     if found.tensors:
-        table = Table("tensor", "kind", "shape and dtype", "elements that differ", box=None)
-        for heading in ("max |a-b|", "of max |b|"):
-            table.add_column(heading, justify="right")
-        table.add_column("")
+        columns = ("tensor", "kind", "shape and dtype", "elements that differ", "max |a-b|", "of max |b|", "")
+        table = Table(*columns, box=None)
+        for column in table.columns[4:6]:
+            column.justify = "right"
         for one in found.tensors[:rows]:
             count = f"{one.differing:,} of {one.elements:,}" if one.elements else "not compared"
             cells = one.name, one.kind, one.described, count, f"{one.max_abs:.3g}", f"{one.relative:.3g}"
             table.add_row(*cells, "close" if one.is_close else "")
         print_table(table)
-        hidden = len(found.tensors[rows:]) if rows is not None else 0
-        print(f"... and {hidden} more; --all shows them" if hidden else "", end="\n" if hidden else "")
+        if rows is not None and len(found.tensors) > rows:
+            print(f"... and {len(found.tensors) - rows} more; --all shows them")
     for line in found.notes:
         print(f"not part of the state: {line}")
     apart = sum(not one.is_close for one in found.tensors)
@@ -170,16 +159,14 @@ def import_(
     source: Annotated[str, typer.Argument(help="Directory of a transformers model: a llama or a gpt2.")],
     out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
     dtype: DtypeOption = None,
-    seq_len: Annotated[
-        int | None, typer.Option(help="Tokens in a sample, for a llama; as many as its configuration names by default.")
-    ] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a llama's sample; its own number by default.")] = None,
     max_shard_size: ShardOption = "5GB",
 ) -> None:
     """Make a checkpoint of a transformers model, to continue training from it."""
     from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
     from megazero.checkpoint.shards import parse_size
 
-    with _errors_printed():
+    with _user_errors():
         wish = _checked_dtype(dtype)
         made = import_model(source, out, dtype=wish, seq_len=seq_len, max_shard_bytes=parse_size(max_shard_size))
     print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
@@ -197,7 +184,7 @@ def export(
     from megazero.checkpoint.hugging_face.exporter import export_model
     from megazero.checkpoint.shards import parse_size
 
-    with _errors_printed():
+    with _user_errors():
         wish = _checked_dtype(dtype)
         made = export_model(directory, out, dtype=wish, max_shard_bytes=parse_size(max_shard_size))
     files = "1 file" if made.files == 1 else f"{made.files} files"

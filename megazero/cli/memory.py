@@ -29,26 +29,29 @@ def memory_report(
 ) -> None:
     """Measure the memory, traffic and time of each ZeRO stage beside the formulas of the papers."""
     from megazero.config import ConfigError
-    from megazero.tools.memory_report import ReportRequest, measure, plan
+    from megazero.schedules.table import write_text
+    from megazero.tools.memory_chart import draw_svg, draw_text
+    from megazero.tools.memory_report import measure, plan
     from megazero.training.launch import leave_at_once, run_ranks
 
     prints, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
+    varied = {"stages": _words(stages), "precision": _words(precision), "offload": _words(offload)}
+    started = int(world) if world else None
     try:
-        varied = (_words(stages), _words(precision), _words(offload))
-        request = ReportRequest(*varied, steps, iterations, ranks, config, overrides or [], out)
-        planned = plan(request, int(world) if world else None)
+        for option, count in (("steps", steps), ("iterations", iterations), ("ranks", ranks)):
+            if count is not None and count < 1:
+                raise ValueError(f"--{option} {count} must be at least 1")
+        runs = plan(varied, overrides or [], config=config, ranks=ranks, started=started, scratch=out)
         out.mkdir(parents=True, exist_ok=True)
     except (ConfigError, ValueError, OSError) as error:
         if prints:
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG) from None
-    report = run_ranks(planned.runs[0][1], partial(measure, planned=planned))
+    work = partial(measure, runs=runs, steps=steps, iterations=iterations)
+    report = run_ranks(next(iter(runs.values())), work)
     if report is None:
         leave_at_once()
     if prints:
-        from megazero.schedules.table import write_text
-        from megazero.tools.memory_chart import draw_svg, draw_text
-
         print(draw_text(report))
         write_text(out / "memory.json", json.dumps(report.as_json(), indent=1) + "\n")
         write_text(out / "memory.svg", draw_svg(report))

@@ -30,12 +30,8 @@ def show(
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Micro-batches of one step.")] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Model chunks on each rank, for interleaved.")] = None,
-    costs: Annotated[
-        str, typer.Option(help="Times F,B,W,hop: forward, input's and weights' gradient, message.")
-    ] = "1,1,1,0",
-    file: Annotated[
-        Path | None, typer.Option(help="A schedule of your own: CSV, a line per rank, cells as F0.")
-    ] = None,
+    costs: Annotated[str, typer.Option(help="Times of forward, input's and weights' gradient, message.")] = "1,1,1,0",
+    file: Annotated[Path | None, typer.Option(help="Your own schedule: CSV, a line per rank, cells as F0.")] = None,
     placement: Annotated[str | None, typer.Option(help="Of the file's stages: loop (the default) or v.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev; one unit is 1 ms.")] = None,

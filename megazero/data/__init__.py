@@ -5,26 +5,8 @@
 Needs numpy, not torch.  What is slow to import (tokenizers, filelock, process pools) is imported where it is used.
 """
 
-from megazero.data.blend import Blend
-from megazero.data.corpus import PYTHON_STDLIB, Corpus, open_corpus
+from megazero.data.corpus import Corpus, open_corpus
 from megazero.data.indexed import IndexedDataset
-from megazero.data.permutation import Permutation
-from megazero.data.sampler import SampleStream, ValidationStream, Windows, split
-from megazero.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from megazero.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = [
-    "PYTHON_STDLIB",
-    "Blend",
-    "ByteTokenizer",
-    "Corpus",
-    "FileTokenizer",
-    "IndexedDataset",
-    "Permutation",
-    "SampleStream",
-    "Tokenizer",
-    "ValidationStream",
-    "Windows",
-    "load_tokenizer",
-    "open_corpus",
-    "split",
-]
+__all__ = ["Corpus", "IndexedDataset", "Tokenizer", "load_tokenizer", "open_corpus"]

@@ -25,7 +25,8 @@ _LARGEST_TOTAL: Final = 2**30  # keeps 2 * remainder * weight below 2^63 in `_co
 class Blend:
     """Sources interleaved by weight.
 
-    After any number of samples n, source k has had n * weights[k] / sum(weights) of them, give or take `tolerance`.
+    After any number of samples n, source k has had n * weights[k] / sum(weights) of them, give or take
+    ceil(log2(sources)) / 2.
 
     Args:
         weights: a positive number for each source; their sum does not matter. Decimals are taken as written
@@ -33,7 +34,6 @@ class Blend:
 
     Attributes:
         weights: the integers that stand for the weights.
-        tolerance: ceil(log2(sources)) / 2 samples.
 
     Raises:
         ValueError: no sources, or a weight that is not positive and finite.
@@ -41,14 +41,9 @@ class Blend:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = _integer_weights(weights)
-        self.tolerance = (len(self.weights) - 1).bit_length() / 2
 
     def locate(self, indices: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, index within source) of global samples; within a source they count 0, 1, 2, ... with no gap.
-
-        Args:
-            indices: [n] global sample indices, 0 or more.
-        """
+        """(source, index within source) of global samples [n]; within a source they count 0, 1, 2, ... with no gap."""
         source = np.empty(len(indices), np.int64)
         within = np.empty(len(indices), np.int64)
 
@@ -58,7 +53,8 @@ class Blend:
             if last - first == 1:
                 source[rows], within[rows] = first, index
                 return
-            middle, part, whole = self._split(first, last)
+            middle = (first + last) // 2
+            part, whole = sum(self.weights[first:middle]), sum(self.weights[first:last])
             left = _count_left(index, part, whole)
             goes_left = _count_left(index + 1, part, whole) > left
             descend(first, middle, rows[goes_left], left[goes_left])
@@ -66,23 +62,6 @@ class Blend:
 
         descend(0, len(self.weights), np.arange(len(indices)), np.asarray(indices, np.int64))
         return source, within
-
-    def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples come from each source."""
-
-        def descend(first: int, last: int, n: int) -> list[int]:
-            if last - first == 1:
-                return [n]
-            middle, part, whole = self._split(first, last)
-            left = int(_count_left(np.array([n]), part, whole)[0])
-            return descend(first, middle, left) + descend(middle, last, n - left)
-
-        return descend(0, len(self.weights), samples)
-
-    def _split(self, first: int, last: int) -> tuple[int, int, int]:
-        """The middle of a node's sources, the weight left of it, and the node's weight."""
-        middle = (first + last) // 2
-        return middle, sum(self.weights[first:middle]), sum(self.weights[first:last])
 
 
 def _count_left(n: NDArray[np.int64], part: int, whole: int) -> NDArray[np.int64]:

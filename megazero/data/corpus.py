@@ -31,21 +31,11 @@ _SAMPLE_BLOCK_TOKENS: Final = 4096
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """The data of a run.
-
-    Attributes:
-        train: endless training samples.
-        validation: validation samples in order, or None if the run holds none out.
-        fingerprint: hex; equal if the tokens, their order and the split are equal.
-        tokenizer_name: argument of `load_tokenizer` to decode samples.
-        vocab: number of ids of the tokenizer.
-    """
+    """The data of a run."""
 
     train: SampleStream
-    validation: ValidationStream | None
-    fingerprint: str
-    tokenizer_name: str
-    vocab: int
+    validation: ValidationStream | None  # None if the run holds none out
+    fingerprint: str  # hex; equal if the tokens, their order and the split are equal
 
 
 def open_corpus(
@@ -63,13 +53,12 @@ def open_corpus(
 
     Args:
         sources: (source, weight) pairs; a source is "python-stdlib" or the prefix of a `.bin`/`.idx` pair.
-        tokenizer: name for `load_tokenizer`.
+        tokenizer, eod_token: arguments of `load_tokenizer`.
         seq_len: tokens that a sample predicts.
         seed: chooses the order of the samples.
         validation_fraction: part of each source's windows, the last ones, that is held out; 0 for none.
         cache_dir: a directory of this node for "python-stdlib".
         vocab_size: rows of the model's embedding.
-        eod_token: see `load_tokenizer`.
 
     Raises:
         FileNotFoundError: a source or the tokenizer is missing.
@@ -96,18 +85,12 @@ def open_corpus(
             _check_ids(name, start, block, vocab_size)
             digest.update(block.tobytes())
         digest.update(repr((dataset.dtype.str, len(dataset.tokens))).encode())
-        _update_with_file(digest, pair_paths(prefix)[1])
-        kept, held_out = split(windows, validation_fraction, name)
+        digest.update(np.memmap(pair_paths(prefix)[1], mode="r").data)
+        kept, last = split(windows, validation_fraction, name)
         training.append(kept)
-        if held_out is not None:
-            validation.append(held_out)
-    return Corpus(
-        train=SampleStream(training, weights, seed),
-        validation=ValidationStream(validation) if validation else None,
-        fingerprint=digest.hexdigest(),
-        tokenizer_name=tokenizer,
-        vocab=vocab,
-    )
+        validation += [] if last is None else [last]
+    held_out = ValidationStream(validation) if validation else None
+    return Corpus(SampleStream(training, weights, seed), held_out, digest.hexdigest())
 
 
 def _sampled_blocks(tokens: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
@@ -129,9 +112,3 @@ def _check_ids(name: str, start: int, block: NDArray[Any], vocab_size: int) -> N
             f"{name} has id {int(block[at])} at token {start + at:,}, and the model's vocab_size is {vocab_size:,}; "
             "raise vocab_size, or tokenize the source with this run's tokenizer"
         )
-
-
-def _update_with_file(digest: "xxhash.xxh3_128", path: Path) -> None:
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)

@@ -13,7 +13,6 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, 
 
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -33,21 +32,6 @@ def pair_paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
     """The `.bin` and `.idx` paths of a prefix."""
     name = os.fspath(prefix)
     return Path(f"{name}.bin"), Path(f"{name}.idx")
-
-
-@dataclass(frozen=True)
-class _Index:
-    dtype: np.dtype[Any]
-    sizes: NDArray[np.int32]
-    pointers: NDArray[np.int64]
-    document_indices: NDArray[np.int64]
-
-    @property
-    def bin_bytes(self) -> int:
-        """Where the last sequence ends."""
-        if not len(self.sizes):
-            return 0
-        return int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
 
 
 class IndexedDataset:
@@ -75,10 +59,10 @@ class IndexedDataset:
         for path in (bin_path, idx_path):
             if not path.is_file():
                 raise FileNotFoundError(_missing(self.prefix, path))
-        self._index = _read_index(idx_path)
-        self.dtype, self.sizes = self._index.dtype, self._index.sizes
-        self.document_indices = self._index.document_indices
-        expected, found = self._index.bin_bytes, bin_path.stat().st_size
+        self.dtype, self.sizes, self._pointers, self.document_indices = _read_index(idx_path)
+        # Where the last sequence ends.
+        expected = int(self._pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
+        found = bin_path.stat().st_size
         if found != expected:
             fault = "truncated" if found < expected else "longer than its index says"
             raise ValueError(
@@ -91,12 +75,12 @@ class IndexedDataset:
         )
 
     def __len__(self) -> int:
-        return len(self._index.sizes)
+        return len(self.sizes)
 
     def __getitem__(self, i: int) -> NDArray[Any]:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sequence {i} of {self.prefix}, which has {len(self):,}")
-        start = int(self._index.pointers[i]) // self.dtype.itemsize
+        start = int(self._pointers[i]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sizes[i])]
 
 
@@ -107,7 +91,8 @@ def _missing(prefix: str, path: Path) -> str:
     return message
 
 
-def _read_index(path: Path) -> _Index:
+def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """(dtype, sizes, pointers, document indices), as far as the file's own numbers agree."""
     found = path.stat().st_size
     if found < HEADER.size:
         raise ValueError(f"{path} is truncated: the header takes {HEADER.size} bytes, found {found}")
@@ -133,4 +118,4 @@ def _read_index(path: Path) -> _Index:
     if not documents or document_indices[-1] != sequences:
         last = int(document_indices[-1]) if documents else "none"
         raise ValueError(f"{path} is damaged: its documents end at sequence {last}, its sequences at {sequences}")
-    return _Index(np.dtype(DTYPE_OF_CODE[code]), sizes, pointers, document_indices)
+    return np.dtype(DTYPE_OF_CODE[code]), sizes, pointers, document_indices

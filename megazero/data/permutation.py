@@ -44,14 +44,7 @@ class Permutation:
         self._round_keys = [np.uint64(xxhash.xxh3_64_intdigest(text, seed=round_)) for round_ in range(_ROUNDS)]
 
     def __call__(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """The elements at `positions`: int64, of the same shape.
-
-        Args:
-            positions: integers in [0, size), of any shape.
-
-        Raises:
-            IndexError: a position outside [0, size).
-        """
+        """The elements at positions in [0, size), of any shape: int64, of the same shape.  Raises: IndexError outside."""
         flat = np.asarray(positions, np.int64).ravel()
         if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.size:
             raise IndexError(f"positions {flat.min()} to {flat.max()} of a permutation of {self.size} elements")

@@ -14,7 +14,7 @@ tokens.  Validation takes the last windows of each source and reads them in orde
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -27,28 +27,16 @@ from megazero.data.permutation import Permutation
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Consecutive samples of one source: windows `first` to `first + count` of its token stream.
+    """Consecutive samples of one source: windows `first` to `first + count` of its token stream."""
 
-    Attributes:
-        tokens: [total tokens] the whole stream.
-        seq_len: tokens that a sample predicts; it has one more.
-        first: the first window, counted from the start of the stream.
-        count: number of windows.
-    """
-
-    tokens: NDArray[Any]
-    seq_len: int
+    tokens: NDArray[Any]  # [total tokens], the whole stream
+    seq_len: int  # tokens that a sample predicts; it has one more
     first: int
     count: int
 
     @classmethod
     def over(cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source") -> "Windows":
-        """All windows of a stream.
-
-        Args:
-            tokens: [total tokens] integer ids.
-            seq_len: tokens that a sample predicts, at least 1.
-            name: what to call the source in an error.
+        """All windows of a stream, which an error calls `name`.
 
         Raises:
             ValueError: the stream is shorter than one sample.
@@ -72,14 +60,9 @@ class Windows:
 def split(
     windows: Windows, validation_fraction: float, name: str = "the token source"
 ) -> tuple[Windows, Windows | None]:
-    """(training, validation): the last `validation_fraction` of the windows, rounded down, validate.
+    """(training, validation): the last `validation_fraction` of a source's windows, rounded down, validate.
 
-    No target token is on both sides. A fraction of 0 means no validation.
-
-    Args:
-        windows: all windows of a source.
-        validation_fraction: in [0, 1), taken as the decimal that it is written as.
-        name: what to call the source in an error.
+    No target token is on both sides. A fraction of 0 means no validation; it is taken as the decimal that it is written as.
 
     Raises:
         ValueError: the fraction is outside [0, 1), or one side would be empty.
@@ -92,20 +75,14 @@ def split(
     kept = windows.count - held_out
     if not (held_out and kept):
         side = "training" if held_out else "validation"
+        fix = f"it takes at least 1/{windows.count} = {1 / windows.count:.2g}, or 0 for no validation"
+        if windows.count < 2:
+            fix = "it takes two windows at least: use more data, a shorter seq_len, or 0"
         raise ValueError(
             f"validation_fraction={validation_fraction} of the {windows.count:,} windows of {name} leaves none for "
-            f"{side}; " + _fractions_that_work(windows.count)
+            f"{side}; {fix}"
         )
-    return (
-        Windows(windows.tokens, windows.seq_len, windows.first, kept),
-        Windows(windows.tokens, windows.seq_len, windows.first + kept, held_out),
-    )
-
-
-def _fractions_that_work(count: int) -> str:
-    if count < 2:
-        return "it takes two windows at least: use more data, a shorter seq_len, or 0"
-    return f"it takes at least 1/{count} = {1 / count:.2g}, or 0 for no validation"
+    return replace(windows, count=kept), replace(windows, first=windows.first + kept, count=held_out)
 
 
 class _Stream(ABC):
@@ -117,30 +94,18 @@ class _Stream(ABC):
         if len(lengths) != 1:
             raise ValueError(f"a stream needs sources of one seq_len, got {lengths or 'no sources'}")
         self.seq_len = lengths[0]
-
-    @property
-    def num_windows(self) -> int:
-        """Different samples over all sources."""
-        return sum(windows.count for windows in self._sources)
-
-    @property
-    def tokens(self) -> int:
-        """Different target tokens over all sources."""
-        return self.num_windows * self.seq_len
+        self.num_windows = sum(windows.count for windows in sources)  # different samples
 
     @abstractmethod
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, window within it) of samples.
-
-        Args:
-            indices: [n] sample indices; see the class for their range.
+        """(source, window within it) of sample indices [n].
 
         Raises:
-            IndexError: an index outside the range.
+            IndexError: an index outside the range that the class names.
         """
 
     def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """The samples of some indices: int64 [n, seq_len + 1].  Arguments and errors as `locate`."""
+        """The samples of indices [n]: int64 [n, seq_len + 1].  Errors as `locate`."""
         source, window = self.locate(indices)
         samples = np.empty((len(source), self.seq_len + 1), np.int64)
         for row, number, position in zip(samples, source.tolist(), window.tolist(), strict=True):
@@ -151,10 +116,7 @@ class _Stream(ABC):
 class SampleStream(_Stream):
     """Training samples without end, for indices from 0: sources blended by weight, each shuffled anew in each of its epochs.
 
-    Args:
-        sources: the training windows of each source, all of one seq_len.
-        weights: a positive number for each source; their sum does not matter.
-        seed: chooses the order.
+    Weights as for `Blend`; the sources have one seq_len, and the seed chooses the order.
 
     Raises:
         ValueError: no sources, sources of different seq_len, or weights that do not match them.
@@ -166,9 +128,8 @@ class SampleStream(_Stream):
     def __init__(self, sources: Sequence[Windows], weights: Sequence[float], seed: int) -> None:
         if len(weights) != len(sources):
             raise ValueError(f"{len(sources)} sources and {len(weights)} weights; give each source one weight")
-        self._blend = Blend(weights)
-        self._seed = seed
         super().__init__(sources)
+        self._blend, self._seed = Blend(weights), seed
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See `_Stream.locate`."""
@@ -188,10 +149,7 @@ class SampleStream(_Stream):
 class ValidationStream(_Stream):
     """Validation samples for indices in [0, len): each window of each source exactly once, in order.
 
-    The sources are interleaved by their size, so the first samples represent all of them fairly.
-
-    Args:
-        sources: the validation windows of each source, all of one seq_len.
+    The sources, of one seq_len, are interleaved by their size, so the first samples represent all of them fairly.
 
     Raises:
         ValueError: no sources, or sources of different seq_len.

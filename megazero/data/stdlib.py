@@ -29,9 +29,8 @@ def stdlib_files() -> list[Path]:
     found = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if name not in _LEFT_OUT]
-        found += [
-            Path(directory, name) for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata")
-        ]
+        sources = (name for name in files if name.endswith(".py") and not name.startswith("_sysconfigdata"))
+        found += [Path(directory, name) for name in sources]
     if not found:
         raise FileNotFoundError(f"no standard-library sources in {root}; name a .bin/.idx prefix as the data source")
     return sorted(found, key=lambda path: path.relative_to(root).parts)
@@ -42,14 +41,8 @@ def build_python_stdlib(
 ) -> Path:
     """The prefix of the tokenized standard library, which is built if it is not in `cache_dir` yet.
 
-    Any number of processes may call it at once: one builds, the others wait for it.  Files that are not UTF-8 are
-    left out.
-
-    Args:
-        cache_dir: a directory of this node; the pair's name there holds the Python version and the tokenizer's
-            fingerprint.
-        tokenizer: name for `load_tokenizer`.
-        eod_token: see `load_tokenizer`.
+    Any number of processes of a node may call it at once: one builds, the others wait for it.  Files that are not UTF-8
+    are left out.  The pair's name holds the Python version and the tokenizer's fingerprint.
 
     Raises:
         TimeoutError: another process has held the lock for ten minutes.

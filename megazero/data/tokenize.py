@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.data.tokenizer import Tokenizer, load_tokenizer
+from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter, token_dtype
 
 _PIECE_BYTES: Final = 4 << 20
@@ -71,10 +71,9 @@ def tokenize_files(
         inputs: files and directories, in the order of the output; directories are walked in sorted order, without names
             that start with a dot. A `.jsonl` holds a document on each line, any other file is one document in UTF-8.
         out_prefix: path of the pair to write; it appears, or is replaced, when all is done.
-        tokenizer: name for `load_tokenizer`; every worker loads its own.
+        tokenizer, eod_token: arguments of `load_tokenizer`; every worker loads its own.
         workers: processes that tokenize; 1 works in this one.
         jsonl_key: the field of a line that holds its text.
-        eod_token: see `load_tokenizer`.
         on_progress: called in this process with (input bytes done, all input bytes) after each piece.
 
     Raises:
@@ -115,7 +114,11 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     files: list[Path] = []
     for entry in map(Path, inputs):
         if entry.is_dir():
-            files += _walk(entry)
+            found = []
+            for directory, names, inside in os.walk(entry):
+                names[:] = [name for name in names if not name.startswith(".")]
+                found += [Path(directory, name) for name in inside if not name.startswith(".")]
+            files += sorted(found)
         elif entry.exists():
             files.append(entry)
         else:
@@ -123,14 +126,6 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
     if not files:
         raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
     return files
-
-
-def _walk(root: Path) -> list[Path]:
-    found = []
-    for directory, names, files in os.walk(root):
-        names[:] = [name for name in names if not name.startswith(".")]
-        found += [Path(directory, name) for name in files if not name.startswith(".")]
-    return sorted(found)
 
 
 def cut_into_pieces(files: Sequence[Path], piece_bytes: int = _PIECE_BYTES) -> list[Piece]:
@@ -171,9 +166,7 @@ def _in_order(
             pool.shutdown(cancel_futures=True)
 
 
-@functools.cache
-def _tokenizer_of_process(name: str, eod_token: str | None) -> Tokenizer:
-    return load_tokenizer(name, eod_token)
+_tokenizer_of_process = functools.cache(load_tokenizer)
 
 
 def _tokenize_piece(piece: Piece, tokenizer: str, eod_token: str | None, jsonl_key: str, dtype: str) -> _Tokenized:

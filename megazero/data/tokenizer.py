@@ -57,11 +57,7 @@ class ByteTokenizer:
     fingerprint: Final = "byte"
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The UTF-8 bytes of `text`: int32 [bytes].
-
-        Raises:
-            UnicodeEncodeError: `text` holds half of a surrogate pair, which UTF-8 cannot encode.
-        """
+        """The UTF-8 bytes of `text`: int32 [bytes].  Raises: UnicodeEncodeError for half of a surrogate pair."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, ids: ArrayLike) -> str:

@@ -21,9 +21,6 @@ _LARGEST_SEQUENCE: Final = 2**31 - 1  # sizes are int32
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The narrowest dtype for ids of a vocabulary: uint16 while every id fits (vocab_size <= 65536), else int32.
 
-    Args:
-        vocab_size: number of ids, which run from 0 to vocab_size - 1.
-
     Source: Megatron's `DType.optimal_dtype`, which already changes to int32 at 65,500. The header names the dtype,
     so either reader reads either file.
     """
@@ -62,10 +59,7 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: NDArray[Any]) -> None:
-        """Append one document.
-
-        Args:
-            tokens: [length] integer ids.
+        """Append one document, [length] integer ids.
 
         Raises:
             ValueError: not one row of integers, an id that `dtype` cannot hold, or more than 2**31 - 1 tokens.
@@ -98,24 +92,21 @@ class IndexedWriter:
                 _partial(path).unlink(missing_ok=True)
 
     def _publish(self, bin_file: BufferedWriter) -> None:
-        _sync(bin_file)
-        with _partial(self._idx_path).open("wb") as idx_file:
-            self._write_index(idx_file)
-            _sync(idx_file)
-        # An old index must never describe new tokens, so it goes first and the new one comes last.
-        self._idx_path.unlink(missing_ok=True)
-        _partial(self._bin_path).replace(self._bin_path)
-        _partial(self._idx_path).replace(self._idx_path)
-
-    def _write_index(self, idx_file: BufferedWriter) -> None:
         sizes = np.array(self._sizes, "<i4")
         pointers = np.zeros(len(sizes), "<i8")
         np.cumsum(sizes[:-1], out=pointers[1:], dtype=np.int64)
         pointers *= self.dtype.itemsize
         document_indices = np.arange(len(sizes) + 1, dtype="<i8")
-        idx_file.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(document_indices)))
-        for values in (sizes, pointers, document_indices):
-            idx_file.write(values.tobytes())
+        _sync(bin_file)
+        with _partial(self._idx_path).open("wb") as idx_file:
+            idx_file.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(document_indices)))
+            for values in (sizes, pointers, document_indices):
+                idx_file.write(values.data)
+            _sync(idx_file)
+        # An old index must never describe new tokens, so it goes first and the new one comes last.
+        self._idx_path.unlink(missing_ok=True)
+        _partial(self._bin_path).replace(self._bin_path)
+        _partial(self._idx_path).replace(self._idx_path)
 
 
 def _partial(path: Path) -> Path:

@@ -5,7 +5,7 @@ Two tensors are read side by side, a few million elements at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import inf, isfinite, prod
 from typing import Any
@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder, Location
-from megazero.checkpoint.index import (
-    TRAINER_STATE,
-    TrainerState,
-    index_name,
-    kinds_of,
-    read_manifest,
-    read_trainer_state,
-)
+from megazero.checkpoint.index import TRAINER_STATE, index_name, kinds_of, read_manifest, read_trainer_state
 from megazero.checkpoint.retention import reading
 from megazero.checkpoint.shards import CHUNK_ELEMENTS
 from megazero.checkpoint.tensor_file import StoredTensor, StoredTensors
@@ -31,45 +24,27 @@ _INFORMATION = ("config", "shape", "versions", "val_loss")  # fields of the trai
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor that differs.
-
-    Args:
-        kind, name: which tensor.
-        described: shape and dtype of each, as one text if they agree.
-        elements: of the tensor; 0 if the shapes differ and nothing was compared.
-        differing: elements whose bits differ after both were converted to fp32.
-        max_abs: the largest |a - b|; infinite if one is not a number.
-        relative: max_abs as a share of the largest |b|.
-        is_close: within the tolerances.
-    """
+    """One tensor that differs."""
 
     kind: str
     name: str
-    described: str
-    elements: int
-    differing: int
-    max_abs: float
-    relative: float
-    is_close: bool
+    described: str  # shape and dtype of each, as one text if they agree
+    elements: int = 0  # 0 if the shapes differ and nothing was compared
+    differing: int = 0  # elements whose bits differ after both were converted to fp32
+    max_abs: float = inf  # the largest |a - b|; infinite if one is not a number
+    relative: float = inf  # max_abs as a share of the largest |b|
+    is_close: bool = False  # within the tolerances
 
 
 @dataclass
 class Comparison:
-    """The result of `compare`.
+    """The result of `compare`."""
 
-    Args:
-        tensors: those that differ in bits, dtype or shape, the largest relative difference first.
-        only: kinds, tensors and a script's files that one of the two lacks.
-        fields: of the trainer state that differ, with both values.
-        notes: differences that belong to no state: the configuration, the shape of the cluster, releases, other files.
-        compared: number of tensors that both have.
-    """
-
-    tensors: list[TensorDifference] = field(default_factory=list)
-    only: list[str] = field(default_factory=list)
-    fields: list[tuple[str, Any, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    compared: int = 0
+    tensors: list[TensorDifference] = field(default_factory=list)  # the largest relative difference first
+    only: list[str] = field(default_factory=list)  # kinds, tensors and a script's files that one of the two lacks
+    fields: list[tuple[str, Any, Any]] = field(default_factory=list)  # of the trainer state, with both values
+    notes: list[str] = field(default_factory=list)  # what belongs to no state: configuration, cluster shape, releases
+    compared: int = 0  # tensors that both have
 
     @property
     def is_equal(self) -> bool:
@@ -93,56 +68,46 @@ def compare(a: Location, b: Location, *, rtol: float = 0.0, atol: float = 0.0) -
 
 
 def _compare(folders: tuple[Folder, Folder], rtol: float, atol: float) -> Comparison:
-    manifests = [read_manifest(folder) for folder in folders]
-    a, b = (read_trainer_state(folder) for folder in folders)
     result = Comparison()
-    stored = [
-        {kind: StoredTensors(folder, kind) for kind in kinds_of(manifest)}
-        for folder, manifest in zip(folders, manifests, strict=True)
-    ]
-    result.only += _only("kind", *map(set, stored))
+    states = [read_trainer_state(folder) for folder in folders]
+    _compare_states(result, *(_flat(asdict(state)) for state in states))
+    stored, others = [], []
+    for folder in folders:
+        manifest = read_manifest(folder)
+        kinds = {kind: StoredTensors(folder, kind) for kind in kinds_of(manifest)}
+        tensor_files = {file for tensors in kinds.values() for file in tensors.files.values()}
+        compared = {TRAINER_STATE, *map(index_name, kinds), *tensor_files}
+        stored.append(kinds)
+        others.append({name: record for name, record in manifest.items() if name not in compared})
+    result.only += _only("kind", *stored)
     for kind in filter(stored[1].__contains__, stored[0]):
         pair = stored[0][kind], stored[1][kind]
-        names = [set(one.files) for one in pair]
-        result.only += _only(kind, *names)
-        differences = [
-            _difference(kind, name, pair[0][name], pair[1][name], rtol, atol) for name in names[0] & names[1]
-        ]
+        result.only += _only(kind, pair[0].files, pair[1].files)
+        names = pair[0].files.keys() & pair[1].files.keys()
+        result.compared += len(names)
+        differences = (_difference(kind, name, pair[0][name], pair[1][name], rtol, atol) for name in names)
         result.tensors += [one for one in differences if one is not None]
-        result.compared += len(differences)
     result.tensors.sort(key=lambda one: (one.is_close, -one.relative, -one.max_abs, one.kind, one.name))
-    _compare_states(a, b, result)
-    others = [
-        {name: record for name, record in manifest.items() if name not in _compared_files(kinds)}
-        for manifest, kinds in zip(manifests, stored, strict=True)
-    ]
-    lines = result.only if a.script or b.script else result.notes
-    lines += _only("file", *map(set, others))
+    lines = result.only if any(state.script for state in states) else result.notes
+    lines += _only("file", *others)
     both = sorted(others[0].keys() & others[1].keys())
     lines += [f"file {name} differs" for name in both if others[0][name] != others[1][name]]
     return result
 
 
-def _compared_files(kinds: Mapping[str, StoredTensors]) -> set[str]:
-    """Files whose contents are compared as tensors or fields."""
-    return {TRAINER_STATE, *map(index_name, kinds), *(file for one in kinds.values() for file in one.files.values())}
+def _only(what: str, a: Collection[str], b: Collection[str]) -> list[str]:
+    sides = (("A", set(a) - set(b)), ("B", set(b) - set(a)))
+    return [f"{what} {name} is only in {side}" for side, names in sides for name in sorted(names)]
 
 
-def _only(what: str, a: set[str], b: set[str]) -> Iterator[str]:
-    yield from (f"{what} {name} is only in A" for name in sorted(a - b))
-    yield from (f"{what} {name} is only in B" for name in sorted(b - a))
-
-
-def _compare_states(a: TrainerState, b: TrainerState, result: Comparison) -> None:
-    flat = _flat(asdict(a)), _flat(asdict(b))
-    for key in sorted(flat[0].keys() | flat[1].keys()):
-        values = flat[0].get(key), flat[1].get(key)
-        if values[0] == values[1]:
+def _compare_states(result: Comparison, a: dict[str, Any], b: dict[str, Any]) -> None:
+    for key in sorted(a.keys() | b.keys()):
+        if a.get(key) == b.get(key):
             continue
         if key.split(".")[0] not in _INFORMATION:
-            result.fields.append((key, *values))
-        elif key in flat[0] and key in flat[1]:
-            result.notes.append(f"{key}: {values[0]!r}, {values[1]!r}")
+            result.fields.append((key, a.get(key), b.get(key)))
+        elif key in a and key in b:
+            result.notes.append(f"{key}: {a[key]!r}, {b[key]!r}")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -157,11 +122,10 @@ def _difference(
     kind: str, name: str, a: StoredTensor, b: StoredTensor, rtol: float, atol: float
 ) -> TensorDifference | None:
     """The difference of two tensors with one name; None if they are equal."""
-    shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
-    texts = [f"{list(shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in zip(shapes, dtypes, strict=True)]
+    texts = [f"{list(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (a, b)]
     described = " and ".join(dict.fromkeys(texts))
-    if shapes[0] != shapes[1]:
-        return TensorDifference(kind, name, described, 0, 0, inf, inf, False)
+    if a.shape != b.shape:
+        return TensorDifference(kind, name, described)
     differing, largest, scale, is_close = 0, 0.0, 0.0, rtol > 0 or atol > 0
     for one, other in _parts(a, b):
         scale = max(scale, float(other.abs().max().nan_to_num(inf)))
@@ -173,10 +137,10 @@ def _difference(
         gap = (x - y).abs().nan_to_num(nan=inf)
         largest = max(largest, float(gap.max()))
         is_close &= bool((gap <= atol + rtol * y.abs()).all())
-    if dtypes[0] == dtypes[1] and not differing:
+    if a.dtype == b.dtype and not differing:
         return None
     relative = largest / scale if largest and scale and isfinite(scale) else (inf if largest else 0.0)
-    return TensorDifference(kind, name, described, prod(shapes[0]), differing, largest, relative, is_close)
+    return TensorDifference(kind, name, described, prod(a.shape), differing, largest, relative, is_close)
 
 
 def _parts(a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Tensor, Tensor]]:

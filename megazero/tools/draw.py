@@ -5,9 +5,9 @@
                     time   |0   |2   |4
     chrome_trace    the same for chrome://tracing and ui.perfetto.dev
     compare_table   what every schedule costs for the same numbers
-    draw_around     the actions around the one that a schedule was refused for
+    draw_refused    the actions around the one that a schedule was refused for
 
-Times count from 0.  Activations are counted in micro-batches on all chunks of a rank: on one of v chunks it is 1/v.
+Times count from 0.  Activations are counted in micro-batches on all chunks of a rank: one of v chunks holds 1/v.
 """
 
 from __future__ import annotations
@@ -35,16 +35,9 @@ _SHADES = {
 }  # of 256 colours
 
 
-# ---- what all pictures say
-
-
 def number(value: float) -> str:
     """Up to three decimals, without trailing zeros."""
     return f"{round(value, 3) + 0.0:.3f}".rstrip("0").rstrip(".")
-
-
-def _peak_microbatches(schedule: Schedule, rank: int) -> float:
-    return peak_activations(schedule, rank) / schedule.chunks
 
 
 def title(timeline: Timeline) -> str:
@@ -82,11 +75,8 @@ def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
 
     Args:
         timeline: what to draw.
-        width: columns that the rows and the scale fill; no line is longer.
+        width: columns that the rows and the scale fill, `MIN_WIDTH` or more; no line is longer.
         colour: use a terminal's 256 colours; without them the text is ASCII, apart from the schedule's name.
-
-    Raises:
-        ValueError: fewer columns than `MIN_WIDTH`.
     """
     if width < MIN_WIDTH:
         raise ValueError(f"width={width} must be at least {MIN_WIDTH} columns")
@@ -109,7 +99,11 @@ def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
             at = last
         lines.append(row + "." * (column(makespan) - at) + " " * (columns - max(column(makespan), at)))
     lines.append("time".ljust(margin) + _scale(makespan, column, columns))
-    return "\n".join([*lines, *_legend(schedule, cell, width), "", *_figures_of_ranks(timeline)])
+    lines += [*_legend(schedule, cell, width), "", "rank    busy        idle   peak activations"]
+    for rank in range(schedule.pp):
+        idle, peak = timeline.idle(rank), peak_activations(schedule, rank) / schedule.chunks
+        lines.append(f"{rank:<4}  {1 - idle / makespan:>6.1%}  {number(idle):>10}   {number(peak)}")
+    return "\n".join(lines)
 
 
 def _columns_per_time(timeline: Timeline, columns: int) -> float:
@@ -129,8 +123,8 @@ def _plain_cell(action: Action, columns: int, chunks: int) -> str:
     """F0--, B0==, W0~~; small letters for chunks above 0; without what does not fit."""
     letter = action.kind.value.lower() if action.chunk else action.kind.value
     short = f"{letter}{action.microbatch}"
-    labels = [f"{short}.{action.chunk}"] if action.chunk and chunks > 2 else []
-    label = next((label for label in (*labels, short, letter) if len(label) <= columns), "")
+    long = f"{short}.{action.chunk}" if action.chunk and chunks > 2 else short
+    label = next(label for label in (long, short, letter, "") if len(label) <= columns)
     return label.ljust(columns, _FILL[action.kind])
 
 
@@ -138,9 +132,9 @@ def _coloured_cell(action: Action, columns: int, chunks: int) -> str:
     """The number of the micro-batch if it fits; the background shows kind and chunk."""
     if not columns:
         return ""
-    shade = min(action.chunk, 2)
+    shade, label = min(action.chunk, 2), str(action.microbatch)
     ink = 231 if shade == 2 else 16
-    label = str(action.microbatch) if len(str(action.microbatch)) <= columns else ""
+    label = label if len(label) <= columns else ""
     return f"\x1b[38;5;{ink};48;5;{_SHADES[action.kind][shade]}m{label.ljust(columns)}\x1b[0m"
 
 
@@ -160,23 +154,16 @@ def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: 
     if chunks > 1:
         entries.append((cell(Action(ActionKind.FORWARD, 0, 1), 3, 2), "chunk 1" if chunks == 2 else "chunks from 1 on"))
     entries.append(("...", "idle"))
-    lines, used = [""], 0
-    for shown, meaning in entries:
-        needed = 3 + 1 + len(meaning)
-        if used and used + 3 + needed > width:
-            lines.append("")
-            used = 0
-        lines[-1] += ("   " if used else "") + f"{shown} {meaning}"
-        used += needed + (3 if used else 0)
-    return lines
-
-
-def _figures_of_ranks(timeline: Timeline) -> list[str]:
-    lines = ["rank    busy        idle   peak activations"]
-    for rank in range(timeline.schedule.pp):
-        idle = timeline.idle(rank)
-        peak = number(_peak_microbatches(timeline.schedule, rank))
-        lines.append(f"{rank:<4}  {1 - idle / timeline.makespan:>6.1%}  {number(idle):>10}   {peak}")
+    lines: list[str] = []
+    used = width
+    for sample, meaning in entries:
+        wide = 4 + len(meaning)  # of the terminal's columns: the sample may hold colours
+        if used + 3 + wide > width:
+            lines.append(f"{sample} {meaning}")
+            used = wide
+        else:
+            lines[-1] += f"   {sample} {meaning}"
+            used += 3 + wide
     return lines
 
 
@@ -190,19 +177,19 @@ def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
         timeline: what to trace.
         unit_us: microseconds of one unit of the timeline.
     """
-    events: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": timeline.schedule.name}}
-    ]
+    events: list[dict[str, Any]] = []
+
+    def add(ph: str, rank: int, name: str, args: dict[str, Any], **more: Any) -> None:
+        events.append({"name": name, "ph": ph, "pid": 0, "tid": rank, "args": args, **more})
+
+    add("M", 0, "process_name", {"name": timeline.schedule.name})
     for rank, spans in enumerate(spans_of_ranks(timeline)):
-        thread = {"pid": 0, "tid": rank}
-        events.append({"name": "thread_name", "ph": "M", **thread, "args": {"name": f"rank {rank}"}})
-        events.append({"name": "thread_sort_index", "ph": "M", **thread, "args": {"sort_index": rank}})
+        add("M", rank, "thread_name", {"name": f"rank {rank}"})
+        add("M", rank, "thread_sort_index", {"sort_index": rank})
         for start, end, action in spans:
-            times = {"ts": start * unit_us, "dur": (end - start) * unit_us}
             about = {"microbatch": action.microbatch, "chunk": action.chunk}
-            events.append(
-                {"name": str(action), "cat": action.kind.name.lower(), "ph": "X", **thread, **times, "args": about}
-            )
+            ts, dur = start * unit_us, (end - start) * unit_us
+            add("X", rank, str(action), about, cat=action.kind.name.lower(), ts=ts, dur=dur)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -211,14 +198,7 @@ def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a schedule costs.
-
-    Args:
-        makespan: from the first start to the last end.
-        idle: of the rank that idles most.
-        bubble_fraction: idle share of all ranks' time.
-        peak_activations: of the rank that holds most, in micro-batches on all its chunks.
-    """
+    """What a schedule costs; idle time and peak activations are those of the rank that has most."""
 
     makespan: float
     idle: float
@@ -228,25 +208,20 @@ class Figures:
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of `compare_table`; `figures` is None if the schedule is impossible for these numbers, `impossible` says why."""
+    """A row of `compare_table`; `figures` is None if the schedule is impossible for these numbers."""
 
     name: str
     chunks: int
     figures: Figures | None
-    impossible: str = ""
+    impossible: str = ""  # why
 
 
 def compare_table(
     pp: int, microbatches: int, virtual_stages: int = 1, costs: Costs | None = None, own: Iterable[Schedule] = ()
 ) -> tuple[Compared, ...]:
-    """What every named schedule costs for the same numbers, then schedules of the user's own.
+    """What every named schedule costs for the same numbers, then the user's own schedules.
 
-    Args:
-        pp: pipeline ranks.
-        microbatches: micro-batches of one step.
-        virtual_stages: chunks per rank, for schedules that do not fix their number.
-        costs: time of each kind of action.
-        own: further schedules.
+    `virtual_stages` are the chunks per rank of schedules that do not fix their number.
     """
     rows = []
     for name in SCHEDULES:
@@ -262,7 +237,7 @@ def compare_table(
 def _compared(schedule: Schedule, costs: Costs | None) -> Compared:
     timeline, ranks = simulate(schedule, costs), range(schedule.pp)
     idle = max(timeline.idle(rank) for rank in ranks)
-    peak = max(_peak_microbatches(schedule, rank) for rank in ranks)
+    peak = max(peak_activations(schedule, rank) for rank in ranks) / schedule.chunks
     figures = Figures(timeline.makespan, idle, timeline.bubble_fraction, peak)
     return Compared(schedule.name, schedule.chunks, figures)
 
@@ -271,35 +246,34 @@ def _compared(schedule: Schedule, costs: Costs | None) -> Compared:
 
 
 def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
-    """The schedule around the action that it was refused for; empty if the error names none."""
-    return "" if error.rank is None or error.action is None else draw_around(schedule, error.rank, error.action)
-
-
-def draw_around(schedule: Schedule, rank: int, action: Action) -> str:
-    """The actions of the ranks around one action of a refused schedule, in ASCII.
+    """The actions around the one that a schedule was refused for, in ASCII; empty if the error names none.
 
     The action is marked >F3<, the one that it depends on (F3).  Those two ranks are centred on these actions, the others
-    on the same index of their list.  Of more than eight ranks only the near ones are shown.
-
-    Args:
-        schedule: what was refused; anything may be wrong with it.
-        rank: the rank of the action.
-        action: what was refused; it may be missing from the rank's list.
+    on the same index of their list.  Of more than eight ranks only the near ones are shown.  Anything may be wrong with
+    the schedule: the action may even be missing from the rank's list.
     """
+    rank, action = error.rank, error.action
+    if rank is None or action is None:
+        return ""
     source = schedule.source(rank, action) if (rank, action.chunk) in schedule.placement else None
     centre = len(schedule.ranks[rank])
     if source and source[0] == rank:
-        centre = _index(schedule, rank, source[1], centre)
-    centre = _index(schedule, rank, action, centre)
+        centre = _index(schedule, source, centre)
+    centre = _index(schedule, (rank, action), centre)
     shown = [r for r in range(schedule.pp) if schedule.pp <= 8 or abs(r - rank) <= 3 or (source and r == source[0])]
-    words: dict[int, list[str]] = {}
+    forms = {source: "({})", (rank, action): ">{}<"}
+    words = {}
     for other in shown:
-        at = _index(schedule, *source, centre) if source and other == source[0] and other != rank else centre
-        words[other] = _words_around(schedule, other, at, (rank, action), source)
-    wide = max((len(word) for row in words.values() for word in row), default=0)
+        at = _index(schedule, source, centre) if source and source[0] == other != rank else centre
+        actions = enumerate(schedule.ranks[other])
+        cells = {index: forms.get((other, one), " {} ").format(one) for index, one in actions}
+        before = "..." if cells and at > 4 else ""
+        after = "..." if at + 5 < len(cells) else ""
+        words[other] = [before, *(cells.get(index, "") for index in range(at - 4, at + 5)), after]
+    wide = max(len(word) for row in words.values() for word in row)
     lines = []
-    for before, other in pairwise([shown[0] - 1, *shown]):
-        lines += ["  ..."] if other > before + 1 else []
+    for last, other in pairwise([shown[0] - 1, *shown]):
+        lines += ["  ..."] if other > last + 1 else []
         mark = ">" if other == rank else " "
         lines.append(f"{mark} rank {other:<3} {' '.join(word.ljust(wide) for word in words[other])}".rstrip())
     if action not in schedule.ranks[rank]:
@@ -307,22 +281,6 @@ def draw_around(schedule: Schedule, rank: int, action: Action) -> str:
     return "\n".join(lines)
 
 
-def _index(schedule: Schedule, rank: int, action: Action, otherwise: int) -> int:
-    actions = schedule.ranks[rank]
-    return actions.index(action) if action in actions else otherwise
-
-
-def _words_around(
-    schedule: Schedule, rank: int, centre: int, marked: tuple[int, Action], source: tuple[int, Action] | None
-) -> list[str]:
-    """Four actions on either side of an index, with dots if there are more, at the same columns for every rank."""
-    actions = schedule.ranks[rank]
-    words = ["..." if centre > 4 and actions else ""]
-    for index in range(centre - 4, centre + 5):
-        if not 0 <= index < len(actions):
-            words.append("")
-            continue
-        action = actions[index]
-        form = ">{}<" if (rank, action) == marked else "({})" if (rank, action) == source else " {} "
-        words.append(form.format(action))
-    return [*words, "..." if centre + 5 < len(actions) else ""]
+def _index(schedule: Schedule, wanted: tuple[int, Action], otherwise: int) -> int:
+    rank, action = wanted
+    return schedule.ranks[rank].index(action) if action in schedule.ranks[rank] else otherwise

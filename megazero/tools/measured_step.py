@@ -1,14 +1,27 @@
 """Memory, traffic and time of one engine's step, measured on this rank.
 
-The tokens are random: neither memory nor traffic depends on them.
+The tokens are random: neither memory nor traffic depends on them.  Memory is what the allocator counts, at marks of a step;
+a new start forgets the step before.
+
+    start ... forward ... forward ... backward ... step
+             |--- the largest of them ---|
+
+CUDA's allocator knows how much is allocated.  The CPU's does not, but it reports every allocation and release to torch's
+profiler: their sum up to a mark is what was live there.  Only what the measuring thread allocates inside the context is
+counted, so enter it before the engine is built.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,43 +32,34 @@ from megazero.engine import BatchShare, Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Action, ActionKind
-from megazero.tools.live_memory import START, live_memory
 from megazero.zero.bucket import Bucket
 from megazero.zero.loss_scaler import LossScaleError
 
+START = "start"
 POINTS = FORWARD, BACKWARD, STEP = ("forward", "backward", "step")
 STATE_KINDS = ("parameters", "gradients", "optimizer")
 _OVERFLOWS = 30  # that fp16 may have before its first step
 _LR = 1e-4
+_MARK = "megazero: "
+_QUIET = "9"  # above every level of the profiler's own messages
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured.
+    """What one rank measured."""
 
-    Args:
-        elements: parameters in this rank's part of the model, without padding.
-        distinct: those of them that count once although other ranks of tp or pp hold copies.
-        padding: further elements of the flat buffers.
-        offloaded: parameters whose optimizer state is off the device.
-        counted: bytes of model state and of ZeRO's buffers by point and kind, as the engine counts them.
-        live: bytes of all live tensors, by point.
-        peak: most bytes of live tensors within the step.
-        sent: bytes sent in the step, by axis and collective.
-        seconds: of all timed steps.
-        skipped: steps before the measured one that overflowed.
-    """
-
-    elements: int
-    distinct: int
-    padding: int
-    offloaded: int
-    counted: dict[str, dict[str, int]]
-    live: dict[str, int]
-    peak: int
-    sent: dict[str, dict[str, int]]
-    seconds: float
-    skipped: int
+    elements: int  # parameters in this rank's part of the model, without padding
+    distinct: int  # those of them that no other rank of tp or pp counts
+    padding: int  # further elements of the flat buffers
+    offloaded: int  # parameters whose optimizer state is off the device
+    counted: dict[
+        str, dict[str, int]
+    ]  # bytes of model state and of ZeRO's buffers by point and kind, as the engine says
+    live: dict[str, int]  # bytes of all live tensors, by point
+    peak: int  # most bytes of live tensors within the step
+    sent: dict[str, dict[str, int]]  # bytes sent in the step, by axis and collective
+    seconds: float  # of all timed steps
+    skipped: int  # steps before the measured one that overflowed
 
     def state_bytes(self) -> int:
         """Model state after a step, on the device and off it."""
@@ -66,7 +70,7 @@ class RankFigures:
         return sum(self.counted[STEP].values()) - self.state_bytes()
 
     def off_device_bytes(self) -> int:
-        """The part of the model state that is in host memory or in a file."""
+        """The part of both that is in host memory or in a file."""
         return sum(count for kind, count in self.counted[STEP].items() if " on " in kind)
 
 
@@ -77,8 +81,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
         LossScaleError: fp16 overflowed in every step.
     """
     gc.collect()
-    live = live_memory(state.device)
-    with live:
+    with live_memory(state.device) as live:
         engine = initialize(run.config, state)
         batches = _random_batches(run, engine.share)
         for step in range(steps + _OVERFLOWS):
@@ -97,7 +100,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
     buckets = engine.sharded_model.parameters.buckets
     figures = RankFigures(
         elements=sum(bucket.layout.numel for bucket in buckets),
-        distinct=_distinct(buckets, state.at.tp),
+        distinct=sum(_distinct(bucket, state.at.tp) for bucket in buckets),
         padding=sum(bucket.layout.padded_numel - bucket.layout.numel for bucket in buckets),
         offloaded=sum(bucket.layout.numel for bucket in buckets if bucket.master.location != "device"),
         counted=counted,
@@ -116,29 +119,20 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
 def _random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
     """This rank's micro-batches of one global batch; sample i is drawn from i alone, so tp and pp ranks agree."""
     model, size = run.config.model, run.micro_batch_size
-    first = share.dp.index * run.accumulation * size
-    indices = range(first, first + run.accumulation * size)
-    sample_ids = torch.from_numpy(np.arange(indices.start, indices.stop)).to(share.device)
     batches = []
-    for start in range(0, len(indices), size):
-        tokens = labels = None
-        if share.tokens or share.labels:
-            generators = [np.random.default_rng(index) for index in indices[start : start + size]]
-            drawn = [generator.integers(model.vocab_size, size=model.seq_len + 1) for generator in generators]
-            samples = torch.from_numpy(np.stack(drawn)).t().contiguous().to(share.device)  # [seq + 1, batch]
-            tokens, labels = samples[:-1] if share.tokens else None, samples[1:] if share.labels else None
-        batches.append(MicroBatch(sample_ids[start : start + size], tokens, labels))
+    for number in range(run.accumulation):
+        ids = np.arange(size) + (share.dp.index * run.accumulation + number) * size
+        drawn = [np.random.default_rng(index).integers(model.vocab_size, size=model.seq_len + 1) for index in ids]
+        samples = torch.from_numpy(np.stack(drawn)).t().contiguous().to(share.device)  # [seq + 1, batch]
+        tokens, labels = samples[:-1] if share.tokens else None, samples[1:] if share.labels else None
+        batches.append(MicroBatch(torch.from_numpy(ids).to(share.device), tokens, labels))
     return batches
 
 
-def _distinct(buckets: Sequence[Bucket], tp_rank: int) -> int:
-    """Parameters that no other rank of tp, and no other stage, counts."""
-    return sum(
-        slot.stop - slot.start
-        for bucket in buckets
-        for slot in bucket.layout.slots
-        if not bucket.is_second_copy and (slot.info.spec.split is not None or tp_rank == 0)
-    )
+def _distinct(bucket: Bucket, tp_rank: int) -> int:
+    """Parameters of a bucket that no other rank of tp, and no other stage, counts."""
+    own = [slot for slot in bucket.layout.slots if slot.info.spec.split is not None or tp_rank == 0]
+    return 0 if bucket.is_second_copy else sum(slot.stop - slot.start for slot in own)
 
 
 def _watched_step(
@@ -146,7 +140,7 @@ def _watched_step(
 ) -> tuple[dict[str, dict[str, int]], bool]:
     """One step, marked at its points; bytes by point and kind as the engine counts them, and whether weights changed."""
     counted: dict[str, dict[str, int]] = {}
-    under_way: list[Action] = []
+    running: list[Action] = []
 
     def note(point: str) -> None:
         mark(point)
@@ -156,11 +150,10 @@ def _watched_step(
             counted[point] = now
 
     def watch(action: Action) -> None:  # before and after every action
-        if under_way and under_way.pop() == action:
-            if action.kind == ActionKind.FORWARD:
-                note(FORWARD)
-        else:
-            under_way.append(action)
+        if not (running and running.pop() == action):
+            running.append(action)
+        elif action.kind == ActionKind.FORWARD:
+            note(FORWARD)
 
     engine.state.traffic.reset()
     mark(START)
@@ -176,17 +169,85 @@ def _watched_step(
 
 
 def _timed(engine: Engine, batches: list[MicroBatch], iterations: int) -> float:
-    state = engine.state
-
-    def synchronize() -> None:
-        if state.device.type == "cuda":
-            torch.cuda.synchronize(state.device)
-        gather_objects(None, state.world)
-
+    """Seconds of so many steps."""
     engine.train_step(batches, _LR)  # the first step after measuring also cleans up
-    synchronize()
-    start = time.perf_counter()
+    start = _synchronized(engine.state)
     for _ in range(iterations):
         engine.train_step(batches, _LR)
-    synchronize()
-    return time.perf_counter() - start
+    return _synchronized(engine.state) - start
+
+
+def _synchronized(state: ParallelState) -> float:
+    """The time at which all ranks have finished their work."""
+    if state.device.type == "cuda":
+        torch.cuda.synchronize(state.device)
+    gather_objects(None, state.world)
+    return time.perf_counter()
+
+
+# ---- live memory
+
+
+@dataclass
+class LiveMemory:
+    """What `live_memory` measures.
+
+    Args:
+        mark: notes what is live at a point of the step.
+        live: bytes at each point of the last step, the largest if it was marked more than once; complete after the context.
+        peak: most bytes at any time since the last start; known after the context.
+    """
+
+    mark: Callable[[str], None]
+    live: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+
+    def note(self, point: str, now: int) -> None:
+        """Enter the live bytes of a point; a start begins a new step."""
+        if point == START:
+            self.live, self.peak = {}, now
+        self.live[point] = max(self.live.get(point, 0), now)
+
+
+def live_memory(device: torch.device) -> AbstractContextManager[LiveMemory]:
+    """Measure the tensors on a device."""
+    return _cuda_memory(device) if device.type == "cuda" else _profiled_memory()
+
+
+@contextmanager
+def _cuda_memory(device: torch.device) -> Iterator[LiveMemory]:
+    before = torch.cuda.memory_allocated(device)
+
+    def mark(point: str) -> None:
+        if point == START:
+            torch.cuda.reset_peak_memory_stats(device)
+        memory.note(point, torch.cuda.memory_allocated(device) - before)
+
+    memory = LiveMemory(mark)
+    yield memory
+    memory.peak = torch.cuda.max_memory_allocated(device) - before
+
+
+@contextmanager
+def _profiled_memory() -> Iterator[LiveMemory]:
+    def mark(point: str) -> None:
+        with torch.profiler.record_function(_MARK + point):
+            pass
+
+    memory = LiveMemory(mark)
+    os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        yield memory
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    changes = [(event["ts"], "", event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"]
+    found = [event for event in events if event["name"].startswith(_MARK) and event.get("ph") == "X"]
+    now = 0
+    for _, point, change in sorted(changes + [(e["ts"], e["name"].removeprefix(_MARK), 0) for e in found]):
+        now += change
+        if point:
+            memory.note(point, now)
+        memory.peak = max(memory.peak, now)

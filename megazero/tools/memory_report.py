@@ -1,7 +1,18 @@
 """Memory, traffic and time of each ZeRO stage, measured beside the formulas of the papers.
 
-request --plan--> runs that differ in precision, stage and offload     --measure--> report --as_json--> a file
+options --plan--> runs that differ in precision, stage and offload     --measure--> report --as_json--> a file
                   on one set of ranks, one engine after another
+
+    N parameters over d ranks, 16-bit weights, fp32 gradients and Adam        (Rajbhandari et al. 2020, figure 1, section 7)
+
+    stage   bytes of model state    elements sent, each (d - 1)/d times
+        0   (2 + 4 + 12) N          2 N
+        1   (2 + 4 + 12/d) N        2 N
+        2   (2 + (4 + 12)/d) N      (G + 1) N      reduced after each of G micro-batches
+        3   18/d N                  3 G N          at most
+
+Offloading the optimizer takes masters, moments and the gradient that steps them off the device (Ren et al. 2021). If the
+device needs whole gradients, or weights in fp32, it holds its own copies, and the sum is larger than the above.
 """
 
 from __future__ import annotations
@@ -9,12 +20,13 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,80 +35,84 @@ from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.parallel_state import ParallelState
 from megazero.settings import Problem
 from megazero.tools.measured_step import RankFigures, measure_step
-from megazero.tools.memory_formula import StateFormula, state_bytes, state_text
+from megazero.zero.policy import DTYPES
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "stages": ("0", "1", "2", "3"),
     "precision": ("bf16", "fp16", "fp32"),
     "offload": ("none", "cpu", "nvme"),
 }
-SMALL = (
-    "model.hidden_size=128",
-    "model.num_layers=4",
-    "model.num_heads=4",
-    "model.ffn_hidden_size=384",
-    "model.vocab_size=512",
-    "model.seq_len=32",
-    "zero.bucket_bytes=262144",
-    "training.micro_batch_size=1",
-    "training.accumulation=1",
-    "launch.nproc_per_node=4",
-)
-_VARIED = {"zero.stage": "--stages", "zero.offload.optimizer": "--offload", "precision.dtype": "--precision"}
+SMALL = """
+    model.hidden_size=128 model.num_layers=4 model.num_heads=4 model.ffn_hidden_size=384 model.vocab_size=512
+    model.seq_len=32 zero.bucket_bytes=262144 training.micro_batch_size=1 training.accumulation=1 launch.nproc_per_node=4
+"""
+FP32_BYTES = 4
+_OPTION_OF_KEY = {"zero.stage": "stages", "zero.offload.optimizer": "offload", "precision.dtype": "precision"}
 
 
 @dataclass(frozen=True)
-class ReportRequest:
-    """What to measure.
+class StateFormula:
+    """The formulas for one run."""
 
-    Args:
-        stages, precisions, offloads: every combination is measured.
-        steps: the number of the step that is measured.
-        iterations: steps that are timed after it.
-        ranks: how many to start; None for `launch.nproc_per_node`.
-        config: a run file, for the model and the shape; without one the model is `SMALL`.
-        overrides: of its keys, `section.key=value`.
-        scratch: directory for the files of "nvme" with `SMALL`; a run file names its own.
+    stage: int
+    shards: int  # d, the ranks that share one copy of the state
+    weight_bytes: int  # of an element, as the next two
+    accumulate_bytes: int  # of gradients while they add up
+    reduce_bytes: int  # of gradients while they are reduced
+    moments: int  # numbers that the optimizer holds for each parameter
+    micro_batches: int  # G, on each rank in a step
+    reduces_each: bool  # stages 2 and 3 reduce after each micro-batch, not once per step
+    gathers_each: bool  # stage 3 gathers for each pass, not once per step
 
-    Raises:
-        ValueError: an unknown word or a number that is too small.
-    """
+    def _bytes_per_parameter(self, offloads: bool) -> Counter[tuple[bool, bool]]:
+        """Bytes by (is on the device, is sharded)."""
+        optimizer_state = (not offloads, self.stage >= 1)
+        count = Counter({(True, self.stage == 3): self.weight_bytes})
+        if offloads or self.weight_bytes < FP32_BYTES:  # weights in fp32 are their own masters
+            count[optimizer_state] += FP32_BYTES
+        count[optimizer_state] += FP32_BYTES * self.moments
+        has_whole_gradients = self.stage < 2 or (self.shards == 1 and not offloads)
+        if has_whole_gradients:
+            count[True, False] += self.accumulate_bytes
+        if not has_whole_gradients or offloads or self.accumulate_bytes != FP32_BYTES:
+            count[optimizer_state] += FP32_BYTES  # the gradient that the optimizer reads
+        return count
 
-    stages: Sequence[str] = CHOICES["stages"]
-    precisions: Sequence[str] = ("bf16", "fp16")
-    offloads: Sequence[str] = ("none", "cpu")
-    steps: int = 2
-    iterations: int = 20
-    ranks: int | None = None
-    config: Path | None = None
-    overrides: Sequence[str] = ()
-    scratch: Path = Path()
+    def state_bytes(self, elements: int, *, offloads: bool) -> float:
+        """Model state of so many parameters; `offloads` says that the optimizer's state is off the device."""
+        counts = self._bytes_per_parameter(offloads).items()
+        return sum(count * elements / (self.shards if is_sharded else 1) for (_, is_sharded), count in counts)
 
-    def __post_init__(self) -> None:
-        for option, words in (("stages", self.stages), ("precision", self.precisions), ("offload", self.offloads)):
-            _check_words(option, words)
-        for option, count in (("steps", self.steps), ("iterations", self.iterations), ("ranks", self.ranks)):
-            if count is not None and count < 1:
-                raise ValueError(f"--{option} {count} must be at least 1")
-        for text in self.overrides:
-            key = text.partition("=")[0].strip()
-            if key in _VARIED:
-                raise ValueError(f"{text}: the report varies {key}; use {_VARIED[key]}")
+    def state_text(self, *, offloads: bool) -> str:
+        """The same as a sum, `6N + 12N/4`; what is off the device stands in brackets."""
+        counts, parts = self._bytes_per_parameter(offloads), []
+        for on_device, form in ((True, "{}"), (False, "[{}]")):
+            whole, part = counts[on_device, False], counts[on_device, True]
+            if self.shards == 1:
+                whole, part = whole + part, 0
+            terms = ([f"{whole}N"] if whole else []) + ([f"{part}N/{self.shards}"] if part else [])
+            parts += [form.format(" + ".join(terms))] if terms else []
+        return " + ".join(parts)
+
+    def sent_per_parameter(self) -> dict[str, int]:
+        """Bytes per parameter that pass through each collective in a step; (d - 1)/d of them are sent.
+
+        Stage 3's all-gather is an upper bound: weights that are still in a buffer are not gathered again.
+        """
+        if self.shards == 1:
+            return {}
+        if self.stage == 0:
+            return {"all_reduce": 2 * self.reduce_bytes}
+        reductions = self.micro_batches if self.reduces_each and self.stage >= 2 else 1
+        gathers = 2 * self.micro_batches if self.gathers_each and self.stage == 3 else 1
+        return {"all_gather": gathers * self.weight_bytes, "reduce_scatter": reductions * self.reduce_bytes}
+
+    def sent_bytes(self, elements: int) -> float:
+        """Bytes that a rank sends in a step for so many parameters."""
+        return sum(self.sent_per_parameter().values()) * elements * (self.shards - 1) / self.shards
 
 
-def _check_words(option: str, words: Sequence[str]) -> None:
-    choices = CHOICES[option]
-    for word in words:
-        if word not in choices:
-            close = get_close_matches(word, choices, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"--{option} {','.join(words)}: {word!r} is none of {', '.join(choices)}{hint}")
-    if not words or len(set(words)) != len(words):
-        raise ValueError(f"--{option} {','.join(words)!r} must name one or more of {', '.join(choices)}, each once")
-
-
-@dataclass(frozen=True)
-class Combination:
+class Combination(NamedTuple):
     """One engine to measure."""
 
     precision: str
@@ -105,14 +121,6 @@ class Combination:
 
     def __str__(self) -> str:
         return f"{self.precision}, ZeRO {self.stage}, offload {self.offload}"
-
-    def overrides(self) -> list[str]:
-        """Its keys of the configuration."""
-        return [
-            f"zero.stage={self.stage}",
-            f"zero.offload.optimizer={self.offload}",
-            f"precision.dtype={self.precision}",
-        ]
 
 
 @dataclass(frozen=True)
@@ -132,22 +140,19 @@ class Row:
     @property
     def formula_bytes(self) -> float:
         """Model state of that rank by the formula, on the device and off it."""
-        worst, total = self.worst, 0.0
-        for offloads, elements in ((True, worst.offloaded), (False, worst.elements - worst.offloaded)):
-            terms = self.formula.state_terms(offloads=offloads)
-            total += sum(state_bytes(terms, elements, self.formula.shards, on_device=on) for on in (True, False))
-        return total
+        away = self.worst.offloaded
+        stays = self.worst.elements - away
+        return self.formula.state_bytes(away, offloads=True) + self.formula.state_bytes(stays, offloads=False)
 
     @property
     def formula_text(self) -> str:
         """The formula, with what is off the device in brackets."""
-        terms = self.formula.state_terms(offloads=self.worst.offloaded > 0)
-        return state_text(terms, self.formula.shards)
+        return self.formula.state_text(offloads=self.worst.offloaded > 0)
 
     @property
     def sent(self) -> int:
         """Bytes that the rank with most parameters sent over the sharding axis."""
-        return max((sum(rank.sent.get(self.axis, {}).values()) for rank in self.ranks), default=0)
+        return max(sum(rank.sent.get(self.axis, {}).values()) for rank in self.ranks)
 
     @property
     def formula_sent(self) -> float:
@@ -161,15 +166,16 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: the formula, the largest figures, and every rank's."""
-        return asdict(self.combination) | {
+        state = self.worst.state_bytes()
+        return self.combination._asdict() | {
             "formula": {
                 "state": self.formula_text,
                 "state_bytes": self.formula_bytes,
-                "sent_bytes_per_parameter": self.formula.sent_terms(),
+                "sent_bytes_per_parameter": self.formula.sent_per_parameter(),
                 "sent_bytes": self.formula_sent,
             },
-            "measured": {"state_bytes": self.worst.state_bytes(), "sent_bytes": self.sent, "seconds": self.seconds},
-            "state_over_formula": ratio(self.worst.state_bytes(), self.formula_bytes),
+            "measured": {"state_bytes": state, "sent_bytes": self.sent, "seconds": self.seconds},
+            "state_over_formula": ratio(state, self.formula_bytes),
             "sent_over_formula": ratio(self.sent, self.formula_sent),
             "sharded_over": self.axis,
             "ranks": [asdict(rank) for rank in self.ranks],
@@ -200,62 +206,84 @@ def ratio(measured: float, formula: float) -> float | None:
     return measured / formula if formula else None
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The run of each combination; all have one shape."""
-
-    runs: tuple[tuple[Combination, ResolvedRun], ...]
-    steps: int
-    iterations: int
-
-
-def plan(request: ReportRequest, started: int | None = None) -> Plan:
-    """The runs of all combinations, checked.
+def plan(
+    varied: Mapping[str, Sequence[str]],
+    overrides: Sequence[str] = (),
+    *,
+    config: Path | None = None,
+    ranks: int | None = None,
+    started: int | None = None,
+    scratch: Path = Path(),
+) -> dict[Combination, ResolvedRun]:
+    """The run of each combination, checked; all have one shape.
 
     Args:
-        request: what to measure.
+        varied: for each of `CHOICES`, which of them to combine.
+        overrides: further keys of the configuration, `section.key=value`.
+        config: a run file, for the model and the shape; without one the model is `SMALL`.
+        ranks: how many to start; None for `launch.nproc_per_node`.
         started: ranks that run already.
+        scratch: directory for the files of "nvme" with `SMALL`; a run file names its own.
 
     Raises:
-        ConfigError: with everything that is wrong with any of them.
-        ValueError: another number of ranks runs already.
+        ConfigError: with everything that is wrong with any of the runs.
+        ValueError: an unknown choice, a key that the report varies, or another number of ranks runs already.
     """
-    if started is not None and request.ranks not in (None, started):
-        raise ValueError(f"--ranks {request.ranks}, but {started} ranks were started; leave it out")
-    overrides = [*request.overrides]
-    if request.config is None:
-        overrides = [*SMALL, f"zero.offload.nvme_path='{request.scratch.resolve()}'", *overrides]
-    if request.ranks is not None:
-        overrides.append(f"launch.nproc_per_node={request.ranks}")
-    runs = []
+    for option, words in varied.items():
+        _check_choices(option, words)
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if key in _OPTION_OF_KEY:
+            raise ValueError(f"{text}: the report varies {key}; use --{_OPTION_OF_KEY[key]}")
+    if started is not None and ranks not in (None, started):
+        raise ValueError(f"--ranks {ranks}, but {started} ranks were started; leave it out")
+    if config is None:
+        overrides = [*SMALL.split(), f"zero.offload.nvme_path='{scratch.resolve()}'", *overrides]
+    if ranks is not None:
+        overrides = [*overrides, f"launch.nproc_per_node={ranks}"]
+    runs = {}
     problems: dict[str, Problem] = {}
-    for precision, stage, offload in product(request.precisions, request.stages, request.offloads):
-        one = Combination(precision, int(stage), offload)
+    for precision, stage, offload in product(varied["precision"], varied["stages"], varied["offload"]):
+        own = [f"zero.stage={stage}", f"zero.offload.optimizer={offload}", f"precision.dtype={precision}"]
         try:  # an empty file is a run: every key has a default
-            runs.append((one, load_config(request.config or os.devnull, [*overrides, *one.overrides()], started)))
+            run = load_config(config or os.devnull, [*overrides, *own], started)
+            runs[Combination(precision, int(stage), offload)] = run
         except ConfigError as error:
             problems |= {str(problem): problem for problem in error.problems}
     if problems:
-        raise ConfigError(list(problems.values()), str(request.config or "the report's model and the given keys"))
-    return Plan(tuple(runs), request.steps, request.iterations)
+        raise ConfigError(list(problems.values()), str(config or "the report's model and the given keys"))
+    return runs
 
 
-def measure(run: ResolvedRun, state: ParallelState, planned: Plan) -> Report:
+def _check_choices(option: str, words: Sequence[str]) -> None:
+    choices = CHOICES[option]
+    for word in words:
+        if word not in choices:
+            close = get_close_matches(word, choices, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"--{option} {','.join(words)}: {word!r} is none of {', '.join(choices)}{hint}")
+    if not words or len(set(words)) != len(words):
+        raise ValueError(f"--{option} {','.join(words)!r} must name one or more of {', '.join(choices)}, each once")
+
+
+def measure(
+    run: ResolvedRun, state: ParallelState, *, runs: dict[Combination, ResolvedRun], steps: int, iterations: int
+) -> Report:
     """Measure every planned run on this rank, one engine after another over the same groups.  Called on every rank.
 
     Args:
         run: any of the planned runs, for the shape.
-        state: this rank.
-        planned: what to measure.
+        steps: the number of the step that is measured.
+        iterations: steps that are timed after it.
     """
     rows = []
     # What torch allocates at its first use, and holds, would otherwise be counted in the first row.
     measure_step(run, state, steps=1, iterations=1)
-    for number, (combination, one) in enumerate(planned.runs, 1):
+    for number, (combination, one) in enumerate(runs.items(), 1):
         if state.rank == 0:
-            print(f"{number}/{len(planned.runs)} {combination}", file=sys.stderr, flush=True)
-        mine = measure_step(one, state, planned.steps, planned.iterations)
-        rows.append(Row(combination, _formula(one, state), state.shard.name, tuple(gather_objects(mine, state.world))))
+            print(f"{number}/{len(runs)} {combination}", file=sys.stderr, flush=True)
+        ranks = gather_objects(measure_step(one, state, steps, iterations), state.world)
+        rows.append(Row(combination, _formula(one, state), state.shard.name, tuple(ranks)))
     model, grid, device = run.config.model, state.grid, state.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return Report(
@@ -265,23 +293,22 @@ def measure(run: ResolvedRun, state: ParallelState, planned: Plan) -> Report:
         shape=f"{grid.world_size} ranks: tp {grid.tp}, pp {grid.pp}, dp {grid.dp}",
         batch=f"{run.accumulation} x {run.micro_batch_size} samples of {model.seq_len} random tokens on each dp rank",
         on_cpu=device.type == "cpu",
-        steps=planned.steps,
-        iterations=planned.iterations,
+        steps=steps,
+        iterations=iterations,
         rows=tuple(rows),
     )
 
 
 def _formula(run: ResolvedRun, state: ParallelState) -> StateFormula:
-    zero, precision = run.config.zero, run.config.precision
-    sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
-    moments = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "sgd": 1 if run.config.optimizer.momentum else 0}
+    zero, precision, optimizer = run.config.zero, run.config.precision, run.config.optimizer
+    moments = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "sgd": 1 if optimizer.momentum else 0}
     return StateFormula(
         stage=zero.stage,
         shards=state.shard.size,
-        weight_bytes=sizes[precision.dtype],
-        accumulate_bytes=sizes[precision.accumulate_dtype],
-        reduce_bytes=sizes[precision.reduce_dtype],
-        moments=moments[run.config.optimizer.name],
+        weight_bytes=DTYPES[precision.dtype].itemsize,
+        accumulate_bytes=DTYPES[precision.accumulate_dtype].itemsize,
+        reduce_bytes=DTYPES[precision.reduce_dtype].itemsize,
+        moments=moments[optimizer.name],
         micro_batches=run.accumulation,
         reduces_each=zero.reduce == "micro_batch",
         gathers_each=zero.gather_policy != "step",

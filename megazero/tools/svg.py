@@ -1,8 +1,8 @@
-"""What the pictures have in common: one style, a document on a light ground, and round numbers for an axis."""
+"""What the pictures have in common: one style, a document on a light ground, boxes, a legend, numbers for an axis."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import floor, log10
 from xml.sax.saxutils import escape
 
@@ -29,7 +29,7 @@ def document(width: float, height: int, title: str, body: Iterable[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
         f"<title>{escape(title)}</title>",
         f"<style>{_STYLE}</style>",
-        f'<rect class="card" x="0.5" y="0.5" width="{width - 1:.0f}" height="{height - 1}" rx="8"/>',
+        rect(0.5, 0.5, width - 1, height - 1, 'class="card" rx="8"'),
         text(MARGIN, 32, title, "head"),
         *body,
         "</svg>\n",
@@ -41,6 +41,24 @@ def text(x: float, y: float, content: str, style: str = "") -> str:
     """A `<text>` of one of the style's classes."""
     name = f' class="{style}"' if style else ""
     return f'<text{name} x="{x:.2f}" y="{y:.2f}">{escape(content)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, paint: str, title: str = "") -> str:
+    """A `<rect>`; `paint` is its further attributes, `title` is shown while the mouse is on it."""
+    box = f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" {paint}'
+    return f"{box}><title>{escape(title)}</title></rect>" if title else f"{box}/>"
+
+
+def legend(x: float, y: float, entries: Iterable[tuple[Sequence[str], str]]) -> tuple[list[str], float]:
+    """A line of (paints, what they mean), and where it ends."""
+    lines = []
+    for paints, meaning in entries:
+        for paint in paints:
+            lines.append(rect(x, y, 14, 14, paint))
+            x += 14
+        lines.append(text(x + 6, y + 11, meaning, "small"))
+        x += 22 + 6.2 * len(meaning)
+    return lines, x
 
 
 def ticks(end: float, at_most: float) -> list[float]:
