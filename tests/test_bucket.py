@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megazero.layers.spec import NamedRows, ParamSpec
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, intersect, plan_buckets
-from megazero.zero.policy import ShardingPolicy
+from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.storage import InMemory
 
 laws = settings(deadline=None, max_examples=75)

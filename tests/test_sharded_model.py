@@ -14,9 +14,9 @@ from zero_worlds import Sharded, seeded
 
 from megazero.config.schema import OffloadConfig, PrecisionConfig
 from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.zero.bucket import ShardingPolicy
 from megazero.zero.loss_scaler import LossScaleError
 from megazero.zero.offload import without_auto
-from megazero.zero.policy import ShardingPolicy
 
 STAGES = [0, 1, 2, 3]
 

@@ -15,11 +15,10 @@ from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import Bucket
+from megazero.zero.bucket import Bucket, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.optimizer import ShardedOptimizer, recipe_by_name
 from megazero.zero.parameters import ShardedParameters
-from megazero.zero.policy import ShardingPolicy
 from megazero.zero.reductions import ReductionQueue, gradient_square_sum, square_sum
 from megazero.zero.units import Described, Unit, describe, units_of
 

@@ -35,8 +35,8 @@ from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.layers.spec import ParamSpec, whole_spec
 from megazero.parallel_state import TIMEOUT, Axis, ParallelState, local_device, parallel_state_of
+from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
-from megazero.zero.policy import DTYPES
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import Described, describe, units_of
 

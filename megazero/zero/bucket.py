@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from megazero.layers.spec import ParamSpec, numel
-from megazero.zero.policy import ShardingPolicy
+from megazero.parallel_state import Axis
 from megazero.zero.storage import FlatArray, InMemory, in_host_memory
 
 K = TypeVar("K", bound=Hashable)
 
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
 
 
@@ -158,6 +159,36 @@ def plan_buckets(
             groups.append(last)
         last.append(info)
     return tuple(_layout(members, shards) for members in [*groups, *single])
+
+
+@dataclass(frozen=True)
+class ShardingPolicy:
+    """How buckets are spread over the ranks, and so what of a model's state each rank holds.
+
+    zero_stage      weights     gradients    master weights and moments      (Rajbhandari et al. 2020, figure 1)
+        0           whole       whole        whole
+        1           whole       whole        shard
+        2           whole       shard        shard
+        3           shard       shard        shard
+    """
+
+    zero_stage: int
+    dtype: torch.dtype  # of the weights that modules compute with
+    shard: Axis  # the axis over which buckets are sharded
+    replica: Axis  # the ranks that hold the same shard, where sharding stays within a part of dp
+    device: torch.device  # where modules compute
+    accumulate_dtype: torch.dtype = torch.float32  # in which a step's gradients add up
+    pins_memory: bool = True  # page-lock the host memory of offloaded state
+
+    @property
+    def shards_master(self) -> bool:
+        """Whether a rank holds only its shard of master weights and moments."""
+        return self.zero_stage >= 1 and self.shard.size > 1
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether gradients go to other ranks."""
+        return self.shard.size > 1 or self.replica.size > 1
 
 
 class Bucket:

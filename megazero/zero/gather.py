@@ -35,10 +35,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from megazero.comm.collectives import Pending, all_gather
-from megazero.zero.bucket import Bucket, BucketLayout, Slot
+from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
-from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import PendingCopy
 from megazero.zero.units import Unit
 

@@ -128,11 +128,15 @@ class _LaunchOrder:
         """Begin with the first bucket's first round."""
         self._round = self._next = self._passes = 0
 
-    def close(self, rounds: int | None = None) -> None:
-        """Count what has not come in the first `rounds` rounds, by default those of one more pass, as zero."""
+    def close_pass(self) -> None:
+        """Close the next round of every bucket."""
         self._passes += 1
+        self.close(self._passes)
+
+    def close(self, rounds: int) -> None:
+        """Count what has not come in the first `rounds` rounds as zero."""
         for one in self.buckets:
-            one.close(self._passes if rounds is None else rounds)
+            one.close(rounds)
 
     def due(self, rounds: int) -> Iterator[BucketGradients]:
         """Buckets that are complete and come next, until one is incomplete or `rounds` rounds are launched."""
@@ -162,10 +166,7 @@ class GradientReducer:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        every_micro_batch: bool = True,
-        reduce_dtype: torch.dtype = torch.float32,
+        self, buckets: Sequence[Bucket], every_micro_batch: bool = True, reduce_dtype: torch.dtype = torch.float32
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
         self.pool = BufferPool(self.buckets[0].policy.device)
@@ -234,7 +235,7 @@ class GradientReducer:
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
         if (order := self._orders.get(chunk)) is not None:
-            order.close()
+            order.close_pass()
             self._reduce_due(order)
 
     def finish(self) -> None:

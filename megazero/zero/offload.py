@@ -21,9 +21,8 @@ import torch
 from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import OffloadConfig
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import BucketLayout
+from megazero.zero.bucket import BucketLayout, ShardingPolicy
 from megazero.zero.file_store import FileStore, region_bytes
-from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import FlatArray, in_host_memory
 
 FILE_PART_ELEMENTS = 1 << 22  # how many elements of a file are stepped at a time

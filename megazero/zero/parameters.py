@@ -21,10 +21,9 @@ from megazero.comm.collectives import agree, all_gather, broadcast
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, intersect, plan_buckets
+from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.gather import UnitGatherer, make_gather_buffers
 from megazero.zero.offload import Offload
-from megazero.zero.policy import ShardingPolicy
 from megazero.zero.storage import Location, StorageError
 from megazero.zero.units import Described, Unit
 

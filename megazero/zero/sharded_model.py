@@ -17,12 +17,12 @@ from megazero.comm.collectives import agree, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
+from megazero.zero.bucket import DTYPES, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
 from megazero.zero.offload import without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
-from megazero.zero.policy import DTYPES, ShardingPolicy
 from megazero.zero.reductions import gradient_square_sum, sum_over_replicas, sum_partial_over_tp, sum_tied
 from megazero.zero.state import ShardedState
 from megazero.zero.units import Described, Unit
@@ -59,14 +59,13 @@ class ShardedModel:
     ) -> None:
         self.state, self.ties = state, ties
         agree(lambda: _check_trains(described, state.at.pp), state.world, ValueError)
-        self.policy = ShardingPolicy(
-            zero.stage,
+        dtype, accumulate_dtype, pins = (
             DTYPES[precision.dtype],
-            state.shard,
-            state.replica,
-            state.device,
             DTYPES[precision.accumulate_dtype],
             zero.offload.pin_memory,
+        )
+        self.policy = ShardingPolicy(
+            zero.stage, dtype, state.shard, state.replica, state.device, accumulate_dtype, pins
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
