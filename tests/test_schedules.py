@@ -18,12 +18,15 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from megazero.schedules.built_in import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_H1, ZERO_BUBBLE_V
 
 from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule, loop, v_shape
+from megazero.schedules.gpipe import GPIPE
+from megazero.schedules.interleaved import INTERLEAVED
 from megazero.schedules.kind import forward_only
+from megazero.schedules.one_f_one_b import ONE_F_ONE_B
 from megazero.schedules.proof import Costs, Program, ScheduleError, peak_activations, program, prove, simulate
 from megazero.schedules.registry import SCHEDULES
+from megazero.schedules.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_V
 
 gpipe, interleaved, one_forward_one_backward = GPIPE.build, INTERLEAVED.build, ONE_F_ONE_B.build
 zero_bubble_h1, zero_bubble_v = ZERO_BUBBLE_H1.build, ZERO_BUBBLE_V.build
