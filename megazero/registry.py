@@ -8,16 +8,15 @@ package's own implementations are listed by import path and imported on first us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, Generic, TypeVar
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
-
-from megazero.settings import closest, did_you_mean
 
 T = TypeVar("T")
 
@@ -93,6 +92,17 @@ class NameIn:
             shown = [f'"{name}"' for name in names]
             raise PydanticCustomError("name", f"be {', '.join(shown[:-1])} or {shown[-1]}", {"choices": names})
         return value
+
+
+def closest(word: str, known: Iterable[str], n: int = 1) -> list[str]:
+    """Find the names most like a misspelt one, the likeliest first; case does not matter, nor _ for -."""
+    by_plain = {name.lower().replace("_", "-"): name for name in known}
+    return [by_plain[name] for name in get_close_matches(word.lower().replace("_", "-"), by_plain, n=n)]
+
+
+def did_you_mean(names: Sequence[str], otherwise: str = "") -> str:
+    """Say which names were probably meant; where there is none, say something else."""
+    return f"did you mean {' or '.join(names)}?" if names else otherwise
 
 
 def unknown_name(what: str, name: str, known: Collection[str]) -> ValueError:

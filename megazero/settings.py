@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -95,17 +94,6 @@ def read_text(path: Path) -> str:
         raise file_error(path, f"is not UTF-8 at byte {error.start}") from None
     except OSError as error:
         raise file_error(path, f"cannot be read: {error.strerror}") from None
-
-
-def closest(word: str, known: Iterable[str], n: int = 1) -> list[str]:
-    """Find the names most like a misspelt one, the likeliest first; case does not matter, nor _ for -."""
-    by_plain = {name.lower().replace("_", "-"): name for name in known}
-    return [by_plain[name] for name in get_close_matches(word.lower().replace("_", "-"), by_plain, n=n)]
-
-
-def did_you_mean(names: Sequence[str], otherwise: str = "") -> str:
-    """Say which names were probably meant; where there is none, say something else."""
-    return f"did you mean {' or '.join(names)}?" if names else otherwise
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:

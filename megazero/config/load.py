@@ -24,7 +24,8 @@ from megazero.config.problems import validate
 from megazero.config.rules import broken_rules
 from megazero.config.schema import RunConfig, sections
 from megazero.models.registry import FAMILIES
-from megazero.settings import ConfigError, Problem, closest, did_you_mean, file_error, read_text
+from megazero.registry import closest, did_you_mean
+from megazero.settings import ConfigError, Problem, file_error, read_text
 
 Tables = dict[str, Any]
 

@@ -22,7 +22,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megazero.config.schema import DataSource, ElasticShape, RunConfig, keys, sections
-from megazero.settings import Problem, Section, closest, did_you_mean, toml_value
+from megazero.registry import closest, did_you_mean
+from megazero.settings import Problem, Section, toml_value
 
 Path = tuple[str | int, ...]
 

@@ -23,7 +23,8 @@ from megazero.config.document import type_text
 from megazero.config.problems import candidates, likely_keys
 from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED, UNCHECKED, Refusal
 from megazero.deepspeed.config_schema import DeepSpeedJson, honoured_keys
-from megazero.settings import Problem, did_you_mean
+from megazero.registry import did_you_mean
+from megazero.settings import Problem
 
 _OFF_WHEN_FALSE = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
 _ON_BY_DEFAULT = "timers.throughput.enabled"
