@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 sys.path[:0] = [
     str(Path(__file__).parent),
@@ -18,6 +19,10 @@ if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # OpenMP's threads must not spin either while they wait for one that has no core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# On a busy machine an example may wait for a core: no test depends on the wall clock.
+settings.register_profile("megazero", deadline=None)
+settings.load_profile("megazero")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -35,7 +35,7 @@ from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.parallel_state import ParallelState
 from megazero.settings import Problem
 from megazero.tools.measured_step import RankFigures, measure_step
-from megazero.zero.policy import DTYPES
+from megazero.zero.bucket import DTYPES
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "stages": ("0", "1", "2", "3"),
