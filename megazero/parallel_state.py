@@ -112,6 +112,10 @@ class RankGrid:
         steps = ([(i - getattr(at, axis)) * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
         return tuple(sorted(rank + sum(combination) for combination in itertools.product(*steps)))
 
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Every group over `axes`: a partition of all ranks, ordered by first rank.  Raises: as `group_of`."""
+        return sorted({self.group_of(rank, *axes) for rank in range(self.world_size)})
+
 
 class Call(NamedTuple):
     """The collective that this rank entered or left last.

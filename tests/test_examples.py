@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -147,30 +146,3 @@ def _check_megazero(words: list[str]) -> None:
 
 def test_the_command_line_helps() -> None:
     assert CliRunner().invoke(app, ["--help"]).exit_code == 0
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The house
-
-
-def test_rooms_import_only_from_floors_below() -> None:
-    """The floors are those that docs/architecture.md draws, top floor first."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (.+?) \|", page, re.MULTILINE)
-    floors = {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)}
-    built = {path.stem for path in (ROOT / "megazero").iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert set(floors) == built - {"__init__", "__pycache__"}
-    for path in set((ROOT / "megazero").rglob("*.py")) - {ROOT / "megazero" / "__init__.py"}:
-        room = path.relative_to(ROOT / "megazero").parts[0].removesuffix(".py")
-        for other in _rooms_imported(path) - {room}:
-            assert floors[other] < floors[room], f"{path.relative_to(ROOT)} imports {other}, which is not below {room}"
-
-
-def _rooms_imported(path: Path) -> set[str]:
-    names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-    return {name.split(".")[1] for name in names if name.startswith("megazero.")}
