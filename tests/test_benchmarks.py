@@ -13,6 +13,8 @@ from benchmarks.rows import FLOOR, KINDS, OURS, SHIPPED, Line, measure, possible
 from benchmarks.setting import Setting
 from benchmarks.worlds import Work
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 
 def test_contenders_that_do_the_same_work_are_measured_side_by_side() -> None:
     setting = setting_of(KINDS["dp"], "smoke", 2, "fp32", None, None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from chaos import MOMENTS, Chaos
+
+pytestmark = pytest.mark.slow  # starts whole runs
 
 SEED = 3
 

@@ -37,6 +37,7 @@ def shape(tp: int, pp: int, world: int, zero_stage: int) -> list[str]:
     return [f"parallel.tp={tp}", f"parallel.pp={pp}", f"launch.nproc_per_node={world}", f"zero.stage={zero_stage}"]
 
 
+@pytest.mark.slow
 def test_the_quickstart_gives_the_same_20_losses_on_1_2_4_and_8_ranks(tmp_path: Path) -> None:
     found = {}
     for name, words in {
@@ -183,6 +184,7 @@ def _children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_with_a_message_and_the_same_command_goes_on(tmp_path: Path) -> None:
     words = [*TINY, *shape(1, 2, 4, 2), f"training.run_dir={tmp_path}", "checkpoint.save_every_steps=5"]
     run = subprocess.Popen(
@@ -214,6 +216,7 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_same_command_goes_on(
     assert len(losses(tmp_path)) == step + 2
 
 
+@pytest.mark.slow
 def test_tokenized_text_trains_under_torchrun(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     lines = [json.dumps({"text": f"The law of line {index} is that it holds. " * 5}) for index in range(200)]

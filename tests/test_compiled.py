@@ -12,6 +12,8 @@ from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.models.compiled import compile_blocks, wants_compiling
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 LR = 1e-2
 
 

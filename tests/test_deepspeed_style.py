@@ -17,6 +17,8 @@ import pytest
 import torch
 from harness import run_world
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 FOLDER = Path(__file__).parent.parent / "examples" / "deepspeed_style"
 RUN_SECONDS = 120
 

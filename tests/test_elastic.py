@@ -33,6 +33,8 @@ from megazero.parallel_state import Axis
 from megazero.training.batches import read_batches, share_of_each
 from megazero.training.loop import train
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 STEPS = 24
 TINY = [
     *SMALL,

@@ -63,6 +63,7 @@ def test_a_launcher_parses(name: str) -> None:
     assert parsed.returncode == 0, parsed.stderr
 
 
+@pytest.mark.slow
 def test_the_library_example_gives_one_run_alone_under_torchrun_and_resumed(tmp_path: Path) -> None:
     alone = _losses(tmp_path, "alone", [sys.executable], "training.steps=4")
     with socket.socket() as free:

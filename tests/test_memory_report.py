@@ -18,6 +18,8 @@ from megazero.cli import app
 from megazero.tools.measured_step import START, live_memory
 from megazero.tools.memory_report import CHOICES, StateFormula, plan
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "zero_memory_report.py"
 ODD = ["model.hidden_size=24", "model.num_layers=2", "model.num_heads=2", "model.ffn_hidden_size=40"]
 ODD += ["model.vocab_size=61", "model.seq_len=16", "zero.bucket_bytes=8192", "launch.device=cpu"]

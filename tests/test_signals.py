@@ -20,6 +20,8 @@ from quickstart import TINY as SMALL
 from megazero.checkpoint.index import find_damage, find_newest
 from megazero.training.signals import EXIT_STOPPED, SAME_REQUEST_SECONDS, StopRequest
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 TINY = [*SMALL, *ONE_STAGE, "lr_schedule.name=constant"]
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.startup import PHASES
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 
 @pytest.mark.parametrize(("home", "name"), [(home, name) for _, home, name, _ in PHASES])
 def test_every_phase_ends_at_a_function_that_exists(home: str, name: str) -> None:
