@@ -1,4 +1,4 @@
-"""What the engines of a user's own script have in common: the end of a step, its report, checkpoints, what a script may ask.
+"""What the engines of a user's own script have in common: the end of a step, its report, what a script may ask.
 
     gradients of one step in the buckets -> norm, clip, step (or skip) -> schedule -> counters -> report
 
@@ -7,32 +7,28 @@ The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from megazero.checkpoint.index import CheckpointError
-from megazero.comm.collectives import agree, all_reduce, gather_objects
+from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.data import RepeatingLoader
-from megazero.deepspeed.engine_optimizer import EngineOptimizer
-from megazero.deepspeed.script_checkpoints import ScriptCheckpoints
+from megazero.deepspeed.script_checkpoints import CheckpointedEngine
 from megazero.deepspeed.step_report import StepReport
 from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
 from megazero.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class TrainingEngine(nn.Module):
+class TrainingEngine(CheckpointedEngine):
     """Base of `ModuleEngine` and `PipelineEngine`.
 
     Args:
@@ -55,15 +51,7 @@ class TrainingEngine(nn.Module):
         canonical: Callable[[str], str],
         show: Callable[[str], None],
     ) -> None:
-        super().__init__()
-        self.module, self.config = module, config
-        self.sharded_model, self.parallel_state = model, model.state
-        self.optimizer = EngineOptimizer(model.optimizer.torch_optimizer)
-        self.lr_scheduler: Any = None
-        self.training_dataloader: Any = None
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self._show = show if model.state.rank == 0 else lambda _: None
-        self._checkpoints = ScriptCheckpoints(module, model, config, canonical, self._show)
+        super().__init__(module, model, config, canonical, show)
         self._report = StepReport(config, model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
@@ -167,90 +155,9 @@ class TrainingEngine(nn.Module):
 
     def close(self) -> None:
         """Give back files and writers, once an asynchronous checkpoint is durable.  The engine cannot be used afterwards."""
-        self._checkpoints.wait()
+        self._wait_for_saver()
         self.sharded_model.close()
         self._report.close()
-
-    # --- Checkpoints.
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        asynchronous: bool = False,
-    ) -> bool:
-        """Write everything to `save_dir/tag`.  Called on every rank with the same arguments.
-
-        Args:
-            save_dir: a directory that all ranks share, or a URL such as s3://bucket/run.
-            tag: `global_step<n>` when None.
-            client_state: the script's own: numbers, strings, tensors and containers of them.  Rank 0's is saved.
-            save_latest: let `latest` name it.
-            asynchronous: return once the state is copied to host memory; see `finish_saving`.
-
-        Raises:
-            CheckpointError: on every rank; older checkpoints are untouched.  Also if the call comes within a step.
-        """
-        agree(self._check_between_steps, self.parallel_state.world, CheckpointError)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        self._checkpoints.save(
-            save_dir,
-            tag,
-            counters,
-            self.lr_scheduler,
-            client_state,
-            moves_latest=save_latest,
-            asynchronous=asynchronous,
-        )
-        return True
-
-    def finish_saving(self) -> None:
-        """Wait until the last asynchronous checkpoint is durable, as a script's end does.  Raises: CheckpointError."""
-        self._checkpoints.finish_saving()
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint that any number of ranks, at any stage and precision, has written.
-
-        Args:
-            load_dir, tag: as given to `save_checkpoint`; without a tag, the one that `latest` names.
-            load_optimizer_states: load the optimizer's state and its groups' settings; otherwise they start anew.
-            load_lr_scheduler_states: load the schedule's step.
-            load_module_only: load the weights and buffers alone.
-
-        Returns: the checkpoint's directory and the `client_state` that was saved; (None, {}) where there is none yet.
-
-        Raises:
-            CheckpointError: on every rank, and nothing has changed: it is damaged, or of another model.
-        """
-        loaded = self._checkpoints.load(
-            load_dir,
-            tag,
-            self.lr_scheduler,
-            with_optimizer=load_optimizer_states and not load_module_only,
-            with_schedule=load_lr_scheduler_states and not load_module_only,
-            with_loss_scale=not load_module_only,
-        )
-        if loaded is None:
-            return None, {}
-        directory, client_state, counters = loaded
-        if not load_module_only:
-            for name, value in counters.items():
-                setattr(self, name, value)
-        self.zero_grad()
-        return directory, client_state
-
-    def _check_between_steps(self) -> None:
-        """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""
 
     # --- What a script asks.
 
