@@ -7,25 +7,106 @@ The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DistributedSampler
 
 from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.data import RepeatingLoader
 from megazero.deepspeed.script_checkpoints import CheckpointedEngine
-from megazero.deepspeed.step_report import StepReport
 from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
 from megazero.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")
+
+
+class RepeatingLoader:
+    """Goes through a loader again and again, in a new order each time."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader, self._epoch = loader, 0
+        self._items = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._items)
+        except StopIteration:
+            self._epoch += 1
+            sampler = getattr(self._loader, "sampler", None)
+            if isinstance(sampler, DistributedSampler):
+                sampler.set_epoch(self._epoch)
+            self._items = iter(self._loader)
+            return next(self._items)
+
+
+class StepReport:
+    """Reports the steps of one engine on rank 0: a line for the terminal, TensorBoard's scalars, the time of each phase."""
+
+    def __init__(self, config: DeepSpeedConfig, model: ShardedModel, show: Callable[[str], None]) -> None:
+        self._config, self._model, self._show = config, model, show
+        self._shown_at = time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._writer: Any = None
+        if config.tensorboard is not None and model.state.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(Path(config.tensorboard.output_path or ".") / config.tensorboard.job_name))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Measure a phase of the step, if the configuration asks for a breakdown."""
+        if not self._config.wall_clock_breakdown:
+            yield
+            return
+        device = self._model.state.device
+        synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+        synchronize()
+        started = time.perf_counter()
+        yield
+        synchronize()
+        self._seconds[phase] += time.perf_counter() - started
+
+    def step(self, number: int, samples: int, statistics: StepStatistics, lrs: Sequence[float]) -> None:
+        """Report a step that has ended: its number from 1 on, the samples so far, each group's rate in the next step."""
+        config, scaler = self._config, self._model.scaler
+        every = config.steps_per_print or (1 if config.wall_clock_breakdown else None)
+        if every is not None and number % every == 0:
+            rates = ", ".join(f"{lr:.4g}" for lr in lrs)
+            seconds, self._shown_at = time.perf_counter() - self._shown_at, time.perf_counter()
+            speed = every * config.train_batch_size / seconds
+            parts = [f"step {number}", f"loss {statistics.loss:.4f}", f"lr {rates}"]
+            parts += [f"grad norm {statistics.grad_norm:.3g}", f"{speed:,.1f} samples/s"]
+            if scaler is not None:
+                parts.append(f"loss scale {scaler.scale:g}, {scaler.skipped_steps} skipped")
+            parts += [f"{phase} {1e3 * seconds / every:.1f} ms" for phase, seconds in self._seconds.items()]
+            self._seconds.clear()
+            self._show(", ".join(parts))
+        if self._writer is not None:
+            scalars = {"Train/Samples/train_loss": statistics.loss, "Train/Samples/lr": lrs[0]}
+            if scaler is not None:
+                scalars["Train/Samples/loss_scale"] = scaler.scale
+            scalars |= {f"sent_bytes/{axis}": sent for axis, sent in self._model.state.traffic.by_axis().items()}
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, samples)
+
+    def close(self) -> None:
+        """Close TensorBoard's writer."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 class TrainingEngine(CheckpointedEngine):
