@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from megazero.comm.collectives import broadcast, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
-from megazero.deepspeed.layer_chunk import LayerChunk
+from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
 from megazero.deepspeed.meta_init import deferred_values
 from megazero.deepspeed.module_engine import ModuleEngine
@@ -122,7 +122,7 @@ def initialize(
     engine.lr_scheduler = _schedule(lr_scheduler, engine, settings)
     if training_data is not None:
         # An iterable dataset cuts itself.  Of another, every dp-th sample of a shuffled order belongs to this rank.
-        sampler = None
+        sampler: DistributedSampler[Any] | None = None
         if not isinstance(training_data, IterableDataset):
             sampler = DistributedSampler(training_data, state.dp.size, state.dp.index, seed=settings.seed or 0)
         engine.training_dataloader = DataLoader(
@@ -247,7 +247,9 @@ def _optimizer(
                 )
         owner = type(optimizer).__name__
         return _grouped(described, optimizer.param_groups, owner), recipe_of(optimizer, allow_untested=allow_untested)
-    given = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+    given: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    if model_parameters is not None:
+        given = list(model_parameters)
     groups = [{"params": given}]
     if given and all(isinstance(one, dict) for one in given):
         groups = [{**one, "params": list(one["params"])} for one in given]

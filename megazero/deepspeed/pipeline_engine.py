@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.layer_chunk import LayerChunk
+from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors

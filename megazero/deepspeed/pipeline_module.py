@@ -28,21 +28,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megazero.deepspeed.layer_chunk import LayerChunk, Tensors
 from megazero.deepspeed.layer_specs import (
     AppliedLayer,
     Layer,
+    LayerChunk,
     LayerSpec,
+    Tensors,
     TiedLayerSpec,
     check_layers,
     describe_value,
-    hint,
     partition_layers,
     without_lazy,
 )
 from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.schedules.action import Schedule
-from megazero.schedules.kind import GivenSchedule, ScheduleKind
+from megazero.schedules.kind import GivenSchedule
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import divisors, nearest_of, nearest_text
 
@@ -115,7 +115,10 @@ class PipelineModule(nn.Module):
             if isinstance(layer, PipelineModule | LayerChunk):
                 raise TypeError(f"layer {index} is a pipeline itself; give its layers instead")
         self.loss_fn, self.base_seed = loss_fn, base_seed
-        self.schedule_kind, chunks = _schedule_kind(schedule, virtual_stages)
+        if not isinstance(schedule, Schedule) and schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r} is unknown; {SCHEDULES.hint(schedule)}")
+        self.schedule_kind = GivenSchedule(schedule) if isinstance(schedule, Schedule) else SCHEDULES[schedule]
+        chunks = self.schedule_kind.chunks_of(virtual_stages)
         self.parallel_state = state = _find_parallel_state(num_stages, topology, device, parallel_state)
         self.placement = self.schedule_kind.placement(state.pp.size, chunks)
         if len({rank for rank, _ in self.placement}) != state.pp.size:
@@ -265,14 +268,6 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
-
-
-def _schedule_kind(schedule: str | Schedule, virtual_stages: int) -> tuple[ScheduleKind, int]:
-    """The kind of schedule, and its chunks per rank."""
-    if not isinstance(schedule, Schedule) and schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r} is unknown; {hint(SCHEDULES, schedule)}")
-    kind = GivenSchedule(schedule) if isinstance(schedule, Schedule) else SCHEDULES[schedule]
-    return kind, kind.chunks_of(virtual_stages)
 
 
 def _find_parallel_state(
