@@ -104,7 +104,7 @@ def initialize(
     if state.rank == 0:
         for note in settings.notes:
             show(f"note: {note}")
-        if settings.dump_state:
+        if settings.keys.dump_state:
             show(str(settings))
     described, ties = _describe(model, state)
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
@@ -130,7 +130,7 @@ def initialize(
             settings.micro_batch_size,
             sampler=sampler,
             collate_fn=collate_fn,
-            drop_last=settings.drop_last,
+            drop_last=settings.keys.dataloader_drop_last,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -236,7 +236,7 @@ def _optimizer(
     settings: DeepSpeedConfig,
 ) -> tuple[list[Described], OptimizerRecipe]:
     """The parameters, each with its optimizer group, and the optimizer's recipe."""
-    allow_untested = settings.allow_untested_optimizer
+    allow_untested = settings.keys.zero_allow_untested_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
             wanted = {id(p) for one in model_parameters for p in (one["params"] if isinstance(one, dict) else [one])}
@@ -258,10 +258,11 @@ def _optimizer(
             raise TypeError(f"optimizer must be a torch optimizer or a callable, got {type(optimizer).__name__}")
         made = optimizer(groups)
         return _grouped(described, made.param_groups, "optimizer"), recipe_of(made, allow_untested=allow_untested)
-    if settings.optimizer is None:
+    entry = settings.keys.optimizer
+    if not entry.type:
         raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    recipe = recipe_by_name(settings.optimizer.type, settings.optimizer.params, options)
+    recipe = recipe_by_name(entry.type, dict(entry.params or {}), options)
     return _grouped(described, groups, "model_parameters"), recipe
 
 
@@ -308,8 +309,8 @@ def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelSt
 
 def _schedule(given: Any, engine: TrainingEngine, settings: DeepSpeedConfig) -> Any:
     if given is None:
-        entry = settings.scheduler
-        return None if entry is None else make_lr_scheduler(entry.type, entry.params, engine.optimizer)
+        entry = settings.keys.scheduler
+        return make_lr_scheduler(entry.type, entry.params or {}, engine.optimizer) if entry.type else None
     if not hasattr(given, "step"):
         return given(engine.optimizer)
     of = getattr(given, "optimizer", None)

@@ -6,8 +6,8 @@
 Step 0 is the value after the first call of `step()`.  An engine calls it at the end of each optimizer step, so the first
 step runs with the value that the constructor sets.
 
-Deliberate differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it becomes "log", with a warning); the
-constructor and `load_state_dict` write the learning rate of their step into the groups; see also each schedule's docstring.
+Differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it becomes "log"); the constructor and
+`load_state_dict` write the learning rate of their step into the groups; see also each schedule's docstring.
 """
 
 from __future__ import annotations
@@ -81,9 +81,8 @@ class LRSchedule(ABC):
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(self.optimizer).__name__}")
-        for name, least, value in (
-            (one.name, one.metadata.get("least"), getattr(self, one.name)) for one in fields(self)
-        ):
+        for name, least in ((one.name, one.metadata.get("least")) for one in fields(self)):
+            value = getattr(self, name)
             if least is None or value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
@@ -162,11 +161,12 @@ class _WarmupSchedule(LRSchedule):
             raise unknown_name("warmup_type", self.warmup_type, ("linear", "log"))
         total = getattr(self, "total_num_steps", self.warmup_num_steps)
         if total < self.warmup_num_steps:
-            warnings.warn(
-                f"total_num_steps={total} is less than warmup_num_steps={self.warmup_num_steps}: the rate ends before its "
-                "peak",
-                stacklevel=4,
-            )
+            lengths = f"total_num_steps={total} is less than warmup_num_steps={self.warmup_num_steps}"
+            warnings.warn(f"{lengths}: the rate ends before its peak", stacklevel=4)
+
+    def factor_at(self, step: int) -> float:
+        """Share of the way from the least to the greatest rate."""
+        return warmup_factor(step, self.warmup_num_steps, self.warmup_type)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -186,10 +186,6 @@ class WarmupLR(_WarmupSchedule):
         super()._prepare()
         self._min_lrs = self._per_group("warmup_min_lr")
         self._max_lrs = self._own_lrs() if self.warmup_max_lr is None else self._per_group("warmup_max_lr")
-
-    def factor_at(self, step: int) -> float:
-        """Share of the way from the least to the greatest rate."""
-        return warmup_factor(step, self.warmup_num_steps, self.warmup_type)
 
     def lr_at(self, step: int) -> list[float]:
         return _between(self._min_lrs, self._max_lrs, self.factor_at(step))
@@ -229,8 +225,7 @@ class WarmupCosineLR(_WarmupSchedule):
 
     def lr_at(self, step: int) -> list[float]:
         if step < self.warmup_num_steps:
-            factor = warmup_factor(step, self.warmup_num_steps, self.warmup_type)
-            ratios = [least + (1.0 - least) * factor for least in self._min_ratios]
+            ratios = _between(self._min_ratios, [1.0] * len(self._base_lrs), self.factor_at(step))
         else:
             left = cosine_decay_factor(step, self.warmup_num_steps, self.total_num_steps)
             ratios = [self.cos_min_ratio + (1.0 - self.cos_min_ratio) * left] * len(self._base_lrs)
@@ -287,9 +282,12 @@ class OneCycle(LRSchedule):
             return _between(*self._lrs, cycle_height(step, *self._shape))
         return [low / (1.0 + self.decay_lr_rate * units) for low in self._lrs[0]]
 
-    def mom_at(self, step: int) -> list[float]:
-        """beta1 of each group at a step."""
+    def get_mom(self) -> list[float] | None:
+        """beta1 of each group at the current step; None where momentum stays as it is."""
+        step = self.last_batch_iteration
         units = self._decay_units(step)
+        if not self.cycle_momentum:
+            return None
         if units is None:
             return _between(*self._moms, cycle_height(step, *self._shape))
         momenta = [high * (1.0 + self.decay_mom_rate * units) for high in self._moms[0]]
@@ -297,10 +295,6 @@ class OneCycle(LRSchedule):
             rate = f"decay_mom_rate={self.decay_mom_rate}"
             raise ValueError(f"{rate} takes momentum to {momenta} at step {step}, out of [0, 1); 0 keeps cycle_max_mom")
         return momenta
-
-    def get_mom(self) -> list[float] | None:
-        """beta1 of each group at the current step; None where momentum stays as it is."""
-        return self.mom_at(self.last_batch_iteration) if self.cycle_momentum else None
 
     def _write(self) -> None:
         super()._write()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load, save
@@ -25,13 +25,53 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import agree, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.engine_optimizer import EngineOptimizer
 from megazero.engine.trainer_state import Position, trainer_state
 from megazero.zero.sharded_model import ShardedModel
 
 CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers.safetensors"
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SAVING_SECONDS = 3600  # how long a rank may wait for a peer that is writing
+
+
+def _refuses(text: str) -> Any:
+    """A method that cannot be called."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(text)
+
+    return refuse
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The optimizer that steps the flat shards, for schedules and for reading; it shares groups and state with `inner`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.__dict__.update(
+            {key: value for key, value in vars(inner).items() if key not in ("step", "profile_hook_step")}
+        )
+
+    step = _refuses("call engine.step(): it reduces, unscales and clips the gradients before the optimizer steps")
+    state_dict = _refuses(
+        "the optimizer's state is cut over the ranks; engine.save_checkpoint(dir) writes it whole, with the weights"
+    )
+    load_state_dict = _refuses(
+        "the optimizer's state is cut over the ranks; engine.load_checkpoint(dir) reads it, on any number of ranks"
+    )
+    add_param_group = _refuses(
+        "the parameters are in buckets already; give every group to megazero.initialize (model_parameters=, or an "
+        "optimizer that has it)"
+    )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the engine clears gradients when a step ends."""
+
+    def count_step(self) -> None:
+        """Record that the engine has stepped; torch's schedules check it."""
+        self._opt_called = True
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.inner!r})"
 
 
 class CheckpointedEngine(nn.Module):

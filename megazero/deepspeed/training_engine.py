@@ -83,7 +83,7 @@ class StepReport:
     def step(self, number: int, samples: int, statistics: StepStatistics, lrs: Sequence[float]) -> None:
         """Report a step that has ended: its number from 1 on, the samples so far, each group's rate in the next step."""
         config, scaler = self._config, self._model.scaler
-        every = config.steps_per_print or (1 if config.wall_clock_breakdown else None)
+        every = config.keys.steps_per_print or (1 if config.wall_clock_breakdown else None)
         if every is not None and number % every == 0:
             rates = ", ".join(f"{lr:.4g}" for lr in lrs)
             seconds, self._shown_at = time.perf_counter() - self._shown_at, time.perf_counter()
@@ -159,7 +159,7 @@ class TrainingEngine(CheckpointedEngine):
         try:
             self._last_step = check_finite(measured)
             with self._report.timed("step"):
-                changed = model.update(measured.grad_norm, self.config.grad_clip)
+                changed = model.update(measured.grad_norm, self.config.keys.gradient_clipping)
         except Exception:
             model.begin_step(self.config.accumulation)
             raise
@@ -298,7 +298,7 @@ class TrainingEngine(CheckpointedEngine):
 
     def gradient_clipping(self) -> float:
         """Largest global gradient norm; 0 where it is off."""
-        return self.config.grad_clip
+        return self.config.keys.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
