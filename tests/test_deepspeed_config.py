@@ -477,7 +477,7 @@ def test_a_file_is_json_with_each_key_once(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 8, "steps_per_print": float("inf")}))
     assert load_deepspeed_config(path, 2).micro_batch_size == 4
-    assert load_deepspeed_config(str(path), 2).steps_per_print is None
+    assert load_deepspeed_config(str(path), 2).keys.steps_per_print is None
     for text, told in [
         ('{"train_batch_size": 8,\n "fp16": }', "ds.json:2: is not JSON: "),
         ('{"fp16": {}, "fp16": {}}', "fp16 is written twice"),

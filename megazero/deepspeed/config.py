@@ -47,11 +47,7 @@ class DeepSpeedConfig:
 
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) -> DeepSpeedConfig:
-    """Read a DeepSpeed configuration, a JSON file or what was parsed from one, for a number of data-parallel ranks.
-
-    Raises:
-        ConfigError: with everything that is wrong with it.
-    """
+    """Read a configuration, a JSON file or what was parsed from one.  Raises: ConfigError, with all that is wrong."""
     name = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
     config, checked = check_keys(source if isinstance(source, Mapping) else _read(Path(source)))
     problems = checked.problems
@@ -99,10 +95,6 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise file_error(path, "must be a JSON object", 'it starts with {"train_batch_size": ...')
     return config
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the settings become
 
 
 def _zero(config: DeepSpeedJson) -> ZeroConfig:

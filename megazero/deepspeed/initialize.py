@@ -119,7 +119,7 @@ def initialize(
         if isinstance(model, PipelineModule)
         else ModuleEngine(model, sharded, settings, show)
     )
-    engine.lr_scheduler = _schedule(lr_scheduler, engine, settings)
+    engine.lr_scheduler = _schedule(lr_scheduler, engine)
     if training_data is not None:
         # An iterable dataset cuts itself.  Of another, every dp-th sample of a shuffled order belongs to this rank.
         sampler: DistributedSampler[Any] | None = None
@@ -307,9 +307,9 @@ def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelSt
         model.get_submodule(owner)._buffers[name] = moved[id(old)][1]
 
 
-def _schedule(given: Any, engine: TrainingEngine, settings: DeepSpeedConfig) -> Any:
+def _schedule(given: Any, engine: TrainingEngine) -> Any:
     if given is None:
-        entry = settings.keys.scheduler
+        entry = engine.config.keys.scheduler
         return make_lr_scheduler(entry.type, entry.params or {}, engine.optimizer) if entry.type else None
     if not hasattr(given, "step"):
         return given(engine.optimizer)

@@ -83,12 +83,7 @@ Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]
 def partition_layers(
     layers: Sequence[Layer], stages: int, method: str, trainable: Callable[[int, Layer], int]
 ) -> list[range]:
-    """Cut layers into virtual stages, by one of PARTITION_METHODS in any case of letters; see `PipelineModule`.
-
-    Args:
-        layers: at least one for each stage.
-        trainable: (index, layer) -> number of its trainable parameters.
-    """
+    """Cut layers into virtual stages; `trainable` counts a layer's parameters under the method "parameters"."""
     lower = method.lower()
     if lower == "uniform":
         return [layout.layers for layout in cut_evenly(len(layers), stages)]
@@ -170,20 +165,16 @@ def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
 
 
 def _check_layer(index: int, layer: object) -> None:
-    if isinstance(layer, LayerSpec | nn.Module):
-        return
-    owner = getattr(layer, "__self__", None)
+    owner = type(getattr(layer, "__self__", None))
     if isinstance(layer, type):
-        name = layer.__name__
-        problem = f"is the class {name} itself; write LayerSpec({name}, ...), or an object of it"
-    elif isinstance(owner, nn.Module):
-        name = type(owner).__name__
-        problem = f"is a method of a {name}, whose parameters would not be trained; give the module itself"
-    elif callable(layer):
+        problem = f"the class {layer.__name__} itself; write LayerSpec({layer.__name__}, ...), or an object of it"
+    elif not isinstance(layer, LayerSpec | nn.Module) and issubclass(owner, nn.Module):
+        problem = f"a method of a {owner.__name__}, whose parameters would not be trained; give the module itself"
+    elif isinstance(layer, LayerSpec) or callable(layer):
         return
     else:
-        problem = f"is {describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
-    raise TypeError(f"layer {index} {problem}")
+        problem = f"{describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
+    raise TypeError(f"layer {index} is {problem}")
 
 
 def without_lazy(index: int, module: nn.Module) -> nn.Module:
@@ -239,7 +230,6 @@ class LayerChunk(nn.Module):
     """The layers of one virtual stage.
 
     Args:
-        stage, stages: number of the virtual stage, and how many there are.
         layers: (index in the whole pipeline, layer), in order.
         tied: canonical names of the tied parameters, by id of the parameter.
         checkpoint_interval: layers that are recomputed together in the backward; 0 recomputes none.

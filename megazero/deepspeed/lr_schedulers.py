@@ -244,9 +244,8 @@ class OneCycle(LRSchedule):
         cycle_momentum: whether beta1 goes from cycle_max_mom down to cycle_min_mom and back.
         decay_mom_rate: after the cycle beta1 is cycle_max_mom * (1 + decay_mom_rate * steps / decay_step_size).
 
-    Momentum is beta1 of groups with `betas`; without them it stays as it is, with a warning.  Two differences from
-    DeepSpeed: beta2 stays the group's own (there it becomes 0.99), and before the first step beta1 is cycle_max_mom,
-    as the cycle has it (there cycle_min_mom, for one step).  A decay that takes beta1 out of [0, 1) is an error.
+    Momentum is beta1 of groups with `betas`; without them it stays as it is, with a warning.  Differences from DeepSpeed:
+    beta2 stays the group's own (there 0.99), and before the first step beta1 is cycle_max_mom (there cycle_min_mom).
     """
 
     cycle_min_lr: PerGroup
@@ -338,11 +337,7 @@ SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
 
 
 def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
-    """Make a schedule by name: a key of SCHEDULES, or a class of torch.optim.lr_scheduler.
-
-    Raises:
-        ValueError: for a name or a parameter that does not exist, with a guess at what was meant, and for bad values.
-    """
+    """Make a schedule by name: a key of SCHEDULES, or a class of torch.optim.lr_scheduler.  Raises: ValueError."""
     base = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
     known: dict[str, Callable[..., Any]] = SCHEDULES | {
         name: item

@@ -35,13 +35,13 @@ class PipelineEngine(TrainingEngine):
     def __init__(
         self, module: PipelineModule, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
+        super().__init__(module, model, config, show)
         chunks = [chunk for chunk in module.chunks if isinstance(chunk, LayerChunk)]
-        names = {
+        self._names = {
             f"chunks.{index}.{qualified}": canonical
             for index, chunk in enumerate(chunks)
             for qualified, canonical in chunk.canonical_names.items()
         }
-        super().__init__(module, model, config, lambda name: names[name], show)
         if module.loss_fn is None:
             raise ValueError("the PipelineModule has no loss_fn; train_batch needs one")
         self._pipeline, self._chunks, self._loss_fn = module, chunks, module.loss_fn
@@ -52,6 +52,9 @@ class PipelineEngine(TrainingEngine):
             self.parallel_state,
             self._new_message,
         )
+
+    def _canonical(self, name: str) -> str:
+        return self._names[name]
 
     def is_first_stage(self) -> bool:
         """Whether this rank reads inputs."""

@@ -78,12 +78,7 @@ class CheckpointedEngine(nn.Module):
     """What an engine trains and counts, with its checkpoints; arguments and attributes as `TrainingEngine`."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        model: ShardedModel,
-        config: DeepSpeedConfig,
-        canonical: Callable[[str], str],
-        show: Callable[[str], None],
+        self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
         super().__init__()
         self.module, self.config = module, config
@@ -92,7 +87,6 @@ class CheckpointedEngine(nn.Module):
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self._canonical = canonical
         self._show = show if model.state.rank == 0 else lambda _: None
         self._saver: Saver | None = None
 
@@ -224,6 +218,10 @@ class CheckpointedEngine(nn.Module):
                 setattr(self, counter, value)
         self.zero_grad()
         return str(directory), client
+
+    def _canonical(self, name: str) -> str:
+        """The name in a checkpoint of a tensor of the module."""
+        return name
 
     def _check_between_steps(self) -> None:
         """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""

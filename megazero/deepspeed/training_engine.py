@@ -114,7 +114,6 @@ class TrainingEngine(CheckpointedEngine):
 
     Args:
         module: the user's; its parameters are bound to `model`.
-        canonical: of a name in the module, the name in a checkpoint.
         show: prints a line; used on rank 0.
 
     Attributes:
@@ -125,14 +124,9 @@ class TrainingEngine(CheckpointedEngine):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        model: ShardedModel,
-        config: DeepSpeedConfig,
-        canonical: Callable[[str], str],
-        show: Callable[[str], None],
+        self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
-        super().__init__(module, model, config, canonical, show)
+        super().__init__(module, model, config, show)
         self._report = StepReport(config, model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
@@ -140,15 +134,9 @@ class TrainingEngine(CheckpointedEngine):
     # --- The end of a step.
 
     def _finish_step(self, loss_sum: Tensor, losses: int) -> float:
-        """Reduce what is left, step, report; the mean loss.
+        """Reduce what is left, step, report: of this rank's fp64 loss sum and all ranks' number of losses, the mean loss.
 
-        Args:
-            loss_sum: fp64, of this rank's losses; 0 where another stage computes the loss.
-            losses: number of losses in the whole step, over all ranks.
-
-        Raises:
-            NonFiniteError: on every rank, without loss scaling, before any weight has changed.
-            LossScaleError, StorageError: see `ShardedModel.update`.
+        Raises: NonFiniteError (on every rank, before any weight has changed), LossScaleError, StorageError.
         """
         model = self.sharded_model
         with self._report.timed("reduce"):
@@ -207,10 +195,10 @@ class TrainingEngine(CheckpointedEngine):
         return self._repeating
 
     def _on_every_rank(self, read: Callable[[], T]) -> T:
-        """The result of `read`; if it fails on one rank, all raise before a step begins, and no rank waits for another.
+        """The result of `read`; if it fails on one rank, all raise before a step begins.
 
-        Unlike `agree`, it gathers no objects while nothing fails, a rank that failed raises its own error, and the others
-        StopIteration where data ended and nothing else failed.
+        Unlike `agree`, it gathers objects only after a failure; a rank that failed raises its own error, the others
+        StopIteration where nothing but data ended.
         """
         failure: Exception | None = None
         try:
