@@ -37,28 +37,11 @@ def warmup_factor(step: int, num_steps: int, warmup_type: str) -> float:
     return log(done + 1) / log(num_steps) if warmup_type == "log" else done / num_steps
 
 
-def linear_decay_factor(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Share that is left of a linear descent: 1 at warmup_steps, 0 at total_steps and beyond."""
-    return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
-
-
-def cosine_decay_factor(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Share that is left of half a cosine: nearly 1 at warmup_steps, 0 at total_steps - 1 and beyond."""
-    done = min(1.0, (step - warmup_steps + 1) / max(1, total_steps - warmup_steps))
-    return (1.0 + cos(pi * done)) / 2.0
-
-
 def cycle_height(step: int, first: int, second: int, first_stairs: int, second_stairs: int) -> float:
     """Height in a cycle of first + second steps, 0 at its ends and 1 at its top, in so many stairs (0: at every step)."""
     at = (step + 1) % (first + second)
     done, steps, stairs = (at, first, first_stairs) if at <= first else (first + second - at, second, second_stairs)
     return done * stairs // steps / stairs if stairs else done / steps
-
-
-def range_test_factor(step: int, step_size: int, step_rate: float, staircase: bool) -> float:
-    """Factor on the least rate, 1 before the first step, greater by step_rate every step_size steps."""
-    intervals = (step + 1) // step_size if staircase else (step + 1) / step_size
-    return 1.0 + step_rate * intervals
 
 
 def _count(default: Any = MISSING, *, least: int) -> Any:
@@ -201,7 +184,8 @@ class WarmupDecayLR(WarmupLR):
     def factor_at(self, step: int) -> float:
         if step < self.warmup_num_steps:
             return super().factor_at(step)
-        return linear_decay_factor(step, self.warmup_num_steps, self.total_num_steps)
+        left, steps = self.total_num_steps - step, self.total_num_steps - self.warmup_num_steps
+        return max(0.0, left / max(1, steps))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -227,7 +211,8 @@ class WarmupCosineLR(_WarmupSchedule):
         if step < self.warmup_num_steps:
             ratios = _between(self._min_ratios, [1.0] * len(self._base_lrs), self.factor_at(step))
         else:
-            left = cosine_decay_factor(step, self.warmup_num_steps, self.total_num_steps)
+            done, steps = step - self.warmup_num_steps + 1, self.total_num_steps - self.warmup_num_steps
+            left = (1.0 + cos(pi * min(1.0, done / max(1, steps)))) / 2.0
             ratios = [self.cos_min_ratio + (1.0 - self.cos_min_ratio) * left] * len(self._base_lrs)
         return [lr * ratio for lr, ratio in zip(self._base_lrs, ratios, strict=True)]
 
@@ -327,8 +312,9 @@ class LRRangeTest(LRSchedule):
         self._min_lrs = self._per_group("lr_range_test_min_lr")
 
     def lr_at(self, step: int) -> list[float]:
-        growth = (self.lr_range_test_step_size, self.lr_range_test_step_rate, self.lr_range_test_staircase)
-        return [low * range_test_factor(step, *growth) for low in self._min_lrs]
+        size = self.lr_range_test_step_size
+        intervals = (step + 1) // size if self.lr_range_test_staircase else (step + 1) / size
+        return [low * (1.0 + self.lr_range_test_step_rate * intervals) for low in self._min_lrs]
 
 
 SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
