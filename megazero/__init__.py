@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megazero import pipe, zero
-    from megazero.deepspeed.data import RepeatingLoader
     from megazero.deepspeed.initialize import add_config_arguments, init_distributed, initialize
     from megazero.deepspeed.pipeline_module import PipelineModule
+    from megazero.deepspeed.training_engine import RepeatingLoader
     from megazero.parallel_state import RankGrid, parallel_state_of
 
 _HOME = {
     "initialize": "megazero.deepspeed.initialize",
     "init_distributed": "megazero.deepspeed.initialize",
     "add_config_arguments": "megazero.deepspeed.initialize",
-    "RepeatingLoader": "megazero.deepspeed.data",
+    "RepeatingLoader": "megazero.deepspeed.training_engine",
     "PipelineModule": "megazero.deepspeed.pipeline_module",
     "RankGrid": "megazero.parallel_state",
     "parallel_state_of": "megazero.parallel_state",

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megazero.config import ConfigError, RunConfig
 from megazero.config.rules import broken_rules
-from megazero.deepspeed.config import NamedParams, load_deepspeed_config
+from megazero.deepspeed.config import load_deepspeed_config
 from megazero.deepspeed.config_check import to_markdown_deepspeed
 from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED, UNCHECKED
-from megazero.deepspeed.config_schema import honoured_keys
+from megazero.deepspeed.config_schema import NamedBlock, honoured_keys
 
 PAGE = Path(__file__).parent.parent / "docs" / "deepspeed_config.md"
 HONOURED = honoured_keys()
@@ -164,7 +164,11 @@ def test_a_key_without_effect_changes_nothing_but_the_notes(path, value):
     read, plain = load(**only(path, value)), load()
     if not path.endswith("enabled"):
         assert read.notes == (f"{path} has no effect: {NO_EFFECT[path]}",)
-    assert (read.zero, read.precision, read.grad_clip) == (plain.zero, plain.precision, plain.grad_clip)
+    assert (read.zero, read.precision, read.keys.gradient_clipping) == (
+        plain.zero,
+        plain.precision,
+        plain.keys.gradient_clipping,
+    )
 
 
 def test_a_switch_without_effect_is_noted_where_it_asks_for_something():
@@ -253,9 +257,21 @@ def test_batch_sizes_that_cannot_be_name_the_numbers_and_the_nearest():
 
 def test_nothing_but_a_batch_size_gives_the_documented_defaults():
     read = load_deepspeed_config({"train_batch_size": 4}, 2)
-    assert (read.zero.stage, read.precision.dtype, read.grad_clip, read.steps_per_print) == (0, "fp32", 1.0, 10)
-    assert read.optimizer is read.scheduler is read.tensorboard is read.seed is read.casts_inputs is None
-    switches = (read.wall_clock_breakdown, read.dump_state, read.allow_untested_optimizer, read.drop_last)
+    assert (read.zero.stage, read.precision.dtype, read.keys.gradient_clipping, read.keys.steps_per_print) == (
+        0,
+        "fp32",
+        1.0,
+        10,
+    )
+    assert read.keys.optimizer == read.keys.scheduler == NamedBlock()
+    assert read.tensorboard is read.seed is read.casts_inputs is None
+    keys = read.keys
+    switches = (
+        read.wall_clock_breakdown,
+        keys.dump_state,
+        keys.zero_allow_untested_optimizer,
+        keys.dataloader_drop_last,
+    )
     assert switches == (False, False, False, False)
     assert read.notes == ()
 
@@ -359,14 +375,14 @@ def test_formats_that_cannot_be_together_are_refused():
 
 def test_optimizer_and_scheduler_are_passed_on_as_written():
     read = load(optimizer={"type": "AdamW", "params": {"lr": 1e-3}}, scheduler={"type": "WarmupLR"})
-    assert read.optimizer == NamedParams("AdamW", {"lr": 1e-3})
-    assert read.scheduler == NamedParams("WarmupLR", {})
+    assert read.keys.optimizer == NamedBlock(type="AdamW", params={"lr": 1e-3})
+    assert read.keys.scheduler == NamedBlock(type="WarmupLR")
     assert problems(optimizer={"params": {"lr": 1}})[0].startswith("optimizer.type: must be given")
 
 
 @pytest.mark.parametrize(("written", "steps"), [(7, 7), (None, None), (float("inf"), None)])
 def test_reports_come_every_so_many_steps_or_never(written, steps):
-    assert load(steps_per_print=written).steps_per_print == steps
+    assert load(steps_per_print=written).keys.steps_per_print == steps
 
 
 def test_what_is_reported_and_logged():
@@ -461,7 +477,7 @@ def test_a_file_is_json_with_each_key_once(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": 8, "steps_per_print": float("inf")}))
     assert load_deepspeed_config(path, 2).micro_batch_size == 4
-    assert load_deepspeed_config(str(path), 2).steps_per_print is None
+    assert load_deepspeed_config(str(path), 2).keys.steps_per_print is None
     for text, told in [
         ('{"train_batch_size": 8,\n "fp16": }', "ds.json:2: is not JSON: "),
         ('{"fp16": {}, "fp16": {}}', "fp16 is written twice"),

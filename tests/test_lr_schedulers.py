@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import cos, log, pi
 from typing import Any
@@ -11,11 +12,8 @@ import torch
 
 from megazero.deepspeed.lr_schedulers import (
     SCHEDULES,
-    cosine_decay_factor,
     cycle_height,
-    linear_decay_factor,
     make_lr_scheduler,
-    range_test_factor,
     warmup_factor,
 )
 
@@ -50,11 +48,22 @@ def test_warm_up_factors() -> None:
     assert logs == pytest.approx([0, 0, 0.5, log(3) / log(4), 1, 1, 1])
 
 
-def test_decay_factors() -> None:
-    assert [linear_decay_factor(step, 2, 6) for step in (2, 3, 5, 6, 9)] == [1, 0.75, 0.25, 0, 0]
-    cosine = [cosine_decay_factor(step, 2, 6) for step in (2, 3, 4, 5, 6, 9)]
+def _rates_at(name: str, params: dict[str, Any], steps: Iterable[int]) -> list[float]:
+    schedule = make_lr_scheduler(name, params, _Groups([{"lr": 1.0, "betas": (0.9, 0.95)}]))
+    return [schedule.lr_at(step)[0] for step in steps]
+
+
+def test_decays() -> None:
+    params = {"warmup_num_steps": 2, "total_num_steps": 6}
+    linear = _rates_at("WarmupDecayLR", params | {"warmup_max_lr": 1.0}, (2, 3, 5, 6, 9))
+    assert linear == [1, 0.75, 0.25, 0, 0]
+    cosine = _rates_at("WarmupCosineLR", params | {"cos_min_ratio": 0.0}, (2, 3, 4, 5, 6, 9))
     assert cosine == pytest.approx([(1 + cos(pi / 4)) / 2, 0.5, (1 - cos(pi / 4)) / 2, 0, 0, 0])
-    assert linear_decay_factor(7, 7, 5) == cosine_decay_factor(7, 7, 5) == 0
+    short = {"warmup_num_steps": 7, "total_num_steps": 5}
+    for name, more in (("WarmupDecayLR", {}), ("WarmupCosineLR", {"cos_min_ratio": 0.0})):
+        with pytest.warns(UserWarning, match="before its peak"):
+            rates = _rates_at(name, short | more, [7])
+        assert rates == [0]
 
 
 def test_the_height_of_a_cycle() -> None:
@@ -64,9 +73,10 @@ def test_the_height_of_a_cycle() -> None:
     assert [cycle_height(step, 3, 0, 0, 0) for step in range(-1, 3)] == pytest.approx([0, 1 / 3, 2 / 3, 0])
 
 
-def test_the_factor_of_a_range_test() -> None:
-    assert [range_test_factor(step, 2, 0.5, False) for step in range(-1, 4)] == [1, 1.25, 1.5, 1.75, 2]
-    assert [range_test_factor(step, 2, 0.5, True) for step in range(-1, 4)] == [1, 1, 1.5, 1.5, 2]
+def test_a_range_test_grows_at_every_step_or_in_stairs() -> None:
+    params = {"lr_range_test_min_lr": 1.0, "lr_range_test_step_size": 2, "lr_range_test_step_rate": 0.5}
+    assert _rates_at("LRRangeTest", params, range(-1, 4)) == [1, 1.25, 1.5, 1.75, 2]
+    assert _rates_at("LRRangeTest", params | {"lr_range_test_staircase": True}, range(-1, 4)) == [1, 1, 1.5, 1.5, 2]
 
 
 def test_warmup_lr_grows_to_the_greatest_rate_and_stays() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from megazero.config.derive import complete_batch
 from megazero.config.schema import OffloadConfig, PrecisionConfig, ZeroConfig
 from megazero.deepspeed.config_check import check_keys
-from megazero.deepspeed.config_schema import OFFLOAD, RELATIONS, ZERO, DeepSpeedJson, NamedBlock, TensorboardBlock
+from megazero.deepspeed.config_schema import OFFLOAD, RELATIONS, ZERO, DeepSpeedJson, TensorboardBlock
 from megazero.settings import LARGEST_COUNT, ConfigError, file_error, read_text
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
@@ -24,18 +24,11 @@ _BYTES_PER_ELEMENT = 4  # buckets hold fp32 gradients
 
 
 @dataclass(frozen=True)
-class NamedParams:
-    """An "optimizer" or "scheduler" entry; what its parameters mean is for whoever builds it."""
-
-    type: str
-    """Its name, as written."""
-    params: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class DeepSpeedConfig:
     """What a DeepSpeed configuration asks for, complete."""
 
+    keys: DeepSpeedJson
+    """The keys that set something, as written or with their defaults; the fields below are what follows from them."""
     train_batch_size: int
     """Samples in an optimizer step: micro_batch_size * accumulation * dp."""
     micro_batch_size: int
@@ -44,31 +37,17 @@ class DeepSpeedConfig:
     precision: PrecisionConfig
     casts_inputs: bool | None
     """Whether inputs are cast to the format of the weights; None where it is not written."""
-    grad_clip: float
-    """Largest global gradient norm; 0 turns clipping off."""
-    optimizer: NamedParams | None
-    scheduler: NamedParams | None
-    steps_per_print: int | None
-    """Steps between two reports; None: never."""
     seed: int | None
     """Of the data order; None where it is not written."""
-    drop_last: bool
-    """Whether the loader drops an incomplete batch."""
     tensorboard: TensorboardBlock | None
     """None where it is not enabled."""
     wall_clock_breakdown: bool
-    dump_state: bool
-    allow_untested_optimizer: bool
     notes: tuple[str, ...]
     """One line for each key that was written but has no effect here, saying why."""
 
 
 def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) -> DeepSpeedConfig:
-    """Read a DeepSpeed configuration, a JSON file or what was parsed from one, for a number of data-parallel ranks.
-
-    Raises:
-        ConfigError: with everything that is wrong with it.
-    """
+    """Read a configuration, a JSON file or what was parsed from one.  Raises: ConfigError, with all that is wrong."""
     name = "the DeepSpeed configuration" if isinstance(source, Mapping) else str(source)
     config, checked = check_keys(source if isinstance(source, Mapping) else _read(Path(source)))
     problems = checked.problems
@@ -87,22 +66,16 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
     half = config.fp16 if config.fp16.enabled else config.bf16
     efficiency = config.data_efficiency
     return DeepSpeedConfig(
+        keys=config,
         train_batch_size=batch.global_batch_size,
         micro_batch_size=batch.micro_batch_size,
         accumulation=batch.accumulation,
         zero=_zero(config),
         precision=_precision(config),
         casts_inputs=half.auto_cast if "auto_cast" in half.model_fields_set else None,
-        grad_clip=config.gradient_clipping,
-        optimizer=_named(config.optimizer),
-        scheduler=_named(config.scheduler),
-        steps_per_print=config.steps_per_print,
         seed=efficiency.seed if "seed" in efficiency.model_fields_set else None,
-        drop_last=config.dataloader_drop_last,
         tensorboard=config.tensorboard if config.tensorboard.enabled else None,
         wall_clock_breakdown=config.wall_clock_breakdown or config.flops_profiler.enabled,
-        dump_state=config.dump_state,
-        allow_untested_optimizer=config.zero_allow_untested_optimizer,
         notes=(*checked.notes, *_conditional_notes(config)),
     )
 
@@ -122,10 +95,6 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise file_error(path, "must be a JSON object", 'it starts with {"train_batch_size": ...')
     return config
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the settings become
 
 
 def _zero(config: DeepSpeedJson) -> ZeroConfig:
@@ -169,10 +138,6 @@ def _precision(config: DeepSpeedJson) -> PrecisionConfig:
     if fp16.enabled:
         given |= fp16.model_dump(exclude={"enabled", "auto_cast"})
     return PrecisionConfig.model_validate(given)
-
-
-def _named(block: NamedBlock) -> NamedParams | None:
-    return NamedParams(block.type, dict(block.params or {})) if block.type else None
 
 
 def _conditional_notes(config: DeepSpeedJson) -> Iterator[str]:

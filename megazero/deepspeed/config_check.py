@@ -50,23 +50,14 @@ _TRAINER = {
 
 
 def check_keys(config: Mapping[str, Any]) -> tuple[DeepSpeedJson, KeyCheck]:
-    """Check names and values of a parsed configuration, and that nothing is asked for that is refused.
-
-    Returns:
-        The keys that hold, with those that are wrong at their defaults; and what was found beside them.
-    """
-    check = KeyCheck()
-    return DeepSpeedJson.model_validate(check.read_table(_modern(config), "")), check
-
-
-def _modern(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Write the forms that older versions take as those of today."""
-    modern = dict(config)
+    """Check a parsed configuration: the keys that hold, the others at their defaults, and what was found beside them."""
+    modern = dict(config)  # without the forms of older versions
     if isinstance(stage := modern.get("zero_optimization"), bool):
         modern["zero_optimization"] = {"stage": int(stage)}
     if "bfloat16" in modern and "bf16" not in modern:
         modern["bf16"] = modern.pop("bfloat16")
-    return modern
+    check = KeyCheck()
+    return DeepSpeedJson.model_validate(check.read_table(modern, "")), check
 
 
 @dataclass(frozen=True)
@@ -140,8 +131,7 @@ class KeyCheck:
         meant = likely_keys(name, home, siblings, known)
         self.wrong.update(path for path in known for prefix in meant if f"{path}.".startswith(f"{prefix}."))
         every = f"the keys of {home} are {', '.join(siblings)}" if home else "docs/deepspeed_config.md has every key"
-        hint = did_you_mean(meant, every)
-        self.problems.append(Problem(key, value, "unknown key", hint))
+        self.problems.append(Problem(key, value, "unknown key", did_you_mean(meant, every)))
 
     def _names(self, path: str) -> list[str]:
         """Give the names directly below a table; none where there is no such table."""

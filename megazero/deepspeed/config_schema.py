@@ -217,9 +217,7 @@ def honoured_keys(model: type[Section] = DeepSpeedJson, prefix: str = "") -> dic
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Relations between keys
-
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ZERO = "zero_optimization"
 # The blocks that name a device, and for each the deprecated key that says the same.

@@ -21,26 +21,24 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from megazero.comm.collectives import broadcast, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
-from megazero.deepspeed.data import make_dataloader
-from megazero.deepspeed.layer_chunk import LayerChunk
+from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
 from megazero.deepspeed.meta_init import deferred_values
 from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.training_engine import TrainingEngine
-from megazero.layers.spec import ParamSpec, whole_spec
+from megazero.layers.spec import whole_spec
 from megazero.parallel_state import TIMEOUT, Axis, ParallelState, local_device, parallel_state_of
 from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import Described, describe, units_of
 
-Groups: TypeAlias = list[dict[str, Any]]
 OptimizerLike: TypeAlias = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 _SEED = 1234
 
@@ -87,7 +85,14 @@ def initialize(
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     state = _parallel_state(model, mpu)
-    settings = _load_config((config, config_params, getattr(args, "deepspeed_config", None)), state.dp.size)
+    sources = [
+        source for source in (config, config_params, getattr(args, "deepspeed_config", None)) if source is not None
+    ]
+    if not sources:
+        raise ValueError("initialize needs config=, a path or a dict (or args.deepspeed_config)")
+    if len(sources) > 1:
+        raise ValueError("config, config_params and args.deepspeed_config are given together; give one")
+    settings = load_deepspeed_config(sources[0], state.dp.size)
     size = settings.zero.shard_group_size
     if size not in (0, state.shard.size):
         if mpu is not None or isinstance(model, PipelineModule):
@@ -99,7 +104,7 @@ def initialize(
     if state.rank == 0:
         for note in settings.notes:
             show(f"note: {note}")
-        if settings.dump_state:
+        if settings.keys.dump_state:
             show(str(settings))
     described, ties = _describe(model, state)
     described, recipe = _optimizer(model, described, optimizer, model_parameters, settings)
@@ -109,17 +114,24 @@ def initialize(
     sharded = ShardedModel(units_of(chunks), described, state, settings.zero, settings.precision, recipe, ties=ties)
     seed = _SEED if settings.seed is None else settings.seed
     sharded.parameters.load_from_module(state.dp, state.tp, ties, deferred_values(described, seed))
-    engine: TrainingEngine
-    if isinstance(model, PipelineModule):
-        engine = PipelineEngine(model, sharded, settings, show)
-    else:
-        engine = ModuleEngine(model, sharded, settings, show)
-    engine.lr_scheduler = _schedule(lr_scheduler, engine, settings)
+    engine: TrainingEngine = (
+        PipelineEngine(model, sharded, settings, show)
+        if isinstance(model, PipelineModule)
+        else ModuleEngine(model, sharded, settings, show)
+    )
+    engine.lr_scheduler = _schedule(lr_scheduler, engine)
     if training_data is not None:
-        engine.training_dataloader = make_dataloader(
-            training_data, settings.micro_batch_size, state.dp, seed=settings.seed or 0, drop_last=settings.drop_last,
+        # An iterable dataset cuts itself.  Of another, every dp-th sample of a shuffled order belongs to this rank.
+        sampler: DistributedSampler[Any] | None = None
+        if not isinstance(training_data, IterableDataset):
+            sampler = DistributedSampler(training_data, state.dp.size, state.dp.index, seed=settings.seed or 0)
+        engine.training_dataloader = DataLoader(
+            training_data,
+            settings.micro_batch_size,
+            sampler=sampler,
             collate_fn=collate_fn,
-        )  # fmt: skip
+            drop_last=settings.keys.dataloader_drop_last,
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -167,15 +179,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _load_config(sources: Iterable[str | Path | Mapping[str, Any] | None], dp_size: int) -> DeepSpeedConfig:
-    given = [source for source in sources if source is not None]
-    if not given:
-        raise ValueError("initialize needs config=, a path or a dict (or args.deepspeed_config)")
-    if len(given) > 1:
-        raise ValueError("config, config_params and args.deepspeed_config are given together; give one")
-    return load_deepspeed_config(given[0], dp_size)
-
-
 def _parallel_state(model: nn.Module, mpu: ParallelState | None) -> ParallelState:
     """This rank's groups and device, as the script made them or made here.  Raises: TypeError, ValueError."""
     if mpu is not None and not isinstance(mpu, ParallelState):
@@ -204,7 +207,9 @@ def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], 
         assert isinstance(chunk, LayerChunk)
         for one in describe(chunk):
             canonical = chunk.canonical_names[one.name]
-            spec = _renamed(one.spec, one.name, canonical, canonical in model.tied_copies)
+            spec, tied = one.spec, canonical in model.tied_copies
+            if tied or spec.sections[0].name == one.name:  # a tensor-parallel layer names its parameters itself
+                spec = whole_spec(canonical, spec.local_shape(1) if spec.whole is None else spec.whole, tied=tied)
             described.append(replace(one, name=f"chunks.{index}.{one.name}", spec=spec))
     # A collective call: every rank makes the axis of every tie.
     axes = {name: state.among_stages(model.holders(name)) for name in sorted(model.tied_copies)}
@@ -223,14 +228,6 @@ def _check_ties(described: list[Described], state: ParallelState) -> None:
             )
 
 
-def _renamed(spec: ParamSpec, name: str, canonical: str, tied: bool) -> ParamSpec:
-    """The spec under the name that the parameter has on any cut of the pipeline."""
-    if not tied and spec.sections[0].name != name:
-        return spec  # a tensor-parallel layer names its parameters itself
-    shape = spec.whole if spec.whole is not None else spec.local_shape(1)
-    return whole_spec(canonical, shape, tied=tied)
-
-
 def _optimizer(
     model: nn.Module,
     described: list[Described],
@@ -239,42 +236,34 @@ def _optimizer(
     settings: DeepSpeedConfig,
 ) -> tuple[list[Described], OptimizerRecipe]:
     """The parameters, each with its optimizer group, and the optimizer's recipe."""
-    allow_untested = settings.allow_untested_optimizer
+    allow_untested = settings.keys.zero_allow_untested_optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
-            _check_same(optimizer, model_parameters)
+            wanted = {id(p) for one in model_parameters for p in (one["params"] if isinstance(one, dict) else [one])}
+            if missing := wanted - {id(p) for group in optimizer.param_groups for p in group["params"]}:
+                raise ValueError(
+                    f"{len(missing)} of the model_parameters are not among the optimizer's; "
+                    "give the optimizer alone, or model_parameters with a callable"
+                )
         owner = type(optimizer).__name__
         return _grouped(described, optimizer.param_groups, owner), recipe_of(optimizer, allow_untested=allow_untested)
-    groups = _groups(model, model_parameters)
+    given: list[Any] = [p for p in model.parameters() if p.requires_grad]
+    if model_parameters is not None:
+        given = list(model_parameters)
+    groups = [{"params": given}]
+    if given and all(isinstance(one, dict) for one in given):
+        groups = [{**one, "params": list(one["params"])} for one in given]
     if optimizer is not None:
         if not callable(optimizer):
             raise TypeError(f"optimizer must be a torch optimizer or a callable, got {type(optimizer).__name__}")
         made = optimizer(groups)
         return _grouped(described, made.param_groups, "optimizer"), recipe_of(made, allow_untested=allow_untested)
-    if settings.optimizer is None:
+    entry = settings.keys.optimizer
+    if not entry.type:
         raise ValueError('no optimizer: give one to initialize, or an "optimizer" block in the configuration')
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    recipe = recipe_by_name(settings.optimizer.type, settings.optimizer.params, options)
+    recipe = recipe_by_name(entry.type, dict(entry.params or {}), options)
     return _grouped(described, groups, "model_parameters"), recipe
-
-
-def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> Groups:
-    if model_parameters is None:
-        return [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
-    given = list(model_parameters)
-    if given and all(isinstance(one, dict) for one in given):
-        return [{**one, "params": list(one["params"])} for one in given]
-    return [{"params": given}]
-
-
-def _check_same(optimizer: torch.optim.Optimizer, model_parameters: Iterable[Any]) -> None:
-    given = {id(p) for one in model_parameters for p in (one["params"] if isinstance(one, dict) else [one])}
-    steps = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if given - steps:
-        raise ValueError(
-            f"{len(given - steps)} of the model_parameters are not among the optimizer's; "
-            "give the optimizer alone, or model_parameters with a callable"
-        )
 
 
 def _grouped(described: list[Described], groups: Iterable[Mapping[str, Any]], owner: str) -> list[Described]:
@@ -318,10 +307,10 @@ def _move_buffers(model: nn.Module, settings: DeepSpeedConfig, state: ParallelSt
         model.get_submodule(owner)._buffers[name] = moved[id(old)][1]
 
 
-def _schedule(given: Any, engine: TrainingEngine, settings: DeepSpeedConfig) -> Any:
+def _schedule(given: Any, engine: TrainingEngine) -> Any:
     if given is None:
-        entry = settings.scheduler
-        return None if entry is None else make_lr_scheduler(entry.type, entry.params, engine.optimizer)
+        entry = engine.config.keys.scheduler
+        return make_lr_scheduler(entry.type, entry.params or {}, engine.optimizer) if entry.type else None
     if not hasattr(given, "step"):
         return given(engine.optimizer)
     of = getattr(given, "optimizer", None)

@@ -1,4 +1,4 @@
-"""The layers of a pipeline as a list of specs, modules and callables, and how the list is cut into stages.
+"""The layers of a pipeline: a list of specs, modules and callables, how it is cut, and a stage of it as a module.
 
 layers     0    1    2   |   3    4   |   5    6   |   7        a layer is a LayerSpec, an nn.Module or a callable
 stages        range(3)   | range(3,5) | range(5,7) | range(7,8)  balanced by parameters, by count, or by name
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
 
 from megazero.models.stages import cut_evenly
+from megazero.settings import closest, did_you_mean
 
+Tensors: TypeAlias = tuple[Tensor, ...]
 PARTITION_METHODS = ("parameters", "uniform", "type:regex")
 
 
@@ -80,12 +83,7 @@ Layer: TypeAlias = LayerSpec | nn.Module | Callable[[Any], Any]
 def partition_layers(
     layers: Sequence[Layer], stages: int, method: str, trainable: Callable[[int, Layer], int]
 ) -> list[range]:
-    """Cut layers into virtual stages, by one of PARTITION_METHODS in any case of letters; see `PipelineModule`.
-
-    Args:
-        layers: at least one for each stage.
-        trainable: (index, layer) -> number of its trainable parameters.
-    """
+    """Cut layers into virtual stages; `trainable` counts a layer's parameters under the method "parameters"."""
     lower = method.lower()
     if lower == "uniform":
         return [layout.layers for layout in cut_evenly(len(layers), stages)]
@@ -93,9 +91,12 @@ def partition_layers(
         return partition_balanced([trainable(index, layer) for index, layer in enumerate(layers)], stages)
     if lower.startswith("type:"):
         return partition_balanced(_matches(layers, method[len("type:") :]), stages)
+    known = f"it must be one of {', '.join(PARTITION_METHODS)}"
     if lower == "profile":
-        raise ValueError(f'partition_method="profile" does not exist (nor in DeepSpeed); {hint(PARTITION_METHODS)}')
-    raise ValueError(f"partition_method={method!r} is unknown; {hint(PARTITION_METHODS, method)}")
+        raise ValueError(f'partition_method="profile" does not exist (nor in DeepSpeed); {known}')
+    raise ValueError(
+        f"partition_method={method!r} is unknown; {did_you_mean(closest(method, PARTITION_METHODS), known)}"
+    )
 
 
 def partition_balanced(weights: Sequence[int], parts: int) -> list[range]:
@@ -164,21 +165,16 @@ def check_layers(layers: Iterable[Layer] | nn.Sequential) -> list[Layer]:
 
 
 def _check_layer(index: int, layer: object) -> None:
-    if isinstance(layer, LayerSpec | nn.Module):
-        return
-    owner = getattr(layer, "__self__", None)
+    owner = type(getattr(layer, "__self__", None))
     if isinstance(layer, type):
-        name = layer.__name__
-        problem = f"is the class {name} itself; write LayerSpec({name}, ...), or an object of it"
-    elif isinstance(owner, nn.Module):
-        problem = (
-            f"is a method of a {type(owner).__name__}, whose parameters would not be trained; give the module itself"
-        )
-    elif callable(layer):
+        problem = f"the class {layer.__name__} itself; write LayerSpec({layer.__name__}, ...), or an object of it"
+    elif not isinstance(layer, LayerSpec | nn.Module) and issubclass(owner, nn.Module):
+        problem = f"a method of a {owner.__name__}, whose parameters would not be trained; give the module itself"
+    elif isinstance(layer, LayerSpec) or callable(layer):
         return
     else:
-        problem = f"is {describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
-    raise TypeError(f"layer {index} {problem}")
+        problem = f"{describe_value(layer)}; a layer is a LayerSpec, an nn.Module or a callable"
+    raise TypeError(f"layer {index} is {problem}")
 
 
 def without_lazy(index: int, module: nn.Module) -> nn.Module:
@@ -218,7 +214,83 @@ def describe_value(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def hint(known: Iterable[str], word: str = "") -> str:
-    """What to write instead of a word that is not known."""
-    close = get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"it must be one of {', '.join(known)}"
+class _Writable(torch.autograd.Function):
+    """The identity, as a non-leaf: layers may write in place to what another stage sent, although it needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class LayerChunk(nn.Module):
+    """The layers of one virtual stage.
+
+    Args:
+        layers: (index in the whole pipeline, layer), in order.
+        tied: canonical names of the tied parameters, by id of the parameter.
+        checkpoint_interval: layers that are recomputed together in the backward; 0 recomputes none.
+
+    Attributes:
+        canonical_names: qualified name of each parameter and buffer -> its name on any cut, "layers.{index}.<name in the
+            layer>"; of a tied parameter that in the first layer of its key.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        layers: Sequence[tuple[int, Callable[[Any], Any]]],
+        tied: Mapping[int, str],
+        checkpoint_interval: int,
+    ) -> None:
+        super().__init__()
+        self.stage, self.is_first, self.is_last = stage, stage == 0, stage == stages - 1
+        self._checkpoint_interval = checkpoint_interval
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in layers if isinstance(layer, nn.Module)})
+        self._functions = {index: layer for index, layer in layers if not isinstance(layer, nn.Module)}
+        self._indices = range(layers[0][0], layers[-1][0] + 1)
+        self.canonical_names: dict[str, str] = {}  # found once: engines may swap the tensors, the names stay
+        for index, layer in self.layers.items():
+            added = "module." if isinstance(layer, AppliedLayer) else ""
+            tensors = chain(layer.named_parameters(remove_duplicate=False), layer.named_buffers(remove_duplicate=False))
+            for name, tensor in tensors:
+                canonical = tied.get(id(tensor), f"layers.{index}.{name.removeprefix(added)}")
+                self.canonical_names[f"layers.{index}.{name}"] = canonical
+
+    def units(self) -> list[nn.Module]:
+        """The modules that ZeRO-3 gathers one at a time, in forward order: the layers that have parameters."""
+        return [layer for layer in self.layers.values() if next(layer.parameters(), None) is not None]
+
+    def forward(self, x: Tensors) -> Tensors:
+        """Apply the layers in order to what the stage before returned, or to the inputs of a micro-batch."""
+        if not self.is_first:
+            x = tuple(_Writable.apply(tensor) if tensor.requires_grad else tensor for tensor in x)
+        indices, interval = self._indices, self._checkpoint_interval
+        if not (interval and torch.is_grad_enabled()):
+            return self._run(indices, *x)
+        for start in range(0, len(indices), interval):
+            x = checkpoint(self._recomputable, indices[start : start + interval], *x, use_reentrant=False)
+        return x
+
+    def _recomputable(self, indices: range, *x: Tensor) -> Tensors:
+        """Run layers that the recomputation will run again from `x`, so that they must not write to it."""
+        parts = chain.from_iterable(self.layers[str(i)].modules() for i in indices if i not in self._functions)
+        if any(getattr(part, "inplace", False) for part in parts):
+            x = tuple(tensor.clone() for tensor in x)
+        return self._run(indices, *x)
+
+    def _run(self, indices: range, *x: Tensor) -> Tensors:
+        for index in indices:
+            layer = self._functions[index] if index in self._functions else self.layers[str(index)]
+            y = layer(x[0] if len(x) == 1 else x)
+            x = (y,) if isinstance(y, Tensor) else tuple(y) if isinstance(y, tuple | list) else ()
+            if not x or not all(isinstance(part, Tensor) for part in x):
+                raise TypeError(
+                    f"layer {index} ({name_of(layer)}) returned {describe_value(y)}; every layer of a pipeline returns a "
+                    "tensor or a tuple of tensors, since any two may be on different ranks"
+                )
+        return x

@@ -6,8 +6,8 @@
 Step 0 is the value after the first call of `step()`.  An engine calls it at the end of each optimizer step, so the first
 step runs with the value that the constructor sets.
 
-Deliberate differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it becomes "log", with a warning); the
-constructor and `load_state_dict` write the learning rate of their step into the groups; see also each schedule's docstring.
+Differences from DeepSpeed 0.19: an unknown warmup_type is an error (there it becomes "log"); the constructor and
+`load_state_dict` write the learning rate of their step into the groups; see also each schedule's docstring.
 """
 
 from __future__ import annotations
@@ -37,28 +37,11 @@ def warmup_factor(step: int, num_steps: int, warmup_type: str) -> float:
     return log(done + 1) / log(num_steps) if warmup_type == "log" else done / num_steps
 
 
-def linear_decay_factor(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Share that is left of a linear descent: 1 at warmup_steps, 0 at total_steps and beyond."""
-    return max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))
-
-
-def cosine_decay_factor(step: int, warmup_steps: int, total_steps: int) -> float:
-    """Share that is left of half a cosine: nearly 1 at warmup_steps, 0 at total_steps - 1 and beyond."""
-    done = min(1.0, (step - warmup_steps + 1) / max(1, total_steps - warmup_steps))
-    return (1.0 + cos(pi * done)) / 2.0
-
-
 def cycle_height(step: int, first: int, second: int, first_stairs: int, second_stairs: int) -> float:
     """Height in a cycle of first + second steps, 0 at its ends and 1 at its top, in so many stairs (0: at every step)."""
     at = (step + 1) % (first + second)
     done, steps, stairs = (at, first, first_stairs) if at <= first else (first + second - at, second, second_stairs)
     return done * stairs // steps / stairs if stairs else done / steps
-
-
-def range_test_factor(step: int, step_size: int, step_rate: float, staircase: bool) -> float:
-    """Factor on the least rate, 1 before the first step, greater by step_rate every step_size steps."""
-    intervals = (step + 1) // step_size if staircase else (step + 1) / step_size
-    return 1.0 + step_rate * intervals
 
 
 def _count(default: Any = MISSING, *, least: int) -> Any:
@@ -81,9 +64,8 @@ class LRSchedule(ABC):
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(self.optimizer).__name__}")
-        for name, least, value in (
-            (one.name, one.metadata.get("least"), getattr(self, one.name)) for one in fields(self)
-        ):
+        for name, least in ((one.name, one.metadata.get("least")) for one in fields(self)):
+            value = getattr(self, name)
             if least is None or value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
@@ -162,11 +144,12 @@ class _WarmupSchedule(LRSchedule):
             raise unknown_name("warmup_type", self.warmup_type, ("linear", "log"))
         total = getattr(self, "total_num_steps", self.warmup_num_steps)
         if total < self.warmup_num_steps:
-            warnings.warn(
-                f"total_num_steps={total} is less than warmup_num_steps={self.warmup_num_steps}: the rate ends before its "
-                "peak",
-                stacklevel=4,
-            )
+            lengths = f"total_num_steps={total} is less than warmup_num_steps={self.warmup_num_steps}"
+            warnings.warn(f"{lengths}: the rate ends before its peak", stacklevel=4)
+
+    def factor_at(self, step: int) -> float:
+        """Share of the way from the least to the greatest rate."""
+        return warmup_factor(step, self.warmup_num_steps, self.warmup_type)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -187,10 +170,6 @@ class WarmupLR(_WarmupSchedule):
         self._min_lrs = self._per_group("warmup_min_lr")
         self._max_lrs = self._own_lrs() if self.warmup_max_lr is None else self._per_group("warmup_max_lr")
 
-    def factor_at(self, step: int) -> float:
-        """Share of the way from the least to the greatest rate."""
-        return warmup_factor(step, self.warmup_num_steps, self.warmup_type)
-
     def lr_at(self, step: int) -> list[float]:
         return _between(self._min_lrs, self._max_lrs, self.factor_at(step))
 
@@ -205,7 +184,8 @@ class WarmupDecayLR(WarmupLR):
     def factor_at(self, step: int) -> float:
         if step < self.warmup_num_steps:
             return super().factor_at(step)
-        return linear_decay_factor(step, self.warmup_num_steps, self.total_num_steps)
+        left, steps = self.total_num_steps - step, self.total_num_steps - self.warmup_num_steps
+        return max(0.0, left / max(1, steps))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -229,10 +209,10 @@ class WarmupCosineLR(_WarmupSchedule):
 
     def lr_at(self, step: int) -> list[float]:
         if step < self.warmup_num_steps:
-            factor = warmup_factor(step, self.warmup_num_steps, self.warmup_type)
-            ratios = [least + (1.0 - least) * factor for least in self._min_ratios]
+            ratios = _between(self._min_ratios, [1.0] * len(self._base_lrs), self.factor_at(step))
         else:
-            left = cosine_decay_factor(step, self.warmup_num_steps, self.total_num_steps)
+            done, steps = step - self.warmup_num_steps + 1, self.total_num_steps - self.warmup_num_steps
+            left = (1.0 + cos(pi * min(1.0, done / max(1, steps)))) / 2.0
             ratios = [self.cos_min_ratio + (1.0 - self.cos_min_ratio) * left] * len(self._base_lrs)
         return [lr * ratio for lr, ratio in zip(self._base_lrs, ratios, strict=True)]
 
@@ -249,9 +229,8 @@ class OneCycle(LRSchedule):
         cycle_momentum: whether beta1 goes from cycle_max_mom down to cycle_min_mom and back.
         decay_mom_rate: after the cycle beta1 is cycle_max_mom * (1 + decay_mom_rate * steps / decay_step_size).
 
-    Momentum is beta1 of groups with `betas`; without them it stays as it is, with a warning.  Two differences from
-    DeepSpeed: beta2 stays the group's own (there it becomes 0.99), and before the first step beta1 is cycle_max_mom,
-    as the cycle has it (there cycle_min_mom, for one step).  A decay that takes beta1 out of [0, 1) is an error.
+    Momentum is beta1 of groups with `betas`; without them it stays as it is, with a warning.  Differences from DeepSpeed:
+    beta2 stays the group's own (there 0.99), and before the first step beta1 is cycle_max_mom (there cycle_min_mom).
     """
 
     cycle_min_lr: PerGroup
@@ -287,9 +266,12 @@ class OneCycle(LRSchedule):
             return _between(*self._lrs, cycle_height(step, *self._shape))
         return [low / (1.0 + self.decay_lr_rate * units) for low in self._lrs[0]]
 
-    def mom_at(self, step: int) -> list[float]:
-        """beta1 of each group at a step."""
+    def get_mom(self) -> list[float] | None:
+        """beta1 of each group at the current step; None where momentum stays as it is."""
+        step = self.last_batch_iteration
         units = self._decay_units(step)
+        if not self.cycle_momentum:
+            return None
         if units is None:
             return _between(*self._moms, cycle_height(step, *self._shape))
         momenta = [high * (1.0 + self.decay_mom_rate * units) for high in self._moms[0]]
@@ -297,10 +279,6 @@ class OneCycle(LRSchedule):
             rate = f"decay_mom_rate={self.decay_mom_rate}"
             raise ValueError(f"{rate} takes momentum to {momenta} at step {step}, out of [0, 1); 0 keeps cycle_max_mom")
         return momenta
-
-    def get_mom(self) -> list[float] | None:
-        """beta1 of each group at the current step; None where momentum stays as it is."""
-        return self.mom_at(self.last_batch_iteration) if self.cycle_momentum else None
 
     def _write(self) -> None:
         super()._write()
@@ -334,8 +312,9 @@ class LRRangeTest(LRSchedule):
         self._min_lrs = self._per_group("lr_range_test_min_lr")
 
     def lr_at(self, step: int) -> list[float]:
-        growth = (self.lr_range_test_step_size, self.lr_range_test_step_rate, self.lr_range_test_staircase)
-        return [low * range_test_factor(step, *growth) for low in self._min_lrs]
+        size = self.lr_range_test_step_size
+        intervals = (step + 1) // size if self.lr_range_test_staircase else (step + 1) / size
+        return [low * (1.0 + self.lr_range_test_step_rate * intervals) for low in self._min_lrs]
 
 
 SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
@@ -344,11 +323,7 @@ SCHEDULES: dict[str, Callable[..., LRSchedule]] = {
 
 
 def make_lr_scheduler(type: str, params: dict[str, Any], optimizer: Any) -> Any:
-    """Make a schedule by name: a key of SCHEDULES, or a class of torch.optim.lr_scheduler.
-
-    Raises:
-        ValueError: for a name or a parameter that does not exist, with a guess at what was meant, and for bad values.
-    """
+    """Make a schedule by name: a key of SCHEDULES, or a class of torch.optim.lr_scheduler.  Raises: ValueError."""
     base = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
     known: dict[str, Callable[..., Any]] = SCHEDULES | {
         name: item

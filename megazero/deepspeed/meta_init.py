@@ -31,7 +31,6 @@ _METADATA = {
     "get_device", "__len__", "__repr__", "__hash__", "__format__", "requires_grad_", "is_contiguous",
 }  # fmt: skip
 _VALUES = {"data", "T", "mT"}
-_HARMLESS = _METADATA | {"__get__"}  # do not change a value
 
 
 @dataclass
@@ -138,7 +137,7 @@ class Init(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if self._made and name not in _HARMLESS:
+        if self._made and name not in _METADATA | {"__get__"}:
             for tensor in tensors:  # its values may change after it was made
                 if not isinstance(tensor, MetaParameter):
                     self._made.pop(_storage_of(tensor), None)

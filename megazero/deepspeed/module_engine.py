@@ -29,7 +29,7 @@ class ModuleEngine(TrainingEngine):
     def __init__(
         self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
-        super().__init__(module, model, config, lambda name: name, show)
+        super().__init__(module, model, config, show)
         self._casts = config.precision.dtype != "fp32" if config.casts_inputs is None else config.casts_inputs
         self._boundary: bool | None = None  # what the script says instead of the count
         self._passes = 0  # backward passes of this step

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.layer_chunk import LayerChunk
+from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
@@ -35,13 +35,13 @@ class PipelineEngine(TrainingEngine):
     def __init__(
         self, module: PipelineModule, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
+        super().__init__(module, model, config, show)
         chunks = [chunk for chunk in module.chunks if isinstance(chunk, LayerChunk)]
-        names = {
+        self._names = {
             f"chunks.{index}.{qualified}": canonical
             for index, chunk in enumerate(chunks)
             for qualified, canonical in chunk.canonical_names.items()
         }
-        super().__init__(module, model, config, lambda name: names[name], show)
         if module.loss_fn is None:
             raise ValueError("the PipelineModule has no loss_fn; train_batch needs one")
         self._pipeline, self._chunks, self._loss_fn = module, chunks, module.loss_fn
@@ -52,6 +52,9 @@ class PipelineEngine(TrainingEngine):
             self.parallel_state,
             self._new_message,
         )
+
+    def _canonical(self, name: str) -> str:
+        return self._names[name]
 
     def is_first_stage(self) -> bool:
         """Whether this rank reads inputs."""

@@ -4,16 +4,12 @@
     virtual stage        stage 0    |  stage 1   |  stage 2   | stage 3    cut by `partition_method`
     rank, chunk           (0, 0)    |   (1, 0)   |   (0, 1)   |  (1, 1)    placed by the schedule: here interleaved, pp = 2
 
-Any shape gives the same model: layer i is initialized under its own seed, `base_seed + i`, whichever rank builds it, and its
-parameters are `layers.{i}.<name>` wherever it runs.  Between layers one tensor is passed as itself and several as a tuple,
-which is the one argument of the next layer; a 1-tuple is its tensor.
+Any shape gives the same model: layer i is initialized under the seed `base_seed + i`, whichever rank builds it, and its
+parameters are `layers.{i}.<name>` wherever it runs.  Several tensors pass between layers as one tuple.
 
 [Note: tied layers]  The layers of one key share the parameters that `tied_weight_attr` names, and nothing else.  On one
 stage they are one Parameter.  A stage without the first layer holds a copy with the same initial values; the engine sums the
-gradients of all copies.  DeepSpeed shares the whole module where a stage happens to hold both layers, which is another
-model on every cut.
-
-Source: DeepSpeed, "Pipeline Parallelism" (tutorial and API documentation), runtime/pipe/module.py.
+gradients of all copies.  DeepSpeed shares the whole module where one stage holds both: another model on every cut.
 """
 
 from __future__ import annotations
@@ -21,38 +17,29 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megazero.deepspeed.layer_chunk import LayerChunk, Tensors
 from megazero.deepspeed.layer_specs import (
     AppliedLayer,
     Layer,
+    LayerChunk,
     LayerSpec,
+    Tensors,
     TiedLayerSpec,
     check_layers,
     describe_value,
-    hint,
     partition_layers,
     without_lazy,
 )
 from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.schedules.action import Schedule
-from megazero.schedules.kind import GivenSchedule, ScheduleKind
+from megazero.schedules.kind import GivenSchedule
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import divisors, nearest_of, nearest_text
-
-
-@dataclass(frozen=True)
-class _Tie:
-    """The layers of one key: indices and specs in order, and the canonical names of what they share."""
-
-    layers: tuple[tuple[int, TiedLayerSpec], ...]
-    names: tuple[str, ...]
 
 
 class PipelineModule(nn.Module):
@@ -115,12 +102,14 @@ class PipelineModule(nn.Module):
             if isinstance(layer, PipelineModule | LayerChunk):
                 raise TypeError(f"layer {index} is a pipeline itself; give its layers instead")
         self.loss_fn, self.base_seed = loss_fn, base_seed
-        self.schedule_kind, chunks = _schedule_kind(schedule, virtual_stages)
+        if not isinstance(schedule, Schedule) and schedule not in SCHEDULES:
+            raise ValueError(f"schedule={schedule!r} is unknown; {SCHEDULES.hint(schedule)}")
+        self.schedule_kind = GivenSchedule(schedule) if isinstance(schedule, Schedule) else SCHEDULES[schedule]
+        chunks = self.schedule_kind.chunks_of(virtual_stages)
         self.parallel_state = state = _find_parallel_state(num_stages, topology, device, parallel_state)
         self.placement = self.schedule_kind.placement(state.pp.size, chunks)
         if len({rank for rank, _ in self.placement}) != state.pp.size:
             raise ValueError(f"the schedule is for another number of stages than num_stages={state.pp.size}")
-        self.schedule = schedule
         stages, per_rank = len(self.placement), len(self.placement) // state.pp.size
         if len(all_layers) < stages:
             raise ValueError(
@@ -128,12 +117,16 @@ class PipelineModule(nn.Module):
                 "ranks; every stage needs one"
             )
         self.partition = partition_layers(all_layers, stages, partition_method, self._trainable)
-        self._ties = self._find_ties(all_layers)
+        self._ties: dict[str, list[tuple[int, TiedLayerSpec]]] = {}  # the layers of each key
+        for index, layer in enumerate(all_layers):
+            if isinstance(layer, TiedLayerSpec):
+                self._ties.setdefault(layer.key, []).append((index, layer))
         stage_of = [stage for stage, indices in enumerate(self.partition) for _ in indices]
+        self._tied_names = {key: self._names_of_tied(key) for key in self._ties}
         self.tied_copies = {
-            name: tuple(sorted({stage_of[index] for index, _ in tie.layers}))
-            for tie in self._ties.values()
-            for name in tie.names
+            name: tuple(sorted({stage_of[index] for index, _ in self._ties[key]}))
+            for key, names in self._tied_names.items()
+            for name in names
         }
         self._chunks = [
             self._build_chunk(stage, all_layers, activation_checkpoint_interval)
@@ -181,16 +174,10 @@ class PipelineModule(nn.Module):
             error.add_note(f"while building layer {index}, {spec!r}")
             raise
 
-    def _find_ties(self, layers: Sequence[Layer]) -> dict[str, _Tie]:
-        members: dict[str, list[tuple[int, TiedLayerSpec]]] = {}
-        for index, layer in enumerate(layers):
-            if isinstance(layer, TiedLayerSpec):
-                members.setdefault(layer.key, []).append((index, layer))
-        return {key: self._tie(key, *specs) for key, specs in members.items()}
-
-    def _tie(self, key: str, *specs: tuple[int, TiedLayerSpec]) -> _Tie:
-        first, spec = specs[0]
-        for index, other in specs:
+    def _names_of_tied(self, key: str) -> list[str]:
+        """The canonical names of what the layers of a key share."""
+        first, spec = self._ties[key][0]
+        for index, other in self._ties[key]:
             if len(other.tied_weight_attr) != len(spec.tied_weight_attr) or not spec.tied_weight_attr:
                 raise ValueError(
                     f"layers {first} and {index} of key {key!r} must tie the same number of parameters, one at least; their "
@@ -199,7 +186,7 @@ class PipelineModule(nn.Module):
         module = self._skeleton(first, spec)
         name_of = {id(parameter): name for name, parameter in module.named_parameters()}
         shared = [_parameter_at(module, attribute, first) for attribute in spec.tied_weight_attr]
-        return _Tie(specs, tuple(f"layers.{first}.{name_of[id(parameter)]}" for parameter in shared))
+        return [f"layers.{first}.{name_of[id(parameter)]}" for parameter in shared]
 
     def _build_chunk(self, stage: int, layers: Sequence[Layer], checkpoint_interval: int) -> LayerChunk:
         shared: dict[str, list[nn.Parameter]] = {}  # key -> this stage's copy of what the layers of that key share
@@ -217,7 +204,7 @@ class PipelineModule(nn.Module):
         tied = {
             id(parameter): name
             for key, parameters in shared.items()
-            for parameter, name in zip(parameters, self._ties[key].names, strict=True)
+            for parameter, name in zip(parameters, self._tied_names[key], strict=True)
         }
         return LayerChunk(stage, len(self.placement), built, tied, checkpoint_interval)
 
@@ -225,7 +212,7 @@ class PipelineModule(nn.Module):
         """A layer with its key's parameters instead of its own; the stage's first layer of that key builds them."""
         module = self._build(index, spec)
         own = [_parameter_at(module, attribute, index) for attribute in spec.tied_weight_attr]
-        first, first_spec = self._ties[spec.key].layers[0]
+        first, first_spec = self._ties[spec.key][0]
         if spec.key not in shared:
             source = module if index == first else self._build(first, first_spec)
             shared[spec.key] = [_parameter_at(source, attribute, first) for attribute in first_spec.tied_weight_attr]
@@ -265,14 +252,6 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield
-
-
-def _schedule_kind(schedule: str | Schedule, virtual_stages: int) -> tuple[ScheduleKind, int]:
-    """The kind of schedule, and its chunks per rank."""
-    if not isinstance(schedule, Schedule) and schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r} is unknown; {hint(SCHEDULES, schedule)}")
-    kind = GivenSchedule(schedule) if isinstance(schedule, Schedule) else SCHEDULES[schedule]
-    return kind, kind.chunks_of(virtual_stages)
 
 
 def _find_parallel_state(

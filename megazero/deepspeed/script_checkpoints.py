@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load, save
@@ -29,110 +29,169 @@ from megazero.engine.trainer_state import Position, trainer_state
 from megazero.zero.sharded_model import ShardedModel
 
 CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers.safetensors"
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SAVING_SECONDS = 3600  # how long a rank may wait for a peer that is writing
 
 
-class ScriptCheckpoints:
-    """Saves and loads one engine's model, optimizer and schedule.  Every method is called on every rank.
+def _refuses(text: str) -> Any:
+    """A method that cannot be called."""
 
-    Arguments as `TrainingEngine`; `show` prints on rank 0 alone.
-    """
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(text)
+
+    return refuse
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The optimizer that steps the flat shards, for schedules and for reading; it shares groups and state with `inner`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.__dict__.update(
+            {key: value for key, value in vars(inner).items() if key not in ("step", "profile_hook_step")}
+        )
+
+    step = _refuses("call engine.step(): it reduces, unscales and clips the gradients before the optimizer steps")
+    state_dict = _refuses(
+        "the optimizer's state is cut over the ranks; engine.save_checkpoint(dir) writes it whole, with the weights"
+    )
+    load_state_dict = _refuses(
+        "the optimizer's state is cut over the ranks; engine.load_checkpoint(dir) reads it, on any number of ranks"
+    )
+    add_param_group = _refuses(
+        "the parameters are in buckets already; give every group to megazero.initialize (model_parameters=, or an "
+        "optimizer that has it)"
+    )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the engine clears gradients when a step ends."""
+
+    def count_step(self) -> None:
+        """Record that the engine has stepped; torch's schedules check it."""
+        self._opt_called = True
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.inner!r})"
+
+
+class CheckpointedEngine(nn.Module):
+    """What an engine trains and counts, with its checkpoints; arguments and attributes as `TrainingEngine`."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        model: ShardedModel,
-        config: DeepSpeedConfig,
-        canonical: Callable[[str], str],
-        show: Callable[[str], None],
+        self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
-        self._module, self._model, self._config = module, model, config
-        self._state, self._world = model.state, model.state.world
-        self._groups = model.optimizer.torch_optimizer.param_groups
-        self._canonical, self._show = canonical, show
+        super().__init__()
+        self.module, self.config = module, config
+        self.sharded_model, self.parallel_state = model, model.state
+        self.optimizer = EngineOptimizer(model.optimizer.torch_optimizer)
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self._show = show if model.state.rank == 0 else lambda _: None
         self._saver: Saver | None = None
 
-    def save(
+    def save_checkpoint(
         self,
         save_dir: str | Path,
-        tag: str,
-        counters: Mapping[str, int],
-        schedule: Any,
-        client_state: Mapping[str, Any] | None,
-        *,
-        moves_latest: bool,
-        asynchronous: bool,
-    ) -> None:
-        """Write everything to `save_dir/tag`; see `TrainingEngine.save_checkpoint`.  Raises: CheckpointError."""
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        asynchronous: bool = False,
+    ) -> bool:
+        """Write everything to `save_dir/tag`.  Called on every rank with the same arguments.
+
+        Args:
+            save_dir: a directory that all ranks share, or a URL such as s3://bucket/run.
+            tag: `global_step<n>` when None.
+            client_state: the script's own: numbers, strings, tensors and containers of them.  Rank 0's is saved.
+            save_latest: let `latest` name it.
+            asynchronous: return once the state is copied to host memory; see `finish_saving`.
+
+        Raises:
+            CheckpointError: on every rank; older checkpoints are untouched.  Also if the call comes within a step.
+        """
+        model, state = self.sharded_model, self.parallel_state
+        agree(self._check_between_steps, state.world, CheckpointError)
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
+        groups = [_plain_settings(group) for group in self.optimizer.param_groups]
         trainer = trainer_state(
-            self._model,
-            Position(counters["global_steps"], counters["global_samples"]),
+            model,
+            Position(self.global_steps, self.global_samples),
             data_fingerprint="",
-            model={"module": type(self._module).__name__},
-            config={"zero_stage": self._config.zero.stage, "dtype": self._config.precision.dtype},
-            script={"counters": dict(counters), "groups": [_plain_settings(group) for group in self._groups]},
+            model={"module": type(self.module).__name__},
+            config={"zero_stage": self.config.zero.stage, "dtype": self.config.precision.dtype},
+            script={"counters": {name: getattr(self, name) for name in _COUNTERS}, "groups": groups},
         )
         buffers = self._gather_buffers()
 
         def make_files() -> dict[str, bytes]:
-            if self._state.rank != 0:
+            if state.rank != 0:
                 return {}
             files = {BUFFERS: save(buffers)} if buffers else {}
-            if schedule is not None:
-                files[SCHEDULE] = _to_bytes(schedule.state_dict(), "the schedule's state_dict()")
+            if self.lr_scheduler is not None:
+                files[SCHEDULE] = _to_bytes(self.lr_scheduler.state_dict(), "the schedule's state_dict()")
             return files | {CLIENT_STATE: _to_bytes(dict(client_state or {}), "client_state")}
 
-        files = agree(make_files, self._world, CheckpointError)
-        folder, source = folder_at(save_dir).child(tag), self._model.sharded_state
+        files = agree(make_files, state.world, CheckpointError)
+        folder, source = folder_at(save_dir).child(tag), model.sharded_state
         if not asynchronous:
-            self.wait()
-            save_checkpoint(folder, source, self._state, trainer, files, moves_latest=moves_latest)
-            return
+            self._wait_for_saver()
+            save_checkpoint(folder, source, state, trainer, files, moves_latest=save_latest)
+            return True
         if self._saver is None:
             self._saver = Saver(
                 source,
-                self._state,
+                state,
                 host_memory_bytes=None,
                 timeout_seconds=_SAVING_SECONDS,
                 report=lambda report: None if report.error is None else self._show(report.error),
             )
             atexit.register(_finish_at_exit, self._saver)
-        self._saver.save(folder, trainer, files, moves_latest=moves_latest)
+        self._saver.save(folder, trainer, files, moves_latest=save_latest)
+        return True
 
     def finish_saving(self) -> None:
-        """Wait until the last asynchronous checkpoint is durable.  Raises: CheckpointError."""
+        """Wait until the last asynchronous checkpoint is durable, as a script's end does.  Raises: CheckpointError."""
         if self._saver is not None:
             self._saver.finish()
 
-    def wait(self) -> None:
+    def _wait_for_saver(self) -> None:
         """Wait for the last asynchronous checkpoint; a failure of it has been reported already."""
         with suppress(CheckpointError):
             self.finish_saving()
 
-    def load(
+    def load_checkpoint(
         self,
         load_dir: str | Path,
-        tag: str | None,
-        schedule: Any,
-        *,
-        with_optimizer: bool,
-        with_schedule: bool,
-        with_loss_scale: bool,
-    ) -> tuple[str, dict[str, Any], dict[str, int]] | None:
-        """Load the checkpoint `tag`, or the one that `latest` names; see `TrainingEngine.load_checkpoint`.
+        tag: str | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Go on from a checkpoint that any number of ranks, at any stage and precision, has written.
 
-        Returns: the checkpoint's directory, its client state and its counters; None where there is no checkpoint yet.
+        Args:
+            load_dir, tag: as given to `save_checkpoint`; without a tag, the one that `latest` names.
+            load_optimizer_states: load the optimizer's state and its groups' settings; otherwise they start anew.
+            load_lr_scheduler_states: load the schedule's step.
+            load_module_only: load the weights and buffers alone.
 
-        Raises: CheckpointError, on every rank, and nothing has changed.
+        Returns: the checkpoint's directory and the `client_state` that was saved; (None, {}) where there is none yet.
+
+        Raises:
+            CheckpointError: on every rank, and nothing has changed: it is damaged, or of another model.
         """
-        self.wait()
-        name = agree(lambda: _newest_tag(load_dir) if tag is None else str(tag), self._world, CheckpointError)
+        model, state, schedule = self.sharded_model, self.parallel_state, self.lr_scheduler
+        with_optimizer = load_optimizer_states and not load_module_only
+        with_schedule = load_lr_scheduler_states and not load_module_only
+        self._wait_for_saver()
+        name = agree(lambda: _newest_tag(load_dir) if tag is None else str(tag), state.world, CheckpointError)
         if name is None:
             self._show(f"{load_dir} holds no checkpoint: it has no file {LATEST!r}; starting anew")
-            return None
+            return None, {}
         directory = folder_at(load_dir).child(name)
-        trainer, client, schedule_state, buffers = agree(lambda: _read(directory), self._world, CheckpointError)
+        trainer, client, schedule_state, buffers = agree(lambda: _read(directory), state.world, CheckpointError)
         if with_schedule and (schedule_state is None) != (schedule is None):
             self._show(
                 "note: the checkpoint has no schedule; this run's starts anew"
@@ -142,39 +201,44 @@ class ScriptCheckpoints:
         if not with_schedule or schedule is None:
             schedule_state = None
         groups = trainer.script["groups"] if with_optimizer else None
-        agree(lambda: self._check(groups, buffers, schedule_state, schedule), self._world, CheckpointError)
-        load_checkpoint(directory, self._model.sharded_state, self._state, with_optimizer=with_optimizer)
-        gathers = not fills_weights(directory, self._state)
-        self._model.loaded(trainer.loss_scaler if with_loss_scale else None, gathers=gathers)
+        agree(lambda: self._check_loadable(groups, buffers, schedule_state), state.world, CheckpointError)
+        load_checkpoint(directory, model.sharded_state, state, with_optimizer=with_optimizer)
+        model.loaded(None if load_module_only else trainer.loss_scaler, gathers=not fills_weights(directory, state))
         for path, buffer in self._named_buffers():
             buffer.copy_(buffers[self._canonical(path)])
-        for group, settings in zip(self._groups, groups or [], strict=False):
+        for group, settings in zip(self.optimizer.param_groups, groups or [], strict=False):
             for key, value in settings.items():
                 # how a step is computed belongs to this machine, not to the run
                 if key in group and key not in ("fused", "foreach", "capturable"):
                     group[key] = tuple(value) if isinstance(group[key], tuple) else value
         if schedule_state is not None:
             schedule.load_state_dict(schedule_state)
-        return str(directory), client, trainer.script["counters"]
+        if not load_module_only:
+            for counter, value in trainer.script["counters"].items():
+                setattr(self, counter, value)
+        self.zero_grad()
+        return str(directory), client
+
+    def _canonical(self, name: str) -> str:
+        """The name in a checkpoint of a tensor of the module."""
+        return name
+
+    def _check_between_steps(self) -> None:
+        """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""
 
     def _check_tag(self, tag: str) -> None:
-        tags = gather_objects(tag, self._world)
+        tags = gather_objects(tag, self.parallel_state.world)
         if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
             raise CheckpointError(f"tag={tag!r} must be the name of one directory, not a path; it is made in save_dir")
         if len(set(tags)) > 1:
             raise CheckpointError(f"every rank must save under one tag; there are {', '.join(sorted(set(tags)))}")
 
-    def _check(
-        self,
-        groups: Sequence[Any] | None,
-        buffers: Mapping[str, Tensor],
-        schedule_state: Mapping[str, Any] | None,
-        schedule: Any,
+    def _check_loadable(
+        self, groups: Sequence[Any] | None, buffers: Mapping[str, Tensor], schedule_state: Mapping[str, Any] | None
     ) -> None:
-        if groups is not None and len(groups) != len(self._groups):
-            raise CheckpointError(
-                f"the checkpoint has {len(groups)} optimizer groups, this optimizer has {len(self._groups)}"
-            )
+        own = len(self.optimizer.param_groups)
+        if groups is not None and len(groups) != own:
+            raise CheckpointError(f"the checkpoint has {len(groups)} optimizer groups, this optimizer has {own}")
         for path, buffer in self._named_buffers():
             name = self._canonical(path)
             found = f"one of shape {list(buffers[name].shape)}" if name in buffers else "none"
@@ -185,27 +249,29 @@ class ScriptCheckpoints:
 
         if schedule_state is None:
             return
-        differ = sorted(map(str, schedule_state.keys() ^ schedule.state_dict().keys()))
+        differ = sorted(map(str, schedule_state.keys() ^ self.lr_scheduler.state_dict().keys()))
         if differ:
             raise CheckpointError(
-                f"the checkpoint's schedule is of another class than this run's {type(schedule).__name__}: only one of "
-                f"them has {', '.join(differ)}. Give the same schedule, or load_lr_scheduler_states=False"
+                f"the checkpoint's schedule is of another class than this run's {type(self.lr_scheduler).__name__}: only "
+                f"one of them has {', '.join(differ)}. Give the same schedule, or load_lr_scheduler_states=False"
             )
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         """The persistent buffers."""
-        if next(self._module.buffers(), None) is None:
+        if next(self.module.buffers(), None) is None:
             return []  # `state_dict` would gather the weights under stage 3
-        persistent = self._module.state_dict(keep_vars=True).keys()
-        return [(path, buffer) for path, buffer in self._module.named_buffers() if path in persistent]
+        persistent = self.module.state_dict(keep_vars=True).keys()
+        return [(path, buffer) for path, buffer in self.module.named_buffers() if path in persistent]
 
     def _gather_buffers(self) -> dict[str, Tensor]:
         """The buffers of all stages, as the first rank of each stage has them, on every rank."""
-        at = self._state.at
+        at = self.parallel_state.at
         own = {}
         if at.tp == at.dp == at.cp == 0:
             own = {self._canonical(path): buffer.detach().cpu().contiguous() for path, buffer in self._named_buffers()}
-        return {name: buffer for part in gather_objects(own, self._world) for name, buffer in part.items()}
+        return {
+            name: buffer for part in gather_objects(own, self.parallel_state.world) for name, buffer in part.items()
+        }
 
 
 def _finish_at_exit(saver: Saver) -> None:

@@ -1,4 +1,4 @@
-"""What the engines of a user's own script have in common: the end of a step, its report, checkpoints, what a script may ask.
+"""What the engines of a user's own script have in common: the end of a step, its report, what a script may ask.
 
     gradients of one step in the buckets -> norm, clip, step (or skip) -> schedule -> counters -> report
 
@@ -7,9 +7,12 @@ The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,27 +20,100 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DistributedSampler
 
-from megazero.checkpoint.index import CheckpointError
-from megazero.comm.collectives import agree, all_reduce, gather_objects
+from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.data import RepeatingLoader
-from megazero.deepspeed.engine_optimizer import EngineOptimizer
-from megazero.deepspeed.script_checkpoints import ScriptCheckpoints
-from megazero.deepspeed.step_report import StepReport
+from megazero.deepspeed.script_checkpoints import CheckpointedEngine
 from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
 from megazero.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class TrainingEngine(nn.Module):
+class RepeatingLoader:
+    """Goes through a loader again and again, in a new order each time."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader, self._epoch = loader, 0
+        self._items = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._items)
+        except StopIteration:
+            self._epoch += 1
+            sampler = getattr(self._loader, "sampler", None)
+            if isinstance(sampler, DistributedSampler):
+                sampler.set_epoch(self._epoch)
+            self._items = iter(self._loader)
+            return next(self._items)
+
+
+class StepReport:
+    """Reports the steps of one engine on rank 0: a line for the terminal, TensorBoard's scalars, the time of each phase."""
+
+    def __init__(self, config: DeepSpeedConfig, model: ShardedModel, show: Callable[[str], None]) -> None:
+        self._config, self._model, self._show = config, model, show
+        self._shown_at = time.perf_counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._writer: Any = None
+        if config.tensorboard is not None and model.state.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(Path(config.tensorboard.output_path or ".") / config.tensorboard.job_name))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Measure a phase of the step, if the configuration asks for a breakdown."""
+        if not self._config.wall_clock_breakdown:
+            yield
+            return
+        device = self._model.state.device
+        synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+        synchronize()
+        started = time.perf_counter()
+        yield
+        synchronize()
+        self._seconds[phase] += time.perf_counter() - started
+
+    def step(self, number: int, samples: int, statistics: StepStatistics, lrs: Sequence[float]) -> None:
+        """Report a step that has ended: its number from 1 on, the samples so far, each group's rate in the next step."""
+        config, scaler = self._config, self._model.scaler
+        every = config.keys.steps_per_print or (1 if config.wall_clock_breakdown else None)
+        if every is not None and number % every == 0:
+            rates = ", ".join(f"{lr:.4g}" for lr in lrs)
+            seconds, self._shown_at = time.perf_counter() - self._shown_at, time.perf_counter()
+            speed = every * config.train_batch_size / seconds
+            parts = [f"step {number}", f"loss {statistics.loss:.4f}", f"lr {rates}"]
+            parts += [f"grad norm {statistics.grad_norm:.3g}", f"{speed:,.1f} samples/s"]
+            if scaler is not None:
+                parts.append(f"loss scale {scaler.scale:g}, {scaler.skipped_steps} skipped")
+            parts += [f"{phase} {1e3 * seconds / every:.1f} ms" for phase, seconds in self._seconds.items()]
+            self._seconds.clear()
+            self._show(", ".join(parts))
+        if self._writer is not None:
+            scalars = {"Train/Samples/train_loss": statistics.loss, "Train/Samples/lr": lrs[0]}
+            if scaler is not None:
+                scalars["Train/Samples/loss_scale"] = scaler.scale
+            scalars |= {f"sent_bytes/{axis}": sent for axis, sent in self._model.state.traffic.by_axis().items()}
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, samples)
+
+    def close(self) -> None:
+        """Close TensorBoard's writer."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class TrainingEngine(CheckpointedEngine):
     """Base of `ModuleEngine` and `PipelineEngine`.
 
     Args:
         module: the user's; its parameters are bound to `model`.
-        canonical: of a name in the module, the name in a checkpoint.
         show: prints a line; used on rank 0.
 
     Attributes:
@@ -48,22 +124,9 @@ class TrainingEngine(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        model: ShardedModel,
-        config: DeepSpeedConfig,
-        canonical: Callable[[str], str],
-        show: Callable[[str], None],
+        self, module: nn.Module, model: ShardedModel, config: DeepSpeedConfig, show: Callable[[str], None]
     ) -> None:
-        super().__init__()
-        self.module, self.config = module, config
-        self.sharded_model, self.parallel_state = model, model.state
-        self.optimizer = EngineOptimizer(model.optimizer.torch_optimizer)
-        self.lr_scheduler: Any = None
-        self.training_dataloader: Any = None
-        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self._show = show if model.state.rank == 0 else lambda _: None
-        self._checkpoints = ScriptCheckpoints(module, model, config, canonical, self._show)
+        super().__init__(module, model, config, show)
         self._report = StepReport(config, model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
@@ -71,15 +134,9 @@ class TrainingEngine(nn.Module):
     # --- The end of a step.
 
     def _finish_step(self, loss_sum: Tensor, losses: int) -> float:
-        """Reduce what is left, step, report; the mean loss.
+        """Reduce what is left, step, report: of this rank's fp64 loss sum and all ranks' number of losses, the mean loss.
 
-        Args:
-            loss_sum: fp64, of this rank's losses; 0 where another stage computes the loss.
-            losses: number of losses in the whole step, over all ranks.
-
-        Raises:
-            NonFiniteError: on every rank, without loss scaling, before any weight has changed.
-            LossScaleError, StorageError: see `ShardedModel.update`.
+        Raises: NonFiniteError (on every rank, before any weight has changed), LossScaleError, StorageError.
         """
         model = self.sharded_model
         with self._report.timed("reduce"):
@@ -90,7 +147,7 @@ class TrainingEngine(nn.Module):
         try:
             self._last_step = check_finite(measured)
             with self._report.timed("step"):
-                changed = model.update(measured.grad_norm, self.config.grad_clip)
+                changed = model.update(measured.grad_norm, self.config.keys.gradient_clipping)
         except Exception:
             model.begin_step(self.config.accumulation)
             raise
@@ -138,10 +195,10 @@ class TrainingEngine(nn.Module):
         return self._repeating
 
     def _on_every_rank(self, read: Callable[[], T]) -> T:
-        """The result of `read`; if it fails on one rank, all raise before a step begins, and no rank waits for another.
+        """The result of `read`; if it fails on one rank, all raise before a step begins.
 
-        Unlike `agree`, it gathers no objects while nothing fails, a rank that failed raises its own error, and the others
-        StopIteration where data ended and nothing else failed.
+        Unlike `agree`, it gathers objects only after a failure; a rank that failed raises its own error, the others
+        StopIteration where nothing but data ended.
         """
         failure: Exception | None = None
         try:
@@ -167,90 +224,9 @@ class TrainingEngine(nn.Module):
 
     def close(self) -> None:
         """Give back files and writers, once an asynchronous checkpoint is durable.  The engine cannot be used afterwards."""
-        self._checkpoints.wait()
+        self._wait_for_saver()
         self.sharded_model.close()
         self._report.close()
-
-    # --- Checkpoints.
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        asynchronous: bool = False,
-    ) -> bool:
-        """Write everything to `save_dir/tag`.  Called on every rank with the same arguments.
-
-        Args:
-            save_dir: a directory that all ranks share, or a URL such as s3://bucket/run.
-            tag: `global_step<n>` when None.
-            client_state: the script's own: numbers, strings, tensors and containers of them.  Rank 0's is saved.
-            save_latest: let `latest` name it.
-            asynchronous: return once the state is copied to host memory; see `finish_saving`.
-
-        Raises:
-            CheckpointError: on every rank; older checkpoints are untouched.  Also if the call comes within a step.
-        """
-        agree(self._check_between_steps, self.parallel_state.world, CheckpointError)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        self._checkpoints.save(
-            save_dir,
-            tag,
-            counters,
-            self.lr_scheduler,
-            client_state,
-            moves_latest=save_latest,
-            asynchronous=asynchronous,
-        )
-        return True
-
-    def finish_saving(self) -> None:
-        """Wait until the last asynchronous checkpoint is durable, as a script's end does.  Raises: CheckpointError."""
-        self._checkpoints.finish_saving()
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Go on from a checkpoint that any number of ranks, at any stage and precision, has written.
-
-        Args:
-            load_dir, tag: as given to `save_checkpoint`; without a tag, the one that `latest` names.
-            load_optimizer_states: load the optimizer's state and its groups' settings; otherwise they start anew.
-            load_lr_scheduler_states: load the schedule's step.
-            load_module_only: load the weights and buffers alone.
-
-        Returns: the checkpoint's directory and the `client_state` that was saved; (None, {}) where there is none yet.
-
-        Raises:
-            CheckpointError: on every rank, and nothing has changed: it is damaged, or of another model.
-        """
-        loaded = self._checkpoints.load(
-            load_dir,
-            tag,
-            self.lr_scheduler,
-            with_optimizer=load_optimizer_states and not load_module_only,
-            with_schedule=load_lr_scheduler_states and not load_module_only,
-            with_loss_scale=not load_module_only,
-        )
-        if loaded is None:
-            return None, {}
-        directory, client_state, counters = loaded
-        if not load_module_only:
-            for name, value in counters.items():
-                setattr(self, name, value)
-        self.zero_grad()
-        return directory, client_state
-
-    def _check_between_steps(self) -> None:
-        """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""
 
     # --- What a script asks.
 
@@ -310,7 +286,7 @@ class TrainingEngine(nn.Module):
 
     def gradient_clipping(self) -> float:
         """Largest global gradient norm; 0 where it is off."""
-        return self.config.grad_clip
+        return self.config.keys.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage."""
