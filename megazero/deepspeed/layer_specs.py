@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from megazero.models.stages import cut_evenly
-from megazero.settings import closest, did_you_mean
+from megazero.registry import closest, did_you_mean
 
 Tensors: TypeAlias = tuple[Tensor, ...]
 PARTITION_METHODS = ("parameters", "uniform", "type:regex")
