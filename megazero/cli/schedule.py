@@ -40,8 +40,7 @@ def show(
     """Prove a pipeline schedule, draw it, and tell its idle time and memory."""
     from megazero.schedules.proof import ScheduleError, program, simulate
     from megazero.schedules.table import write_text
-    from megazero.tools.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_text
-    from megazero.tools.draw_svg import draw_svg
+    from megazero.tools.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_svg, draw_text
 
     try:
         times = _parse_costs(costs)
@@ -125,15 +124,14 @@ def _print_comparison(
     from megazero.tools.draw import compare_table, number
 
     chunks = 2 if virtual_stages is None else virtual_stages
-    table = Table("schedule", *("chunks", "makespan", "idle", "bubble", "peak activations"), "", box=None)
+    table = Table("schedule", "chunks", "makespan", "idle", "bubble", "peak activations", "", box=None)
     for column in table.columns[1:6]:
         column.justify = "right"
-    for row in compare_table(pp, microbatches, chunks, costs, [own] if own else []):
-        if row.figures is None:
-            table.add_row(row.name, str(row.chunks), *"----", row.impossible)
+    for name, count, found in compare_table(pp, microbatches, chunks, costs, [own] if own else []):
+        if isinstance(found, str):
+            table.add_row(name, str(count), *"----", found)
         else:
-            it = row.figures
-            cells = (number(it.makespan), number(it.idle), f"{it.bubble_fraction:.1%}", number(it.peak_activations))
-            table.add_row(row.name, str(row.chunks), *cells)
+            makespan, idle, bubble, peak = found
+            table.add_row(name, str(count), number(makespan), number(idle), f"{bubble:.1%}", number(peak))
     print(f"\npp {pp}, {microbatches} micro-batches; idle and peak activations of the rank that has most")
     print_table(table)

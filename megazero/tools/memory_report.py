@@ -1,8 +1,5 @@
 """Memory, traffic and time of each ZeRO stage, measured beside the formulas of the papers.
 
-options --plan--> runs that differ in precision, stage and offload     --measure--> report --as_json--> a file
-                  on one set of ranks, one engine after another
-
     N parameters over d ranks, 16-bit weights, fp32 gradients and Adam        (Rajbhandari et al. 2020, figure 1, section 7)
 
     stage   bytes of model state    elements sent, each (d - 1)/d times
@@ -140,9 +137,8 @@ class Row:
     @property
     def formula_bytes(self) -> float:
         """Model state of that rank by the formula, on the device and off it."""
-        away = self.worst.offloaded
-        stays = self.worst.elements - away
-        return self.formula.state_bytes(away, offloads=True) + self.formula.state_bytes(stays, offloads=False)
+        away, whole = self.worst.offloaded, self.worst.elements
+        return self.formula.state_bytes(away, offloads=True) + self.formula.state_bytes(whole - away, offloads=False)
 
     @property
     def formula_text(self) -> str:
@@ -165,7 +161,7 @@ class Row:
         return max(rank.seconds for rank in self.ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values: the formula, the largest figures, and every rank's."""
+        """The formula, the largest figures, and every rank's."""
         state = self.worst.state_bytes()
         return self.combination._asdict() | {
             "formula": {
@@ -197,7 +193,7 @@ class Report:
     rows: tuple[Row, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, every rank's figures among them."""
+        """All of it as plain values."""
         return vars(self) | {"rows": [row.as_json() for row in self.rows]}
 
 
@@ -219,10 +215,8 @@ def plan(
 
     Args:
         varied: for each of `CHOICES`, which of them to combine.
-        overrides: further keys of the configuration, `section.key=value`.
         config: a run file, for the model and the shape; without one the model is `SMALL`.
-        ranks: how many to start; None for `launch.nproc_per_node`.
-        started: ranks that run already.
+        ranks, started: how many to start, None for `launch.nproc_per_node`; how many run already.
         scratch: directory for the files of "nvme" with `SMALL`; a run file names its own.
 
     Raises:
@@ -269,12 +263,9 @@ def _check_choices(option: str, words: Sequence[str]) -> None:
 def measure(
     run: ResolvedRun, state: ParallelState, *, runs: dict[Combination, ResolvedRun], steps: int, iterations: int
 ) -> Report:
-    """Measure every planned run on this rank, one engine after another over the same groups.  Called on every rank.
+    """Measure every planned run, one engine after another over the same groups.  Called on every rank.
 
-    Args:
-        run: any of the planned runs, for the shape.
-        steps: the number of the step that is measured.
-        iterations: steps that are timed after it.
+    `run` is any of them, for the shape; `steps` and `iterations` as for `measure_step`.
     """
     rows = []
     # What torch allocates at its first use, and holds, would otherwise be counted in the first row.
