@@ -17,11 +17,9 @@ from worlds import state_on
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
-from megazero.training.callbacks.loss_spikes import LossSpikes
-from megazero.training.callbacks.metrics_file import MetricsFile
-from megazero.training.callbacks.non_finite import NonFinitePolicy
+from megazero.training.callbacks.bad_steps import LossSpikes, NonFinitePolicy, count_skipped
+from megazero.training.callbacks.metrics import MetricsFile
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.skip_steps import count_skipped
 from megazero.training.callbacks.stragglers import RankWork, slow_ranks, spread_of
 from megazero.training.loop import train
 from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord

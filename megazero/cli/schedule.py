@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from megazero.cli._common import EXIT_CONFIG, fail, print_table
 
@@ -124,9 +124,8 @@ def _print_comparison(
     from megazero.tools.draw import compare_table, number
 
     chunks = 2 if virtual_stages is None else virtual_stages
-    table = Table("schedule", "chunks", "makespan", "idle", "bubble", "peak activations", "", box=None)
-    for column in table.columns[1:6]:
-        column.justify = "right"
+    numbers = ("chunks", "makespan", "idle", "bubble", "peak activations")
+    table = Table("schedule", *(Column(name, justify="right") for name in numbers), "", box=None)
     for name, count, found in compare_table(pp, microbatches, chunks, costs, [own] if own else []):
         if isinstance(found, str):
             table.add_row(name, str(count), *"----", found)

@@ -22,15 +22,7 @@ _ROUNDS: Final = 8  # four for each half
 
 
 class Permutation:
-    """A keyed bijection on [0, size), evaluated at any positions.
-
-    Args:
-        size: number of elements, at least 1.
-        key: integers; another key is another permutation.
-
-    Raises:
-        ValueError: `size` is below 1.
-    """
+    """A keyed bijection on [0, size), evaluated at any positions; another key is another permutation."""
 
     def __init__(self, size: int, key: Sequence[int]) -> None:
         if size < 1:

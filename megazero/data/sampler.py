@@ -36,11 +36,7 @@ class Windows:
 
     @classmethod
     def over(cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source") -> "Windows":
-        """All windows of a stream, which an error calls `name`.
-
-        Raises:
-            ValueError: the stream is shorter than one sample.
-        """
+        """All windows of a stream, which an error calls `name`.  Raises: ValueError for fewer than one sample."""
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         count = (len(tokens) - 1) // seq_len
@@ -63,9 +59,7 @@ def split(
     """(training, validation): the last `validation_fraction` of a source's windows, rounded down, validate.
 
     No target token is on both sides. A fraction of 0 means no validation; it is taken as the decimal that it is written as.
-
-    Raises:
-        ValueError: the fraction is outside [0, 1), or one side would be empty.
+    Raises: ValueError where it is outside [0, 1), or one side would be empty.
     """
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and below 1")
@@ -98,14 +92,10 @@ class _Stream(ABC):
 
     @abstractmethod
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, window within it) of sample indices [n].
-
-        Raises:
-            IndexError: an index outside the range that the class names.
-        """
+        """(source, window within it) of sample indices [n].  Raises: IndexError outside the range of the class."""
 
     def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """The samples of indices [n]: int64 [n, seq_len + 1].  Errors as `locate`."""
+        """The samples of indices [n]: int64 [n, seq_len + 1].  Raises: IndexError."""
         source, window = self.locate(indices)
         samples = np.empty((len(source), self.seq_len + 1), np.int64)
         for row, number, position in zip(samples, source.tolist(), window.tolist(), strict=True):
@@ -115,11 +105,6 @@ class _Stream(ABC):
 
 class SampleStream(_Stream):
     """Training samples without end, for indices from 0: sources blended by weight, each shuffled anew in each of its epochs.
-
-    Weights as for `Blend`; the sources have one seq_len, and the seed chooses the order.
-
-    Raises:
-        ValueError: no sources, sources of different seq_len, or weights that do not match them.
 
     Source: Megatron-LM blends by greedy error minimisation with a table for each run; here the same bound comes from
     arithmetic (see `Blend`, `Permutation`).
@@ -132,27 +117,20 @@ class SampleStream(_Stream):
         self._blend, self._seed = Blend(weights), seed
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `_Stream.locate`."""
         source, window = self._blend.locate(_sample_indices(indices))
         for number, rows in _rows_by(source):
-            window[rows] = self._shuffled(number, window[rows])
+            count = self._sources[number].count
+            epoch, position = np.divmod(window[rows], count)
+            for shuffle, now in _rows_by(epoch):
+                position[now] = Permutation(count, (self._seed, number, shuffle))(position[now])
+            window[rows] = position
         return source, window
-
-    def _shuffled(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        count = self._sources[source].count
-        epoch, position = np.divmod(index, count)
-        for number, rows in _rows_by(epoch):
-            position[rows] = Permutation(count, (self._seed, source, number))(position[rows])
-        return position
 
 
 class ValidationStream(_Stream):
     """Validation samples for indices in [0, len): each window of each source exactly once, in order.
 
-    The sources, of one seq_len, are interleaved by their size, so the first samples represent all of them fairly.
-
-    Raises:
-        ValueError: no sources, or sources of different seq_len.
+    The sources are interleaved by their size, so the first samples represent all of them fairly.
     """
 
     def __init__(self, sources: Sequence[Windows]) -> None:
@@ -163,7 +141,6 @@ class ValidationStream(_Stream):
         return self.num_windows
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `_Stream.locate`."""
         checked = _sample_indices(indices)
         if checked.size and int(checked.max()) >= len(self):
             raise IndexError(f"validation sample {checked.max()} of {len(self):,}")

@@ -50,11 +50,8 @@ def read_batches(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
 
-    Every dp rank gets the same number of micro-batches.  Beyond the last sample every label is masked.
-
-    Args:
-        share: what this rank needs of the batch.
-        multiple: micro-batches come in multiples of it, as the schedule asks.
+    Every dp rank gets the same number of micro-batches, in multiples of `multiple`, as the schedule asks.  Beyond the last
+    sample every label is masked.
     """
     end = first + count
     samples_each = share_of_each(count, share.dp.size, micro_batch_size, multiple)
@@ -82,7 +79,7 @@ def read_batches(
 
 
 def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a tensor to a device.  To CUDA it goes from page-locked memory, so the host does not wait for it."""
+    """To CUDA from page-locked memory, so the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -29,7 +29,7 @@ SAME_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """Whether this run was asked to stop.  A plain value until `listen`, so it can be sent to the ranks that are started."""
+    """Whether this run was asked to stop.  Picklable until `listen`, so it can be sent to the ranks that are started."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.mark: Path | None = None  # a file; its existence is the request for all ranks of the launcher

@@ -103,11 +103,7 @@ class Checkpointing(Callback):
         return None if found is None else folder_at(found)
 
     def resume(self, engine: Engine) -> Position:
-        """Load what `find` has found, and say how far it had come.
-
-        Raises:
-            CheckpointError: it is damaged and `checkpoint.on_damage` is stop, or no intact one is left.
-        """
+        """Load what `find` has found, and say how far it had come.  Raises: CheckpointError for a damaged one."""
         self._engine = engine
         if self._origin is None:
             return Position()
@@ -158,10 +154,7 @@ class Checkpointing(Callback):
     # Saving
 
     def save(self, position: Position, val_loss: float | None) -> None:
-        """Begin a checkpoint, unless this step has one.  Failures of earlier ones have been reported and are ignored.
-
-        `val_loss` is that of this very step, where it was evaluated.  Raises: LostPeerError.
-        """
+        """Begin a checkpoint, unless this step has one; `val_loss` is that of this very step.  Raises: LostPeerError."""
         self._watchdog.at(position.step, SAVING)
         folder = step_folder(self._root, position.step)
         if self.newest == str(folder):

@@ -14,17 +14,14 @@ from megazero.config import ConfigError
 from megazero.config.schema import TrainingConfig
 from megazero.registry import Registry
 from megazero.settings import Problem
+from megazero.training.callbacks.bad_steps import LossSpikes, NonFinitePolicy, SkipSteps
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.evaluation import Evaluation
 from megazero.training.callbacks.garbage_collection import GarbageCollection
-from megazero.training.callbacks.loss_spikes import LossSpikes
-from megazero.training.callbacks.metrics_file import METRICS_FILE, MetricsFile
-from megazero.training.callbacks.non_finite import NonFinitePolicy
+from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile, TensorBoard
 from megazero.training.callbacks.pipeline_trace import PipelineTrace
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.skip_steps import SkipSteps
 from megazero.training.callbacks.stragglers import Stragglers
-from megazero.training.callbacks.tensorboard import TensorBoard
 from megazero.training.callbacks.utilization import Utilization
 
 P = ParamSpec("P")
