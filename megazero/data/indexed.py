@@ -4,9 +4,8 @@
     prefix.idx   "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document indices u64
                  | sizes int32[sequences] | pointers int64[sequences] | document indices int64[documents + 1]
 
-A size counts tokens, a pointer counts bytes, a document index counts sequences (the first is 0, the last is the
-number of sequences).  All numbers are little-endian.  Our `writer` makes every document one sequence; other files may
-have several sequences per document, and multimodal ones end with a byte per sequence, which is not read.
+A size counts tokens, a pointer bytes, a document index sequences (the last is their number); all are little-endian.
+Our `writer` makes every document one sequence.  Multimodal files end with a byte per sequence, which is not read.
 
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, `_IndexReader`).
 """

@@ -8,8 +8,7 @@
     window 0  [t0 t1 t2 t3 t4]                      seq_len + 1 tokens: inputs t0..t3, targets t1..t4
     window 1              [t4 t5 t6 t7 t8]          stride seq_len: every target is predicted once in an epoch
 
-There is no state and no rank: a resumed run, or one on another cluster shape, asks for the same indices and gets the same
-tokens.  Validation takes the last windows of each source and reads them in order, each once.
+There is no state and no rank: a resumed run, on any cluster shape, asks for the same indices and gets the same tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -79,7 +78,7 @@ def split(
     return replace(windows, count=kept), replace(windows, first=windows.first + kept, count=held_out)
 
 
-class _Stream(ABC):
+class Stream(ABC):
     """Samples by index over several sources; subclasses say which window an index stands for."""
 
     def __init__(self, sources: Sequence[Windows]) -> None:
@@ -103,7 +102,7 @@ class _Stream(ABC):
         return samples
 
 
-class SampleStream(_Stream):
+class SampleStream(Stream):
     """Training samples without end, for indices from 0: sources blended by weight, each shuffled anew in each of its epochs.
 
     Source: Megatron-LM blends by greedy error minimisation with a table for each run; here the same bound comes from
@@ -127,7 +126,7 @@ class SampleStream(_Stream):
         return source, window
 
 
-class ValidationStream(_Stream):
+class ValidationStream(Stream):
     """Validation samples for indices in [0, len): each window of each source exactly once, in order.
 
     The sources are interleaved by their size, so the first samples represent all of them fairly.

@@ -3,8 +3,7 @@
     "byte"                  ByteTokenizer   UTF-8 bytes 0..255 and an end-of-document id 256; needs no file
     path/to/tokenizer.json  FileTokenizer   any fast Hugging Face tokenizer
 
-A tokenizer is passed by its name, never as an object: each process calls `load_tokenizer` for itself.  `fingerprint`
-names the meaning of the ids, so that data made by one tokenizer is never taken for that of another.
+A tokenizer is passed by its name: each process calls `load_tokenizer` for itself.
 """
 
 from pathlib import Path
@@ -40,7 +39,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A short name for the meaning of the ids, fit for a file name."""
+        """A file name for the meaning of the ids: data of one tokenizer is never taken for that of another."""
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """The ids of `text`, int32 [length], with no special token added at either end."""

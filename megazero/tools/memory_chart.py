@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megazero.tools.measured_step import POINTS, STATE_KINDS, STEP
-from megazero.tools.memory_report import Report, Row, ratio
+from megazero.tools.memory_report import Report, Row
 from megazero.tools.svg import MARGIN, document, legend, rect, text, ticks
 
 _WIDTH, _NOTES_WIDTH = 200, 120
@@ -100,8 +100,7 @@ def _size(count: float) -> str:
 
 
 def _ratio(measured: float, formula: float) -> str:
-    quotient = ratio(measured, formula)
-    return "-" if quotient is None else f"{quotient:.4f}"
+    return f"{measured / formula:.4f}" if formula else "-"
 
 
 # ---- picture

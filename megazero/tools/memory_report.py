@@ -171,8 +171,8 @@ class Row:
                 "sent_bytes": self.formula_sent,
             },
             "measured": {"state_bytes": state, "sent_bytes": self.sent, "seconds": self.seconds},
-            "state_over_formula": ratio(state, self.formula_bytes),
-            "sent_over_formula": ratio(self.sent, self.formula_sent),
+            "state_over_formula": state / self.formula_bytes if self.formula_bytes else None,
+            "sent_over_formula": self.sent / self.formula_sent if self.formula_sent else None,
             "sharded_over": self.axis,
             "ranks": [asdict(rank) for rank in self.ranks],
         }
@@ -195,11 +195,6 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
         return vars(self) | {"rows": [row.as_json() for row in self.rows]}
-
-
-def ratio(measured: float, formula: float) -> float | None:
-    """measured / formula, or None if the formula gives 0."""
-    return measured / formula if formula else None
 
 
 def plan(

@@ -29,7 +29,6 @@ class Checkpointing(Callback):
     Args:
         fingerprint: of the run's data.
         say: takes lines for the terminal, on rank 0; also from another thread.
-        watchdog: is informed when this rank saves, which may take long.
 
     Raises:
         CheckpointError: the ranks do not share the directory of the checkpoints, or it cannot be written.
@@ -184,12 +183,10 @@ class Checkpointing(Callback):
     def _prune(self) -> None:
         keep = Retention(self._config.keep_last, self._config.keep_every_steps, self._config.keep_best)
         try:
-            removed = prune(self._root, keep)
+            if removed := prune(self._root, keep):
+                self._say(f"removed {', '.join(folder.name for folder in removed)} (checkpoint.keep_last)")
         except (CheckpointError, OSError) as error:
             self._say(f"checkpoints were not pruned: {error}")
-            return
-        if removed:
-            self._say(f"removed {', '.join(folder.name for folder in removed)} (checkpoint.keep_last)")
 
     def _report(self, report: SaveReport) -> None:
         if report.error is not None:
