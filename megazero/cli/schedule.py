@@ -76,10 +76,9 @@ def _parse_costs(text: str) -> Costs:
     from megazero.schedules.proof import Costs
 
     try:
-        forward, backward, weight, hop = map(float, text.split(","))
+        forward, _, _, _ = times = [float(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"costs={text} must be four numbers F,B,W,hop, such as 1,1,1,0") from None
-    times = (forward, backward, weight, hop)
     if not all(math.isfinite(time) and time >= 0 for time in times) or not forward:
         raise ValueError(f"costs={text} must be finite, F above 0 and B, W and hop not below 0, such as 1,1,1,0")
     return Costs(*times)

@@ -15,14 +15,12 @@ from itertools import pairwise
 from math import ceil
 from statistics import median
 from textwrap import wrap
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, simulate
 from megazero.schedules.registry import SCHEDULES
 from megazero.tools.svg import MARGIN, document, legend, rect, text, ticks
-
-Span: TypeAlias = tuple[float, float, Action]  # start, end, what ran
 
 MIN_WIDTH = 40
 _FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "~"}
@@ -60,9 +58,9 @@ def _kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
     return kinds | ({ActionKind.BACKWARD: "backward"} if schedule.has_backward else {})
 
 
-def _spans_of_ranks(timeline: Timeline) -> list[list[Span]]:
-    """The spans of each rank, in order of time."""
-    rows: list[list[Span]] = [[] for _ in range(timeline.schedule.pp)]
+def _spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
+    """(start, end, action) of each rank, in order of time."""
+    rows: list[list[tuple[float, float, Action]]] = [[] for _ in range(timeline.schedule.pp)]
     for (rank, action), (start, end) in timeline.spans.items():
         rows[rank].append((start, end, action))
     return [sorted(row, key=lambda span: span[:2]) for row in rows]
@@ -287,9 +285,8 @@ def _figures(schedule: Schedule, costs: Costs | None) -> Figures:
 def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
     """The actions around the one that a schedule was refused for, in ASCII; empty if the error names none.
 
-    The action is marked >F3<, the one that it depends on (F3).  Those two ranks are centred on these actions, the others
-    on the same index of their list.  Of more than eight ranks only the near ones are shown.  Anything may be wrong with
-    the schedule: the action may even be missing from the rank's list.
+    The action is marked >F3<, the one that it depends on (F3); those two ranks are centred on them, the others on the same
+    index of their list.  Of more than eight ranks only the near ones are shown.  The action may be missing from its list.
     """
     rank, action = error.rank, error.action
     if rank is None or action is None:

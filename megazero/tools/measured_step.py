@@ -5,9 +5,8 @@ Memory is what the allocator counts, at marks of a step; a new start forgets the
     start ... forward ... forward ... backward ... step
              |--- the largest of them ---|
 
-CUDA's allocator knows how much is allocated.  The CPU's does not, but it reports every allocation and release to torch's
-profiler: their sum up to a mark is what was live there.  Only what the measuring thread allocates inside the context is
-counted, so enter it before the engine is built.
+CUDA's allocator knows how much is allocated.  The CPU's reports every allocation and release to torch's profiler: their sum
+up to a mark is what was live.  Only what this thread allocates inside the context is counted: enter it before building.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ STATE_KINDS = ("parameters", "gradients", "optimizer")
 _OVERFLOWS = 30  # that fp16 may have before its first step
 _LR = 1e-4
 _MARK = "megazero: "
-_QUIET = "9"  # above every level of the profiler's own messages
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class RankFigures:
 def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations: int) -> RankFigures:
     """Build an engine, measure its step number `steps`, and time as many `iterations` after it.  Called on every rank.
 
-    Raises:
-        LossScaleError: fp16 overflowed in every step.
+    Raises: LossScaleError where fp16 overflowed in every step.
     """
     gc.collect()
     with live_memory(state.device) as live:
@@ -223,7 +220,7 @@ def _profiled_memory() -> Iterator[LiveMemory]:
             pass
 
     memory = LiveMemory(mark)
-    os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # above every level of the profiler's own messages
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         yield memory

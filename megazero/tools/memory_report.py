@@ -214,9 +214,7 @@ def plan(
         ranks, started: how many to start, None for `launch.nproc_per_node`; how many run already.
         scratch: directory for the files of "nvme" with `SMALL`; a run file names its own.
 
-    Raises:
-        ConfigError: with everything that is wrong with any of the runs.
-        ValueError: an unknown choice, a key that the report varies, or another number of ranks runs already.
+    Raises: ConfigError with everything that is wrong with any of the runs; ValueError for any other argument.
     """
     for option, words in varied.items():
         _check_choices(option, words)

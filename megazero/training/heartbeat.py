@@ -87,10 +87,10 @@ def is_dead(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
 
 
 def _text_of_dead(rank: int, beat: Heartbeat | None, now: float) -> str:
-    last = "it has sent no heartbeat"
-    if beat is not None:  # clocks of hosts may differ a little
-        last = f"its last heartbeat, {max(0.0, now - beat.at):.0f} s ago, was in step {beat.step}"
-    return f"rank {rank} does not respond ({last})"
+    if beat is None:
+        return f"rank {rank} does not respond (it has sent no heartbeat)"
+    ago = max(0.0, now - beat.at)  # clocks of hosts may differ a little
+    return f"rank {rank} does not respond (its last heartbeat, {ago:.0f} s ago, was in step {beat.step})"
 
 
 def _text_of_living(rank: int, beat: Heartbeat) -> str:

@@ -214,11 +214,10 @@ def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig
 
 def _report_failures(folder: Path, error: ChildFailedError) -> None:
     """Print each cause once, with the ranks that reported it."""
-    signalled = {rank: failure for rank, failure in sorted(error.failures.items()) if failure.exitcode < 0}
     # The launcher ends the remaining ranks with SIGTERM.
-    killed = {rank: failure for rank, failure in signalled.items() if failure.exitcode != -signal.SIGTERM}
-    for rank, failure in killed.items():
-        print(f"rank {rank} was killed by {failure.signal_name()}; the other ranks were stopped", file=sys.stderr)
+    killed = {rank: one for rank, one in error.failures.items() if one.exitcode < 0 and one.exitcode != -signal.SIGTERM}
+    for rank in sorted(killed):
+        print(f"rank {rank} was killed by {killed[rank].signal_name()}; the other ranks were stopped", file=sys.stderr)
     reported: dict[str, list[int]] = {}
     for path in sorted(folder.glob("error-*")):
         reported.setdefault(path.read_text(), []).append(int(path.name.split("-")[2]))

@@ -66,7 +66,7 @@ def train(
         schedule = agree(lambda: _own_schedule(run), state.world, ScheduleError)
         engine = initialize(config, state, init_weights=not resumes, schedule=schedule)
         closing.callback(engine.sharded_model.close)
-        closing.enter_context(checkpointing)
+        closing.push(lambda _kind, error, _trace: checkpointing.finish_save(error))
         engine.wants_stop = wants_stop
         context = RunContext(run, engine, corpus, checkpointing.resume(engine), say)
         agree(lambda: _prepare_run_dir(run) if state.rank == 0 else None, state.world, OSError)

@@ -4,8 +4,7 @@
     within 2 seconds  the same request: Ctrl-C reaches a whole process group, and launchers forward their signals
     any later one     the process ends at once; the newest complete checkpoint stays
 
-The interpreter writes the number of each signal into a pipe, and a thread reads it. The main thread cannot handle signals:
-it may be inside a collective that never ends.
+The interpreter writes each signal's number into a pipe that a thread reads; the main thread may hang in a collective.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import CheckpointError, DamagedError, find_newest, step_folder, step_of
@@ -53,12 +51,7 @@ class Checkpointing(Callback):
         """The newest step directory that this run has loaded or saved; complete after `on_end`."""
         return None if self._last is None else str(self._last)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def finish_save(self, error: BaseException | None) -> None:
         """Complete the save under way when the run fails; not after a lost rank, since the save could not end."""
         if self._saver is not None and error is not None and not isinstance(error, LostPeerError):
             with suppress(Exception):  # already reported; the run ends for another reason
@@ -93,13 +86,9 @@ class Checkpointing(Callback):
 
     def _look(self, look: Callable[[], Folder | None]) -> Folder | None:
         """What rank 0 finds, on all ranks."""
-
-        def path() -> str | None:
-            found = look() if self._state.rank == 0 else None
-            return None if found is None else str(found)
-
-        found = gather_objects(agree(path, self._state.world, CheckpointError), self._state.world)[0]
-        return None if found is None else folder_at(found)
+        found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, CheckpointError)
+        path = gather_objects(None if found is None else str(found), self._state.world)[0]
+        return None if path is None else folder_at(path)
 
     def resume(self, engine: Engine) -> Position:
         """Load what `find` has found, and say how far it had come.  Raises: CheckpointError for a damaged one."""

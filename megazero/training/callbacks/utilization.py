@@ -2,7 +2,6 @@
 
     MFU = tokens / second * FLOPs per token / (devices * peak FLOP/s)
 
-FLOPs per token are those of the model family, see `ModelFamily.flops_per_token`.
 What is computed a second time, such as the logits of a chunked head, is not counted: it is not the model's.
 """
 
