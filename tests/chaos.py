@@ -48,7 +48,7 @@ from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.training.callbacks.metrics_file import METRICS_FILE
+from megazero.training.callbacks.metrics import METRICS_FILE
 from megazero.training.loop import train
 
 TOLERANCE = 1e-4

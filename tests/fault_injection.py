@@ -25,7 +25,7 @@ from megazero.checkpoint.folder import Folder, LocalFolder, Output
 from megazero.checkpoint.index import MANIFEST
 from megazero.engine import Engine
 from megazero.parallel_state import Traffic
-from megazero.training.callbacks.metrics_file import MetricsFile
+from megazero.training.callbacks.metrics import MetricsFile
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,9 @@ from worlds import state_on
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
-from megazero.training.callbacks.loss_spikes import LossSpikes
-from megazero.training.callbacks.metrics_file import MetricsFile
-from megazero.training.callbacks.non_finite import NonFinitePolicy
+from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
+from megazero.training.callbacks.metrics import MetricsFile
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.skip_steps import count_skipped
 from megazero.training.callbacks.stragglers import RankWork, slow_ranks, spread_of
 from megazero.training.loop import train
 from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord
@@ -212,9 +210,9 @@ def _spoil(step: int) -> None:
     Engine._run = run  # type: ignore[method-assign]
 
 
-def _train(rank: int, run: ResolvedRun, bad_steps: tuple[int, ...] = (), stop_at: int = 0) -> dict[str, Any]:
+def _train(rank: int, run: ResolvedRun, health: tuple[int, ...] = (), stop_at: int = 0) -> dict[str, Any]:
     """A run; rank 1 asks for its end in step `stop_at`."""
-    for step in bad_steps:
+    for step in health:
         _spoil(step)
     shown: list[str] = []
     asked = 0
@@ -276,7 +274,7 @@ def test_a_step_that_is_not_finite_is_as_if_it_had_been_skipped(tmp_path: Path, 
     assert _lines(tmp_path)[4]["skipped"] == "not finite"
 
 
-def test_too_many_bad_steps_in_a_row_stop_every_rank(tmp_path: Path) -> None:
+def test_too_many_health_in_a_row_stop_every_rank(tmp_path: Path) -> None:
     run = _run(2, tmp_path, on_non_finite="skip", non_finite_limit=2)
     for out in run_world(2, _train, run, (3, 4)):
         assert "step 4, samples 24 to 31" in out["error"]

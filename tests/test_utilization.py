@@ -11,11 +11,10 @@ from worlds import GPT2, LLAMA, plain_config, run_of
 
 from megazero.config.schema import LoggingConfig
 from megazero.engine import Position, StepStatistics
-from megazero.training.callbacks.metrics_file import as_json
+from megazero.training.callbacks.metrics import as_json
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.utilization import Utilization
+from megazero.training.callbacks.utilization import Utilization, known_peak_flops, model_flops_per_token, peak_flops
 from megazero.training.record import SampleRange, StepRecord
-from megazero.training.utilization import known_peak_flops, model_flops_per_token, peak_flops
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 

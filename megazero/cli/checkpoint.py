@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from megazero.cli._common import fail, print_table
 
@@ -36,12 +36,11 @@ def _user_errors(status: int = 1) -> Iterator[None]:
         fail(str(error), status)
 
 
-def _checked_dtype(dtype: str | None) -> str | None:
+def _check_dtype(dtype: str | None) -> None:
     from megazero.checkpoint.shards import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype} must be {', '.join(DTYPES)}")
-    return dtype
 
 
 @app.command()
@@ -134,10 +133,8 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
     for line in (*found.only, *(f"{key}: {a!r}, {b!r}" for key, a, b in found.fields)):
         print(line)
     if found.tensors:
-        columns = ("tensor", "kind", "shape and dtype", "elements that differ", "max |a-b|", "of max |b|", "")
-        table = Table(*columns, box=None)
-        for column in table.columns[4:6]:
-            column.justify = "right"
+        right = (Column(name, justify="right") for name in ("max |a-b|", "of max |b|"))
+        table = Table("tensor", "kind", "shape and dtype", "elements that differ", *right, "", box=None)
         for one in found.tensors[:rows]:
             count = f"{one.differing:,} of {one.elements:,}" if one.elements else "not compared"
             cells = one.name, one.kind, one.described, count, f"{one.max_abs:.3g}", f"{one.relative:.3g}"
@@ -167,8 +164,8 @@ def import_(
     from megazero.checkpoint.shards import parse_size
 
     with _user_errors():
-        wish = _checked_dtype(dtype)
-        made = import_model(source, out, dtype=wish, seq_len=seq_len, max_shard_bytes=parse_size(max_shard_size))
+        _check_dtype(dtype)
+        made = import_model(source, out, dtype=dtype, seq_len=seq_len, max_shard_bytes=parse_size(max_shard_size))
     print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
     print(f"(the same text is in {out}/{MODEL_TOML}):\n\n{made.toml}", end="")
 
@@ -185,7 +182,7 @@ def export(
     from megazero.checkpoint.shards import parse_size
 
     with _user_errors():
-        wish = _checked_dtype(dtype)
-        made = export_model(directory, out, dtype=wish, max_shard_bytes=parse_size(max_shard_size))
+        _check_dtype(dtype)
+        made = export_model(directory, out, dtype=dtype, max_shard_bytes=parse_size(max_shard_size))
     files = "1 file" if made.files == 1 else f"{made.files} files"
     print(f"{out}: weights in {made.dtype}, {files}, {made.bytes / 2**20:,.1f} MiB; {made.about_tokenizer}")

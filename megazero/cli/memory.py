@@ -35,7 +35,8 @@ def memory_report(
     from megazero.training.launch import leave_at_once, run_ranks
 
     prints, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
-    varied = {"stages": _words(stages), "precision": _words(precision), "offload": _words(offload)}
+    texts = {"stages": stages, "precision": precision, "offload": offload}
+    varied = {option: [word.strip() for word in text.split(",") if word.strip()] for option, text in texts.items()}
     started = int(world) if world else None
     try:
         for option, count in (("steps", steps), ("iterations", iterations), ("ranks", ranks)):
@@ -56,7 +57,3 @@ def memory_report(
         write_text(out / "memory.json", json.dumps(report.as_json(), indent=1) + "\n")
         write_text(out / "memory.svg", draw_svg(report))
         print(f"every rank's figures: {out / 'memory.json'}   picture: {out / 'memory.svg'}")
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from megazero.cli._common import EXIT_CONFIG, fail, print_table
 
@@ -40,8 +40,7 @@ def show(
     """Prove a pipeline schedule, draw it, and tell its idle time and memory."""
     from megazero.schedules.proof import ScheduleError, program, simulate
     from megazero.schedules.table import write_text
-    from megazero.tools.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_text
-    from megazero.tools.draw_svg import draw_svg
+    from megazero.tools.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_svg, draw_text
 
     try:
         times = _parse_costs(costs)
@@ -77,10 +76,9 @@ def _parse_costs(text: str) -> Costs:
     from megazero.schedules.proof import Costs
 
     try:
-        forward, backward, weight, hop = map(float, text.split(","))
+        forward, _, _, _ = times = [float(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"costs={text} must be four numbers F,B,W,hop, such as 1,1,1,0") from None
-    times = (forward, backward, weight, hop)
     if not all(math.isfinite(time) and time >= 0 for time in times) or not forward:
         raise ValueError(f"costs={text} must be finite, F above 0 and B, W and hop not below 0, such as 1,1,1,0")
     return Costs(*times)
@@ -125,15 +123,13 @@ def _print_comparison(
     from megazero.tools.draw import compare_table, number
 
     chunks = 2 if virtual_stages is None else virtual_stages
-    table = Table("schedule", *("chunks", "makespan", "idle", "bubble", "peak activations"), "", box=None)
-    for column in table.columns[1:6]:
-        column.justify = "right"
-    for row in compare_table(pp, microbatches, chunks, costs, [own] if own else []):
-        if row.figures is None:
-            table.add_row(row.name, str(row.chunks), *"----", row.impossible)
+    numbers = ("chunks", "makespan", "idle", "bubble", "peak activations")
+    table = Table("schedule", *(Column(name, justify="right") for name in numbers), "", box=None)
+    for name, count, found in compare_table(pp, microbatches, chunks, costs, [own] if own else []):
+        if isinstance(found, str):
+            table.add_row(name, str(count), *"----", found)
         else:
-            it = row.figures
-            cells = (number(it.makespan), number(it.idle), f"{it.bubble_fraction:.1%}", number(it.peak_activations))
-            table.add_row(row.name, str(row.chunks), *cells)
+            makespan, idle, bubble, peak = found
+            table.add_row(name, str(count), number(makespan), number(idle), f"{bubble:.1%}", number(peak))
     print(f"\npp {pp}, {microbatches} micro-batches; idle and peak activations of the rank that has most")
     print_table(table)

@@ -78,20 +78,16 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
 
 def _command_to_go_on(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> str:
     """After a stop the same command; after the last step the same number of steps again."""
-    command = "megazero" if shutil.which("megazero") else _called_as()
-    replaced, more = ["checkpoint.resume="], []
-    if not summary.stopped:
-        replaced.append("training.steps=")
-        more = [f"training.steps={summary.step + run.config.training.steps}"]
-    kept = [override for override in overrides if not override.startswith(tuple(replaced))]
+    if shutil.which("megazero"):
+        command = "megazero"
+    elif sys.argv[0].endswith(".py"):
+        command = f"{os.path.relpath(sys.executable)} -m megazero.cli"
+    else:
+        command = os.path.relpath(sys.argv[0])
+    more = [] if summary.stopped else [f"training.steps={summary.step + run.config.training.steps}"]
+    replaced = ("checkpoint.resume=",) if summary.stopped else ("checkpoint.resume=", "training.steps=")
+    kept = [override for override in overrides if not override.startswith(replaced)]
     return f"{command} train {shlex.join([str(config), *kept, *more])}"
-
-
-def _called_as() -> str:
-    """The path of `megazero`, or the interpreter with `-m megazero.cli`."""
-    if sys.argv[0].endswith(".py"):
-        return f"{os.path.relpath(sys.executable)} -m megazero.cli"
-    return os.path.relpath(sys.argv[0])
 
 
 def _report_failure(run: ResolvedRun) -> None:

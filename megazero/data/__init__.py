@@ -2,7 +2,7 @@
 
     text files --tokenize--> .bin/.idx --open_corpus--> Corpus.train.batch(global sample indices)
 
-Needs numpy, not torch.  What is slow to import (tokenizers, filelock, process pools) is imported where it is used.
+Needs numpy, not torch.  What is slow to import is imported where it is used.
 """
 
 from megazero.data.corpus import Corpus, open_corpus

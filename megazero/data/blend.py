@@ -31,16 +31,10 @@ class Blend:
     Args:
         weights: a positive number for each source; their sum does not matter. Decimals are taken as written
             (0.1 is one tenth); ratios finer than 2**-30 are rounded.
-
-    Attributes:
-        weights: the integers that stand for the weights.
-
-    Raises:
-        ValueError: no sources, or a weight that is not positive and finite.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.weights = _integer_weights(weights)
+        self.weights = _integer_weights(weights)  # integers that stand for them
 
     def locate(self, indices: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(source, index within source) of global samples [n]; within a source they count 0, 1, 2, ... with no gap."""

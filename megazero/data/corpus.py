@@ -55,7 +55,6 @@ def open_corpus(
         sources: (source, weight) pairs; a source is "python-stdlib" or the prefix of a `.bin`/`.idx` pair.
         tokenizer, eod_token: arguments of `load_tokenizer`.
         seq_len: tokens that a sample predicts.
-        seed: chooses the order of the samples.
         validation_fraction: part of each source's windows, the last ones, that is held out; 0 for none.
         cache_dir: a directory of this node for "python-stdlib".
         vocab_size: rows of the model's embedding.

@@ -4,9 +4,8 @@
     prefix.idx   "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | sequences u64 | document indices u64
                  | sizes int32[sequences] | pointers int64[sequences] | document indices int64[documents + 1]
 
-A size counts tokens, a pointer counts bytes, a document index counts sequences (the first is 0, the last is the
-number of sequences).  All numbers are little-endian.  Our `writer` makes every document one sequence; other files may
-have several sequences per document, and multimodal ones end with a byte per sequence, which is not read.
+A size counts tokens, a pointer bytes, a document index sequences (the last is their number); all are little-endian.
+Our `writer` makes every document one sequence.  Multimodal files end with a byte per sequence, which is not read.
 
 Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, `_IndexReader`).
 """
@@ -35,10 +34,7 @@ def pair_paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 class IndexedDataset:
-    """The sequences of one `.bin`/`.idx` pair, read through a memory map.
-
-    Args:
-        prefix: path of the pair without `.bin` or `.idx`.
+    """The sequences of one `.bin`/`.idx` pair, read through a memory map; `prefix` is its path without `.bin` or `.idx`.
 
     Attributes:
         dtype: of the stored ids.
@@ -58,7 +54,10 @@ class IndexedDataset:
         bin_path, idx_path = pair_paths(prefix)
         for path in (bin_path, idx_path):
             if not path.is_file():
-                raise FileNotFoundError(_missing(self.prefix, path))
+                named = self.prefix.endswith((".bin", ".idx"))
+                hint = f"; name it by its prefix, {self.prefix[:-4]}" if named else ""
+                rule = f"a token source is a pair {self.prefix}.bin and {self.prefix}.idx"
+                raise FileNotFoundError(f"no {path}: {rule}{hint}")
         self.dtype, self.sizes, self._pointers, self.document_indices = _read_index(idx_path)
         # Where the last sequence ends.
         expected = int(self._pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
@@ -82,13 +81,6 @@ class IndexedDataset:
             raise IndexError(f"sequence {i} of {self.prefix}, which has {len(self):,}")
         start = int(self._pointers[i]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sizes[i])]
-
-
-def _missing(prefix: str, path: Path) -> str:
-    message = f"no {path}: a token source is a pair {prefix}.bin and {prefix}.idx"
-    if prefix.endswith((".bin", ".idx")):
-        message += f"; name it by its prefix, {prefix[:-4]}"
-    return message
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:

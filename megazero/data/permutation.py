@@ -3,12 +3,10 @@
     index = [ high | low ]          high ^= F(low), low ^= F(high), high ^= ...   one half at a time,
               a bits  b bits        so every round can be undone and the whole is a bijection on [0, 2^(a+b))
 
-Cycle walking brings it to any size: apply it again until the value is below `size`. As 2^(a+b) < 2 * size, that takes
-fewer than two rounds on average. F must carry differences down as well as up: the product of two integers moves them
-only towards the high bits, so F shifts right between its multiplications.
+Cycle walking brings it to any size: apply it again until the value is below `size`, fewer than twice on average. A product
+moves differences only towards the high bits, so F shifts right between its multiplications.
 
-Source: Luby and Rackoff 1988 (Feistel networks as permutations); Black and Rogaway 2002 (cycle walking); Steele, Lea
-and Flood 2014 (the mixer of SplitMix64).
+Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002 (cycle walking); Steele et al. 2014 (SplitMix64).
 """
 
 from collections.abc import Sequence
@@ -22,15 +20,7 @@ _ROUNDS: Final = 8  # four for each half
 
 
 class Permutation:
-    """A keyed bijection on [0, size), evaluated at any positions.
-
-    Args:
-        size: number of elements, at least 1.
-        key: integers; another key is another permutation.
-
-    Raises:
-        ValueError: `size` is below 1.
-    """
+    """A keyed bijection on [0, size), evaluated at any positions; another key is another permutation."""
 
     def __init__(self, size: int, key: Sequence[int]) -> None:
         if size < 1:

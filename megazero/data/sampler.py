@@ -8,8 +8,7 @@
     window 0  [t0 t1 t2 t3 t4]                      seq_len + 1 tokens: inputs t0..t3, targets t1..t4
     window 1              [t4 t5 t6 t7 t8]          stride seq_len: every target is predicted once in an epoch
 
-There is no state and no rank: a resumed run, or one on another cluster shape, asks for the same indices and gets the same
-tokens.  Validation takes the last windows of each source and reads them in order, each once.
+There is no state and no rank: a resumed run, on any cluster shape, asks for the same indices and gets the same tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -36,11 +35,7 @@ class Windows:
 
     @classmethod
     def over(cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source") -> "Windows":
-        """All windows of a stream, which an error calls `name`.
-
-        Raises:
-            ValueError: the stream is shorter than one sample.
-        """
+        """All windows of a stream, which an error calls `name`.  Raises: ValueError for fewer than one sample."""
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
         count = (len(tokens) - 1) // seq_len
@@ -63,9 +58,7 @@ def split(
     """(training, validation): the last `validation_fraction` of a source's windows, rounded down, validate.
 
     No target token is on both sides. A fraction of 0 means no validation; it is taken as the decimal that it is written as.
-
-    Raises:
-        ValueError: the fraction is outside [0, 1), or one side would be empty.
+    Raises: ValueError where it is outside [0, 1), or one side would be empty.
     """
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction={validation_fraction} must be at least 0 and below 1")
@@ -85,7 +78,7 @@ def split(
     return replace(windows, count=kept), replace(windows, first=windows.first + kept, count=held_out)
 
 
-class _Stream(ABC):
+class Stream(ABC):
     """Samples by index over several sources; subclasses say which window an index stands for."""
 
     def __init__(self, sources: Sequence[Windows]) -> None:
@@ -98,14 +91,10 @@ class _Stream(ABC):
 
     @abstractmethod
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(source, window within it) of sample indices [n].
-
-        Raises:
-            IndexError: an index outside the range that the class names.
-        """
+        """(source, window within it) of sample indices [n].  Raises: IndexError outside the range of the class."""
 
     def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
-        """The samples of indices [n]: int64 [n, seq_len + 1].  Errors as `locate`."""
+        """The samples of indices [n]: int64 [n, seq_len + 1].  Raises: IndexError."""
         source, window = self.locate(indices)
         samples = np.empty((len(source), self.seq_len + 1), np.int64)
         for row, number, position in zip(samples, source.tolist(), window.tolist(), strict=True):
@@ -113,13 +102,8 @@ class _Stream(ABC):
         return samples
 
 
-class SampleStream(_Stream):
+class SampleStream(Stream):
     """Training samples without end, for indices from 0: sources blended by weight, each shuffled anew in each of its epochs.
-
-    Weights as for `Blend`; the sources have one seq_len, and the seed chooses the order.
-
-    Raises:
-        ValueError: no sources, sources of different seq_len, or weights that do not match them.
 
     Source: Megatron-LM blends by greedy error minimisation with a table for each run; here the same bound comes from
     arithmetic (see `Blend`, `Permutation`).
@@ -132,27 +116,20 @@ class SampleStream(_Stream):
         self._blend, self._seed = Blend(weights), seed
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `_Stream.locate`."""
         source, window = self._blend.locate(_sample_indices(indices))
         for number, rows in _rows_by(source):
-            window[rows] = self._shuffled(number, window[rows])
+            count = self._sources[number].count
+            epoch, position = np.divmod(window[rows], count)
+            for shuffle, now in _rows_by(epoch):
+                position[now] = Permutation(count, (self._seed, number, shuffle))(position[now])
+            window[rows] = position
         return source, window
 
-    def _shuffled(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        count = self._sources[source].count
-        epoch, position = np.divmod(index, count)
-        for number, rows in _rows_by(epoch):
-            position[rows] = Permutation(count, (self._seed, source, number))(position[rows])
-        return position
 
-
-class ValidationStream(_Stream):
+class ValidationStream(Stream):
     """Validation samples for indices in [0, len): each window of each source exactly once, in order.
 
-    The sources, of one seq_len, are interleaved by their size, so the first samples represent all of them fairly.
-
-    Raises:
-        ValueError: no sources, or sources of different seq_len.
+    The sources are interleaved by their size, so the first samples represent all of them fairly.
     """
 
     def __init__(self, sources: Sequence[Windows]) -> None:
@@ -163,7 +140,6 @@ class ValidationStream(_Stream):
         return self.num_windows
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `_Stream.locate`."""
         checked = _sample_indices(indices)
         if checked.size and int(checked.max()) >= len(self):
             raise IndexError(f"validation sample {checked.max()} of {len(self):,}")

@@ -21,9 +21,6 @@ def stdlib_files() -> list[Path]:
     """The `.py` sources of the standard library, sorted by their path within it.
 
     Left out: installed packages, test suites, and `_sysconfigdata*`, which differs from build to build.
-
-    Raises:
-        FileNotFoundError: this interpreter has no sources on disk.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = []
@@ -41,11 +38,8 @@ def build_python_stdlib(
 ) -> Path:
     """The prefix of the tokenized standard library, which is built if it is not in `cache_dir` yet.
 
-    Any number of processes of a node may call it at once: one builds, the others wait for it.  Files that are not UTF-8
-    are left out.  The pair's name holds the Python version and the tokenizer's fingerprint.
-
-    Raises:
-        TimeoutError: another process has held the lock for ten minutes.
+    Any number of processes of a node may call it at once: one builds, the others wait up to ten minutes.  Files that are
+    not UTF-8 are left out.  The pair's name holds the Python version and the tokenizer's fingerprint.
     """
     from filelock import FileLock, Timeout
 

@@ -15,9 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,10 @@ _PIECE_BYTES: Final = 4 << 20
 _PENDING_PER_WORKER: Final = 4  # bounds memory if the first piece is slow
 
 
-@dataclass(frozen=True)
-class TokenizeSummary:
+_Tokenized: TypeAlias = tuple[NDArray[Any], list[int]]  # documents end to end, and the tokens of each
+
+
+class TokenizeSummary(NamedTuple):
     """What `tokenize_files` wrote: documents, tokens (end-of-document ids included), input bytes, wall seconds."""
 
     documents: int
@@ -39,20 +40,12 @@ class TokenizeSummary:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of one input file that one worker reads: bytes `start` to `stop`."""
 
     path: str
     start: int
     stop: int
-
-
-@dataclass(frozen=True)
-class _Tokenized:
-    piece: Piece
-    ids: NDArray[Any]  # documents end to end
-    lengths: NDArray[np.int64]  # tokens of each document
 
 
 def tokenize_files(
@@ -92,12 +85,12 @@ def tokenize_files(
     )
     documents = tokens = bytes_done = 0
     with closing(_in_order(work, pieces, workers)) as results, IndexedWriter(out_prefix, dtype) as writer:
-        for result in results:
-            for document in np.split(result.ids, np.cumsum(result.lengths)[:-1]) if len(result.lengths) else ():
+        for piece, (ids, lengths) in zip(pieces, results, strict=True):
+            for document in np.split(ids, np.cumsum(lengths)[:-1]) if lengths else ():
                 writer.add_document(document)
-            documents += len(result.lengths)
-            tokens += len(result.ids)
-            bytes_done += result.piece.stop - result.piece.start
+            documents += len(lengths)
+            tokens += len(ids)
+            bytes_done += piece.stop - piece.start
             if on_progress is not None:
                 on_progress(bytes_done, bytes_total)
         if not documents:
@@ -106,11 +99,7 @@ def tokenize_files(
 
 
 def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files of `inputs`; a directory stands for its files in sorted order.
-
-    Raises:
-        FileNotFoundError: an input does not exist, or there is no file at all.
-    """
+    """The files of `inputs`; a directory stands for its files in sorted order.  Raises: FileNotFoundError."""
     files: list[Path] = []
     for entry in map(Path, inputs):
         if entry.is_dir():
@@ -172,32 +161,22 @@ _tokenizer_of_process = functools.cache(load_tokenizer)
 def _tokenize_piece(piece: Piece, tokenizer: str, eod_token: str | None, jsonl_key: str, dtype: str) -> _Tokenized:
     encoder = _tokenizer_of_process(tokenizer, eod_token)
     end = np.array([encoder.eod_id], np.int32)
-    parts: list[NDArray[np.int32]] = []
+    parts: list[NDArray[np.int32]] = [end[:0]]
     lengths: list[int] = []
-    for where, text in _documents(piece, jsonl_key):
-        if not text:
-            continue
+    key = jsonl_key if piece.path.endswith(".jsonl") else None
+    for offset, content in [(0, Path(piece.path).read_bytes())] if key is None else _lines(piece):
         try:
+            text = _text_of(content, key)
+            if not text:
+                continue
             ids = encoder.encode(text)
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            raise ValueError(f"{where()}: text that UTF-8 cannot hold: {error}") from None
+            raise ValueError(f"{_where(piece, offset)}: text that UTF-8 cannot hold: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{_where(piece, offset)}: {error}") from error
         parts += [ids, end]
         lengths.append(len(ids) + 1)
-    flat = np.concatenate(parts) if parts else np.empty(0, np.int32)
-    return _Tokenized(piece, flat.astype(dtype), np.array(lengths, np.int64))
-
-
-def _documents(piece: Piece, jsonl_key: str) -> Iterator[tuple[Callable[[], str], str]]:
-    """(where, text) of each document of a piece; `where` is called only for an error."""
-    if piece.path.endswith(".jsonl"):
-        for offset, line in _lines(piece):
-            where = functools.partial(_line_name, piece.path, offset)
-            yield where, _text_of_line(line, jsonl_key, where)
-        return
-    try:
-        yield lambda: piece.path, Path(piece.path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{piece.path}: not a UTF-8 text file: {error}") from None
+    return np.concatenate(parts).astype(dtype), lengths
 
 
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
@@ -212,21 +191,30 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
                 yield offset, line
 
 
-def _line_name(path: str, offset: int) -> str:
-    with open(path, "rb") as file:
+def _where(piece: Piece, offset: int) -> str:
+    """The name of a document in errors."""
+    if not piece.path.endswith(".jsonl"):
+        return piece.path
+    with open(piece.path, "rb") as file:
         lines_before = file.read(offset).count(b"\n")
-    return f"{path}:{lines_before + 1}"
+    return f"{piece.path}:{lines_before + 1}"
 
 
-def _text_of_line(line: bytes, key: str, where: Callable[[], str]) -> str:
+def _text_of(content: bytes, key: str | None) -> str:
+    """The text of a line of JSON, in its field `key`, or of a whole file without a key."""
+    if key is None:
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not a UTF-8 text file: {error}") from None
     try:
-        record = json.loads(line)
+        record = json.loads(content)
     except ValueError as error:  # also covers bytes that are no UTF-8
-        raise ValueError(f"{where()}: not a line of JSON: {error}") from None
+        raise ValueError(f"not a line of JSON: {error}") from None
     if not isinstance(record, dict) or key not in record:
         found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise ValueError(f"{where()}: no {key!r} in it, found {found}; name the field with jsonl_key")
+        raise ValueError(f"no {key!r} in it, found {found}; name the field with jsonl_key")
     text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f"{where()}: {key!r} must be a string, found a {type(text).__name__}")
+        raise ValueError(f"{key!r} must be a string, found a {type(text).__name__}")
     return text

@@ -3,8 +3,7 @@
     "byte"                  ByteTokenizer   UTF-8 bytes 0..255 and an end-of-document id 256; needs no file
     path/to/tokenizer.json  FileTokenizer   any fast Hugging Face tokenizer
 
-A tokenizer is passed by its name, never as an object: each process calls `load_tokenizer` for itself.  `fingerprint`
-names the meaning of the ids, so that data made by one tokenizer is never taken for that of another.
+A tokenizer is passed by its name: each process calls `load_tokenizer` for itself.
 """
 
 from pathlib import Path
@@ -40,7 +39,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A short name for the meaning of the ids, fit for a file name."""
+        """A file name for the meaning of the ids: data of one tokenizer is never taken for that of another."""
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """The ids of `text`, int32 [length], with no special token added at either end."""
@@ -57,27 +56,20 @@ class ByteTokenizer:
     fingerprint: Final = "byte"
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The UTF-8 bytes of `text`: int32 [bytes].  Raises: UnicodeEncodeError for half of a surrogate pair."""
+        """As the protocol.  Raises: UnicodeEncodeError for half of a surrogate pair."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of byte ids [length]; other ids are left out and bytes that are not UTF-8 become U+FFFD."""
+        """As the protocol; bytes that are not UTF-8 become U+FFFD."""
         array = np.asarray(ids, np.int64)
         return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizers` JSON file.
+    """A Hugging Face `tokenizers` JSON file; arguments as for `load_tokenizer`.
 
     The file's truncation and padding are switched off: a document keeps its length.  As in that library, the text of a
     special token inside a document becomes the special token.
-
-    Args:
-        path: the `tokenizer.json`.
-        eod_token: the token that ends a document; None looks for the usual ones (`END_OF_DOCUMENT_TOKENS`).
-
-    Raises:
-        ValueError: not a tokenizer file, or no end-of-document token in it.
 
     Source: https://huggingface.co/docs/tokenizers
     """
@@ -105,11 +97,9 @@ class FileTokenizer:
         self.fingerprint = xxhash.xxh3_64_hexdigest(content + b"\0" + name.encode())
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The ids of `text`: int32 [length]."""
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of ids [length], special tokens left out."""
         return str(self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
 
@@ -118,11 +108,11 @@ def load_tokenizer(name: str | Path, eod_token: str | None = None) -> Tokenizer:
 
     Args:
         name: "byte", a `tokenizer.json`, or a directory that holds one.
-        eod_token: the token that ends a document in a tokenizer file; None looks for the usual ones.
+        eod_token: the token that ends a document in a tokenizer file; None looks for `END_OF_DOCUMENT_TOKENS`.
 
     Raises:
         FileNotFoundError: neither "byte" nor a file that exists.
-        ValueError: see `FileTokenizer`; or `eod_token` was named for "byte".
+        ValueError: not a tokenizer file, no end-of-document token in it, or `eod_token` was named for "byte".
     """
     if str(name) == "byte":
         if eod_token is not None:

@@ -30,15 +30,12 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 class IndexedWriter:
     """Writes a `.bin`/`.idx` pair, document by document; a context manager.
 
-    The files grow under `.partial` names. Leaving the block renames them into place; leaving it by an exception
-    removes them. A process that is killed leaves at most `.partial` files, which the next writer overwrites.
+    Leaving the block renames the files into place; leaving it by an exception removes them. A process that is killed
+    leaves at most `.partial` files, which the next writer overwrites.
 
     Args:
         prefix: path of the pair without `.bin` or `.idx`; its directory is made when missing.
         dtype: integer dtype of the stored ids (see `token_dtype`).
-
-    Raises:
-        ValueError: the format has no code for `dtype`.
 
     Source: Megatron-LM, indexed_dataset.py (`IndexedDatasetBuilder`).
     """
@@ -59,12 +56,7 @@ class IndexedWriter:
         return self
 
     def add_document(self, tokens: NDArray[Any]) -> None:
-        """Append one document, [length] integer ids.
-
-        Raises:
-            ValueError: not one row of integers, an id that `dtype` cannot hold, or more than 2**31 - 1 tokens.
-            RuntimeError: called outside the `with` block.
-        """
+        """Append one document, [length] integer ids that `dtype` can hold, at most 2**31 - 1.  Raises: ValueError."""
         if self._bin is None:
             raise RuntimeError("add_document belongs inside the writer's `with` block")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":

@@ -53,15 +53,9 @@ class Comparison:
 
 
 def compare(a: Location, b: Location, *, rtol: float = 0.0, atol: float = 0.0) -> Comparison:
-    """Compare two complete step directories.
+    """Compare two complete step directories.  Raises: CheckpointError for one that cannot be read.
 
-    Args:
-        a, b: step directories, or their URLs.
-        rtol, atol: elements are close if |a - b| <= atol + rtol * |b|.  With either, dtypes may differ; with neither,
-            every bit counts.
-
-    Raises:
-        CheckpointError: one is not complete or cannot be read.
+    Elements are close if |a - b| <= atol + rtol * |b|.  With either, dtypes may differ; with neither, every bit counts.
     """
     with reading(a) as one, reading(b) as other:
         return _compare((one, other), rtol, atol)

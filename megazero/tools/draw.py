@@ -1,38 +1,38 @@
-"""Pictures of a pipeline's timeline.  They need only (rank, action) -> (start, end), measured or simulated.
+"""Pictures of a pipeline's timeline: of spans (rank, action) -> (start, end), measured or simulated.
 
     draw_text       rank 0 F0F1..B0==B1==       a terminal's columns as time; dots are idle time
                     rank 1 ..F0B0==F1B1==
                     time   |0   |2   |4
-    chrome_trace    the same for chrome://tracing and ui.perfetto.dev
-    compare_table   what every schedule costs for the same numbers
-    draw_refused    the actions around the one that a schedule was refused for
+    draw_svg, chrome_trace, compare_table, draw_refused
 
 Times count from 0.  Activations are counted in micro-batches on all chunks of a rank: one of v chunks holds 1/v.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from math import ceil
+from statistics import median
 from textwrap import wrap
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, simulate
 from megazero.schedules.registry import SCHEDULES
-from megazero.tools.svg import ticks
-
-Span: TypeAlias = tuple[float, float, Action]  # start, end, what ran
+from megazero.tools.svg import MARGIN, document, legend, rect, text, ticks
 
 MIN_WIDTH = 40
 _FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "~"}
-_SHADES = {
+_SHADES = {  # of 256 colours
     ActionKind.FORWARD: (153, 74, 25),
     ActionKind.BACKWARD: (157, 71, 28),
     ActionKind.WEIGHT: (223, 179, 130),
-}  # of 256 colours
+}
+_FILL_RGB = {ActionKind.FORWARD: 0xCFE3F8, ActionKind.BACKWARD: 0xD5EDD3, ActionKind.WEIGHT: 0xFBE3C0}
+_EDGE_RGB = {ActionKind.FORWARD: 0x5B92C9, ActionKind.BACKWARD: 0x5F9E5A, ActionKind.WEIGHT: 0xC98F35}
+_IDLE = 'class="idle"'
+_LEFT, _TOP, _ROW, _GAP, _DIGIT = MARGIN + 54, 50, 24, 5, 7  # pixels
 
 
 def number(value: float) -> str:
@@ -40,8 +40,7 @@ def number(value: float) -> str:
     return f"{round(value, 3) + 0.0:.3f}".rstrip("0").rstrip(".")
 
 
-def title(timeline: Timeline) -> str:
-    """The schedule, its numbers, its makespan and its bubble, in one line."""
+def _title(timeline: Timeline) -> str:
     schedule = timeline.schedule
     chunks = f", {schedule.chunks} chunks per rank" if schedule.chunks > 1 else ""
     plural = "es" if schedule.microbatches > 1 else ""
@@ -51,7 +50,7 @@ def title(timeline: Timeline) -> str:
     )
 
 
-def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
+def _kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
     """The kinds of action in a schedule, with their meaning."""
     kinds = {ActionKind.FORWARD: "forward"}
     if schedule.splits_backward:
@@ -59,9 +58,9 @@ def kinds_of(schedule: Schedule) -> dict[ActionKind, str]:
     return kinds | ({ActionKind.BACKWARD: "backward"} if schedule.has_backward else {})
 
 
-def spans_of_ranks(timeline: Timeline) -> list[list[Span]]:
-    """The spans of each rank, in order of time."""
-    rows: list[list[Span]] = [[] for _ in range(timeline.schedule.pp)]
+def _spans_of_ranks(timeline: Timeline) -> list[list[tuple[float, float, Action]]]:
+    """(start, end, action) of each rank, in order of time."""
+    rows: list[list[tuple[float, float, Action]]] = [[] for _ in range(timeline.schedule.pp)]
     for (rank, action), (start, end) in timeline.spans.items():
         rows[rank].append((start, end, action))
     return [sorted(row, key=lambda span: span[:2]) for row in rows]
@@ -74,7 +73,6 @@ def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
     """A row of cells per rank, a scale, a legend, and what each rank does and holds.
 
     Args:
-        timeline: what to draw.
         width: columns that the rows and the scale fill, `MIN_WIDTH` or more; no line is longer.
         colour: use a terminal's 256 colours; without them the text is ASCII, apart from the schedule's name.
     """
@@ -89,8 +87,8 @@ def draw_text(timeline: Timeline, width: int, colour: bool) -> str:
     def column(time: float) -> int:
         return min(ceil(time * per_time - 0.5), columns)  # the first one whose middle is not before `time`
 
-    lines = wrap(title(timeline), width)
-    for rank, spans in enumerate(spans_of_ranks(timeline)):
+    lines = wrap(_title(timeline), width)
+    for rank, spans in enumerate(_spans_of_ranks(timeline)):
         row, at = f"rank {rank}".ljust(margin), 0
         for start, end, action in spans:
             first = max(column(start), at)
@@ -150,7 +148,7 @@ def _scale(makespan: float, column: Callable[[float], int], columns: int) -> str
 def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: int) -> list[str]:
     """Sample cells with their meaning, as many in a line as fit."""
     chunks = schedule.chunks
-    entries = [(cell(Action(kind, 0), 3, chunks), meaning) for kind, meaning in kinds_of(schedule).items()]
+    entries = [(cell(Action(kind, 0), 3, chunks), meaning) for kind, meaning in _kinds_of(schedule).items()]
     if chunks > 1:
         entries.append((cell(Action(ActionKind.FORWARD, 0, 1), 3, 2), "chunk 1" if chunks == 2 else "chunks from 1 on"))
     entries.append(("...", "idle"))
@@ -167,15 +165,65 @@ def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: 
     return lines
 
 
+# ---- picture
+
+
+def draw_svg(timeline: Timeline) -> str:
+    """The text of an SVG file on a light ground, for a paper.
+
+    Each action is one `<rect class="cell">` in the group of its rank; its `<title>` names the action and its times.
+    """
+    schedule, makespan, chunks = timeline.schedule, timeline.makespan, timeline.schedule.chunks
+    typical = median(end - start for start, end in timeline.spans.values()) or makespan
+    wide = min(max(24 * makespan / typical, 720.0), 1600.0)
+    per_time = wide / makespan
+    body = []
+    for rank, spans in enumerate(_spans_of_ranks(timeline)):
+        y = _TOP + rank * (_ROW + _GAP)
+        body += ["<g>", text(MARGIN, y + 16, f"rank {rank}"), rect(_LEFT, y, wide, _ROW, _IDLE)]
+        for start, end, action in spans:
+            x, width, label = _LEFT + start * per_time, (end - start) * per_time, str(action.microbatch)
+            paint = f'class="cell" {_paint(action.kind, action.chunk, chunks)}'
+            body.append(rect(x, y, width, _ROW, paint, f"{action}: {number(start)} to {number(end)}"))
+            if len(label) * _DIGIT + 2 <= width:
+                body.append(text(x + width / 2, y + 16, label, "mid"))
+        body.append("</g>")
+    bottom = _TOP + schedule.pp * (_ROW + _GAP)
+    of_chunks = f", chunk 0{' and ' if chunks == 2 else ' to '}{chunks - 1}" if chunks > 1 else ""
+    colours = [
+        ([_paint(kind, chunk, chunks) for chunk in range(chunks)], meaning + of_chunks)
+        for kind, meaning in _kinds_of(schedule).items()
+    ]
+    samples, end_of_samples = legend(_LEFT, bottom + 42, [*colours, ([_IDLE], "idle")])
+    width = max(_LEFT + wide, end_of_samples, MARGIN + 7.6 * len(_title(timeline))) + MARGIN
+    return document(width, bottom + 74, _title(timeline), [*body, *_time_axis(makespan, bottom, per_time), *samples])
+
+
+def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
+    """Fill and stroke of a cell; the higher the chunk, the nearer its fill is to the stroke."""
+    share = 0.75 * chunk / max(chunks - 1, 1)
+    fill = 0
+    for shift in (16, 8, 0):
+        light, dark = _FILL_RGB[kind] >> shift & 255, _EDGE_RGB[kind] >> shift & 255
+        fill |= round(light + (dark - light) * share) << shift
+    return f'fill="#{fill:06x}" stroke="#{_EDGE_RGB[kind]:06x}" stroke-width="0.8"'
+
+
+def _time_axis(makespan: float, y: int, per_time: float) -> Iterator[str]:
+    yield text(MARGIN, y + 18, "time", "small")
+    yield f'<path class="line" d="M{_LEFT} {y + 2}h{makespan * per_time:.2f}"/>'
+    for tick in ticks(makespan, makespan * per_time / 60):
+        x = _LEFT + tick * per_time
+        yield f'<path class="line" d="M{x:.2f} {y + 2}v4"/>' + text(x, y + 18, number(tick), "small mid")
+
+
 # ---- trace
 
 
 def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
     """The trace event format of chrome://tracing and ui.perfetto.dev: a thread per rank, a complete event per action.
 
-    Args:
-        timeline: what to trace.
-        unit_us: microseconds of one unit of the timeline.
+    `unit_us` is one unit of the timeline in microseconds.
     """
     events: list[dict[str, Any]] = []
 
@@ -183,7 +231,7 @@ def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
         events.append({"name": name, "ph": ph, "pid": 0, "tid": rank, "args": args, **more})
 
     add("M", 0, "process_name", {"name": timeline.schedule.name})
-    for rank, spans in enumerate(spans_of_ranks(timeline)):
+    for rank, spans in enumerate(_spans_of_ranks(timeline)):
         add("M", rank, "thread_name", {"name": f"rank {rank}"})
         add("M", rank, "thread_sort_index", {"sort_index": rank})
         for start, end, action in spans:
@@ -196,8 +244,7 @@ def chrome_trace(timeline: Timeline, unit_us: float = 1000.0) -> dict[str, Any]:
 # ---- comparison
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """What a schedule costs; idle time and peak activations are those of the rank that has most."""
 
     makespan: float
@@ -206,40 +253,30 @@ class Figures:
     peak_activations: float
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A row of `compare_table`; `figures` is None if the schedule is impossible for these numbers."""
-
-    name: str
-    chunks: int
-    figures: Figures | None
-    impossible: str = ""  # why
-
-
 def compare_table(
     pp: int, microbatches: int, virtual_stages: int = 1, costs: Costs | None = None, own: Iterable[Schedule] = ()
-) -> tuple[Compared, ...]:
-    """What every named schedule costs for the same numbers, then the user's own schedules.
+) -> list[tuple[str, int, Figures | str]]:
+    """(name, chunks, figures) of every named schedule, then of the user's own.
 
-    `virtual_stages` are the chunks per rank of schedules that do not fix their number.
+    In place of figures stands why a schedule is impossible for these numbers.  `virtual_stages` are the chunks per rank
+    of schedules that do not fix their number.
     """
-    rows = []
+    rows: list[tuple[str, int, Figures | str]] = []
     for name in SCHEDULES:
         kind = SCHEDULES[name]
         chunks = kind.chunks or virtual_stages
         try:
-            rows.append(_compared(kind.build(pp, microbatches, chunks), costs))
+            rows.append((name, chunks, _figures(kind.build(pp, microbatches, chunks), costs)))
         except ValueError as error:
-            rows.append(Compared(name, chunks, None, str(error)))
-    return (*rows, *(_compared(schedule, costs) for schedule in own))
+            rows.append((name, chunks, str(error)))
+    return [*rows, *((schedule.name, schedule.chunks, _figures(schedule, costs)) for schedule in own)]
 
 
-def _compared(schedule: Schedule, costs: Costs | None) -> Compared:
+def _figures(schedule: Schedule, costs: Costs | None) -> Figures:
     timeline, ranks = simulate(schedule, costs), range(schedule.pp)
     idle = max(timeline.idle(rank) for rank in ranks)
     peak = max(peak_activations(schedule, rank) for rank in ranks) / schedule.chunks
-    figures = Figures(timeline.makespan, idle, timeline.bubble_fraction, peak)
-    return Compared(schedule.name, schedule.chunks, figures)
+    return Figures(timeline.makespan, idle, timeline.bubble_fraction, peak)
 
 
 # ---- refused schedules
@@ -248,9 +285,8 @@ def _compared(schedule: Schedule, costs: Costs | None) -> Compared:
 def draw_refused(schedule: Schedule, error: ScheduleError) -> str:
     """The actions around the one that a schedule was refused for, in ASCII; empty if the error names none.
 
-    The action is marked >F3<, the one that it depends on (F3).  Those two ranks are centred on these actions, the others
-    on the same index of their list.  Of more than eight ranks only the near ones are shown.  Anything may be wrong with
-    the schedule: the action may even be missing from the rank's list.
+    The action is marked >F3<, the one that it depends on (F3); those two ranks are centred on them, the others on the same
+    index of their list.  Of more than eight ranks only the near ones are shown.  The action may be missing from its list.
     """
     rank, action = error.rank, error.action
     if rank is None or action is None:

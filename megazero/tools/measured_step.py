@@ -1,14 +1,12 @@
-"""Memory, traffic and time of one engine's step, measured on this rank.
+"""Memory, traffic and time of one engine's step on random tokens: neither memory nor traffic depends on them.
 
-The tokens are random: neither memory nor traffic depends on them.  Memory is what the allocator counts, at marks of a step;
-a new start forgets the step before.
+Memory is what the allocator counts, at marks of a step; a new start forgets the step before.
 
     start ... forward ... forward ... backward ... step
              |--- the largest of them ---|
 
-CUDA's allocator knows how much is allocated.  The CPU's does not, but it reports every allocation and release to torch's
-profiler: their sum up to a mark is what was live there.  Only what the measuring thread allocates inside the context is
-counted, so enter it before the engine is built.
+CUDA's allocator knows how much is allocated.  The CPU's reports every allocation and release to torch's profiler: their sum
+up to a mark is what was live.  Only what this thread allocates inside the context is counted: enter it before building.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ STATE_KINDS = ("parameters", "gradients", "optimizer")
 _OVERFLOWS = 30  # that fp16 may have before its first step
 _LR = 1e-4
 _MARK = "megazero: "
-_QUIET = "9"  # above every level of the profiler's own messages
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,7 @@ class RankFigures:
     distinct: int  # those of them that no other rank of tp or pp counts
     padding: int  # further elements of the flat buffers
     offloaded: int  # parameters whose optimizer state is off the device
-    counted: dict[
-        str, dict[str, int]
-    ]  # bytes of model state and of ZeRO's buffers by point and kind, as the engine says
+    counted: dict[str, dict[str, int]]  # bytes of model state and ZeRO's buffers by point and kind, as the engine says
     live: dict[str, int]  # bytes of all live tensors, by point
     peak: int  # most bytes of live tensors within the step
     sent: dict[str, dict[str, int]]  # bytes sent in the step, by axis and collective
@@ -77,8 +72,7 @@ class RankFigures:
 def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations: int) -> RankFigures:
     """Build an engine, measure its step number `steps`, and time as many `iterations` after it.  Called on every rank.
 
-    Raises:
-        LossScaleError: fp16 overflowed in every step.
+    Raises: LossScaleError where fp16 overflowed in every step.
     """
     gc.collect()
     with live_memory(state.device) as live:
@@ -96,7 +90,11 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
     for (axis, operation), count in sorted(state.traffic.sent_bytes.items()):
         if count:
             sent.setdefault(axis, {})[operation] = count
-    seconds = _timed(engine, batches, iterations)
+    engine.train_step(batches, _LR)  # the first step after measuring also cleans up
+    start = _synchronized(state)
+    for _ in range(iterations):
+        engine.train_step(batches, _LR)
+    seconds = _synchronized(state) - start
     buckets = engine.sharded_model.parameters.buckets
     figures = RankFigures(
         elements=sum(bucket.layout.numel for bucket in buckets),
@@ -138,7 +136,7 @@ def _distinct(bucket: Bucket, tp_rank: int) -> int:
 def _watched_step(
     engine: Engine, batches: list[MicroBatch], mark: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], bool]:
-    """One step, marked at its points; bytes by point and kind as the engine counts them, and whether weights changed."""
+    """Bytes by point and kind of one step, as the engine counts them, and whether weights changed."""
     counted: dict[str, dict[str, int]] = {}
     running: list[Action] = []
 
@@ -168,15 +166,6 @@ def _watched_step(
     return counted, updated
 
 
-def _timed(engine: Engine, batches: list[MicroBatch], iterations: int) -> float:
-    """Seconds of so many steps."""
-    engine.train_step(batches, _LR)  # the first step after measuring also cleans up
-    start = _synchronized(engine.state)
-    for _ in range(iterations):
-        engine.train_step(batches, _LR)
-    return _synchronized(engine.state) - start
-
-
 def _synchronized(state: ParallelState) -> float:
     """The time at which all ranks have finished their work."""
     if state.device.type == "cuda":
@@ -190,17 +179,13 @@ def _synchronized(state: ParallelState) -> float:
 
 @dataclass
 class LiveMemory:
-    """What `live_memory` measures.
+    """What `live_memory` measures; complete after its context."""
 
-    Args:
-        mark: notes what is live at a point of the step.
-        live: bytes at each point of the last step, the largest if it was marked more than once; complete after the context.
-        peak: most bytes at any time since the last start; known after the context.
-    """
-
-    mark: Callable[[str], None]
-    live: dict[str, int] = field(default_factory=dict)
-    peak: int = 0
+    mark: Callable[[str], None]  # notes what is live at a point of the step
+    live: dict[str, int] = field(
+        default_factory=dict
+    )  # bytes at each point of the last step: the most, if marked again
+    peak: int = 0  # most bytes at any time since the last start
 
     def note(self, point: str, now: int) -> None:
         """Enter the live bytes of a point; a start begins a new step."""
@@ -235,7 +220,7 @@ def _profiled_memory() -> Iterator[LiveMemory]:
             pass
 
     memory = LiveMemory(mark)
-    os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # above every level of the profiler's own messages
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         yield memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import StringIO
 from textwrap import fill
 
@@ -10,12 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from megazero.tools.measured_step import POINTS, STATE_KINDS, STEP
-from megazero.tools.memory_report import Report, Row, ratio
+from megazero.tools.memory_report import Report, Row
 from megazero.tools.svg import MARGIN, document, legend, rect, text, ticks
 
 _WIDTH, _NOTES_WIDTH = 200, 120
-
-# ---- tables
 
 
 def draw_text(report: Report) -> str:
@@ -29,42 +27,41 @@ def _heading(report: Report) -> tuple[str, str]:
     return f"{report.shape} on {report.machine}", about
 
 
-def _printed(title: str, columns: Iterable[str], rows: Iterable[tuple[Row, list[str]]]) -> str:
+def _table(title: str, columns: Sequence[str], rows: Sequence[Row], cells: Callable[[Row], list[str]]) -> str:
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False)
     for index, column in enumerate(("dtype", "ZeRO", "offload", *columns)):
         table.add_column(column, justify="left" if index < 3 else "right", no_wrap=True)
-    for row, cells in rows:
-        table.add_row(*map(str, row.combination), *cells)
+    for row in rows:
+        table.add_row(*map(str, row.combination), *cells(row))
     out = StringIO()
     Console(file=out, width=_WIDTH).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def _memory(report: Report) -> str:
-    title = "Memory in MiB of the rank with most state: its state and ZeRO's buffers after a step, and all live tensors"
-    kept = ("state", "off device", "formula", "", "ratio", "buffers")
-
     def cells(row: Row) -> list[str]:
-        worst = row.worst
-        formula = [row.formula_text, _mib(row.formula_bytes), _ratio(worst.state_bytes(), row.formula_bytes)]
+        worst, state = row.worst, row.worst.state_bytes()
+        formula = [row.formula_text, _mib(row.formula_bytes), _ratio(state, row.formula_bytes)]
         live = [worst.buffer_bytes(), *(worst.live[point] for point in POINTS), worst.peak]
-        return [*map(_mib, (worst.state_bytes(), worst.off_device_bytes())), *formula, *map(_mib, live)]
+        return [_mib(state), _mib(worst.off_device_bytes()), *formula, *map(_mib, live)]
 
-    columns = (*kept, *(f"after {point}" for point in POINTS), "peak")
-    return _printed(title, columns, ((row, cells(row)) for row in report.rows))
+    title = "Memory in MiB of the rank with most state: its state and ZeRO's buffers after a step, and all live tensors"
+    after = (f"after {point}" for point in POINTS)
+    columns = ("state", "off device", "formula", "", "ratio", "buffers", *after, "peak")
+    return _table(title, columns, report.rows, cells)
 
 
 def _traffic(report: Report) -> str:
     pairs = sorted({(axis, name) for row in report.rows for axis, sent in row.worst.sent.items() for name in sent})
-    columns = (f"{axis} {name.replace('_', '-')}" for axis, name in pairs)
 
     def cells(row: Row) -> list[str]:
         sent = [_size(row.worst.sent.get(axis, {}).get(name, 0)) for axis, name in pairs]
         terms = " + ".join(f"{count}N" for count in row.formula.sent_per_parameter().values()) or "-"
         return [*sent, terms, _size(row.formula_sent), _ratio(row.sent, row.formula_sent), f"{row.seconds:.2f} s"]
 
-    title, last = "Sent by that rank in a step, and time", f"{report.iterations} steps"
-    return _printed(title, (*columns, "formula", "", "ratio", last), ((row, cells(row)) for row in report.rows))
+    sent = (f"{axis} {name.replace('_', '-')}" for axis, name in pairs)
+    columns = (*sent, "formula", "", "ratio", f"{report.iterations} steps")
+    return _table("Sent by that rank in a step, and time", columns, report.rows, cells)
 
 
 def _notes(report: Report) -> Iterator[str]:
@@ -103,8 +100,7 @@ def _size(count: float) -> str:
 
 
 def _ratio(measured: float, formula: float) -> str:
-    quotient = ratio(measured, formula)
-    return "-" if quotient is None else f"{quotient:.4f}"
+    return f"{measured / formula:.4f}" if formula else "-"
 
 
 # ---- picture
@@ -135,12 +131,11 @@ def draw_svg(report: Report) -> str:
     panels: dict[str, list[Row]] = {}
     for row in report.rows:
         panels.setdefault(row.combination.precision, []).append(row)
-    group = len(POINTS) * _BAR + _GAP
+    group, heading = len(POINTS) * _BAR + _GAP, _heading(report)
     wide = max(max(map(len, panels.values())) * group + _GAP, 640)
-    bars = [_parts(row, point) for row in report.rows for point in POINTS]
-    most = max(*(sum(bar.values()) for bar in bars), *(row.formula_bytes for row in report.rows))
+    bars = (sum(_parts(row, point).values()) for row in report.rows for point in POINTS)
+    most = max(*bars, *(row.formula_bytes for row in report.rows))
     per_byte = (_PLOT - 20) / most
-    heading = _heading(report)
     body = [_HATCHING, *(text(MARGIN, 50 + 16 * index, line, "small") for index, line in enumerate(heading))]
     meanings = [([f'fill="{colour}"'], what) for what, colour in _FILLS.items()]
     samples, end = legend(MARGIN, 78, [*meanings, ([_OFF], "off the device"), (['fill="#b3261e"'], "formula")])
@@ -166,10 +161,9 @@ def _parts(row: Row, point: str) -> dict[tuple[str, bool], int]:
     for key, size in counted.items():
         parts[_MEANINGS.get(key.split(" on ")[0], _BUFFERS), " on " in key] += size
     known = sum(counted.values())
-    host = sum(size for key, size in counted.items() if key.endswith(" on host"))
-    # A GPU's allocator does not count host memory, the CPU's counts both.
-    rest = row.worst.live[point] - (known if row.worst.live[STEP] >= known else known - host)
-    parts[_REST, False] = max(rest, 0)
+    if row.worst.live[STEP] < known:  # a GPU's allocator does not count host memory, the CPU's counts both
+        known -= sum(size for key, size in counted.items() if key.endswith(" on host"))
+    parts[_REST, False] = max(row.worst.live[point] - known, 0)
     return {part: size for part, size in parts.items() if size}
 
 

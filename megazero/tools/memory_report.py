@@ -1,8 +1,5 @@
 """Memory, traffic and time of each ZeRO stage, measured beside the formulas of the papers.
 
-options --plan--> runs that differ in precision, stage and offload     --measure--> report --as_json--> a file
-                  on one set of ranks, one engine after another
-
     N parameters over d ranks, 16-bit weights, fp32 gradients and Adam        (Rajbhandari et al. 2020, figure 1, section 7)
 
     stage   bytes of model state    elements sent, each (d - 1)/d times
@@ -140,9 +137,8 @@ class Row:
     @property
     def formula_bytes(self) -> float:
         """Model state of that rank by the formula, on the device and off it."""
-        away = self.worst.offloaded
-        stays = self.worst.elements - away
-        return self.formula.state_bytes(away, offloads=True) + self.formula.state_bytes(stays, offloads=False)
+        away, whole = self.worst.offloaded, self.worst.elements
+        return self.formula.state_bytes(away, offloads=True) + self.formula.state_bytes(whole - away, offloads=False)
 
     @property
     def formula_text(self) -> str:
@@ -165,7 +161,7 @@ class Row:
         return max(rank.seconds for rank in self.ranks)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values: the formula, the largest figures, and every rank's."""
+        """The formula, the largest figures, and every rank's."""
         state = self.worst.state_bytes()
         return self.combination._asdict() | {
             "formula": {
@@ -175,8 +171,8 @@ class Row:
                 "sent_bytes": self.formula_sent,
             },
             "measured": {"state_bytes": state, "sent_bytes": self.sent, "seconds": self.seconds},
-            "state_over_formula": ratio(state, self.formula_bytes),
-            "sent_over_formula": ratio(self.sent, self.formula_sent),
+            "state_over_formula": state / self.formula_bytes if self.formula_bytes else None,
+            "sent_over_formula": self.sent / self.formula_sent if self.formula_sent else None,
             "sharded_over": self.axis,
             "ranks": [asdict(rank) for rank in self.ranks],
         }
@@ -197,13 +193,8 @@ class Report:
     rows: tuple[Row, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, every rank's figures among them."""
+        """All of it as plain values."""
         return vars(self) | {"rows": [row.as_json() for row in self.rows]}
-
-
-def ratio(measured: float, formula: float) -> float | None:
-    """measured / formula, or None if the formula gives 0."""
-    return measured / formula if formula else None
 
 
 def plan(
@@ -219,15 +210,11 @@ def plan(
 
     Args:
         varied: for each of `CHOICES`, which of them to combine.
-        overrides: further keys of the configuration, `section.key=value`.
         config: a run file, for the model and the shape; without one the model is `SMALL`.
-        ranks: how many to start; None for `launch.nproc_per_node`.
-        started: ranks that run already.
+        ranks, started: how many to start, None for `launch.nproc_per_node`; how many run already.
         scratch: directory for the files of "nvme" with `SMALL`; a run file names its own.
 
-    Raises:
-        ConfigError: with everything that is wrong with any of the runs.
-        ValueError: an unknown choice, a key that the report varies, or another number of ranks runs already.
+    Raises: ConfigError with everything that is wrong with any of the runs; ValueError for any other argument.
     """
     for option, words in varied.items():
         _check_choices(option, words)
@@ -269,12 +256,9 @@ def _check_choices(option: str, words: Sequence[str]) -> None:
 def measure(
     run: ResolvedRun, state: ParallelState, *, runs: dict[Combination, ResolvedRun], steps: int, iterations: int
 ) -> Report:
-    """Measure every planned run on this rank, one engine after another over the same groups.  Called on every rank.
+    """Measure every planned run, one engine after another over the same groups.  Called on every rank.
 
-    Args:
-        run: any of the planned runs, for the shape.
-        steps: the number of the step that is measured.
-        iterations: steps that are timed after it.
+    `run` is any of them, for the shape; `steps` and `iterations` as for `measure_step`.
     """
     rows = []
     # What torch allocates at its first use, and holds, would otherwise be counted in the first row.

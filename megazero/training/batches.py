@@ -6,16 +6,14 @@ one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the e
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megazero.config import RunConfig
 from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
+from megazero.data.sampler import Stream
 from megazero.engine import BatchShare
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
@@ -38,23 +36,13 @@ def open_corpus_of(config: RunConfig) -> Corpus:
     )
 
 
-class Samples(Protocol):
-    """A stream of samples by global index."""
-
-    def batch(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64 [n, seq + 1]: each sample's tokens and the one after."""
-
-
 def read_batches(
-    stream: Samples, first: int, count: int, micro_batch_size: int, share: BatchShare, *, multiple: int = 1
+    stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare, *, multiple: int = 1
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
 
-    Every dp rank gets the same number of micro-batches.  Beyond the last sample every label is masked.
-
-    Args:
-        share: what this rank needs of the batch.
-        multiple: micro-batches come in multiples of it, as the schedule asks.
+    Every dp rank gets the same number of micro-batches, in multiples of `multiple`, as the schedule asks.  Beyond the last
+    sample every label is masked.
     """
     end = first + count
     samples_each = share_of_each(count, share.dp.size, micro_batch_size, multiple)
@@ -82,7 +70,7 @@ def read_batches(
 
 
 def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """Copy a tensor to a device.  To CUDA it goes from page-locked memory, so the host does not wait for it."""
+    """To CUDA from page-locked memory, so the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

@@ -45,13 +45,12 @@ Heartbeats = Mapping[int, Heartbeat]
 def explain_missing_ranks(
     axis: str, ranks: Sequence[int], mine: Heartbeat, before: Heartbeats, after: Heartbeats
 ) -> str:
-    """Say which ranks a collective is missing, and what they do instead.
+    """Say which ranks a collective over an axis is missing, and what they do instead.
 
     Args:
-        axis, ranks: of the collective, without this rank.
+        ranks: of the collective, without this one.
         mine: this rank's heartbeat when the failure was noticed.
-        before, after: heartbeats of these ranks and perhaps of others, read twice. Every living rank has written one in
-            between.
+        before, after: heartbeats read twice; every living rank has written one in between.
     """
     known = sorted({*ranks, *before, *after})
     texts = [_text_of_dead(rank, after.get(rank), mine.at) for rank in known if is_dead(rank, before, after)]
@@ -88,10 +87,10 @@ def is_dead(rank: int, before: Heartbeats, after: Heartbeats) -> bool:
 
 
 def _text_of_dead(rank: int, beat: Heartbeat | None, now: float) -> str:
-    last = "it has sent no heartbeat"
-    if beat is not None:  # clocks of hosts may differ a little
-        last = f"its last heartbeat, {max(0.0, now - beat.at):.0f} s ago, was in step {beat.step}"
-    return f"rank {rank} does not respond ({last})"
+    if beat is None:
+        return f"rank {rank} does not respond (it has sent no heartbeat)"
+    ago = max(0.0, now - beat.at)  # clocks of hosts may differ a little
+    return f"rank {rank} does not respond (its last heartbeat, {ago:.0f} s ago, was in step {beat.step})"
 
 
 def _text_of_living(rank: int, beat: Heartbeat) -> str:
@@ -111,15 +110,11 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 class HeartbeatStore:
-    """The heartbeats of a run's ranks, in the store of the process group.
-
-    Args:
-        store: of the process group. It is cloned, so that no call of the main thread blocks the heartbeats.
-        run: distinguishes this run from an earlier one in the same store.
-    """
+    """The heartbeats of a run's ranks, in the store of the process group.  `run` differs from earlier runs in it."""
 
     def __init__(self, store: Store, run: str) -> None:
-        with suppress(AttributeError, RuntimeError):  # not every store can; then the threads share one connection
+        # A clone, so that no call of the main thread blocks the heartbeats. Without one the threads share one connection.
+        with suppress(AttributeError, RuntimeError):
             store = store.clone()  # type: ignore[attr-defined]  # not in its stubs
             store.set_timeout(timedelta(seconds=10))
         self._store = PrefixStore(f"megazero/{run}", store)
@@ -135,7 +130,7 @@ class HeartbeatStore:
         return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(found, texts, strict=True)}
 
     def request(self, *, is_over: bool) -> None:
-        """Ask all ranks to write a heartbeat at every tick from now on; `is_over` says that the run cannot continue."""
+        """Ask all ranks for a heartbeat at every tick from now on; `is_over` says that the run cannot continue."""
         if is_over or not self._store.check([_REQUEST]):
             self._store.set(_REQUEST, _OVER if is_over else "")
 

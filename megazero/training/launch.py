@@ -77,22 +77,18 @@ _DEADLY = "SIGHUP,SIGQUIT"
 def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> RunSummary:
     """Train on one rank, until the end or until `stop` is wanted."""
     show = partial(print, flush=True)
+    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") != "1"
     if state.rank == 0:
-        for notice in (*run.notices, *_torchrun_notices(run)):
+        for notice in run.notices:
             show(notice)
+        if run.config.elastic.enabled and shares:
+            show(
+                "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: it keeps the address of its "
+                "first node otherwise, and ranks that are started again may not find one another"
+            )
     summary = train(run, state, show, stop.wanted)
     stop.close()
     return summary
-
-
-def _torchrun_notices(run: ResolvedRun) -> list[str]:
-    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") != "1"
-    if not (run.config.elastic.enabled and shares):
-        return []
-    return [
-        "start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: it keeps the address of its first "
-        "node otherwise, and ranks that are started again may not find one another"
-    ]
 
 
 def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) -> T | None:
@@ -103,17 +99,15 @@ def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) 
 
     Returns: the result of this rank, or of rank 0 if the ranks were started here; None if one failed and printed why.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # a launcher has started this process as one of its ranks
-        return run_rank(run, work)
-    return run_rank(run, work) if run.world_size == 1 else _launch(run, work, stop)
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # a launcher has started this process
+    return run_rank(run, work) if is_rank or run.world_size == 1 else _launch(run, work, stop)
 
 
 def run_rank(run: ResolvedRun, work: Work[T]) -> T | None:
-    """Join the world that the environment describes and do the work of this rank; result as `run_ranks`."""
+    """Join the world that the environment describes and do the work of this rank."""
     prefer_expandable_segments(os.environ)
     try:
-        problems = import_extensions(run.config.launch.extensions)  # a spawned rank is a new interpreter
-        if problems:
+        if problems := import_extensions(run.config.launch.extensions):  # a spawned rank is a new interpreter
             raise ConfigError(problems)
         store = open_store(timedelta(seconds=run.config.parallel.timeout_seconds))
         if store is not None and this_rank() >= run.world_size:
@@ -161,7 +155,7 @@ def leave_at_once() -> NoReturn:
 
 
 def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | None:
-    """Start the ranks on this machine and wait for them; arguments and result as `run_ranks`."""
+    """Start the ranks on this machine and wait for them."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -221,13 +215,9 @@ def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig
 def _report_failures(folder: Path, error: ChildFailedError) -> None:
     """Print each cause once, with the ranks that reported it."""
     # The launcher ends the remaining ranks with SIGTERM.
-    killed = {
-        rank: failure.signal_name()
-        for rank, failure in sorted(error.failures.items())
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-    }
-    for rank, name in killed.items():
-        print(f"rank {rank} was killed by {name}; the other ranks were stopped", file=sys.stderr)
+    killed = {rank: one for rank, one in error.failures.items() if one.exitcode < 0 and one.exitcode != -signal.SIGTERM}
+    for rank in sorted(killed):
+        print(f"rank {rank} was killed by {killed[rank].signal_name()}; the other ranks were stopped", file=sys.stderr)
     reported: dict[str, list[int]] = {}
     for path in sorted(folder.glob("error-*")):
         reported.setdefault(path.read_text(), []).append(int(path.name.split("-")[2]))

@@ -66,7 +66,7 @@ def train(
         schedule = agree(lambda: _own_schedule(run), state.world, ScheduleError)
         engine = initialize(config, state, init_weights=not resumes, schedule=schedule)
         closing.callback(engine.sharded_model.close)
-        closing.enter_context(checkpointing)
+        closing.push(lambda _kind, error, _trace: checkpointing.finish_save(error))
         engine.wants_stop = wants_stop
         context = RunContext(run, engine, corpus, checkpointing.resume(engine), say)
         agree(lambda: _prepare_run_dir(run) if state.rank == 0 else None, state.world, OSError)
@@ -137,7 +137,10 @@ class _Loop:
     def _step(self) -> bool:
         """Do the next step and show it to the callbacks; whether the run ends with it."""
         decisions = [callback.before_step(self.position) for callback in self.callbacks]
-        record = self._next_record()
+        first, count = self.position.samples, self.run.global_batch_size
+        position = replace(self.position, step=self.position.step + 1, samples=first + count)
+        is_last = position.step == self.run.config.training.steps
+        record = StepRecord(position, SampleRange(first, first + count - 1), is_last=is_last)
         if StepDecision.SKIP not in decisions:  # else its samples are consumed, and nothing is computed
             self._compute(record)
         for callback in self.callbacks:
@@ -151,27 +154,15 @@ class _Loop:
         self.val_loss = self.val_loss if record.val_loss is None else record.val_loss
         return record.is_last
 
-    def _next_record(self) -> StepRecord:
-        """The next step, of which only its samples are known yet."""
-        first, count = self.position.samples, self.run.global_batch_size
-        position = replace(self.position, step=self.position.step + 1, samples=first + count)
-        is_last = position.step == self.run.config.training.steps
-        return StepRecord(position, SampleRange(first, first + count - 1), is_last=is_last)
-
     def _compute(self, record: StepRecord) -> None:
         """Train on the samples of a step and note what was measured."""
         run, engine = self.run, self.engine
         model, logging = engine.sharded_model, run.config.logging
         self.watchdog.at(record.step, TRAINING)
         meter = StepMeter(engine.state.traffic)
-        batches = read_batches(
-            self.corpus.train,
-            record.samples.first,
-            run.global_batch_size,
-            run.micro_batch_size,
-            engine.share,
-            multiple=micro_batch_multiple(run.config.parallel),
-        )
+        first, count, size = record.samples.first, run.global_batch_size, run.micro_batch_size
+        multiple = micro_batch_multiple(run.config.parallel)
+        batches = read_batches(self.corpus.train, first, count, size, engine.share, multiple=multiple)
         # A step without an update keeps the learning rate and the weights, while its samples are consumed.
         updates = model.optimizer.steps_taken
         lr = run.config.optimizer.lr * learning_rate_factor(run.config.lr_schedule, updates, run.config.training.steps)

@@ -39,10 +39,9 @@ def checkpoints_of(config: RunConfig) -> Folder:
 
 
 def find_origin(wish: str, root: Folder) -> Folder | None:
-    """The step directory to load, for `checkpoint.resume` and the run's own checkpoints in `root`; None to begin anew.
+    """The step directory to load for a `checkpoint.resume`, with the run's own checkpoints in `root`; None to begin anew.
 
-    Raises:
-        CheckpointError: `wish` does not fit what is in `root`, or is no checkpoint.
+    Raises: CheckpointError.
     """
     newest = find_newest(root)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

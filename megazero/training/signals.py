@@ -4,8 +4,7 @@
     within 2 seconds  the same request: Ctrl-C reaches a whole process group, and launchers forward their signals
     any later one     the process ends at once; the newest complete checkpoint stays
 
-The interpreter writes the number of each signal into a pipe, and a thread reads it. The main thread cannot handle signals:
-it may be inside a collective that never ends.
+The interpreter writes each signal's number into a pipe that a thread reads; the main thread may hang in a collective.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SAME_REQUEST_SECONDS = 2.0
 
 
 class StopRequest:
-    """Whether this run was asked to stop.  A plain value until `listen`, so it can be sent to the ranks that are started."""
+    """Whether this run was asked to stop.  Picklable until `listen`, so it can be sent to the ranks that are started."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.mark: Path | None = None  # a file; its existence is the request for all ranks of the launcher

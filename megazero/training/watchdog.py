@@ -4,9 +4,9 @@
     rank 1   beat . . . . beat . . . . beat . . requested: beat . beat . beat                  -> "rank 1 is alive"
     rank 3   beat . . . . beat . X
 
-A thread on each rank writes heartbeats into the store of the process group.  A rank that loses a peer requests heartbeats
-from all; from then on every rank writes one at every tick, and a rank whose counter stands still is dead.  A step never
-waits for any of this.  The thread also ends its own process if nothing else would: see `_waits_for_others`.
+A thread on each rank writes heartbeats into the store of the process group; a step never waits for it.  On request every
+rank writes one at every tick, and a rank whose counter stands still is dead.  The thread also ends its own process if
+nothing else would: see `_waits_for_others`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Watchdog:
         folder: of the run; flight records go below it.
         tick_seconds: how often the thread wakes up. None: 1 s, and more in a large world, to spare the store.
         margin_seconds: the thread ends a rank without progress this long after `timeout_seconds`.
-        end: ends the process.
     """
 
     def __init__(
@@ -105,31 +104,21 @@ class Watchdog:
 
     def _beat(self) -> Heartbeat:
         (step, phase, _), last = self._at, self._state.traffic.last
+        collective = ("", "", False) if last is None else (last.operation, last.axis, last.is_inside)
         begun: Counter[str] = Counter()
         for (axis, operation), calls in list(self._state.traffic.calls.items()):
             if operation != "send_recv":
                 begun[axis] += calls
         self._count += 1
-        return Heartbeat(
-            self._count,
-            step,
-            phase,
-            operation="" if last is None else last.operation,
-            axis="" if last is None else last.axis,
-            is_inside=last is not None and last.is_inside,
-            seconds=round(self._seconds_without_progress(), 3),
-            begun=dict(begun),
-            ended=self._ended,
-            lost=self._lost,
-            at=round(time.time(), 1),
-        )
+        idle, now = round(self._seconds_without_progress(), 3), round(time.time(), 1)
+        return Heartbeat(self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, now)
 
     def _seconds_without_progress(self) -> float:
         last = self._state.traffic.last
         return time.perf_counter() - max(self._at[2], 0.0 if last is None else last.since)
 
     def _leave(self, why: str, *, lost: bool = False) -> None:
-        """Let the other ranks know that this one leaves the run."""
+        """Let the other ranks know why this one leaves the run."""
         self._ended, self._lost = why, lost
         _within(self._patience, self._write_heartbeat)
 
@@ -138,7 +127,7 @@ class Watchdog:
             self._store.write(self._state.rank, self._beat())
 
     def _explain(self, axis: str, ranks: Sequence[int], *, is_over: bool) -> str:
-        """Say what the peers do.  Answers within a bounded time, even if the store does not."""
+        """Say what the peers do, within a bounded time even if the store does not answer."""
         others, mine = [rank for rank in ranks if rank != self._state.rank], self._beat()
         return _within(2 * self._patience, lambda: self._compare(axis, others, mine, is_over=is_over)) or (
             "nothing is known of the other ranks: the store with their heartbeats does not answer; "
@@ -184,7 +173,7 @@ class Watchdog:
             self._check_own_progress()
 
     def _check_own_progress(self) -> None:
-        """End a process that will never make progress again; on CUDA explain it before NCCL's own watchdog kills it."""
+        """End a process that will never make progress; on CUDA explain it before NCCL's own watchdog kills it."""
         idle = self._seconds_without_progress()
         if idle < self._timeout / 2:
             self._has_warned = False
@@ -200,8 +189,8 @@ class Watchdog:
     def _waits_for_others(self) -> bool:
         """Whether a long time without progress means that this rank waits for others in vain.
 
-        True inside a collective, and anywhere once the run is over because a rank has lost a peer. A CUDA device may make
-        its host wait anywhere. False while the rank computes, saves or compiles in its first step: that may take any time.
+        True inside a collective, anywhere on CUDA (a device may make its host wait), and once a rank has lost a peer. False
+        while the rank computes, saves or compiles in its first step: that may take any time.
         """
         (step, phase, _), last = self._at, self._state.traffic.last
         if self._is_over or phase != TRAINING or last is None:

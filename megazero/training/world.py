@@ -42,7 +42,7 @@ class SpareRankError(RuntimeError):
 
 
 def device_type(config: RunConfig, local_ranks: int) -> str:
-    """Where ranks compute, "cpu" or "cuda", if this machine has so many of them.  Raises: DeviceError."""
+    """Where so many ranks of this machine compute, "cpu" or "cuda".  Raises: DeviceError."""
     wish, devices = config.launch.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cuda" and devices < local_ranks:
         raise DeviceError(
@@ -53,10 +53,9 @@ def device_type(config: RunConfig, local_ranks: int) -> str:
 
 
 def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
-    """Let torch's CUDA allocator grow its segments, unless the user has chosen settings of any kind.
+    """Let torch's CUDA allocator grow its segments, unless the user has chosen any settings; before a device is touched.
 
-    Buckets, activations and compiled kernels ask for blocks of many sizes; segments of fixed size would keep gaps between
-    them that nothing fits into.  The process, or one that inherits its environment, must not have touched a device yet.
+    Buckets, activations and compiled kernels ask for blocks of many sizes; segments of fixed size would keep gaps.
     """
     if not any(name in environment for name in _ALLOCATOR):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
@@ -73,7 +72,7 @@ def started_ranks() -> int:
 
 
 def open_store(timeout: timedelta) -> Store | None:
-    """The store through which the ranks find one another, after at most `timeout`; None for a single process."""
+    """The store through which the ranks find one another; None for a single process."""
     world, folder = started_ranks(), os.environ.get(LAUNCH_FOLDER)
     if world == 1:
         return None
@@ -92,11 +91,7 @@ def open_store(timeout: timedelta) -> Store | None:
 def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     """Join the process group that the environment describes; a world of one rank without a launcher.
 
-    `store` is that of `open_store`, if the caller has opened it already.
-
-    Raises:
-        DeviceError: there are too few devices.
-        SpareRankError: an elastic run does not use this rank.
+    `store` is that of `open_store`, if the caller has opened it already.  Raises: DeviceError, SpareRankError.
     """
     config, world, rank = run.config, run.world_size, this_rank()
     if rank >= world:
@@ -128,7 +123,7 @@ def leave_world() -> None:
 
 
 def wait_as_spare(store: Store) -> int:
-    """Wait until the ranks that train are done, and return the exit status that rank 0 wrote; 1 if the store died.
+    """Wait until the ranks that train are done; the exit status that rank 0 wrote, or 1 if the store died.
 
     SIGTERM and SIGINT end the wait at once. SIGUSR1 does not: every process of a job receives it, and if this rank ended,
     torchrun would kill the others while they save.

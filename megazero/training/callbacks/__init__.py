@@ -1,4 +1,4 @@
-"""Everything of a run that is not the step itself: one callback per file.
+"""Everything of a run that is not the step itself, one concern per file.
 
-base.py says what a callback is; registry.py puts them in the order in which they see a step.
+`base` says what a callback is; `registry` lists those of a run in the order in which they see a step.
 """

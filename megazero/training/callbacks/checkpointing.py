@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import CheckpointError, DamagedError, find_newest, step_folder, step_of
@@ -29,7 +27,6 @@ class Checkpointing(Callback):
     Args:
         fingerprint: of the run's data.
         say: takes lines for the terminal, on rank 0; also from another thread.
-        watchdog: is informed when this rank saves, which may take long.
 
     Raises:
         CheckpointError: the ranks do not share the directory of the checkpoints, or it cannot be written.
@@ -54,12 +51,7 @@ class Checkpointing(Callback):
         """The newest step directory that this run has loaded or saved; complete after `on_end`."""
         return None if self._last is None else str(self._last)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def finish_save(self, error: BaseException | None) -> None:
         """Complete the save under way when the run fails; not after a lost rank, since the save could not end."""
         if self._saver is not None and error is not None and not isinstance(error, LostPeerError):
             with suppress(Exception):  # already reported; the run ends for another reason
@@ -94,20 +86,12 @@ class Checkpointing(Callback):
 
     def _look(self, look: Callable[[], Folder | None]) -> Folder | None:
         """What rank 0 finds, on all ranks."""
-
-        def path() -> str | None:
-            found = look() if self._state.rank == 0 else None
-            return None if found is None else str(found)
-
-        found = gather_objects(agree(path, self._state.world, CheckpointError), self._state.world)[0]
-        return None if found is None else folder_at(found)
+        found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, CheckpointError)
+        path = gather_objects(None if found is None else str(found), self._state.world)[0]
+        return None if path is None else folder_at(path)
 
     def resume(self, engine: Engine) -> Position:
-        """Load what `find` has found, and say how far it had come.
-
-        Raises:
-            CheckpointError: it is damaged and `checkpoint.on_damage` is stop, or no intact one is left.
-        """
+        """Load what `find` has found, and say how far it had come.  Raises: CheckpointError for a damaged one."""
         self._engine = engine
         if self._origin is None:
             return Position()
@@ -158,10 +142,7 @@ class Checkpointing(Callback):
     # Saving
 
     def save(self, position: Position, val_loss: float | None) -> None:
-        """Begin a checkpoint, unless this step has one.  Failures of earlier ones have been reported and are ignored.
-
-        `val_loss` is that of this very step, where it was evaluated.  Raises: LostPeerError.
-        """
+        """Begin a checkpoint, unless this step has one; `val_loss` is that of this very step.  Raises: LostPeerError."""
         self._watchdog.at(position.step, SAVING)
         folder = step_folder(self._root, position.step)
         if self.newest == str(folder):
@@ -191,12 +172,10 @@ class Checkpointing(Callback):
     def _prune(self) -> None:
         keep = Retention(self._config.keep_last, self._config.keep_every_steps, self._config.keep_best)
         try:
-            removed = prune(self._root, keep)
+            if removed := prune(self._root, keep):
+                self._say(f"removed {', '.join(folder.name for folder in removed)} (checkpoint.keep_last)")
         except (CheckpointError, OSError) as error:
             self._say(f"checkpoints were not pruned: {error}")
-            return
-        if removed:
-            self._say(f"removed {', '.join(folder.name for folder in removed)} (checkpoint.keep_last)")
 
     def _report(self, report: SaveReport) -> None:
         if report.error is not None:

@@ -16,10 +16,9 @@ from megazero.training.record import StepRecord
 
 
 class GarbageCollection(Callback):
-    """Collects garbage every so many steps, and at no other time between `on_start` and `close`.
+    """Collects garbage every so many steps, and at no other time between `on_start` and `close`, which undoes everything.
 
-    `close` leaves the collector as `on_start` found it. If the program has frozen objects of its own, nothing more is
-    frozen, since the two could not be told apart afterwards.
+    If the program has frozen objects of its own, nothing more is frozen: the two could not be told apart afterwards.
     """
 
     def __init__(self, every_steps: int = 100) -> None:

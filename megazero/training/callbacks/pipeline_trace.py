@@ -22,8 +22,7 @@ class PipelineTrace(Callback):
         timeline = record.timeline
         if timeline is None:
             return
-        from megazero.tools.draw import chrome_trace
-        from megazero.tools.draw_svg import draw_svg
+        from megazero.tools.draw import chrome_trace, draw_svg
 
         predicted = simulate(timeline.schedule, measured_costs(timeline))
         name = self._run_dir / f"pipeline-step-{record.step:08d}"

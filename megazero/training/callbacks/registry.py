@@ -17,12 +17,10 @@ from megazero.settings import Problem
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.evaluation import Evaluation
 from megazero.training.callbacks.garbage_collection import GarbageCollection
-from megazero.training.callbacks.loss_spikes import LossSpikes
-from megazero.training.callbacks.metrics_file import METRICS_FILE, MetricsFile
-from megazero.training.callbacks.non_finite import NonFinitePolicy
+from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
+from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile
 from megazero.training.callbacks.pipeline_trace import PipelineTrace
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.skip_steps import SkipSteps
 from megazero.training.callbacks.stragglers import Stragglers
 from megazero.training.callbacks.tensorboard import TensorBoard
 from megazero.training.callbacks.utilization import Utilization

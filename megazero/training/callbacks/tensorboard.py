@@ -1,4 +1,4 @@
-"""TensorBoard events: one curve per metric, for `tensorboard --logdir`."""
+"""TensorBoard events: every metric that is a number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Callback):
-    """Writes every metric that is a number into event files in `folder`; TensorBoard forgets steps beyond `after_step`."""
+    """Writes every metric that is a number; TensorBoard forgets steps beyond `after_step`."""
 
     def __init__(self, folder: Path, after_step: int) -> None:
         self._folder = folder
@@ -35,7 +35,6 @@ class TensorBoard(Callback):
                     self._writer.add_scalar(f"{name}/{part}" if part else name, number, record.step)
 
     def on_rollback(self, position: Position) -> None:
-        """Begin another file, which makes TensorBoard forget later steps."""
         self._writer.close()
         self._writer = self._open(position.step)
 

@@ -1,17 +1,47 @@
-"""Sets `record.mfu`: the share of the devices' peak FLOP/s that the step used for the model."""
+"""Model FLOP/s utilization (MFU): the share of the devices' peak that went into the model's own products.
+
+    MFU = tokens / second * FLOPs per token / (devices * peak FLOP/s)
+
+What is computed a second time, such as the logits of a chunked head, is not counted: it is not the model's.
+"""
 
 from __future__ import annotations
+
+import re
 
 import torch
 
 from megazero.config import ResolvedRun
+from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
 from megazero.training.callbacks.base import Callback
 from megazero.training.record import StepRecord
-from megazero.training.utilization import model_flops_per_token, peak_flops
+
+# Dense peak of the matrix units in bf16 and fp16, from the makers' data sheets (what is given "with sparsity" halved), by
+# words of torch.cuda.get_device_name(); the first entry counts whose words are all in the name.
+_HALF_PRECISION_PEAKS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A40": 150e12,
+    "A10": 125e12,
+    "MI300X": 1307e12,
+}
 
 
 class Utilization(Callback):
-    """Model FLOP/s of all devices over their peak, where that is known.  Masked tokens are computed, too, and count."""
+    """Sets `record.mfu` where the peak of the devices is known.  Masked tokens are computed, too, and count."""
 
     def __init__(self, run: ResolvedRun, device: torch.device, dtype: torch.dtype) -> None:
         peak = peak_flops(device, dtype, run.config.logging.peak_flops)
@@ -21,3 +51,25 @@ class Utilization(Callback):
     def after_step(self, record: StepRecord) -> None:
         if record.seconds is not None and self._seconds_at_peak is not None:
             record.mfu = self._seconds_at_peak / record.seconds
+
+
+def model_flops_per_token(model: ModelConfig) -> float:
+    """FLOPs of forward and backward that the model itself asks for, per token."""
+    if model.ffn_hidden_size is None:
+        raise ValueError("model.ffn_hidden_size is not resolved; count the FLOPs of a resolved config")
+    return FAMILIES[model.family].flops_per_token(model)
+
+
+def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Dense FLOP/s of a device, by its name; None for one that is not known, and for fp32."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    words = set(re.findall(r"\w+", device_name))
+    return next((peak for name, peak in _HALF_PRECISION_PEAKS.items() if words.issuperset(name.split())), None)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) -> float | None:
+    """FLOP/s that a device can do at most: as given (`logging.peak_flops`), else by the table; None where unknown."""
+    if given is not None or device.type != "cuda":
+        return given
+    return known_peak_flops(torch.cuda.get_device_name(device), dtype)

@@ -24,8 +24,7 @@ class MetricsFile(Callback):
 
     def _open(self, after_step: int) -> TextIO:
         path = self._path
-        if path.exists():
-            # This also drops a line that a killed run left half written.
+        if path.exists():  # this also drops a line that a killed run left half written
             kept = [line for line in path.read_text().splitlines() if _step_of(line) <= after_step]
             partial = path.with_name(path.name + ".partial")
             partial.write_text("".join(line + "\n" for line in kept))

@@ -1,0 +1,145 @@
+"""Steps that should not have trained: left out by `training.skip_steps`, not finite, or with a loss far above the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isfinite, sqrt
+
+from megazero.config import ResolvedRun
+from megazero.config.schema import TrainingConfig
+from megazero.engine import NonFiniteError, Position
+from megazero.training.callbacks.base import Callback
+from megazero.training.record import SampleRange, StepDecision, StepRecord
+
+_WARM_UP_STEPS = 20  # losses to see before the first judgement
+_MEMORY_STEPS = 50  # a loss this many steps back has weight 1/e
+
+
+class SkipSteps(Callback):
+    """Leaves out the steps of `training.skip_steps`, and announces each range once: their samples are consumed."""
+
+    def __init__(self, run: ResolvedRun, say: Callable[[str], None]) -> None:
+        self._training, self._batch, self._say = run.config.training, run.global_batch_size, say
+        self._announced = 0  # the last step that was announced
+
+    def before_step(self, position: Position) -> StepDecision | None:
+        step = position.step + 1
+        count = count_skipped(step, self._training.skip_steps)
+        if not count:
+            return None
+        if step > self._announced:
+            count = min(count, self._training.steps - position.step)
+            self._announced = position.step + count
+            samples = SampleRange(position.samples, position.samples + count * self._batch - 1)
+            which = f"step {step} is" if count == 1 else f"steps {step} to {self._announced} are"
+            self._say(f"{which} skipped (training.skip_steps): {samples}")
+        return StepDecision.SKIP
+
+
+def count_skipped(step: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """How many steps to skip from `step` on, including it; 0 if none of the (first, last) ranges contains it."""
+    last = step - 1
+    while ends := [end for first, end in ranges if first <= last + 1 <= end]:
+        last = max(ends)
+    return last - step + 1
+
+
+def setting_to_skip(step: int, ranges: Sequence[tuple[int, int]]) -> str:
+    """The setting that skips a step in addition to those of the (first, last) ranges."""
+    listed = [f"{first}" if first == last else f"[{first},{last}]" for first, last in ranges]
+    return f"training.skip_steps=[{','.join([*listed, str(step)])}]"
+
+
+class NonFinitePolicy(Callback):
+    """After a step without a finite loss and norm: stops, goes on, or rolls back, as `training.on_non_finite` says.
+
+    Such a step has changed no weight.  All ranks see the same loss and norm, so they decide alike without a collective
+    call.  `training.non_finite_limit` such steps in a row end the run (skip); or that many rollbacks are allowed.
+
+    Source: rolling back and skipping the samples: PaLM, Chowdhery et al. 2022, section 5.1.
+    """
+
+    def __init__(self, training: TrainingConfig, say: Callable[[str], None]) -> None:
+        self._policy, self._limit = training.on_non_finite, training.non_finite_limit
+        self._skip_steps, self._say = training.skip_steps, say
+        self._in_a_row = self._rollbacks = 0
+
+    def after_step(self, record: StepRecord) -> StepDecision | None:
+        """Decide how the run continues after a step that was computed.  Raises: NonFiniteError, the run must stop."""
+        statistics = record.statistics
+        if statistics is None:
+            return None
+        if statistics.finite:
+            self._in_a_row = 0
+            return None
+        found = (
+            f"step {record.step}, {record.samples}: loss={statistics.loss} and grad_norm={statistics.grad_norm} must be "
+            "finite; the weights were not changed. "
+        )
+        if self._policy == "stop":
+            raise NonFiniteError(
+                f"{found}Resume from the last checkpoint with a lower learning rate, skip these samples with "
+                f"{setting_to_skip(record.step, self._skip_steps)}, or let the run do so itself with "
+                "training.on_non_finite=skip or rollback"
+            )
+        self._in_a_row += 1
+        self._rollbacks += 1
+        if self._policy == "rollback":
+            if self._rollbacks > self._limit:
+                raise NonFiniteError(
+                    f"{found}The run has already rolled back {self._limit} times (training.non_finite_limit). "
+                    "Resume from an earlier checkpoint with a lower learning rate"
+                )
+            return StepDecision.ROLL_BACK
+        if self._in_a_row >= self._limit:
+            raise NonFiniteError(
+                f"{found}That makes {self._in_a_row} such steps in a row (training.non_finite_limit={self._limit}), so "
+                "the samples are not the cause. Resume from an earlier checkpoint with a lower learning rate"
+            )
+        self._say(f"step {record.step} is not finite: {record.samples} are left out, no weight has changed")
+        return None
+
+
+class LossSpikes(Callback):
+    """Reports a loss far above the exponentially weighted mean of those before it, with the samples that were read.
+
+    A spike enters the mean only up to the threshold. So one spike does not hide the next, while a loss that stays high
+    becomes the new normal.
+
+    `sigmas` deviations above the mean make a spike; 0 finds none.
+
+    Source: Finch 2009, Incremental calculation of weighted mean and variance, section 9.
+    """
+
+    def __init__(self, sigmas: float, skip_steps: Sequence[tuple[int, int]], say: Callable[[str], None]) -> None:
+        self._sigmas, self._skip_steps, self._say = sigmas, skip_steps, say
+        self._seen, self._mean, self._variance = 0, 0.0, 0.0
+
+    def after_step(self, record: StepRecord) -> None:
+        """Report a spike on the terminal, and its number of deviations as the metric `loss_spike`."""
+        if record.loss is None or not self._sigmas or not isfinite(record.loss):
+            return
+        mean, sigmas = self._mean, self._take(record.loss)
+        if sigmas is not None:
+            record.metrics["loss_spike"] = sigmas
+            self._say(
+                f"step {record.step}: loss {record.loss:.4f} is {sigmas:.1f} deviations above its recent mean {mean:.4f}; "
+                f"to train without {record.samples}, resume from an earlier step with "
+                f"{setting_to_skip(record.step, self._skip_steps)}"
+            )
+
+    def _take(self, loss: float) -> float | None:
+        """Take the next loss; the number of deviations by which it lies above the mean, if it is a spike."""
+        spike = None
+        if self._seen >= _WARM_UP_STEPS:
+            # Rounding must not make a spike of a loss that hardly moves.
+            deviation = max(sqrt(self._variance), 1e-3 * abs(self._mean), 1e-12)
+            sigmas = (loss - self._mean) / deviation
+            if sigmas > self._sigmas:
+                spike, loss = sigmas, self._mean + self._sigmas * deviation
+        self._seen += 1
+        weight = max(1 / _MEMORY_STEPS, 1 / self._seen)  # a plain mean until the memory is full
+        change = loss - self._mean
+        self._mean += weight * change
+        self._variance = (1 - weight) * (self._variance + weight * change * change)
+        return spike
