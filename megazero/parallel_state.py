@@ -179,13 +179,16 @@ class Backend(Protocol):
     returns the call that waits for it and completes it.
     """
 
-    needs_scratch: bool  # `reduce_scatter` uses memory as long as `full`; without `scratch` it allocates some
+    needs_scratch: bool  # `reduce_scatter` only brings the parts into memory as long as `full`; the caller sums them
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait: ...
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None, /) -> Wait: ...
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait: ...
+
+    def progress(self) -> bool:
+        """Continue the operations under way; False if they need no call for that."""
 
     def close(self) -> None:
         """Release what it holds; operations that are not finished fail."""

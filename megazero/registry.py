@@ -94,10 +94,10 @@ class NameIn:
         return value
 
 
-def closest(word: str, known: Iterable[str], n: int = 1) -> list[str]:
+def closest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
     """Find the names most like a misspelt one, the likeliest first; case does not matter, nor _ for -."""
     by_plain = {name.lower().replace("_", "-"): name for name in known}
-    return [by_plain[name] for name in get_close_matches(word.lower().replace("_", "-"), by_plain, n=n)]
+    return [by_plain[name] for name in get_close_matches(word.lower().replace("_", "-"), by_plain, n=n, cutoff=cutoff)]
 
 
 def did_you_mean(names: Sequence[str], otherwise: str = "") -> str:

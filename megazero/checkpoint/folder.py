@@ -203,9 +203,10 @@ class LocalFolder(Folder):
     def _entries(self) -> list[tuple[str, bool]]:
         try:
             with os.scandir(self.path) as entries:
-                return [(entry.name, entry.is_dir()) for entry in entries]
+                found = list(entries)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        return [(entry.name, entry.is_dir()) for entry in found]  # an error of one entry is not an empty folder
 
     def size(self, name: str) -> int | None:
         path = self.path / name

@@ -37,7 +37,7 @@ def show(
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev; one unit is 1 ms.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Table of all schedules for these numbers.")] = False,
 ) -> None:
-    """Prove a pipeline schedule, draw it, and tell its idle time and memory."""
+    """Prove a pipeline schedule, draw it, and show its idle time and memory."""
     from megazero.schedules.proof import ScheduleError, program, simulate
     from megazero.schedules.table import write_text
     from megazero.tools.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_svg, draw_text

@@ -37,8 +37,10 @@ def train(
 
         check_names(run.config.training)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        on_one_host = [problem for problem in error.problems if problem.key == "launch.extensions"]
+        if rank == "0" or on_one_host:  # an extension may be missing on one host only
+            print(error if rank == "0" else f"rank {rank}: {on_one_host[0]}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG) from None
     from megazero.training.launch import leave_at_once, run_ranks, train_rank
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.rendezvous import Gather, Poller, rendezvous
-from megazero.comm.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend, combine, place_shard
+from megazero.comm.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend, place_shard
 from megazero.parallel_state import Axis, Backend, Group, Wait
 
 # torch 2.13 renamed both; 2.11 has the old names only.
@@ -37,8 +37,12 @@ class TorchBackend:
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
         return _all_gather(out, shard, group=axis.process_group, async_op=True).wait
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Wait:
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         return _reduce_scatter(out, full, group=axis.process_group, async_op=True).wait
+
+    def progress(self) -> bool:
+        """torch's threads make progress."""
+        return False
 
     def close(self) -> None:
         """There is nothing to release."""
@@ -61,16 +65,9 @@ class GlooBackend(TorchBackend):
         works += [dist.isend(mine, axis.ranks[index], group, _GATHER_TAG) for index in others]
         return lambda: [work.wait() for work in works]
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None) -> Wait:
-        """An all-to-all of the parts, then a local sum in rank order."""
-        arriving = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
-        work = dist.all_to_all_single(arriving, full, group=axis.process_group, async_op=True)
-
-        def finish() -> None:
-            work.wait()
-            combine(out, arriving.view(axis.size, *out.shape).unbind(0), torch.add)
-
-        return finish
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
+        """An all-to-all of the parts into `out`, which is as long as `full`; the caller sums them."""
+        return dist.all_to_all_single(out, full, group=axis.process_group, async_op=True).wait
 
 
 def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gather) -> Backend:

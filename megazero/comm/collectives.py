@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.backend import choose_backend
+from megazero.comm.shared_memory import combine
 from megazero.parallel_state import Axis, Backend, Wait
 
 T = TypeVar("T")
@@ -49,16 +50,19 @@ class LostPeerError(RuntimeError):
 
 
 class Pending:
-    """An operation under way; done already when made without `wait`."""
+    """An operation under way; done already when made without `wait`.  `finish` is this rank's own work after the wait."""
 
-    def __init__(self, wait: Wait | None = None) -> None:
-        self._wait = wait
+    def __init__(self, wait: Wait | None = None, finish: Callable[[], None] | None = None) -> None:
+        self._wait, self._finish = wait, finish
 
     def wait(self) -> None:
         """Wait until the result may be used; more than once is harmless.  Raises: LostPeerError."""
         if self._wait is not None:
             self._wait()
             self._wait = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
 
 
 def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
@@ -74,9 +78,11 @@ def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
         axis.traffic.leave(entered)
 
 
-def _start(operation: str, axis: Axis, sent_bytes: int, start: Callable[[], Wait]) -> Pending:
+def _start(
+    operation: str, axis: Axis, sent_bytes: int, start: Callable[[], Wait], finish: Callable[[], None] | None = None
+) -> Pending:
     axis.traffic.add(axis.name, operation, sent_bytes)
-    return Pending(partial(_guarded, operation, axis, _guarded(operation, axis, start)))
+    return Pending(partial(_guarded, operation, axis, _guarded(operation, axis, start)), finish)
 
 
 def _backend(axis: Axis, device: torch.device) -> Backend:
@@ -165,7 +171,12 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
             out.copy_(full)
         return Pending()
     backend, sent = _backend(axis, full.device), full.nbytes * (axis.size - 1) // axis.size
-    return _start("reduce_scatter", axis, sent, lambda: backend.reduce_scatter(out, full, axis, scratch))
+    if not backend.needs_scratch:
+        return _start("reduce_scatter", axis, sent, lambda: backend.reduce_scatter(out, full, axis))
+    arriving = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
+    parts = arriving.view(axis.size, *out.shape).unbind(0)
+    sum_parts = partial(combine, out, parts, torch.add)  # in rank order
+    return _start("reduce_scatter", axis, sent, lambda: backend.reduce_scatter(arriving, full, axis), sum_parts)
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
@@ -219,6 +230,21 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         works = list(dist.batch_isend_irecv(operations))
         return works if len(works) == len(operations) else works * len(operations)  # NCCL has one for the whole batch
 
+    def wait(work: dist.Work) -> None:
+        _progress(axis)
+        work.wait()
+
+    _progress(axis)
     axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends))
     works = _guarded("send_recv", axis, post)
-    return [Pending(partial(_guarded, "send_recv", axis, work.wait)) for work in works]
+    return [Pending(partial(_guarded, "send_recv", axis, partial(wait, work))) for work in works]
+
+
+def _progress(axis: Axis) -> None:
+    """Continue the collectives under way: those in shared memory stand still while this rank waits for a message.
+
+    So the sender of that message must not wait for one of them; ranks that run one program on each replica never do.
+    """
+    for group in () if axis.group is None else axis.group.siblings:
+        if any(backend.progress() for backend in group.backends.values()):
+            return

@@ -77,6 +77,12 @@ class Poller:
                 self._peers[descriptor] = peer
                 self._poll.register(descriptor, select.POLLIN)
 
+    def forget(self) -> None:
+        """Let go of all channels, once they are closed."""
+        self._channels.clear()
+        self._peers.clear()
+        self._poll = select.poll()
+
     def poll(self, seconds: float) -> bool:
         """Wait for any peer, then let every channel make progress.  False if nothing happened in time."""
         ready = self._poll.poll(min(max(seconds, 0.0) * 1e3, _LONGEST_POLL))

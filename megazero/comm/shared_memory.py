@@ -68,14 +68,7 @@ class _Operation:
 
 
 class Channel:
-    """Runs operations of one kind among the ranks of a group, in the order in which they are started.
-
-    Args:
-        neighbours: the ranks, with areas of AREA_BYTES each.
-        index: of this rank.
-        timeout_seconds: how long an operation may take.
-        poller: of all channels of this rank.
-    """
+    """Runs operations of one kind among the ranks of a group, in the order in which they are started."""
 
     def __init__(self, neighbours: Neighbours, index: int, timeout_seconds: float, poller: Poller) -> None:
         self.peers, self._areas = neighbours
@@ -105,7 +98,7 @@ class Channel:
         """Disconnect from the peers."""
         for peer in self.peers:
             peer.close()
-        self.peers = []
+        self.peers, self._areas, self._halves = [], [], []
         self._started.clear()
 
     def _finish(self, operation: _Operation) -> None:
@@ -173,14 +166,20 @@ class SharedMemoryBackend:
         rounds = _all_gather(self.gather, place_shard(out, shard, axis))
         return self.gather.start(_label("all_gather", shard, axis), rounds)
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis, _: Tensor | None) -> Wait:
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         rounds = _reduce_scatter(self.reduce, out.detach().view(-1), full.detach().view(axis.size, -1).unbind(0))
         return self.reduce.start(_label("reduce_scatter", full, axis), rounds)
 
+    def progress(self) -> bool:
+        """Run all operations under way as far as the peers' signals allow."""
+        self.poller.poll(0.0)
+        return True
+
     def close(self) -> None:
-        """Leave both channels."""
+        """Leave both channels; no reference to their memory stays."""
         self.reduce.close()
         self.gather.close()
+        self.poller.forget()
 
 
 def _label(operation: str, tensor: Tensor, axis: Axis) -> str:

@@ -7,6 +7,7 @@ All problems are reported in one error. Only a file that is not TOML ends it ear
 Resolving twice changes nothing: a resolved config is itself a config, which resolves to the same run.
 """
 
+import os
 import re
 import sys
 import tomllib
@@ -203,8 +204,9 @@ def import_extensions(names: object) -> list[Problem]:
             if name.endswith(".py"):
                 _import_file(Path(name).resolve())
             else:
+                sys.path += [] if os.getcwd() in sys.path else [os.getcwd()]
                 import_module(name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script without a __main__ guard may exit
             last = extract_tb(error.__traceback__)[-1]
             where = f" ({last.filename}:{last.lineno})" if Path(last.filename).is_file() else ""  # not inside importlib
             rule = f"cannot be imported: {type(error).__name__}: {error}{where}"
@@ -214,8 +216,9 @@ def import_extensions(names: object) -> list[Problem]:
 
 def _import_file(path: Path) -> None:
     key = f"extension {path}"  # no name that an import statement could mean
-    if key in sys.modules:
-        return
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    if any(file and Path(file).resolve() == path for file in files if isinstance(file, str)):
+        return  # imported already, as an extension, a module or the running script
     spec = spec_from_file_location(key, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")

@@ -23,7 +23,7 @@ from megazero.config.document import type_text
 from megazero.config.problems import candidates, likely_keys
 from megazero.deepspeed.config_refused import NO_EFFECT, REFUSED, UNCHECKED, Refusal
 from megazero.deepspeed.config_schema import DeepSpeedJson, honoured_keys
-from megazero.registry import did_you_mean
+from megazero.registry import closest, did_you_mean
 from megazero.settings import Problem
 
 _OFF_WHEN_FALSE = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
@@ -93,8 +93,8 @@ class KeyCheck:
                 elif value is not None and not (value is False and key in _OFF_WHEN_FALSE):
                     self.problems.append(Problem(key, value, "must be a table", f"its keys are {', '.join(names)}"))
                     self.wrong.update(path for path in self.honoured if path.startswith(f"{key}."))
-            elif key.partition(".")[0] not in UNCHECKED:
-                self._unknown(key, str(name), path, value)
+            elif key.partition(".")[0] not in UNCHECKED or closest(str(name), self._names(path), cutoff=0.74):
+                self._unknown(key, str(name), path, value)  # within an unchecked block only what looks like a known key
         return values
 
     def _is_value(self, value: object, key: str) -> bool:

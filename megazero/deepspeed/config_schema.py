@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from megazero.config.schema import Stage, is_section
 from megazero.settings import (
+    LARGEST_COUNT,
     Count,
     CountOrZero,
     PositiveOrZero,
@@ -40,7 +41,8 @@ def _whole(value: object) -> object:
 
 
 def _never(value: object) -> object:
-    return None if value == float("inf") else value
+    is_never = isinstance(value, int | float) and value > LARGEST_COUNT  # people write 2**63, or Infinity
+    return None if is_never else value
 
 
 Format = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_lower)]

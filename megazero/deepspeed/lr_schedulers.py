@@ -64,9 +64,9 @@ class LRSchedule(ABC):
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(self.optimizer).__name__}")
-        for name, least in ((one.name, one.metadata.get("least")) for one in fields(self)):
-            value = getattr(self, name)
-            if least is None or value is None:
+        for one in fields(self):
+            name, least, value = one.name, one.metadata.get("least"), getattr(self, one.name)
+            if least is None or (value is None and one.default is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
@@ -139,13 +139,13 @@ class _WarmupSchedule(LRSchedule):
     warmup_type: str = "log"
 
     def _prepare(self) -> None:
-        self.warmup_num_steps = max(2, self.warmup_num_steps)
         if self.warmup_type not in ("log", "linear"):
             raise unknown_name("warmup_type", self.warmup_type, ("linear", "log"))
         total = getattr(self, "total_num_steps", self.warmup_num_steps)
         if total < self.warmup_num_steps:
             lengths = f"total_num_steps={total} is less than warmup_num_steps={self.warmup_num_steps}"
             warnings.warn(f"{lengths}: the rate ends before its peak", stacklevel=4)
+        self.warmup_num_steps = max(2, self.warmup_num_steps)
 
     def factor_at(self, step: int) -> float:
         """Share of the way from the least to the greatest rate."""

@@ -71,12 +71,30 @@ def train(
         context = RunContext(run, engine, corpus, checkpointing.resume(engine), say)
         agree(lambda: _prepare_run_dir(run) if state.rank == 0 else None, state.world, OSError)
         names = config.training.callbacks
-        registered = agree(lambda: [registered_callback(name, context) for name in names], state.world, CallbackError)
+
+        def closed_at_end(callback: Callback) -> Callback:
+            closing.push(lambda _kind, error, _trace: _close(callback, error, say))
+            return callback
+
+        registered = agree(
+            lambda: [closed_at_end(registered_callback(name, context)) for name in names], state.world, CallbackError
+        )
         callbacks = [*agree(lambda: callbacks_of(context, registered), state.world, OSError), checkpointing]
         for callback in callbacks:
-            closing.callback(callback.close)
+            if callback not in registered:
+                closed_at_end(callback)
         say(describe(run, engine))
         return _Loop(context, callbacks, checkpointing, watchdog).run_to_end()
+
+
+def _close(callback: Callback, error: BaseException | None, say: Callable[[str], None]) -> None:
+    """Close a callback; if the run ends with an error, that error is the one to raise."""
+    try:
+        callback.close()
+    except Exception as failure:
+        if error is None:
+            raise
+        say(f"{failure}")
 
 
 def _prepare_run_dir(run: ResolvedRun) -> None:

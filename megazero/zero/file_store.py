@@ -14,11 +14,12 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
 from functools import partial
 from pathlib import Path
-from typing import Final
+from queue import SimpleQueue
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -146,6 +147,16 @@ def _execute(
     return failure
 
 
+Job: TypeAlias = tuple["Future[str | None]", Callable[[], str | None]]
+
+
+def _work(queue: SimpleQueue[Job | None]) -> None:
+    while (job := queue.get()) is not None:
+        future, execute = job
+        future.set_result(execute())
+        del job, future, execute  # while the thread waits, it keeps no buffer alive
+
+
 def region_bytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes of a FileStore that an array takes, padding included."""
     return -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
@@ -165,7 +176,11 @@ class FileStore:
         self.is_failure_raised = False  # the error of a write that failed
         self._used, self._is_closed, self._lock = 0, False, threading.Lock()
         self._arrays: list[InFile] = []
-        self._workers = ThreadPoolExecutor(WORKERS, "megazero-storage")
+        # daemon threads: an interpreter that exits does not wait for a disk that does not answer
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._workers = [threading.Thread(target=_work, args=(self._queue,), daemon=True) for _ in range(WORKERS)]
+        for worker in self._workers:
+            worker.start()
 
     def _open(self, directory: Path, prefix: str) -> int:
         if not directory.is_dir():
@@ -210,7 +225,8 @@ class FileStore:
                 raise StorageError(f"{self.path}: {what} failed: the file is closed")
             array.under_way = [(earlier, future) for earlier, future in array.under_way if not future.done()]
             after = [future for earlier, future in array.under_way if earlier.conflicts(access)]
-            future = self._workers.submit(_execute, array, access, what, run, after)
+            future: Future[str | None] = Future()
+            self._queue.put((future, partial(_execute, array, access, what, run, after)))
             array.under_way.append((access, future))
         return future
 
@@ -220,7 +236,10 @@ class FileStore:
             if self._is_closed:
                 return
             self._is_closed = True
-        self._workers.shutdown()
+        for _ in self._workers:
+            self._queue.put(None)
+        for worker in self._workers:
+            worker.join()
         os.ftruncate(self.descriptor, 0)  # a forked process, of a data loader say, may hold the file open
         os.close(self.descriptor)
         failures = [array.failure for array in self._arrays if array.failure is not None]

@@ -105,7 +105,7 @@ class ShardedOptimizer:
         self._on_device = [part for part in self._parts if part.location == "device"]
 
     def step(self, factor: float) -> None:
-        """Step every owned element with `factor` times its gradient, and bring the new values to the weight shards."""
+        """Step every owned element with `factor` times its gradient, and copy the new values to the weight shards."""
         self.steps_taken += 1
         if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
             for bucket in self._of_bucket:

@@ -25,7 +25,9 @@ class RunContext:
 class Callback:
     """Something that happens beside the steps of a run.  Every hook does nothing unless a subclass defines it.
 
-    All ranks call the same hooks in the same order, so a hook may make collective calls if it makes them on every rank.
+    All ranks call the same hooks in the same order, so a hook may make collective calls if it makes them on every rank;
+    what makes a callback must make none.  A decision must be the same on all ranks.  A rank that alone wants the run to end
+    sets `context.engine.wants_stop`: the next step tells all ranks.
     """
 
     def on_start(self) -> None:

@@ -1,7 +1,4 @@
-"""The callbacks of a run in their order, and the names of those that scripts add.
-
-CALLBACKS.register("mine", MyCallback)      then, in the run file:  training.callbacks = ["mine"]
-"""
+"""The callbacks of a run in their order, and the names of those that scripts add with `CALLBACKS.register`."""
 
 from __future__ import annotations
 
@@ -37,6 +34,8 @@ class CallbackError(RuntimeError):
 
 def check_names(training: TrainingConfig) -> None:
     """Make sure that every callback of `training.callbacks` is registered.  Raises: ConfigError."""
+    if twice := {name for name in training.callbacks if training.callbacks.count(name) > 1}:
+        raise ConfigError([Problem("training.callbacks", name, "must be named once") for name in sorted(twice)])
     unknown = [name for name in training.callbacks if name not in CALLBACKS]
     if unknown:
         known = f"registered are {', '.join(CALLBACKS)}" if list(CALLBACKS) else "no callback is registered"
@@ -54,7 +53,7 @@ def registered_callback(name: str, context: RunContext) -> Callback:
                 return function(*args, **kwargs)
             except LostPeerError:  # the watchdog explains it
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise CallbackError(f"callback {name!r} (training.callbacks) failed: {error!r}") from error
 
         return call
