@@ -257,12 +257,12 @@ def _begun_elsewhere(saved: Path, root: Path) -> tuple[ResolvedRun, ParallelStat
 def test_a_run_begun_from_a_path_falls_back_among_its_own_steps(saved: Path, tmp_path: Path) -> None:
     run, state = _begun_elsewhere(saved, tmp_path)
     engine = engine_on(0, run, init_weights=False, state=state)
-    with _checkpointing(run, state, print) as checkpoints:
-        assert checkpoints.find()
-        position = checkpoints.resume(engine)
-        for step in (4, 6):
-            checkpoints.save(replace(position, step=step), None)
-        checkpoints.on_end(position)
+    checkpoints = _checkpointing(run, state, print)
+    assert checkpoints.find()
+    position = checkpoints.resume(engine)
+    for step in (4, 6):
+        checkpoints.save(replace(position, step=step), None)
+    checkpoints.on_end(position)
     (tmp_path / "step-00000006" / "trainer_state.json").write_text("{")
     lines: list[str] = []
     again = _checkpointing(run, state, lines.append)
