@@ -243,8 +243,7 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
 def _progress(axis: Axis) -> None:
     """Continue the collectives under way: those in shared memory stand still while this rank waits for a message.
 
-    So its sender must not wait for one of them; ranks that run one program on each replica never do.  Groups that do not
-    share memory may belong to another thread.
+    So its sender must not wait for one of them.  Groups that do not share memory may belong to another thread.
     """
     for group in axis.group.siblings if axis.group is not None and axis.group.shares_memory else ():
         if any(backend.progress() for backend in group.backends.values()):
