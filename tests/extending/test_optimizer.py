@@ -13,9 +13,9 @@ from harness import run_world
 from plain_model import PlainTrainer, decays
 from test_any_shape import _assert_agrees
 from torch import Tensor
-from worlds import LR, STEPS, global_batch, initial_weights, plain_config
+from worlds import plain_steps
 
-from megazero.config import ConfigError, ResolvedRun
+from megazero.config import ConfigError
 from megazero.optim.optimizers import ElementwiseOptimizer
 from megazero.optim.registry import OPTIMIZERS
 
@@ -61,23 +61,10 @@ class PlainSoftSign(PlainTrainer):
             weight.copy_(weight - lr * (momentum / (momentum.abs() + SOFTNESS) + decay * weight))
 
 
-def _plainly(run: ResolvedRun) -> dict[str, Any]:
-    given, weights = run.config.optimizer, initial_weights(run)
-    trainer = PlainSoftSign(weights, plain_config(run), LR, given.betas, given.eps, given.weight_decay, given.grad_clip)
-    steps = [trainer.step(*global_batch(run, step)) for step in range(STEPS)]
-    return {
-        "initial": weights,
-        "gradients": steps[0].gradients,
-        "loss": [step.loss for step in steps],
-        "norm": [step.grad_norm for step in steps],
-        "weights": {name: weight.detach() for name, weight in trainer.weights.items()},
-    }
-
-
 def test_a_registered_optimizer_steps_shards_as_whole_tensors(tmp_path: Path) -> None:
     options = {"momentum": MOMENTUM, "softness": SOFTNESS}
     run = run_with(tmp_path, optimizer={"name": "softsign", "options": options})
-    _assert_agrees(steps_of(run), run_world(1, lambda _: _plainly(run))[0])
+    _assert_agrees(steps_of(run), run_world(1, lambda _: plain_steps(run, PlainSoftSign))[0])
 
 
 def test_options_are_for_registered_optimizers_and_must_exist(tmp_path: Path) -> None:

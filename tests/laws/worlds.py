@@ -193,13 +193,14 @@ def train_on(engine: Engine, run: ResolvedRun, evaluates: bool = False, masters:
 def train_plainly(run: ResolvedRun) -> dict[str, Any]:
     """The same steps on the plain model, in a process of its own: none can be forked from one that has touched a GPU, and
     where there is one, autograd does."""
-    return run_world(1, lambda _: _train_plainly(run))[0]
+    return run_world(1, lambda _: plain_steps(run))[0]
 
 
-def _train_plainly(run: ResolvedRun) -> dict[str, Any]:
+def plain_steps(run: ResolvedRun, trainer_class: type[PlainTrainer] = PlainTrainer) -> dict[str, Any]:
+    """What `train_plainly` gives, in this process and with any optimizer."""
     given = run.config.optimizer
     weights, config = initial_weights(run), plain_config(run)
-    trainer = PlainTrainer(weights, config, LR, given.betas, given.eps, given.weight_decay, given.grad_clip)
+    trainer = trainer_class(weights, config, LR, given.betas, given.eps, given.weight_decay, given.grad_clip)
     steps = [trainer.step(*global_batch(run, step)) for step in range(STEPS)]
     return {
         "initial": weights,
