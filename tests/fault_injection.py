@@ -25,6 +25,7 @@ from megazero.checkpoint.folder import Folder, LocalFolder, Output
 from megazero.checkpoint.index import MANIFEST
 from megazero.engine import Engine
 from megazero.parallel_state import Traffic
+from megazero.schedules.executor import Executor
 from megazero.training.callbacks.metrics import MetricsFile
 
 
@@ -103,8 +104,8 @@ class FaultInjector:
         self._within(LocalFolder, "remove_all", lambda *_: "pruning")
         self._within(MetricsFile, "__init__", lambda *_: "metrics")
         self._within(MetricsFile, "after_step", lambda *_: "metrics")
-        for owner, name in ((Engine, "_on_action"), (Engine, "update"), (Traffic, "enter")):
-            self._before(owner, name)
+        for owner, name, told in ((Executor, "_compute", 1), (Engine, "update", 1), (Traffic, "enter", 2)):
+            self._before(owner, name, told)
         self._halve_writes()
         sys.addaudithook(self._on_audit)
 
@@ -120,11 +121,12 @@ class FaultInjector:
 
         setattr(owner, name, wrapped)
 
-    def _before(self, owner: Any, name: str) -> None:
+    def _before(self, owner: Any, name: str, told: int) -> None:
+        """Calls of a method are events; the log names this argument of theirs."""
         original = getattr(owner, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self._event(f"{name} {args[-1]}")
+            self._event(f"{name} {args[told]}")
             return original(*args, **kwargs)
 
         setattr(owner, name, wrapped)
