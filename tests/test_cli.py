@@ -298,4 +298,10 @@ def test_a_callback_or_an_extension_that_does_not_exist_ends_the_command_before_
     assert broken.returncode == 2
     assert f"cannot be imported: ZeroDivisionError: division by zero ({script}:2)" in broken.stderr
     assert "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'" in broken.stderr
+    script.write_text("import os, sys\nif os.environ.get('RANK') == '1':\n    sys.exit('not here')\n")
+    words += [f'launch.extensions=["{script}"]', "training.callbacks=[]"]
+    on_one_rank = megazero("train", QUICKSTART, *words, env={"RANK": "1", "WORLD_SIZE": "2"})
+    assert on_one_rank.returncode == 2
+    assert on_one_rank.stderr.startswith("rank 1: launch.extensions")
+    assert f"cannot be imported: SystemExit: not here ({script}:3)" in on_one_rank.stderr
     assert not (tmp_path / "run").exists()

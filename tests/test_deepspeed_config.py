@@ -380,7 +380,7 @@ def test_optimizer_and_scheduler_are_passed_on_as_written():
     assert problems(optimizer={"params": {"lr": 1}})[0].startswith("optimizer.type: must be given")
 
 
-@pytest.mark.parametrize(("written", "steps"), [(7, 7), (None, None), (float("inf"), None)])
+@pytest.mark.parametrize(("written", "steps"), [(7, 7), (None, None), (float("inf"), None), (2**41, None)])
 def test_reports_come_every_so_many_steps_or_never(written, steps):
     assert load(steps_per_print=written).keys.steps_per_print == steps
 
@@ -455,6 +455,12 @@ def test_what_is_read_breaks_no_rule_of_a_run_file(stage, dtype, device, ratio, 
 def test_a_wrong_key_says_what_to_write(config, told):
     (found,) = problems(**config)
     assert found.startswith(told)
+
+
+def test_in_a_block_that_nobody_reads_a_misspelt_key_is_an_error_and_another_is_not():
+    (told,) = problems(wandb={"enabeld": True})
+    assert told.startswith('wandb.enabeld = true: unknown key; did you mean wandb.enabled?')
+    load(wandb={"entity": "e"})
 
 
 def test_auto_is_an_error_that_says_what_it_stands_for_unless_deepspeed_takes_it():

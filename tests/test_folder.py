@@ -102,6 +102,13 @@ def test_files_and_folders_are_listed_and_removed(folder: Folder) -> None:
         folder.open("x")
 
 
+def test_an_entry_that_cannot_be_read_does_not_make_a_folder_look_empty(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "broken").symlink_to("file/within")
+    with pytest.raises(NotADirectoryError):
+        folder_at(tmp_path).files()
+
+
 def test_a_url_that_cannot_be_used_says_why() -> None:
     with pytest.raises(ValueError, match="nope://x/y cannot be used: Protocol not known: nope"):
         folder_at("nope://x/y")

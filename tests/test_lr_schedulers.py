@@ -237,6 +237,7 @@ def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
             r"StepLR has no parameter 'step' .*did you mean step_size.*needs the parameter 'step_size'",
         ),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps=0 must be a whole number of at least 1"),
+        ("WarmupLR", {"warmup_num_steps": None}, "warmup_num_steps=None must be a whole number of at least 1"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps=2.5"),
         ("WarmupLR", {"warmup_num_steps": "auto"}, "warmup_num_steps='auto'"),
         ("WarmupLR", {"warmup_min_lr": -0.1}, "warmup_min_lr=-0.1"),

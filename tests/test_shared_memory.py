@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from megazero.comm import rendezvous
+from megazero.comm import collectives, rendezvous
 from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import (
     LostPeerError,
@@ -194,17 +195,61 @@ def test_gathers_and_reductions_pair_up_separately_and_a_mismatch_is_an_error() 
     assert "number 1 of the group is in all_reduce of 5 torch.float32 over dp, this one in all_reduce of 4" in said[0]
 
 
-def _after_leaving(rank: int) -> None:
+def _own_sum_fails(rank: int) -> None:
+    axis = _axis(rank, 2, shares=False)
+
+    def sum_parts(*_: object) -> None:
+        assert axis.traffic.last is not None
+        assert not axis.traffic.last.is_inside  # nor is its time waited time
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    collectives.combine = sum_parts
+    pending = reduce_scatter(torch.empty(2), torch.zeros(4), axis)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        pending.wait()
+    assert not isinstance(caught.value, LostPeerError)
+
+
+def test_an_error_in_a_ranks_own_sum_is_no_lost_peer() -> None:
+    run_world(2, _own_sum_fails)
+
+
+def _save_beside_training(rank: int) -> None:
+    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=60)
+    all_reduce(torch.zeros(3), state.dp).wait()
+    saving = state.saving_axes(60).world
+    got = torch.zeros(1)
+
+    def polled() -> bool:
+        raise AssertionError("the saving thread polls the channels of the training thread")
+
+    state.dp.group.backends["cpu"].progress = polled
+    for pending in exchange([(torch.ones(1), 1 - rank)], [(got, 1 - rank)], saving):
+        pending.wait()
+    assert got.item() == 1
+
+
+def test_messages_of_the_saving_thread_leave_the_channels_of_the_training_alone() -> None:
+    run_world(2, _save_beside_training)
+
+
+def _after_leaving(rank: int, under_way: bool) -> None:
+    gc.disable()  # what waits for the collector stays, in a process that has switched it off
     state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=5)
     before = len(os.listdir("/proc/self/fd"))
     pending = all_reduce(torch.zeros(3), state.dp)
-    state.leave()
-    with pytest.raises(LostPeerError, match="has left"):
+    if not under_way:
         pending.wait()
-    del pending
-    gc.collect()
+    state.leave()
+    if under_way:
+        with pytest.raises(LostPeerError, match="has left"):
+            pending.wait()
+        del pending
+        gc.collect()  # the frames of the error
+    assert "memfd:megazero" not in Path("/proc/self/maps").read_text()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_leaving_closes_everything() -> None:
-    run_world(2, _after_leaving)
+@pytest.mark.parametrize("under_way", [False, True])
+def test_leaving_closes_everything(under_way: bool) -> None:
+    run_world(2, _after_leaving, under_way)

@@ -383,6 +383,19 @@ def test_a_process_that_dies_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_process_ends_though_a_disk_does_not_answer(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, threading, torch; from pathlib import Path; from megazero.zero.file_store import FileStore;"
+        "array = FileStore(Path(sys.argv[1]), 0, 8192).allocate(10, torch.float32);"
+        "os.preadv = lambda *_: threading.Event().wait();"
+        "array.start_read(torch.empty(10), 0); print('ends')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], check=False, timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
+
+
 # --- How much fits where.
 
 
