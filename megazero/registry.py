@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, Generic, TypeVar
@@ -95,9 +95,20 @@ class NameIn:
 
 
 def closest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
-    """Find the names most like a misspelt one, the likeliest first; case does not matter, nor _ for -."""
+    """Find the names most like a misspelt one, the likeliest first; case does not matter, nor _ for -.
+
+    A word that two names share, as num_experts and num_layers do, makes them no more alike.
+    """
     by_plain = {name.lower().replace("_", "-"): name for name in known}
-    return [by_plain[name] for name in get_close_matches(word.lower().replace("_", "-"), by_plain, n=n, cutoff=cutoff)]
+    plain = word.lower().replace("_", "-")
+    similar = get_close_matches(plain, by_plain, n=n + 3, cutoff=cutoff)
+    return [by_plain[name] for name in similar if _is_like(plain, name)][:n]
+
+
+def _is_like(a: str, b: str) -> bool:
+    shared = {*a.split("-")} & {*b.split("-")}
+    a, b = ("-".join(part for part in name.split("-") if part not in shared) for name in (a, b))
+    return not (a and b) or SequenceMatcher(None, a, b).ratio() >= (0.5 if shared else 0.7)
 
 
 def did_you_mean(names: Sequence[str], otherwise: str = "") -> str:

@@ -7,13 +7,14 @@ All problems of one file are reported together, so a run is started twice at mos
 """
 
 import json
+import os.path
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 # No count of a run comes near it, and below it the search for divisors is short.
 LARGEST_COUNT = 2**40
@@ -25,6 +26,7 @@ PositiveOrZero = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # "~/x" is a path in the home directory, as in a shell
 
 
 class Section(BaseModel):
@@ -40,6 +42,43 @@ class Spelling:
     """Beside a type in `Annotated`: says in words what the key takes, where the type alone does not."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class ActsWhere:
+    """Beside a type in `Annotated`: the key has an effect only where another key has one of some values.
+
+    Args:
+        keys: the other key, as "section.key" or "world_size"; of several, with spaces between them, one is enough.
+        values: its values; a function of the run where names decide; () for every number above `above`, true, or a text.
+        why: says why it has no effect elsewhere.
+        above: see `values`.
+    """
+
+    keys: str
+    values: tuple[object, ...] | Callable[[Any], tuple[object, ...]]
+    why: str
+    above: int = 0
+
+    def values_in(self, run: Any) -> tuple[object, ...]:
+        """Give the values; a run says which names there are, and what they read."""
+        return self.values(run) if callable(self.values) else self.values
+
+    def holds(self, found: object, run: Any) -> bool:
+        """Tell whether a value of the other key is one of them."""
+        if callable(self.values) or self.values:
+            return found in self.values_in(run)
+        return found > self.above if isinstance(found, int | float) else bool(found)
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Beside a type in `Annotated`: a value above that of another key asks for more than this run will do."""
+
+    key: str
+    """The other key."""
+    effect: str
+    """What the run does not do then."""
 
 
 @dataclass(frozen=True)

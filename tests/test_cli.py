@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -113,6 +114,17 @@ def test_a_finished_run_says_where_things_lie_and_how_to_go_on(tmp_path: Path) -
     assert "zero_stage 3" in listed.stdout
     assert "model.layers.1.self_attn.q_proj.weight" in listed.stdout
     assert "F32" in listed.stdout
+    # embedding and head of 257 rows; two layers of q, k, v, o, gate, up, down and two norms; the last norm
+    layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32
+    assert f"{2 * 257 * 32 + 2 * layer + 32:,} parameters" in listed.stdout
+    (tmp_path / "checkpoints" / "step-00000009").mkdir()
+    steps = megazero("checkpoint", "inspect", tmp_path / "checkpoints")
+    assert steps.returncode == 0, steps.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in steps.stdout.splitlines() if line.strip().startswith("step-")}
+    assert list(rows) == ["step-00000003", "step-00000004", "step-00000009"]
+    assert rows["step-00000003"][:2] == ["24", "768"]
+    assert rows["step-00000003"][2] == f"{lines[-1]['val_loss']:.4f}"
+    assert rows["step-00000009"][-1] == "incomplete"
     refused = megazero("train", QUICKSTART, *words, "training.steps=5", "checkpoint.resume=never")
     assert refused.returncode == 1
     assert "holds the run" in refused.stderr
@@ -247,11 +259,14 @@ def test_a_schedule_file_runs_and_its_measured_pipeline_is_drawn(tmp_path: Path)
     words += [f"parallel.schedule_file={table}", "training.accumulation=2", "logging.pipeline_trace_step=2"]
     done = megazero("train", QUICKSTART, *words)
     assert done.returncode == 0, done.stderr
-    assert "pipeline of step 2: bubble" in done.stdout
-    assert "predicted for its costs" in done.stdout
+    assert "pipeline of step 2: ranks idle" in done.stdout
+    assert "predicted " in done.stdout
+    assert "if every pass took the mean time of its kind" in done.stdout
     events = json.loads((tmp_path / "run" / "pipeline-step-00000002.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 12
-    assert (tmp_path / "run" / "pipeline-step-00000002.svg").read_text().startswith("<svg")
+    picture = (tmp_path / "run" / "pipeline-step-00000002.svg").read_text()
+    assert picture.startswith("<svg")
+    assert re.search(r"<title>step 2, measured: mine: pp 2, 2 micro-batches; makespan [0-9.]+ ms, bubble", picture)
     table.write_text("F0,F1,W0,B0,B1,W1\nF0,F1,B0,B1,W0,W1\n")
     refused = megazero("train", QUICKSTART, *words, "training.steps=6")
     assert refused.returncode == 1
@@ -282,6 +297,22 @@ def test_a_script_registers_a_callback_that_the_run_file_names(tmp_path: Path) -
     assert find_newest(tmp_path / "run" / "checkpoints") == folder_at(
         tmp_path / "run" / "checkpoints" / "step-00000002"
     )
+
+
+def test_commands_without_a_run_file_load_extensions_by_option(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from megazero.schedules.one_f_one_b import OneFOneB\nfrom megazero.schedules.registry import SCHEDULES\n"
+        "class Mine(OneFOneB):\n    name = 'mine'\nSCHEDULES.register('mine', Mine())\n"
+    )
+    words = ("schedule", "show", "--schedule", "mine", "--pp", "2", "--microbatches", "2")
+    assert megazero(*words, "--extension", script).returncode == 0
+    assert "unknown schedule mine" in megazero(*words).stderr
+    for command in (words, ("checkpoint", "export", tmp_path, tmp_path / "out")):
+        missing = megazero(*command, "--extension", tmp_path / "none.py")
+        assert missing.returncode != 0
+        assert "--extension = " in missing.stderr
+        assert "cannot be imported" in missing.stderr
 
 
 def test_a_callback_or_an_extension_that_does_not_exist_ends_the_command_before_anything_starts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import FrozenInstanceError
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.config.derive import cache_directory, complete_batch
 from megazero.config.document import to_markdown
 from megazero.config.schema import DataConfig, DataSource, OffloadConfig, keys, sections
+from megazero.models.config import ModelConfig
+from megazero.optim.registry import BUILT_IN_KEYS, LR_SCHEDULES, OPTIMIZERS
+from megazero.registry import keywords_of
+from megazero.settings import ActsWhere, AtMost
+
+MODEL_KEYS = ", ".join(ModelConfig.model_fields)
 
 
 @pytest.fixture
@@ -54,6 +61,9 @@ def test_the_world_is_what_the_command_starts_unless_told(write):
     assert load_config(path, [], None).dp == 2
     assert load_config(path, [], 16).dp == 8
     assert load_config(path, ["launch.nproc_per_node=6"]).world_size == 6
+    assert load_config(path, [], 4).notices == load_config(path).notices == ()
+    (told,) = load_config(path, [], 16).notices
+    assert told == "launch.nproc_per_node = 4 has no effect where a launcher has started the ranks, 16 of them"
 
 
 @pytest.mark.parametrize(
@@ -181,6 +191,7 @@ def test_the_message_is_a_numbered_list(write):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        ("model.num_experts=8", f"model.num_experts = 8: unknown key; the keys of [model] are {MODEL_KEYS}"),
         ("training.step=3", "training.step = 3: unknown key; did you mean training.steps?"),
         ("model.lr=3", "model.lr = 3: unknown key in [model]; did you mean optimizer.lr?"),
         ("model.name=3", "model.name = 3: unknown key in [model]; did you mean optimizer.name or lr_schedule.name?"),
@@ -328,12 +339,6 @@ def test_the_order_names_every_axis_once(write, order):
             "write 0, or set training.eval_every_steps",
         ),
         (
-            "checkpoint.keep_every_steps=100",
-            1,
-            "checkpoint.keep_every_steps = 100: must be 0 where checkpoint.keep_last = 0: every checkpoint is kept; "
-            "write 0, or set checkpoint.keep_last",
-        ),
-        (
             "checkpoint.directory=s4://bucket/run",
             1,
             'checkpoint.directory = "s4://bucket/run": must be the URL of a file system that fsspec knows and whose package '
@@ -400,18 +405,33 @@ def test_the_order_names_every_axis_once(write, order):
             'write 0.0, or precision.dtype = "fp16"',
         ),
         (
-            "precision.min_loss_scale=9 precision.initial_scale_power=3",
+            "precision.dtype=fp16 precision.min_loss_scale=9 precision.initial_scale_power=3",
             1,
             "precision.min_loss_scale = 9.0: must be <= 2**initial_scale_power=8.0; write 8.0 or less",
         ),
         (
             "optimizer.momentum=0.9",
             1,
-            'optimizer.momentum = 0.9: must be 0.0 where optimizer.name = "adamw": only sgd has momentum; '
+            'optimizer.momentum = 0.9: must be 0.0 where optimizer.name = "adamw": it does not read this key; '
             'write 0.0, or optimizer.name = "sgd"',
         ),
         ("parallel.tp=2 parallel.pp=3", 8, "world_size = 8: must be divisible by tp*pp=6; the nearest are 6 and 12"),
-        ("parallel.tp=4", None, "launch.nproc_per_node = 1: must be divisible by tp*pp=4; the nearest is 4"),
+        (
+            "parallel.tp=4",
+            None,
+            "launch.nproc_per_node = 1: must be divisible by tp*pp=4; the nearest is 4; on several machines start the "
+            "ranks with torchrun (examples/launch_torchrun.sh) or srun (examples/pretrain.slurm)",
+        ),
+        (
+            "parallel.tp=8 parallel.pp=4",
+            None,
+            "launch.nproc_per_node = 1: must be divisible by tp*pp=32; on several machines start the ranks with torchrun",
+        ),
+        (
+            "parallel.tp=2 parallel.dp=32",
+            None,
+            "parallel.dp = 32: tp*pp*dp=2*1*32=64 must be the world size, 1; start 64 ranks; on several machines start",
+        ),
         (
             "parallel.tp=2 parallel.dp=3",
             8,
@@ -451,12 +471,208 @@ def test_keys_that_do_not_fit_each_other_are_told_with_their_numbers(write, over
         ("zero.shard_group_size=2 zero.stage=3 zero.persistent_elements=9 zero.offload.parameters=cpu", 2),
         ("zero.offload.optimizer=nvme zero.offload.nvme_path=/x zero.offload.ratio=0.5", 1),
         ("precision.accumulate_dtype=bf16 precision.reduce_dtype=fp16", 1),
-        ("precision.dtype=fp16 precision.loss_scale=128 precision.min_loss_scale=65536", 1),
+        ("precision.dtype=fp16 precision.loss_scale=128", 1),
+        ("precision.dtype=fp16 precision.min_loss_scale=65536", 1),
         ("optimizer.name=sgd optimizer.momentum=0.9", 1),
     ],
 )
 def test_keys_that_fit_each_other_make_a_run(write, overrides, world_size):
     load_config(write(""), overrides.split(), world_size)
+
+
+# Keys without effect
+
+# A value other than the default, and what makes it idle.  By hand: the declarations in the schema are what is tested.
+REFUSED = """
+lr_schedule.decay_fraction=0.5 lr_schedule.name=cosine
+lr_schedule.min_lr_ratio=0.5   lr_schedule.name=constant
+optimizer.betas=[0.8,0.9]      optimizer.name=sgd
+optimizer.eps=1e-5             optimizer.name=lion
+optimizer.momentum=0.9         optimizer.name=adagrad
+precision.initial_scale_power=9  precision.dtype=bf16
+precision.loss_scale_window=7  precision.dtype=fp32
+precision.hysteresis=4         precision.dtype=bf16
+precision.consecutive_hysteresis=true precision.dtype=bf16
+precision.min_loss_scale=2     precision.dtype=bf16
+precision.loss_scale_window=8  precision.dtype=fp16 precision.loss_scale=8
+precision.loss_scale=8         precision.dtype=bf16
+precision.accumulate_dtype=bf16 precision.dtype=fp32
+precision.reduce_dtype=bf16    precision.dtype=fp32
+model.rope_theta=5e5           model.family=gpt2
+zero.gather_policy=step        zero.stage=1
+zero.reduce=step               zero.stage=0
+zero.shard_group_size=1        zero.stage=0
+zero.persistent_elements=9     zero.stage=2
+zero.offload.parameters=cpu    zero.stage=2
+zero.offload.ratio=0.5         zero.offload.optimizer=none
+zero.offload.pin_memory=false  zero.offload.optimizer=none
+parallel.schedule=gpipe        parallel.schedule_file=x.csv
+parallel.virtual_stages=2      parallel.schedule_file=x.csv
+training.non_finite_limit=9    training.on_non_finite=stop
+training.accumulation=1        elastic.enabled=true training.global_batch_size=8
+elastic.shapes=[{world_size=8}] elastic.enabled=false
+"""
+TOLD = """
+parallel.order=pp-dp-cp-tp
+parallel.sequence_parallel=true parallel.tp=1
+parallel.layout=cost           parallel.pp=1
+parallel.schedule_placement=v
+zero.offload.nvme_path=/x      zero.offload.optimizer=cpu
+training.eval_samples=3        training.eval_every_steps=0
+checkpoint.host_memory_bytes=5 checkpoint.asynchronous=false
+checkpoint.keep_every_steps=7  checkpoint.keep_last=0
+checkpoint.keep_best=7         checkpoint.keep_last=0
+logging.straggler_every_steps=5
+logging.straggler_ratio=2.0    logging.straggler_every_steps=0
+lr_schedule.warmup_steps=2000  training.steps=10
+logging.pipeline_trace_step=20 training.steps=10
+"""
+
+
+def _lines(table: str) -> list[list[str]]:
+    return [line.split() for line in table.splitlines() if line]
+
+
+@pytest.mark.parametrize("overrides", _lines(REFUSED), ids=" ".join)
+def test_a_key_that_another_choice_does_not_read_is_refused(write, overrides):
+    key = overrides[0].split("=")[0]
+    told = problems(write(""), *overrides, world_size=1)
+    idle = [problem for problem in told if problem.startswith(f"{key} = ") and " where " in problem]
+    assert len(idle) == 1, told
+    assert overrides[-1 if key != "training.accumulation" else 1].split("=")[0] in idle[0]
+
+
+@pytest.mark.parametrize("overrides", _lines(TOLD), ids=" ".join)
+def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
+    key = overrides[0].split("=")[0]
+    told = [notice for notice in load_config(write(""), overrides, 1).notices if notice.startswith(f"{key} = ")]
+    assert told
+    assert all("has no effect where" in notice or "exceeds" in notice for notice in told)
+
+
+def test_every_declaration_is_in_one_of_the_two_tables():
+    declared = {
+        f"{section}.{key}"
+        for section, fields in keys().items()
+        for key, field in fields.items()
+        if any(isinstance(one, ActsWhere | AtMost) for one in field.metadata)
+    }
+    assert declared == {overrides[0].split("=")[0] for overrides in _lines(REFUSED + TOLD)}
+
+
+def test_a_key_is_taken_where_it_acts(write):
+    """The same keys beside choices that read them, in one run and its written-out file; then nothing is told either."""
+    text = """
+    [lr_schedule]
+    name = "wsd"
+    decay_fraction = 0.5
+    min_lr_ratio = 0.5
+    warmup_steps = 10
+    [optimizer]
+    betas = [0.8, 0.9]
+    eps = 1e-5
+    [precision]
+    dtype = "fp16"
+    initial_scale_power = 9
+    loss_scale_window = 7
+    hysteresis = 4
+    consecutive_hysteresis = true
+    min_loss_scale = 2.0
+    accumulate_dtype = "bf16"
+    reduce_dtype = "bf16"
+    [model]
+    rope_theta = 5e5
+    [zero]
+    stage = 3
+    gather_policy = "step"
+    reduce = "step"
+    shard_group_size = 1
+    persistent_elements = 9
+    [zero.offload]
+    optimizer = "nvme"
+    parameters = "cpu"
+    ratio = 0.5
+    pin_memory = false
+    nvme_path = "/x"
+    [parallel]
+    tp = 2
+    pp = 2
+    sequence_parallel = true
+    layout = "cost"
+    schedule = "interleaved"
+    virtual_stages = 2
+    [training]
+    eval_every_steps = 5
+    eval_samples = 3
+    on_non_finite = "skip"
+    non_finite_limit = 9
+    [checkpoint]
+    host_memory_bytes = 5
+    keep_last = 2
+    keep_every_steps = 7
+    keep_best = 3
+    [logging]
+    straggler_every_steps = 5
+    straggler_ratio = 2.0
+    pipeline_trace_step = 20
+    """
+    run = load_config(write(text), [], 4)
+    assert run.notices == ()
+    assert load_config(write(to_toml(run)), [], 4) == run
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_written_out_file_takes_every_other_choice(write, name, family):
+    """A default is not set: a file with every key in it stays a run when its choices change."""
+    written = write(to_toml(RunConfig.model_validate({"model": {"family": family}})))
+    for schedule in LR_SCHEDULES:
+        for stage in range(4):
+            overrides = [f"optimizer.name={name}", f"lr_schedule.name={schedule}", f"zero.stage={stage}"]
+            assert load_config(written, [*overrides, f"precision.dtype={('fp32', 'bf16', 'fp16')[stage % 3]}"], 1)
+
+
+@pytest.mark.parametrize("name", list(BUILT_IN_KEYS))
+def test_the_keys_of_an_optimizer_are_what_its_class_takes(name):
+    takes = keywords_of(OPTIMIZERS[name].cls, positional=1)
+    assert set(BUILT_IN_KEYS[name]) == {"betas", "momentum", "eps"} & set(takes)
+
+
+def test_the_keys_that_a_registered_schedule_reads_are_those_that_it_asks_for(write):
+    LR_SCHEDULES.register("late", lambda step, steps, own: own.decay_fraction if step > steps // 2 else 1.0)
+    LR_SCHEDULES.register("broken", lambda step, steps, own: 1 / 0)
+    try:
+        assert load_config(write(""), ["lr_schedule.name=late", "lr_schedule.decay_fraction=0.5"], 1)
+        (told,) = problems(write(""), "lr_schedule.name=late", "lr_schedule.min_lr_ratio=0.5")
+        assert told.startswith('lr_schedule.min_lr_ratio = 0.5: must be 0.1 where lr_schedule.name = "late"')
+        assert load_config(write(""), ["lr_schedule.name=broken", "lr_schedule.decay_fraction=0.5"], 1)
+    finally:
+        LR_SCHEDULES._registered.pop("late")
+        LR_SCHEDULES._registered.pop("broken")
+
+
+def test_what_varies_makes_no_key_idle(write):
+    path = write("[zero]\nstage = 3\ngather_policy = 'step'\n[optimizer]\nname = 'sgd'")
+    run = load_config(path, ["zero.stage=1"], 1, varied=["zero.stage"])
+    assert run.config.zero.gather_policy == "step"
+    with pytest.raises(ConfigError, match=r"optimizer\.eps"):
+        load_config(path, ["zero.stage=1", "optimizer.eps=1"], 1, varied=["zero.stage"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("training.run_dir", "checkpoint.directory", "checkpoint.resume", "data.tokenizer", "data.cache_dir"),
+        *("parallel.schedule_file", "zero.offload.nvme_path"),
+    ],
+)
+def test_a_path_in_the_home_directory_is_written_as_in_a_shell(write, key, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    more = ["zero.offload.optimizer=nvme"] if key == "zero.offload.nvme_path" else []
+    run = load_config(write(""), [f"{key}=~/x", *more], 1)
+    assert attrgetter(key)(run.config) == "/home/me/x"
+    lists = load_config(write(""), ["data.sources=['~/a', {path='~/b', weight=2}]"], 1).config
+    assert [source.path for source in lists.data.sources] == ["/home/me/a", "/home/me/b"]
 
 
 def test_each_key_that_asks_for_nvme_is_named_once(write):

@@ -105,7 +105,7 @@ def micro_batch_multiple(parallel: ParallelConfig) -> int:
 def cache_directory(data: DataConfig, environment: Mapping[str, str] = os.environ) -> Path:
     """Give the directory of prepared data; XDG_CACHE_HOME is looked up in the environment."""
     if data.cache_dir is not None:
-        return Path(data.cache_dir).expanduser()
+        return Path(data.cache_dir)
     return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megazero"
 
 

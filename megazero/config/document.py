@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from megazero.config.load import ResolvedRun
 from megazero.config.schema import RunConfig, is_section, keys, sections
 from megazero.registry import NameIn
-from megazero.settings import LARGEST_COUNT, Spelling, toml_value
+from megazero.settings import LARGEST_COUNT, ActsWhere, Spelling, toml_value
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -59,9 +59,22 @@ def to_markdown() -> str:
         part = f"## [{name}]\n\n{classes[name].__doc__}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         for key, value in classes[name]().model_dump(include=set(fields)).items():
             default = "unset" if value is None else toml_value(value)
-            part += f"| `{key}` | {type_text(fields[key])} | `{default}` | {fields[key].description} |\n"
+            meaning = f"{fields[key].description}{_where(fields[key])}"
+            part += f"| `{key}` | {type_text(fields[key])} | `{default}` | {meaning} |\n"
         parts.append(part)
     return "\n".join(parts)
+
+
+def _where(field: FieldInfo) -> str:
+    """Say where a key acts; nothing for one that always does."""
+    parts = []
+    for one in field.metadata:
+        if isinstance(one, ActsWhere):
+            values = one.values_in(RunConfig())
+            is_one = f"= {' or '.join('unset' if value is None else toml_value(value) for value in values)}"
+            above = f"> {one.above}" if one.above else "is set"
+            parts.append(f"{' or '.join(one.keys.split())} {is_one if values else above}")
+    return f" Only where {' and '.join(parts)}." if parts else ""
 
 
 def type_text(field: FieldInfo) -> str:

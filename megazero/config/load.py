@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date, time
 from importlib import import_module
@@ -22,13 +22,19 @@ from typing import Any
 
 from megazero.config.derive import batch_sizes, fit
 from megazero.config.problems import validate
-from megazero.config.rules import broken_rules
+from megazero.config.rules import Rule, broken_rules, idle_keys
 from megazero.config.schema import RunConfig, sections
 from megazero.models.registry import FAMILIES
 from megazero.registry import closest, did_you_mean
 from megazero.settings import ConfigError, Problem, file_error, read_text
 
 Tables = dict[str, Any]
+
+# A run of more ranks is meant for several machines.
+_RANKS_OF_A_MACHINE = 8
+_LAUNCHERS = (
+    "on several machines start the ranks with torchrun (examples/launch_torchrun.sh) or srun (examples/pretrain.slurm)"
+)
 
 # Run files may still have the old name of a key.
 RENAMED = {"zero.resident_elements": "zero.persistent_elements"}
@@ -58,10 +64,16 @@ class ResolvedRun:
     spare_ranks: int = 0
     """Ranks of an elastic run beyond those that train."""
     notices: tuple[str, ...] = field(default=(), compare=False)
-    """What fitting an elastic run to this world changed, a line each."""
+    """What the user should know: what fitting an elastic run to this world changed, keys without effect; a line each."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int | None = None) -> ResolvedRun:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    world_size: int | None = None,
+    varied: Collection[str] = (),
+    rules: Sequence[Rule] = (),
+) -> ResolvedRun:
     """Read a run file, apply overrides, and resolve it for a number of ranks.
 
     Args:
@@ -69,6 +81,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
         overrides: `section.key=value` each, the later ones winning. The value is read as TOML; what is not TOML, such
             as a bare word, is a string.
         world_size: number of ranks; None for the number that `launch.nproc_per_node` starts.
+        varied: keys that take other values too, so that no key is refused for being without effect beside these.
+        rules: further ones, which rooms above this one know.
 
     Raises:
         ConfigError: with everything that is wrong with the file, the overrides, and the two together.
@@ -85,25 +99,35 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), world_size: int
         ranks, source = config.launch.nproc_per_node, "launch.nproc_per_node"
     if source in wrong_keys:
         wrong_keys.add("world_size")
-    found = broken_rules(config, ranks, wrong_keys)
+    found = broken_rules(config, ranks, wrong_keys, varied, rules)
     problems += schema_problems
-    problems += [replace(problem, key=source) if problem.key == "world_size" else problem for problem in found]
+    for problem in found:
+        key, hint = source if problem.key == "world_size" else problem.key, problem.hint
+        if world_size is None and problem.key in ("world_size", "parallel.dp"):
+            is_large = config.parallel.tp * config.parallel.pp > _RANKS_OF_A_MACHINE
+            hint = _LAUNCHERS if is_large and key == source else f"{hint}; {_LAUNCHERS}"
+        problems.append(replace(problem, key=key, hint=hint))
     if problems:
         raise ConfigError(problems, str(path))
-    return resolve(config, ranks)
+    run, wish = resolve(config, ranks, varied), config.launch.nproc_per_node
+    if wish in (1, ranks):
+        return run
+    idle = f"launch.nproc_per_node = {wish} has no effect where a launcher has started the ranks, {ranks} of them"
+    return replace(run, notices=(*run.notices, idle))
 
 
-def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
+def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) -> ResolvedRun:
     """Check every rule and fill in the model and batch sizes left open.
 
     Args:
         config: the run, as written.
         world_size: number of ranks that were started.
+        varied: as for `load_config`.
 
     Raises:
         ConfigError: a rule is broken; the error lists every one that is.
     """
-    if problems := broken_rules(config, world_size):
+    if problems := broken_rules(config, world_size, varied=varied):
         raise ConfigError(problems)
     fitted = fit(config, world_size)
     batch, dp, notices = batch_sizes(fitted.config, fitted.dp), fitted.dp, list(fitted.notices)
@@ -114,6 +138,7 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
             product += f" x {batch.accumulation} micro-batches"
         empty = f"{slots - samples} of {slots} samples of each step are empty"
         notices.append(f"{empty}: global_batch_size={samples} is not divisible by {product}")
+    notices += idle_keys(fitted.config, world_size)[1]
     sizes = asdict(batch)
     written = {} if config.elastic.enabled else sizes  # in an elastic run they follow dp, which another world changes
     model = FAMILIES[config.model.family].complete(config.model)
@@ -202,7 +227,7 @@ def import_extensions(names: object) -> list[Problem]:
             continue
         try:
             if name.endswith(".py"):
-                _import_file(Path(name).resolve())
+                _import_file(Path(name).expanduser().resolve())
             else:
                 sys.path += [] if os.getcwd() in sys.path else [os.getcwd()]
                 import_module(name)

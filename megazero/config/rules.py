@@ -6,6 +6,10 @@
 
 Every rule that can be checked is checked, and all problems are reported at once. Rules see an elastic run as it is
 fitted to the world. Its shapes, that of [parallel] among them, are checked as written, whichever this world needs.
+
+A key that is not at its default and cannot act in this run, as the declarations in the schema say, is refused where another
+key names a choice that does not read it (betas beside sgd). It is told where a number or a switch decides, since one file
+serves every shape and an override switches things off for a while; and where it acts in part.
 """
 
 from collections import Counter
@@ -13,16 +17,28 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from megazero.config.derive import batch_sizes, fit, micro_batch_multiple
-from megazero.config.schema import RunConfig
+from megazero.config.schema import RunConfig, keys
 from megazero.models.config import ModelConfig
 from megazero.models.family import ModelRule, tp_problems
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import layer_counts
 from megazero.optim.registry import OPTIMIZERS
+from megazero.registry import check_keywords, keywords_of
 from megazero.schedules.registry import SCHEDULES
-from megazero.settings import ConfigError, Problem, divisors, nearest_multiples, nearest_of, nearest_text, toml_value
+from megazero.settings import (
+    ActsWhere,
+    AtMost,
+    ConfigError,
+    Problem,
+    divisors,
+    nearest_multiples,
+    nearest_of,
+    nearest_text,
+    toml_value,
+)
 
 
 @dataclass(frozen=True)
@@ -35,16 +51,24 @@ class Rule:
     """(config, dp) -> what is wrong; it may raise this as a ConfigError. A rule that reads no `world_size` gets any dp."""
 
 
-def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str] = ()) -> list[Problem]:
-    """Check every rule that reads no key already known to be wrong.
+def broken_rules(
+    config: RunConfig,
+    world_size: int,
+    wrong_keys: Collection[str] = (),
+    varied: Collection[str] = (),
+    further: Iterable[Rule] = (),
+) -> list[Problem]:
+    """Check every rule that reads no key already known to be wrong, and that every key can act.
 
     Args:
         config: the run; a wrong key has any value of the right type.
         world_size: number of ranks.
         wrong_keys: keys whose values mean nothing, as `section.key`, or `world_size`.
+        varied: keys that take other values too, so that no key is refused for their value here.
+        further: rules beside those below.
     """
     wrong, problems, fitted, dp = set(wrong_keys), list[Problem](), config, 1
-    if not wrong & set(_WORLD):
+    if not wrong & set(WORLD):
         try:
             found = fit(config, world_size)
             fitted, dp = found.config, found.dp
@@ -52,13 +76,61 @@ def broken_rules(config: RunConfig, world_size: int, wrong_keys: Collection[str]
             problems += error.problems
             wrong.add("world_size")
     as_written = (*_family_rules(config.model), *_SHAPE_RULES, _EVERY_SHAPE)
-    for rule in (*as_written, *RULES):
+    for rule in (*as_written, *RULES, *further):
         if not set(rule.reads) & wrong:
             try:
                 problems += rule.check(config if rule in as_written else fitted, dp)
             except ConfigError as error:
                 problems += error.problems
-    return problems
+    return problems + idle_keys(fitted, world_size, wrong.union(varied))[0]
+
+
+def idle_keys(config: RunConfig, world_size: int, unknown: Collection[str] = ()) -> tuple[list[Problem], list[str]]:
+    """Find the keys that cannot act as they are written: those to refuse, and a line for each that is only told.
+
+    Args:
+        config: the run, fitted to its world.
+        unknown: keys whose values say nothing about what acts.
+    """
+    refused, told = list[Problem](), list[str]()
+    for key, value, default, condition in _conditions_of_set_keys(config):
+        if isinstance(condition, AtMost):
+            most = attrgetter(condition.key)(config)
+            if value > most and not {key, condition.key} & {*unknown}:
+                told.append(f"{key} = {toml_value(value)} exceeds {condition.key} = {most}: {condition.effect}")
+            continue
+        others = condition.keys.split()
+        found = [world_size if other == "world_size" else attrgetter(other)(config) for other in others]
+        if {key, *others} & {*unknown} or any(condition.holds(one, config) for one in found):
+            continue
+        where = " and ".join(f"{other} = {_written(one)}" for other, one in zip(others, found, strict=True))
+        if not condition.values or default is None:  # an override cannot write an unset key
+            told.append(f"{key} = {toml_value(value)} has no effect where {where}: {condition.why}")
+        else:
+            refused.append(_refused(key, value, default, condition, where, config))
+    return refused, told
+
+
+def _conditions_of_set_keys(config: RunConfig) -> Iterator[tuple[str, Any, object, ActsWhere | AtMost]]:
+    """(key, value, default, condition).  A key at its default is not set: a file that a run has written has every key."""
+    for section, fields in keys().items():
+        for name, field in fields.items():
+            value = attrgetter(f"{section}.{name}")(config)
+            for condition in field.metadata if value != field.default else ():
+                if isinstance(condition, ActsWhere | AtMost):
+                    yield f"{section}.{name}", value, field.default, condition
+
+
+def _refused(key: str, value: object, default: object, condition: ActsWhere, where: str, config: RunConfig) -> Problem:
+    hint = "leave it out" if default == () else f"write {toml_value(default)}"
+    values, other = condition.values_in(config), condition.keys.split()[0]
+    hint += f", or leave {other} out" if values == (None,) else f", or {other} = {' or '.join(map(_written, values))}"
+    rule = f"must be {_written(default)} where {where}: {condition.why}"
+    return Problem(key, value, rule, hint)
+
+
+def _written(value: object) -> str:
+    return "unset" if value is None else "empty" if value == () else toml_value(value)
 
 
 def _family_rules(model: ModelConfig) -> list[Rule]:
@@ -151,7 +223,13 @@ def _nvme_has_a_path(config: RunConfig, _: int) -> Iterator[Problem]:
 
 def _options_are_of_a_registered_optimizer(config: RunConfig, _: int) -> Iterator[Problem]:
     optimizer = config.optimizer
-    if optimizer.options and OPTIMIZERS.is_built_in(optimizer.name):
+    if not OPTIMIZERS.is_built_in(optimizer.name):
+        own = OPTIMIZERS[optimizer.name]
+        try:
+            check_keywords(optimizer.name, own.settings(optimizer), keywords_of(own.cls, positional=1))
+        except ValueError as error:
+            yield Problem("optimizer.options", dict(optimizer.options), str(error))
+    elif optimizer.options:
         rule = f'must be empty where optimizer.name = "{optimizer.name}": only an optimizer of your own has options'
         yield Problem("optimizer.options", dict(optimizer.options), rule, "write the keys of [optimizer]")
 
@@ -167,6 +245,27 @@ def _elastic_batch_is_a_number(config: RunConfig, _: int) -> Iterator[Problem]:
     if config.elastic.enabled and config.training.global_batch_size == "auto":
         rule = "must be a number where elastic.enabled = true: it stays while dp changes"
         yield Problem("training.global_batch_size", "auto", rule, "write the samples of an optimizer step")
+
+
+def _own_schedule_has_one_shape(config: RunConfig, _: int) -> Iterator[Problem]:
+    if config.elastic.enabled and config.parallel.schedule_file is not None:
+        rule = "must be unset where elastic.enabled = true: a schedule of your own fixes pp and accumulation"
+        hint = "leave it out, or elastic.enabled = false"
+        yield Problem("parallel.schedule_file", config.parallel.schedule_file, rule, hint)
+
+
+def _evaluations_have_samples(config: RunConfig, _: int) -> Iterator[Problem]:
+    every = config.training.eval_every_steps
+    if every and not config.data.validation_fraction:
+        rule = "must be 0 where data.validation_fraction = 0.0: no sample is kept for evaluation"
+        yield Problem("training.eval_every_steps", every, rule, "write 0, or set data.validation_fraction")
+
+
+def _best_checkpoints_are_evaluated(config: RunConfig, _: int) -> Iterator[Problem]:
+    best = config.checkpoint.keep_best
+    if best and config.checkpoint.keep_last and not config.training.eval_every_steps:
+        rule = "must be 0 where training.eval_every_steps = 0: no checkpoint has a validation loss"
+        yield Problem("checkpoint.keep_best", best, rule, "write 0, or set training.eval_every_steps")
 
 
 def _elastic_runs_resume(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -198,27 +297,10 @@ def _shapes_fit_the_model(config: RunConfig, dp: int) -> Iterator[Problem]:
                 yield Problem(f"elastic.shapes[{index}]", shape, f"{key} {problem.rule}", problem.hint)
 
 
-def _only_with(key: str, unused: object, other: str, allowed: tuple[object, ...], why: str) -> Rule:
-    """Make the rule that a key stays unused unless another has an allowed value; () allows any but 0."""
-    must = _EMPTY.get(unused) or toml_value(unused)
-    hint = "leave it out" if unused in _EMPTY else f"write {must}"
-    hint += f", or {other} = {' or '.join(map(toml_value, allowed))}" if allowed else f", or set {other}"
-
-    def check(config: RunConfig, _: int) -> Iterator[Problem]:
-        value, found = attrgetter(key, other)(config)
-        if value != unused and not (found in allowed if allowed else found):
-            yield Problem(key, value, f"must be {must} where {other} = {toml_value(found)}: {why}", hint)
-
-    return Rule((key, other), check)
-
-
-_OWN_SCHEDULE = "a schedule of your own fixes pp and accumulation"
-_EMPTY: dict[object, str] = {None: "unset", (): "empty"}
 _ELASTIC = ("elastic.enabled", "elastic.shapes")
-_WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
+WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
 _CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
-_HALF = ("precision.dtype", ("bf16", "fp16"))
-_BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
+BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
 _SHAPE_RULES = (
     Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp"), _tp_splits_sequence),
     Rule(("model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
@@ -228,29 +310,19 @@ _SIZES = tuple(f"model.{key}" for key in ("family", "hidden_size", "num_heads", 
 _EVERY_SHAPE = Rule((*_ELASTIC, *_SIZES, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model)
 RULES = (
     Rule(_CHUNKS, _schedule_has_its_chunks),
-    Rule((*_WORLD, *_BATCH), _batch_sizes_agree),
-    Rule((*_WORLD, *_BATCH, *_CHUNKS), _micro_batches_fill_the_schedule),
+    Rule((*WORLD, *BATCH), _batch_sizes_agree),
+    Rule((*WORLD, *BATCH, *_CHUNKS), _micro_batches_fill_the_schedule),
     Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),
-    _only_with("parallel.schedule_file", None, "elastic.enabled", (False,), _OWN_SCHEDULE),
-    _only_with("elastic.shapes", (), "elastic.enabled", (True,), "the shape is that of [parallel]"),
+    Rule(("elastic.enabled", "parallel.schedule_file"), _own_schedule_has_one_shape),
     Rule(_ELASTIC, _shapes_fill_their_worlds),
-    _only_with("training.accumulation", "auto", "elastic.enabled", (False,), "it follows dp, which changes"),
-    _only_with("training.eval_every_steps", 0, "data.validation_fraction", (), "no sample is kept for evaluation"),
-    Rule((*_WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
-    _only_with("checkpoint.keep_every_steps", 0, "checkpoint.keep_last", (), "every checkpoint is kept"),
-    _only_with("checkpoint.keep_best", 0, "checkpoint.keep_last", (), "every checkpoint is kept"),
-    _only_with("checkpoint.keep_best", 0, "training.eval_every_steps", (), "no checkpoint has a validation loss"),
+    Rule((*WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
     Rule(("elastic.enabled", "checkpoint.resume"), _elastic_runs_resume),
+    Rule(("training.eval_every_steps", "data.validation_fraction"), _evaluations_have_samples),
+    Rule(
+        ("checkpoint.keep_last", "checkpoint.keep_best", "training.eval_every_steps"), _best_checkpoints_are_evaluated
+    ),
     Rule(("checkpoint.directory", "checkpoint.resume"), _storage_is_known),
-    _only_with("zero.shard_group_size", 0, "zero.stage", (1, 2, 3), "it has no effect where nothing is sharded"),
-    _only_with("zero.persistent_elements", 0, "zero.stage", (3,), "only stage 3 gathers parameters"),
-    _only_with("zero.offload.parameters", "none", "zero.stage", (3,), "only stage 3 shards parameters"),
-    _only_with("zero.offload.ratio", 1.0, "zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded"),
     Rule(tuple(f"zero.offload.{key}" for key in ("optimizer", "parameters", "nvme_path")), _nvme_has_a_path),
-    _only_with("precision.accumulate_dtype", "fp32", *_HALF, "gradients of fp32 weights are kept in fp32"),
-    _only_with("precision.reduce_dtype", "fp32", *_HALF, "gradients of fp32 weights travel in fp32"),
-    _only_with("precision.loss_scale", 0.0, "precision.dtype", ("fp16",), "only fp16 scales the loss"),
     Rule(("precision.min_loss_scale", "precision.initial_scale_power"), _loss_scale_starts_above_its_least),
     Rule(("optimizer.name", "optimizer.options"), _options_are_of_a_registered_optimizer),
-    _only_with("optimizer.momentum", 0.0, "optimizer.name", ("sgd",), "only sgd has momentum"),
 )

@@ -8,7 +8,8 @@
 
 Every key has a default, so an empty file is a run. Types are strict: "8" is no integer and neither is 8.0, but 1 is a
 number. A key has the value of the file; `resolve` gives open keys ("auto", or unset) their values. Relations between
-keys are in `rules`. The line below each key is its documentation.
+keys are in `rules`. A key that acts only beside certain values of another says so beside its type (`ActsWhere`). The line
+below each key is its documentation.
 """
 
 from itertools import permutations
@@ -24,8 +25,11 @@ from megazero.registry import NameIn
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import (
     LARGEST_COUNT,
+    ActsWhere,
+    AtMost,
     Count,
     CountOrZero,
+    PathText,
     Positive,
     PositiveOrZero,
     Section,
@@ -37,6 +41,20 @@ from megazero.settings import (
 
 AXES = ("tp", "cp", "dp", "pp")
 Auto = Literal["auto"]
+
+_OWN_SCHEDULE = ActsWhere("parallel.schedule_file", (None,), "the file is the schedule")
+_STAGE_3 = ActsWhere("zero.stage", (3,), "only stage 3 gathers parameters")
+_OFFLOADED = ActsWhere(
+    "zero.offload.optimizer zero.offload.parameters", ("cpu", "nvme", "auto"), "nothing is offloaded"
+)
+_FP16 = ActsWhere("precision.dtype", ("fp16",), "only fp16 scales the loss")
+_ADAPTED_SCALE = ActsWhere("precision.loss_scale", (0.0,), "a fixed factor is not adapted")
+_MANY_CHECKPOINTS = ActsWhere("checkpoint.keep_last", (), "every checkpoint is kept")
+_MANY_RANKS = ActsWhere("world_size", (), "there is no other rank", above=1)
+
+
+def _halves(what: str) -> ActsWhere:
+    return ActsWhere("precision.dtype", ("bf16", "fp16"), what)
 
 
 def _layout(value: object) -> object:
@@ -81,19 +99,23 @@ class ParallelConfig(Section):
     """Pipeline-parallel degree: number of stages the layers are cut into."""
     dp: Count | Auto = "auto"
     """Data-parallel degree: number of model replicas. "auto" fills the world."""
-    sequence_parallel: bool = False
-    """Split activations between the tensor-parallel regions over tp, by sequence position; no effect at tp = 1."""
-    schedule: Annotated[str, NameIn(SCHEDULES)] = "1f1b"
+    sequence_parallel: Annotated[bool, ActsWhere("parallel.tp", (), "nothing is split over tp", above=1)] = False
+    """Split activations between the tensor-parallel regions over tp, by sequence position."""
+    schedule: Annotated[str, NameIn(SCHEDULES), _OWN_SCHEDULE] = "1f1b"
     """Order of forward and backward passes in the pipeline."""
-    schedule_file: Text | None = None
+    schedule_file: PathText | None = None
     """A schedule of your own as a CSV file, instead of `schedule`; it fixes pp, accumulation and the chunks."""
-    schedule_placement: Literal["loop", "v"] = "loop"
+    schedule_placement: Annotated[
+        Literal["loop", "v"], ActsWhere("parallel.schedule_file", (), "a named schedule has its own")
+    ] = "loop"
     """Order of the ranks that the chunks of `schedule_file` are on: the same each time, or down and back up."""
-    virtual_stages: Count = 1
+    virtual_stages: Annotated[Count, _OWN_SCHEDULE] = 1
     """Model chunks on each pipeline rank, for the schedule interleaved (2 or more); zbv always has two, the others one."""
-    layout: Layout = "even"
+    layout: Annotated[Layout, ActsWhere("parallel.pp parallel.virtual_stages", (), "there is one stage", above=1)] = (
+        "even"
+    )
     """How layers are cut into stages: "even", by "cost" (the head weighed), or by list: [["embed", 4], [5], [4, "head"]]."""
-    order: str = "tp-cp-dp-pp"
+    order: Annotated[str, _MANY_RANKS] = "tp-cp-dp-pp"
     """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart. cp is always 1."""
     timeout_seconds: Count = 600
     """How long a collective may wait for a rank before the run ends."""
@@ -112,13 +134,18 @@ class OffloadConfig(Section):
 
     optimizer: Literal["none", "cpu", "nvme", "auto"] = "none"
     """Where optimizer state and master weights live: on the device, in host memory, in files, or by free memory."""
-    parameters: Literal["none", "cpu", "nvme", "auto"] = "none"
+    parameters: Annotated[
+        Literal["none", "cpu", "nvme", "auto"], ActsWhere("zero.stage", (3,), "only stage 3 shards parameters")
+    ] = "none"
     """Where stage 3 keeps its shard of the weights."""
-    ratio: Share = 1.0
+    ratio: Annotated[Share, ActsWhere("zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded")] = 1.0
     """Share of the optimizer state that is offloaded; the rest stays on the device."""
-    nvme_path: Text | None = None
+    nvme_path: Annotated[
+        PathText | None,
+        ActsWhere("zero.offload.optimizer zero.offload.parameters", ("nvme", "auto"), "no state is in files"),
+    ] = None
     """Directory for the files, on a local disk of each node; they are removed when the run ends."""
-    pin_memory: bool = True
+    pin_memory: Annotated[bool, _OFFLOADED] = True
     """Keep host memory page-locked, so that copies to a CUDA device run beside the computation."""
 
 
@@ -127,15 +154,19 @@ class ZeroConfig(Section):
 
     stage: Stage = 1
     """0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters."""
-    gather_policy: Literal["action", "chunk", "step"] = "action"
+    gather_policy: Annotated[Literal["action", "chunk", "step"], _STAGE_3] = "action"
     """How long stage 3 keeps gathered weights: for one pass, until another model chunk runs, for the step."""
-    reduce: Literal["micro_batch", "step"] = "micro_batch"
+    reduce: Annotated[
+        Literal["micro_batch", "step"], ActsWhere("zero.stage", (2, 3), "gradients are reduced once per step")
+    ] = "micro_batch"
     """When stages 2 and 3 reduce gradients: after each micro-batch, or once per step, keeping them whole until then."""
     bucket_bytes: Annotated[int, Field(ge=1024, le=LARGEST_COUNT)] = 40 * 1024 * 1024
     """Size of a gradient bucket, in bytes of fp32 gradients; on a CPU rank that sends to no other, 4 MiB at most."""
-    shard_group_size: CountOrZero = 0
+    shard_group_size: Annotated[
+        CountOrZero, ActsWhere("zero.stage", (1, 2, 3), "it has no effect where nothing is sharded")
+    ] = 0
     """Neighbouring data-parallel ranks that share one copy of the state; each such group has its own. 0: all of dp."""
-    persistent_elements: CountOrZero = 0
+    persistent_elements: Annotated[CountOrZero, _STAGE_3] = 0
     """Stage 3 keeps parameters of at most so many elements whole on every rank instead of gathering them."""
     offload: OffloadConfig = OffloadConfig()
     """What is moved off the device between its uses."""
@@ -146,28 +177,32 @@ class PrecisionConfig(Section):
 
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Format of weights and activations. bf16 and fp16 keep fp32 master weights."""
-    accumulate_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    accumulate_dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"], _halves("gradients of fp32 weights are kept in fp32")
+    ] = "fp32"
     """Format in which gradients of micro-batches add up on a rank."""
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    reduce_dtype: Annotated[Literal["fp32", "bf16", "fp16"], _halves("gradients of fp32 weights travel in fp32")] = (
+        "fp32"
+    )
     """Format in which gradients travel between data-parallel ranks."""
-    loss_scale: PositiveOrZero = 0.0
-    """Factor on the loss under fp16, so that small gradients do not vanish; 0: adapted to the run."""
-    initial_scale_power: Annotated[int, Field(ge=0, le=64)] = 16
+    loss_scale: Annotated[PositiveOrZero, _FP16] = 0.0
+    """Factor on the loss, so that small gradients do not vanish; 0: adapted to the run."""
+    initial_scale_power: Annotated[int, Field(ge=0, le=64), _FP16, _ADAPTED_SCALE] = 16
     """The adapted factor starts at 2 to this power."""
-    loss_scale_window: Count = 1000
+    loss_scale_window: Annotated[Count, _FP16, _ADAPTED_SCALE] = 1000
     """Steps without overflow after which the adapted factor doubles."""
-    hysteresis: Count = 2
+    hysteresis: Annotated[Count, _FP16, _ADAPTED_SCALE] = 2
     """Overflows until the adapted factor halves."""
-    consecutive_hysteresis: bool = False
+    consecutive_hysteresis: Annotated[bool, _FP16, _ADAPTED_SCALE] = False
     """Whether a step without overflow restores the tolerance of `hysteresis`; otherwise only a growth does."""
-    min_loss_scale: Positive = 1.0
+    min_loss_scale: Annotated[Positive, _FP16, _ADAPTED_SCALE] = 1.0
     """Smallest adapted factor; an overflow there ends the run."""
 
 
 class DataSource(Section):
     """One source of text and its share in the mixture."""
 
-    path: Text
+    path: PathText
     """Path prefix of an indexed dataset, or "python-stdlib": the source code of the running Python's library."""
     weight: Positive = 1.0
     """Share of the samples, relative to the other sources."""
@@ -191,11 +226,11 @@ class DataConfig(Section):
 
     sources: Annotated[tuple[Source, ...], Field(strict=False, min_length=1)] = (DataSource(path="python-stdlib"),)
     """Where samples come from: "python-stdlib", a path prefix, or { path, weight }; a bare string has weight 1."""
-    tokenizer: Text = "byte"
+    tokenizer: PathText = "byte"
     """Path of a tokenizers JSON file, or "byte": a token for each byte."""
     validation_fraction: ShareBelowOne = 0.005
     """Share of the samples kept for evaluation and never trained on."""
-    cache_dir: Text | None = None
+    cache_dir: PathText | None = None
     """Where prepared data is kept. Unset: megazero in $XDG_CACHE_HOME, or in ~/.cache."""
 
 
@@ -214,7 +249,7 @@ Steps = Annotated[tuple[int, int], BeforeValidator(_steps)]
 class TrainingConfig(Section):
     """The run: its length, its directory, its batches. global_batch_size = micro_batch_size * dp * accumulation."""
 
-    run_dir: Text = "runs/default"
+    run_dir: PathText = "runs/default"
     """Directory of everything the run writes."""
     steps: Count = 1000
     """Optimizer steps."""
@@ -224,15 +259,19 @@ class TrainingConfig(Section):
     """Samples in an optimizer step. "auto": from the two below."""
     micro_batch_size: Count | Auto = "auto"
     """Samples in one forward pass. "auto": from the other two, or 1."""
-    accumulation: Count | Auto = "auto"
+    accumulation: Annotated[Count | Auto, ActsWhere("elastic.enabled", (False,), "it follows dp, which changes")] = (
+        "auto"
+    )
     """Micro-batches in a step on each data-parallel rank. "auto": from the other two, or as fills the pipeline."""
     eval_every_steps: CountOrZero = 0
     """Steps between evaluations; 0: never."""
-    eval_samples: Count = 64
+    eval_samples: Annotated[Count, ActsWhere("training.eval_every_steps", (), "nothing is evaluated")] = 64
     """Validation samples in an evaluation."""
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """If a loss or gradient is not a number: stop, skip the update, or go back to the last checkpoint and take new data."""
-    non_finite_limit: Count = 3
+    non_finite_limit: Annotated[
+        Count, ActsWhere("training.on_non_finite", ("skip", "rollback"), "the run stops at the first")
+    ] = 3
     """Number of such steps in a row (skip), or of rollbacks (rollback), after which the run stops all the same."""
     compile: bool | Auto = "auto"
     """Compile transformer blocks and loss with torch.compile, at the first step. "auto": on CUDA, not on a CPU."""
@@ -245,15 +284,17 @@ class TrainingConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    directory: Text | None = None
+    directory: PathText | None = None
     """Where checkpoints go: a directory that all ranks share or a URL, as s3://bucket/run. Unset: run_dir/checkpoints."""
     save_every_steps: CountOrZero = 0
     """Steps between checkpoints; 0: only at the end."""
-    resume: Text = "auto"
+    resume: PathText = "auto"
     """Where a run starts. "auto": at its newest checkpoint, if any; "never": at step 0; or directory or URL of a step."""
     asynchronous: bool = True
     """Keep training while a checkpoint is written from a copy in host memory."""
-    host_memory_bytes: CountOrZero | Auto = "auto"
+    host_memory_bytes: Annotated[
+        CountOrZero | Auto, ActsWhere("checkpoint.asynchronous", (), "training waits for every save")
+    ] = "auto"
     """Largest copy on each rank; a larger state is written while training waits. "auto": half of the free memory."""
     timeout_seconds: Count = 3600
     """How long the ranks may wait for one another while a checkpoint is written."""
@@ -263,9 +304,9 @@ class CheckpointConfig(Section):
     """If the newest checkpoint of the run is damaged: stop, or take the newest that is not."""
     keep_last: CountOrZero = 0
     """Checkpoints to keep, the newest first; older ones are removed. 0: all of them."""
-    keep_every_steps: CountOrZero = 0
+    keep_every_steps: Annotated[CountOrZero, _MANY_CHECKPOINTS] = 0
     """Also keep every checkpoint whose step is a multiple of this; 0: none."""
-    keep_best: CountOrZero = 0
+    keep_best: Annotated[CountOrZero, _MANY_CHECKPOINTS] = 0
     """Also keep so many with the lowest validation loss, of those saved at the step of an evaluation."""
 
 
@@ -285,7 +326,11 @@ class ElasticConfig(Section):
 
     enabled: bool = False
     """Fit the run to the number of ranks: dp follows, global_batch_size stays, spare ranks wait."""
-    shapes: Annotated[tuple[ElasticShape, ...], Field(strict=False)] = ()
+    shapes: Annotated[
+        tuple[ElasticShape, ...],
+        Field(strict=False),
+        ActsWhere("elastic.enabled", (True,), "the shape is that of [parallel]"),
+    ] = ()
     """Shapes for certain world sizes, { world_size, tp, pp }; others keep parallel.tp and parallel.pp."""
 
 
@@ -294,7 +339,7 @@ class LoggingConfig(Section):
 
     every_steps: Count = 1
     """Steps between two reports."""
-    pipeline_trace_step: CountOrZero = 0
+    pipeline_trace_step: Annotated[CountOrZero, AtMost("training.steps", "no pipeline is measured")] = 0
     """Step whose pipeline is measured: a picture and a trace go to the run directory. 0: none."""
     tensorboard: bool = True
     """Also write TensorBoard events to run_dir."""
@@ -302,9 +347,11 @@ class LoggingConfig(Section):
     """Report a loss that exceeds the recent mean by so many standard deviations; 0: none."""
     peak_flops: Positive | None = None
     """Dense FLOP/s of one device in precision.dtype, for the MFU. Unset: of known GPUs by name; for others no MFU."""
-    straggler_every_steps: CountOrZero = 50
+    straggler_every_steps: Annotated[CountOrZero, _MANY_RANKS] = 50
     """Steps between two comparisons of the time that each rank's own work takes; 0: never."""
-    straggler_ratio: Annotated[float, Field(gt=1)] = 1.3
+    straggler_ratio: Annotated[
+        float, Field(gt=1), ActsWhere("logging.straggler_every_steps", (), "nothing is compared"), _MANY_RANKS
+    ] = 1.3
     """A rank is reported if its work takes so many times the median."""
 
 
@@ -315,7 +362,7 @@ class LaunchConfig(Section):
     """Ranks to start on this machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute. "auto": CUDA where there is a device, else the CPU."""
-    extensions: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    extensions: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
     """Python files (paths ending in .py) or modules that register your own code; imported on every rank, before all else."""
 
 

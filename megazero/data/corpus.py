@@ -92,6 +92,16 @@ def open_corpus(
     return Corpus(SampleStream(training, weights, seed), held_out, digest.hexdigest())
 
 
+def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[str]:
+    """A line for each named source that a run of so many samples reads more than once."""
+    read = zip(names, stream.epochs(samples), strict=True)
+    return [
+        f"data.sources: {name} is read {epochs:,.1f} times by the run's {samples:,} samples, each time in another order"
+        for name, epochs in read
+        if epochs > 1
+    ]
+
+
 def _sampled_blocks(tokens: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
     """(start, block) of evenly spaced blocks; of a short source, all of it."""
     if len(tokens) <= _SAMPLE_BLOCKS * _SAMPLE_BLOCK_TOKENS:

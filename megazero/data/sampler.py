@@ -115,6 +115,12 @@ class SampleStream(Stream):
         super().__init__(sources)
         self._blend, self._seed = Blend(weights), seed
 
+    def epochs(self, samples: int) -> list[float]:
+        """How many times the first so many samples read each source."""
+        total = sum(self._blend.weights)
+        pairs = zip(self._blend.weights, self._sources, strict=True)
+        return [samples * weight / (total * source.count) for weight, source in pairs]
+
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         source, window = self._blend.locate(_sample_indices(indices))
         for number, rows in _rows_by(source):

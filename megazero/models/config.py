@@ -4,7 +4,14 @@ from typing import Annotated
 
 from megazero.models.registry import FAMILIES
 from megazero.registry import NameIn
-from megazero.settings import Count, Positive, Section, ShareBelowOne
+from megazero.settings import ActsWhere, Count, Positive, Section, ShareBelowOne
+
+
+def _of_families(key: str) -> ActsWhere:
+    def reading(_: object) -> tuple[str, ...]:
+        return tuple(name for name in FAMILIES if key in FAMILIES[name].reads)
+
+    return ActsWhere("model.family", reading, "this family does not read it (ModelFamily.reads)")
 
 
 class ModelConfig(Section):
@@ -30,8 +37,8 @@ class ModelConfig(Section):
     """Whether the output layer is the embedding table. Unset: false (llama) or true (gpt2, which has no other form)."""
     norm_eps: Positive = 1e-5
     """Added to the variance in every norm."""
-    rope_theta: Positive = 10000.0
-    """Base of the rotary frequencies (llama only)."""
+    rope_theta: Annotated[Positive, _of_families("rope_theta")] = 10000.0
+    """Base of the rotary frequencies."""
     dropout: ShareBelowOne = 0.0
     """Probability of dropping an element after the embedding and after each residual branch."""
     init_std: Positive = 0.02

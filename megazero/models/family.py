@@ -124,6 +124,8 @@ class ModelFamily(ABC):
 
     ties_embeddings = False
     """Whether the output layer is the embedding table where `model.tie_embeddings` is unset."""
+    reads: tuple[str, ...] = ()
+    """The keys of [model] that it reads and not every family does, such as "rope_theta"; elsewhere they are refused."""
     hugging_face: HuggingFaceFormat | None = None
     """Its form in transformers; None where transformers does not have it."""
 

@@ -5,9 +5,19 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, PlainSerializer
 from pydantic_core import PydanticCustomError
 
-from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS
+from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS, lr_schedules_reading, optimizers_reading
 from megazero.registry import NameIn
-from megazero.settings import CountOrZero, Positive, PositiveOrZero, Section, Share, ShareBelowOne, Spelling
+from megazero.settings import (
+    ActsWhere,
+    AtMost,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Share,
+    ShareBelowOne,
+    Spelling,
+)
 
 
 def _pairs(table: object) -> tuple[tuple[str, object], ...]:
@@ -15,6 +25,15 @@ def _pairs(table: object) -> tuple[tuple[str, object], ...]:
     if not isinstance(table, dict | tuple):
         raise PydanticCustomError("table", "be a table")
     return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in dict(table).items())
+
+
+def _of_optimizers(key: str) -> ActsWhere:
+    return ActsWhere("optimizer.name", lambda _: optimizers_reading(key), "it does not read this key")
+
+
+def _of_lr_schedules(key: str) -> ActsWhere:
+    why = "it does not read this key"
+    return ActsWhere("lr_schedule.name", lambda run: lr_schedules_reading(key, run.lr_schedule), why)
 
 
 Options = Annotated[tuple[tuple[str, object], ...], BeforeValidator(_pairs), PlainSerializer(dict), Spelling("table")]
@@ -27,12 +46,12 @@ class OptimizerConfig(Section):
     """AdamW: Adam with decoupled weight decay; adam adds the decay to the gradient, as sgd and adagrad do."""
     lr: Positive = 3e-4
     """Peak learning rate."""
-    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Field(strict=False)] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square (adamw, adam, lion)."""
-    momentum: ShareBelowOne = 0.0
-    """Share of the last update that is added to the next (sgd)."""
-    eps: Positive = 1e-8
-    """Added to the denominator of the update (adamw, adam, adagrad)."""
+    betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Field(strict=False), _of_optimizers("betas")] = (0.9, 0.95)
+    """Decay of the running means of the gradient and of its square."""
+    momentum: Annotated[ShareBelowOne, _of_optimizers("momentum")] = 0.0
+    """Share of the last update that is added to the next."""
+    eps: Annotated[Positive, _of_optimizers("eps")] = 1e-8
+    """Added to the denominator of the update."""
     weight_decay: PositiveOrZero = 0.1
     """Weight decay; on matrices only, not on norms and biases."""
     grad_clip: PositiveOrZero = 1.0
@@ -46,9 +65,9 @@ class LrScheduleConfig(Section):
 
     name: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"
     """Shape after the warm-up; wsd (warm-up, stable, decay) stays at the peak and decays at the end."""
-    warmup_steps: CountOrZero = 0
+    warmup_steps: Annotated[CountOrZero, AtMost("training.steps", "the learning rate does not reach its peak")] = 0
     """Steps of linear rise to the peak."""
-    min_lr_ratio: Share = 0.1
+    min_lr_ratio: Annotated[Share, _of_lr_schedules("min_lr_ratio")] = 0.1
     """Learning rate of the last step, as a share of the peak."""
-    decay_fraction: Share = 0.2
-    """Last share of the steps, in which the rate decays (wsd only)."""
+    decay_fraction: Annotated[Share, _of_lr_schedules("decay_fraction")] = 0.2
+    """Last share of the steps, in which the rate decays."""

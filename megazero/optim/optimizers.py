@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megazero.optim.config import OptimizerConfig
-from megazero.optim.registry import OPTIMIZERS
+from megazero.optim.registry import BUILT_IN_KEYS, OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of, unknown_name
 
 
@@ -102,11 +102,13 @@ class ElementwiseOptimizer:
         return of_section | dict(self.keywords) | dict(section.options)
 
 
-ADAMW = ElementwiseOptimizer(torch.optim.AdamW, elementwise=True, keys=("betas", "eps"))
-ADAM = ElementwiseOptimizer(torch.optim.Adam, elementwise=True, keys=("betas", "eps"), keywords={"adam_w_mode": False})
-SGD = ElementwiseOptimizer(torch.optim.SGD, elementwise=True, keys=("momentum",))
-LION = ElementwiseOptimizer(Lion, elementwise=True, keys=("betas",))
-ADAGRAD = ElementwiseOptimizer(torch.optim.Adagrad, elementwise=True, keys=("eps",))
+ADAMW = ElementwiseOptimizer(torch.optim.AdamW, elementwise=True, keys=BUILT_IN_KEYS["adamw"])
+ADAM = ElementwiseOptimizer(
+    torch.optim.Adam, elementwise=True, keys=BUILT_IN_KEYS["adam"], keywords={"adam_w_mode": False}
+)
+SGD = ElementwiseOptimizer(torch.optim.SGD, elementwise=True, keys=BUILT_IN_KEYS["sgd"])
+LION = ElementwiseOptimizer(Lion, elementwise=True, keys=BUILT_IN_KEYS["lion"])
+ADAGRAD = ElementwiseOptimizer(torch.optim.Adagrad, elementwise=True, keys=BUILT_IN_KEYS["adagrad"])
 
 
 def _blocks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:

@@ -29,6 +29,8 @@ import torch
 
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
+from megazero.optim.optimizers import make_optimizer, state_names
+from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import ParallelState
 from megazero.settings import Problem
 from megazero.tools.measured_step import RankFigures, measure_step
@@ -233,7 +235,7 @@ def plan(
     for precision, stage, offload in product(varied["precision"], varied["stages"], varied["offload"]):
         own = [f"zero.stage={stage}", f"zero.offload.optimizer={offload}", f"precision.dtype={precision}"]
         try:  # an empty file is a run: every key has a default
-            run = load_config(config or os.devnull, [*overrides, *own], started)
+            run = load_config(config or os.devnull, [*overrides, *own], started, varied=_OPTION_OF_KEY)
             runs[Combination(precision, int(stage), offload)] = run
         except ConfigError as error:
             problems |= {str(problem): problem for problem in error.problems}
@@ -267,7 +269,7 @@ def measure(
         if state.rank == 0:
             print(f"{number}/{len(runs)} {combination}", file=sys.stderr, flush=True)
         ranks = gather_objects(measure_step(one, state, steps, iterations), state.world)
-        rows.append(Row(combination, _formula(one, state), state.shard.name, tuple(ranks)))
+        rows.append(Row(combination, formula_of(one, state.shard.size), state.shard.name, tuple(ranks)))
     model, grid, device = run.config.model, state.grid, state.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return Report(
@@ -283,16 +285,18 @@ def measure(
     )
 
 
-def _formula(run: ResolvedRun, state: ParallelState) -> StateFormula:
+def formula_of(run: ResolvedRun, shards: int) -> StateFormula:
+    """The formulas for a run whose state is shared by so many ranks."""
     zero, precision, optimizer = run.config.zero, run.config.precision, run.config.optimizer
-    moments = {"adamw": 2, "adam": 2, "lion": 1, "adagrad": 1, "sgd": 1 if optimizer.momentum else 0}
+    settings = OPTIMIZERS[optimizer.name].settings(optimizer)
+    twin = make_optimizer(optimizer.name, settings, [{"params": [torch.nn.Parameter(torch.ones(2))]}])
     return StateFormula(
         stage=zero.stage,
-        shards=state.shard.size,
+        shards=shards,
         weight_bytes=DTYPES[precision.dtype].itemsize,
         accumulate_bytes=DTYPES[precision.accumulate_dtype].itemsize,
         reduce_bytes=DTYPES[precision.reduce_dtype].itemsize,
-        moments=moments[optimizer.name],
+        moments=len(state_names(twin)[0]),
         micro_batches=run.accumulation,
         reduces_each=zero.reduce == "micro_batch",
         gathers_each=zero.gather_policy != "step",

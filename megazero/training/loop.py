@@ -18,6 +18,7 @@ from pathlib import Path
 from megazero.comm.collectives import agree
 from megazero.config import ResolvedRun, save_config
 from megazero.config.derive import micro_batch_multiple
+from megazero.data.corpus import repeats
 from megazero.engine import NonFiniteError, Position, initialize
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import ParallelState
@@ -84,6 +85,9 @@ def train(
             if callback not in registered:
                 closed_at_end(callback)
         say(describe(run, engine))
+        samples = config.training.steps * run.global_batch_size
+        for line in repeats([source.path for source in config.data.sources], corpus.train, samples):
+            say(line)
         return _Loop(context, callbacks, checkpointing, watchdog).run_to_end()
 
 

@@ -30,6 +30,8 @@ from megazero.models.registry import FAMILIES
 class GeluLlama(ModelFamily):
     """Rotary positions, RMSNorm, down(gelu(up(x))), no biases but that of the final norm."""
 
+    reads = ("rope_theta",)
+
     def layer_weights(self, model: ModelConfig) -> int:
         return attention_weights(model) + 2 * model.hidden_size * (model.ffn_hidden_size or self.ffn_hidden_size(model))
 
@@ -132,6 +134,7 @@ def test_a_registered_family_gives_the_plain_models_run(tied: bool, tmp_path: Pa
 
 
 def test_its_sizes_are_checked_and_its_name_is_known(tmp_path: Path) -> None:
+    assert run_with(tmp_path, model={"family": "gelu-llama", "rope_theta": 500.0}).config.model.rope_theta == 500.0
     with pytest.raises(ConfigError, match=r"model\.ffn_hidden_size = 63: must be divisible by parallel\.tp=2"):
         run_with(tmp_path, model={"family": "gelu-llama", "ffn_hidden_size": 63})
     with pytest.raises(ConfigError, match=r'must be "llama", "gpt2" or "gelu-llama"; write "gelu-llama"'):

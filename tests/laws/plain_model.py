@@ -42,9 +42,9 @@ class PlainConfig:
         if self.family not in ("llama", "gpt2"):
             raise ValueError(f"family={self.family!r} is unknown; use 'llama' or 'gpt2'")
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size={self.hidden_size} must divide by num_heads={self.num_heads}")
+            raise ValueError(f"hidden_size={self.hidden_size} must be divisible by num_heads={self.num_heads}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} must divide by num_kv_heads={self.num_kv_heads}")
+            raise ValueError(f"num_heads={self.num_heads} must be divisible by num_kv_heads={self.num_kv_heads}")
         if self.family == "llama" and self.head_dim % 2:
             raise ValueError(f"RoPE turns pairs, so the head dimension must be even; got {self.head_dim}")
         if self.family == "gpt2" and self.num_kv_heads != self.num_heads:

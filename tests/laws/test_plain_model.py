@@ -253,8 +253,8 @@ def test_training_leaves_the_callers_weights_alone(config: PlainConfig) -> None:
     ("change", "message"),
     [
         ({"family": "bert"}, "unknown"),
-        ({"num_heads": 5}, "must divide by num_heads=5"),
-        ({"num_kv_heads": 3}, "must divide by num_kv_heads=3"),
+        ({"num_heads": 5}, "must be divisible by num_heads=5"),
+        ({"num_kv_heads": 3}, "must be divisible by num_kv_heads=3"),
         ({"num_heads": 32, "num_kv_heads": 32}, "must be even; got 1"),
         ({"family": "gpt2", "tie_embeddings": True}, "num_kv_heads=num_heads=4; got 2"),
         ({"family": "gpt2", "num_kv_heads": 4}, "tie_embeddings=True"),

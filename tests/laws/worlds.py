@@ -37,12 +37,14 @@ def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> 
         "vocab_size": 61,
         "seq_len": 16,
     }
+    optimizer = sections.get("optimizer", {})
+    eps = {"eps": EPS} if optimizer.get("name", "adamw") in ("adamw", "adam", "adagrad") else {}
     config = {
         "model": small | model,
         "parallel": sections.get("parallel", {}),
         "zero": {"bucket_bytes": 8192} | sections.get("zero", {}),
         "precision": {"dtype": "fp32"} | sections.get("precision", {}),
-        "optimizer": {"lr": LR, "eps": EPS, "grad_clip": 0.5} | sections.get("optimizer", {}),
+        "optimizer": {"lr": LR, "grad_clip": 0.5} | eps | optimizer,
         "training": {"global_batch_size": SAMPLES, "seed": 7, "compile": False} | sections.get("training", {}),
         "checkpoint": sections.get("checkpoint", {}),
     }

@@ -40,6 +40,7 @@ def _unsupported(config: Mapping[str, Any], _: int | None) -> Iterator[str]:
 class LlamaFamily(ModelFamily):
     """As above."""
 
+    reads = ("rope_theta",)
     hugging_face = HuggingFaceFormat(
         architecture="LlamaForCausalLM",
         sizes={

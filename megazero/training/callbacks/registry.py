@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from megazero.comm.collectives import LostPeerError
-from megazero.config import ConfigError
+from megazero.config import ConfigError, to_toml
 from megazero.config.schema import TrainingConfig
 from megazero.registry import Registry
 from megazero.settings import Problem
@@ -34,14 +34,21 @@ class CallbackError(RuntimeError):
 
 def check_names(training: TrainingConfig) -> None:
     """Make sure that every callback of `training.callbacks` is registered.  Raises: ConfigError."""
-    if twice := {name for name in training.callbacks if training.callbacks.count(name) > 1}:
-        raise ConfigError([Problem("training.callbacks", name, "must be named once") for name in sorted(twice)])
+    if problems := name_problems(training):
+        raise ConfigError(problems)
+
+
+def name_problems(training: TrainingConfig) -> list[Problem]:
+    """Find the names in `training.callbacks` that are not registered, or there twice."""
+    twice = {name for name in training.callbacks if training.callbacks.count(name) > 1}
+    problems = [Problem("training.callbacks", name, "must be named once") for name in sorted(twice)]
+    known = f"registered are {', '.join(CALLBACKS)}" if list(CALLBACKS) else "no callback is registered"
+    hint, rule = (
+        f"{known}; list the file that registers it in launch.extensions",
+        "must be the name of a registered callback",
+    )
     unknown = [name for name in training.callbacks if name not in CALLBACKS]
-    if unknown:
-        known = f"registered are {', '.join(CALLBACKS)}" if list(CALLBACKS) else "no callback is registered"
-        hint = f"{known}; list the file that registers it in launch.extensions"
-        rule = "must be the name of a registered callback"
-        raise ConfigError([Problem("training.callbacks", name, rule, hint) for name in unknown])
+    return problems + [Problem("training.callbacks", name, rule, hint) for name in unknown]
 
 
 def registered_callback(name: str, context: RunContext) -> Callback:
@@ -77,7 +84,7 @@ def callbacks_of(context: RunContext, registered: Sequence[Callback]) -> list[Ca
         writers.append(MetricsFile(run_dir / METRICS_FILE, context.start.step))
         writers.append(ProgressLine(training.steps, logging.every_steps, say))
         if logging.tensorboard:
-            writers.append(TensorBoard(run_dir / "tensorboard", context.start.step))
+            writers.append(TensorBoard(run_dir / "tensorboard", context.start, to_toml(run)))
     return [
         SkipSteps(run, say),
         *([PipelineTrace(run_dir, say)] if is_first else []),
