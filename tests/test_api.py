@@ -1360,6 +1360,23 @@ def _reports(rank: int, folder: Path) -> str:
     return said.getvalue()
 
 
+def test_blocks_beside_objects_of_the_script_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
+    own = {"optimizer": lambda groups: torch.optim.SGD(groups, lr=0.5), "lr_scheduler": lambda _: _Constant()}
+    for given in ((), ("optimizer",), ("optimizer", "lr_scheduler")):
+        engine = bring(Net, settings(scheduler=scheduler), **{name: own[name] for name in given})
+        engine.close()
+        noted = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "the script gives its own" in line]
+        assert noted == [name.removeprefix("lr_") for name in given]
+
+
+class _Constant:
+    """A learning-rate schedule of a script, which does nothing."""
+
+    def step(self) -> None:
+        pass
+
+
 def test_rank_0_alone_reports(tmp_path: Path) -> None:
     said, nothing = run_world(2, _reports, tmp_path)
     assert nothing == ""

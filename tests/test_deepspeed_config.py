@@ -145,7 +145,8 @@ def test_no_key_is_known_twice_and_each_says_what_becomes_of_it():
 def test_a_key_takes_its_own_default_and_asks_for_nothing_refused(path, value):
     notes = load(**only(path, value)).notes
     assert all(note.startswith(f"{path} has no effect: ") for note in notes)
-    assert not notes or path.startswith("zero_optimization")  # whose stage is 0 and whose device is none
+    # whose stage is 0 and whose device is none; and what is not enabled
+    assert not notes or path.startswith(("zero_optimization", "fp16", "tensorboard"))
 
 
 @pytest.mark.parametrize("path", list(REFUSED))
@@ -178,6 +179,33 @@ def test_a_switch_without_effect_is_noted_where_it_asks_for_something():
     timers = "timers.throughput.enabled"
     assert load(**nested(timers, False)).notes == (f"{timers} has no effect: {NO_EFFECT[timers]}",)
     assert load(**nested(timers, True)).notes == ()
+
+
+def test_what_is_not_enabled_or_not_adapted_is_noted():
+    assert load(fp16={"enabled": False, "hysteresis": 3}).notes == (
+        "fp16.hysteresis has no effect: fp16 is not enabled",
+    )
+    assert load(fp16={"enabled": True, "hysteresis": 3}).notes == ()
+    assert load(fp16={"enabled": True, "loss_scale": 8, "hysteresis": 3}).notes == (
+        "fp16.hysteresis has no effect: a fixed loss_scale is not adapted",
+    )
+    assert load(fp16={"enabled": True}, bf16={"auto_cast": True}).notes == (
+        "bf16.auto_cast has no effect: bf16 is not enabled",
+    )
+    assert load(bf16={"auto_cast": True}).casts_inputs
+    assert load(tensorboard={"output_path": "logs"}).notes == (
+        "tensorboard.output_path has no effect: tensorboard is not enabled",
+    )
+
+
+def test_every_part_of_activation_checkpointing_is_noted_refused_or_unknown():
+    parts = {"number_checkpoints": 4, "contiguous_memory_optimization": True, "profile": True}
+    notes = load(activation_checkpointing=parts).notes
+    assert [note.split(" has no effect: ")[0] for note in notes] == [
+        f"activation_checkpointing.{part}" for part in parts
+    ]
+    (told,) = problems(activation_checkpointing={"partition_activation": True})
+    assert told.endswith("did you mean activation_checkpointing.partition_activations?")
 
 
 @pytest.mark.parametrize("block", UNCHECKED)
@@ -459,7 +487,7 @@ def test_a_wrong_key_says_what_to_write(config, told):
 
 def test_in_a_block_that_nobody_reads_a_misspelt_key_is_an_error_and_another_is_not():
     (told,) = problems(wandb={"enabeld": True})
-    assert told.startswith('wandb.enabeld = true: unknown key; did you mean wandb.enabled?')
+    assert told.startswith("wandb.enabeld = true: unknown key; did you mean wandb.enabled?")
     load(wandb={"entity": "e"})
 
 

@@ -21,6 +21,13 @@ from megazero.settings import LARGEST_COUNT, ConfigError, file_error, read_text
 
 _SMALLEST_BUCKET = 1024  # bytes, as the schema has it
 _BYTES_PER_ELEMENT = 4  # buckets hold fp32 gradients
+_ADAPTED_SCALE = {  # of fp16: how a loss scale of 0 is adapted
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+}
 
 
 @dataclass(frozen=True)
@@ -155,5 +162,13 @@ def _conditional_notes(config: DeepSpeedJson) -> Iterator[str]:
                 yield f"{ZERO}.{name}.{key} has no effect: its device is none"
     if zero.mics_shard_size > 0 and zero.stage == 0:
         yield f"{ZERO}.mics_shard_size has no effect: stage 0 shards nothing"
+    off = {"fp16": config.fp16.model_fields_set} if not config.fp16.enabled else {"bf16": config.bf16.model_fields_set}
+    off |= {} if config.tensorboard.enabled else {"tensorboard": config.tensorboard.model_fields_set}
+    for block, keys in off.items():  # bf16's auto_cast is read in fp32, too
+        for key in sorted(keys - {"enabled"}):
+            yield f"{block}.{key} has no effect: {block} is not enabled"
+    if config.fp16.enabled and config.fp16.loss_scale:
+        for key in sorted(config.fp16.model_fields_set & _ADAPTED_SCALE):
+            yield f"fp16.{key} has no effect: a fixed loss_scale is not adapted"
     if config.flops_profiler.enabled:
         yield "flops_profiler.enabled is taken as wall_clock_breakdown: operations are not counted by module"

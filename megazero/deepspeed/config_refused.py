@@ -103,6 +103,14 @@ NO_EFFECT = {
             "grad_partitioned": "stages send gradients as they are",
         },
     ),
+    **_below(
+        "activation_checkpointing",
+        {
+            "contiguous_memory_optimization number_checkpoints": "torch's allocator places what is kept of activations",
+            "synchronize_checkpoint_boundary": "nothing waits for the device at a checkpoint",
+            "profile": "the time of recomputing is part of the backward's",
+        },
+    ),
     "csv_monitor.enabled": "no CSV files are written; tensorboard writes the same values",
     "wandb.enabled": _ELSEWHERE,
     "comet.enabled": _ELSEWHERE,
@@ -161,6 +169,6 @@ REFUSED = {
 }
 
 UNCHECKED = (
-    *("torch_autocast", "tensor_parallel", "activation_checkpointing", "expert_parallel", "compile", "hybrid_engine"),
+    *("torch_autocast", "tensor_parallel", "expert_parallel", "compile", "hybrid_engine"),
     *("data_efficiency", "autotuning", "csv_monitor", "wandb", "comet", "comms_logger", "flops_profiler"),
 )

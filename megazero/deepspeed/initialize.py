@@ -102,7 +102,10 @@ def initialize(
     if state.world.size > 1:
         atexit.register(_leave, state)
     if state.rank == 0:
-        for note in settings.notes:
+        given = {"optimizer": optimizer, "scheduler": lr_scheduler}
+        unread = [name for name, one in given.items() if one is not None and getattr(settings.keys, name).type]
+        notes = [f"{name} has no effect: the script gives its own to initialize" for name in unread]
+        for note in (*settings.notes, *notes):
             show(f"note: {note}")
         if settings.keys.dump_state:
             show(str(settings))

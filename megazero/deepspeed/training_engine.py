@@ -64,7 +64,8 @@ class StepReport:
         if config.tensorboard is not None and model.state.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(Path(config.tensorboard.output_path or ".") / config.tensorboard.job_name))
+            folder = Path(config.tensorboard.output_path or ".").expanduser()
+            self._writer = SummaryWriter(str(folder / config.tensorboard.job_name))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
