@@ -151,6 +151,16 @@ def test_every_span_is_once_in_the_svg_at_its_place(timeline: Timeline) -> None:
         assert found[key] == pytest.approx(place, abs=0.02)
 
 
+def test_a_measured_picture_says_its_step_and_the_unit_of_its_times() -> None:
+    picture = ET.fromstring(draw_svg(SOME[1], " ms", "step 7, measured: "))
+    title = picture.findtext(f"{SVG}title") or ""
+    assert title.startswith(f"step 7, measured: {SOME[1].schedule.name}: ")
+    assert re.search(r"; makespan [0-9.]+ ms, bubble ", title)
+    assert "time, ms" in [one.text for one in picture.iter(f"{SVG}text")]
+    cells = [one.findtext(f"{SVG}title") for one in picture.iter(f"{SVG}rect") if one.get("class") == "cell"]
+    assert all(text and text.endswith(" ms") for text in cells)
+
+
 def test_a_name_with_signs_of_markup_stays_text() -> None:
     named = replace(SOME[1].schedule, name="a<b> & c")
     assert "a<b> & c: pp" in (ET.fromstring(draw_svg(simulate(named))).findtext(f"{SVG}title") or "")

@@ -121,7 +121,7 @@ def test_a_resumed_run_drops_the_steps_it_will_do_again_and_a_half_written_line(
 def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = TensorBoard(tmp_path, 0)
+    board = TensorBoard(tmp_path, Position(), "[model]\nfamily = 1\n")
     scaled = StepStatistics(1.5, 0.5, 10, loss_scale=8.0, skipped=True)
     board.after_step(replace(_record(1, val_loss=2.0), sent_bytes={"dp": 48, "tp": 96}))
     board.after_step(replace(_record(2), sent_bytes={"dp": 24}, skipped_steps=1, statistics=scaled))
@@ -132,6 +132,25 @@ def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -
     wanted |= {"sent_bytes/dp", "sent_bytes/tp", "loss_scale", "skipped_steps"}
     assert set(events.Tags()["scalars"]) == wanted
     assert [event.value for event in events.Scalars("sent_bytes/dp")] == [48, 24]
+    (text,) = events.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val == [b"    [model]\n    family = 1"]
+
+
+def test_tensorboard_has_losses_by_tokens_and_forgets_those_after_a_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoard(tmp_path, Position(), "")
+    records = [replace(_record(step), position=Position(step, 8 * step, 80 * step)) for step in range(1, 4)]
+    for record in records:
+        first.after_step(record)
+    first.close()
+    again = TensorBoard(tmp_path, records[1].position, "")
+    again.after_step(replace(records[2], val_loss=2.0))
+    again.close()
+    events = EventAccumulator(str(tmp_path / "by_tokens"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"loss_by_tokens", "val_loss_by_tokens"}
+    assert [event.step for event in events.Scalars("loss_by_tokens")] == [80, 160, 240]
 
 
 def test_a_skipped_step_is_reported_and_leaves_no_number_that_json_does_not_know() -> None:

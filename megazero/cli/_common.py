@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import NoReturn
 
 from rich.console import Console
@@ -15,6 +16,15 @@ def fail(message: str, status: int) -> NoReturn:
     """End the command with one line on stderr."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def load_extensions(names: list[str] | None) -> None:
+    """Import the files or modules of --extension.  Raises: ConfigError."""
+    from megazero.config import ConfigError
+    from megazero.config.load import import_extensions
+
+    if problems := import_extensions(names):
+        raise ConfigError([replace(problem, key="--extension") for problem in problems], "the command")
 
 
 def print_table(table: Table) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Column, Table
 
-from megazero.cli._common import fail, print_table
+from megazero.cli._common import fail, load_extensions, print_table
 
 if TYPE_CHECKING:
     from megazero.checkpoint.folder import FileRecord, Folder
@@ -21,6 +22,9 @@ DIFFERENT, NOT_COMPARED = 1, 2
 app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, bring weights in and take them out.")
 
 Step = Annotated[str, typer.Argument(help="A step directory, or its URL.")]
+ExtensionOption = Annotated[
+    list[str] | None, typer.Option("--extension", help="A Python file or module that registers the model's family.")
+]
 DtypeOption = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as they are by default.")]
 ShardOption = Annotated[str, typer.Option(help="Largest file of weights, such as 5GB or 500MB.")]
 
@@ -44,12 +48,15 @@ def _check_dtype(dtype: str | None) -> None:
 
 
 @app.command()
-def inspect(directory: Step) -> None:
-    """List a checkpoint's tensors, their shapes and dtypes, its step, and the shape of the cluster that wrote it."""
-    from megazero.checkpoint.index import kinds_of, read_manifest, read_trainer_state
+def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or one of them, or a URL.")]) -> None:
+    """List a checkpoint's tensors, their shapes and dtypes, its step, and the cluster that wrote it; or a run's steps."""
+    from megazero.checkpoint.index import is_complete, kinds_of, read_manifest, read_trainer_state, step_folders
     from megazero.checkpoint.tensor_file import StoredTensors
 
     with _user_errors():
+        if not is_complete(directory) and (steps := step_folders(directory)):
+            _list_steps(steps)
+            return
         files, trainer = read_manifest(directory), read_trainer_state(directory)
         kinds = {kind: StoredTensors(directory, kind) for kind in kinds_of(files)}
         table = Table("tensor", "shape", "dtype", *kinds, box=None)
@@ -58,9 +65,30 @@ def inspect(directory: Step) -> None:
             marks = ["yes" if name in stored.files else "-" for stored in kinds.values()]
             dtype = str(weights[name].dtype).removeprefix("torch.").replace("float", "f").upper()
             table.add_row(name, " x ".join(map(str, weights[name].shape)), dtype, *marks)
+        parameters = sum(prod(weights[name].shape) for name in weights.files)
     shape = ", ".join(f"{key} {value}" for key, value in trainer.shape.items())
     print(f"{directory}: step {trainer.step}, {trainer.consumed_samples:,} samples, {trainer.consumed_tokens:,} tokens")
-    print(f"{f'written by {shape}' if shape else 'imported'} (any shape reads it); {_size(files)}")
+    origin = f"written by {shape}" if shape else "imported"
+    print(f"{origin} (any shape reads it); {parameters:,} parameters, {_size(files)}")
+    print_table(table)
+
+
+def _list_steps(steps: Sequence[Folder]) -> None:
+    """A line for each step of a run."""
+    from megazero.checkpoint.index import CheckpointError, is_complete, read_manifest, read_trainer_state
+
+    table = Table("checkpoint", "samples", "tokens", "validation loss", "", box=None)
+    for step in steps:
+        try:
+            if not is_complete(step):
+                table.add_row(step.name, *"---", "incomplete")
+                continue
+            trainer, size = read_trainer_state(step), _size(read_manifest(step))
+        except CheckpointError as error:
+            table.add_row(step.name, *"---", str(error))
+            continue
+        loss = "-" if trainer.val_loss is None else f"{trainer.val_loss:.4f}"
+        table.add_row(step.name, f"{trainer.consumed_samples:,}", f"{trainer.consumed_tokens:,}", loss, size)
     print_table(table)
 
 
@@ -158,12 +186,14 @@ def import_(
     dtype: DtypeOption = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens in a llama's sample; its own number by default.")] = None,
     max_shard_size: ShardOption = "5GB",
+    extension: ExtensionOption = None,
 ) -> None:
     """Make a checkpoint of a transformers model, to continue training from it."""
     from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
     from megazero.checkpoint.shards import parse_size
 
     with _user_errors():
+        load_extensions(extension)
         _check_dtype(dtype)
         made = import_model(source, out, dtype=dtype, seq_len=seq_len, max_shard_bytes=parse_size(max_shard_size))
     print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
@@ -176,12 +206,14 @@ def export(
     out: Annotated[str, typer.Argument(help="New directory of the model, or a URL.")],
     dtype: DtypeOption = None,
     max_shard_size: ShardOption = "5GB",
+    extension: ExtensionOption = None,
 ) -> None:
     """Write a checkpoint's model for transformers: weights, configuration and tokenizer."""
     from megazero.checkpoint.hugging_face.exporter import export_model
     from megazero.checkpoint.shards import parse_size
 
     with _user_errors():
+        load_extensions(extension)
         _check_dtype(dtype)
         made = export_model(directory, out, dtype=dtype, max_shard_bytes=parse_size(max_shard_size))
     files = "1 file" if made.files == 1 else f"{made.files} files"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from megazero.cli._common import EXIT_CONFIG, fail, print_table
+from megazero.cli._common import EXIT_CONFIG, fail, load_extensions, print_table
 
 if TYPE_CHECKING:
     from megazero.schedules.action import Schedule
@@ -36,6 +36,9 @@ def show(
     svg: Annotated[Path | None, typer.Option(help="Write a picture.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev; one unit is 1 ms.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Table of all schedules for these numbers.")] = False,
+    extension: Annotated[
+        list[str] | None, typer.Option("--extension", help="A Python file or module that registers a schedule.")
+    ] = None,
 ) -> None:
     """Prove a pipeline schedule, draw it, and show its idle time and memory."""
     from megazero.schedules.proof import ScheduleError, program, simulate
@@ -43,6 +46,7 @@ def show(
     from megazero.tools.draw import MIN_WIDTH, chrome_trace, draw_refused, draw_svg, draw_text
 
     try:
+        load_extensions(extension)
         times = _parse_costs(costs)
         is_drawn = bool(schedule or file or svg or trace or not compare)
         shown = _read_own(file, placement, schedule, virtual_stages) if file else None

@@ -40,13 +40,13 @@ def number(value: float) -> str:
     return f"{round(value, 3) + 0.0:.3f}".rstrip("0").rstrip(".")
 
 
-def _title(timeline: Timeline) -> str:
+def _title(timeline: Timeline, unit: str = "") -> str:
     schedule = timeline.schedule
     chunks = f", {schedule.chunks} chunks per rank" if schedule.chunks > 1 else ""
     plural = "es" if schedule.microbatches > 1 else ""
     return (
         f"{schedule.name}: pp {schedule.pp}, {schedule.microbatches} micro-batch{plural}{chunks}; "
-        f"makespan {number(timeline.makespan)}, bubble {timeline.bubble_fraction:.1%}"
+        f"makespan {number(timeline.makespan)}{unit}, bubble {timeline.bubble_fraction:.1%}"
     )
 
 
@@ -168,8 +168,10 @@ def _legend(schedule: Schedule, cell: Callable[[Action, int, int], str], width: 
 # ---- picture
 
 
-def draw_svg(timeline: Timeline) -> str:
+def draw_svg(timeline: Timeline, unit: str = "", about: str = "") -> str:
     """The text of an SVG file on a light ground, for a paper.
+
+    `unit` is that of the times, as " ms"; `about` goes before the title.
 
     Each action is one `<rect class="cell">` in the group of its rank; its `<title>` names the action and its times.
     """
@@ -184,7 +186,7 @@ def draw_svg(timeline: Timeline) -> str:
         for start, end, action in spans:
             x, width, label = _LEFT + start * per_time, (end - start) * per_time, str(action.microbatch)
             paint = f'class="cell" {_paint(action.kind, action.chunk, chunks)}'
-            body.append(rect(x, y, width, _ROW, paint, f"{action}: {number(start)} to {number(end)}"))
+            body.append(rect(x, y, width, _ROW, paint, f"{action}: {number(start)} to {number(end)}{unit}"))
             if len(label) * _DIGIT + 2 <= width:
                 body.append(text(x + width / 2, y + 16, label, "mid"))
         body.append("</g>")
@@ -195,8 +197,9 @@ def draw_svg(timeline: Timeline) -> str:
         for kind, meaning in _kinds_of(schedule).items()
     ]
     samples, end_of_samples = legend(_LEFT, bottom + 42, [*colours, ([_IDLE], "idle")])
-    width = max(_LEFT + wide, end_of_samples, MARGIN + 7.6 * len(_title(timeline))) + MARGIN
-    return document(width, bottom + 74, _title(timeline), [*body, *_time_axis(makespan, bottom, per_time), *samples])
+    title = about + _title(timeline, unit)
+    width = max(_LEFT + wide, end_of_samples, MARGIN + 7.6 * len(title)) + MARGIN
+    return document(width, bottom + 74, title, [*body, *_time_axis(makespan, bottom, per_time, unit), *samples])
 
 
 def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
@@ -209,8 +212,8 @@ def _paint(kind: ActionKind, chunk: int, chunks: int) -> str:
     return f'fill="#{fill:06x}" stroke="#{_EDGE_RGB[kind]:06x}" stroke-width="0.8"'
 
 
-def _time_axis(makespan: float, y: int, per_time: float) -> Iterator[str]:
-    yield text(MARGIN, y + 18, "time", "small")
+def _time_axis(makespan: float, y: int, per_time: float, unit: str) -> Iterator[str]:
+    yield text(MARGIN, y + 18, f"time{unit and f',{unit}'}", "small")
     yield f'<path class="line" d="M{_LEFT} {y + 2}h{makespan * per_time:.2f}"/>'
     for tick in ticks(makespan, makespan * per_time / 60):
         x = _LEFT + tick * per_time

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from megazero.schedules.proof import measured_costs, simulate
+from megazero.schedules.proof import Timeline, measured_costs, simulate
 from megazero.schedules.table import write_text
 from megazero.training.callbacks.base import Callback
 from megazero.training.record import StepRecord
@@ -26,9 +26,12 @@ class PipelineTrace(Callback):
 
         predicted = simulate(timeline.schedule, measured_costs(timeline))
         name = self._run_dir / f"pipeline-step-{record.step:08d}"
-        write_text(name.with_suffix(".svg"), draw_svg(timeline))
+        spans = {action: (start * 1e3, end * 1e3) for action, (start, end) in timeline.spans.items()}
+        picture = draw_svg(Timeline(timeline.schedule, spans), " ms", f"step {record.step}, measured: ")
+        write_text(name.with_suffix(".svg"), picture)
         write_text(name.with_suffix(".json"), json.dumps(chrome_trace(timeline, unit_us=1e6)))
         self._say(
-            f"pipeline of step {record.step}: bubble {timeline.bubble_fraction:.1%} measured, "
-            f"{predicted.bubble_fraction:.1%} predicted for its costs | {name}.svg, {name}.json"
+            f"pipeline of step {record.step}: ranks idle {timeline.bubble_fraction:.1%} of the time (bubble); predicted "
+            f"{predicted.bubble_fraction:.1%}, if every pass took the mean time of its kind and messages none "
+            f"| {name}.svg, {name}.json"
         )
