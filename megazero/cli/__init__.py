@@ -5,11 +5,13 @@ from __future__ import annotations
 import typer
 
 from megazero.cli import checkpoint, data, schedule
+from megazero.cli.check import check
 from megazero.cli.memory import memory_report
 from megazero.cli.train import train as _train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.command()(_train)
+app.command()(check)
 app.command()(memory_report)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -1,0 +1,37 @@
+"""`megazero check`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megazero.cli._common import EXIT_CONFIG
+
+
+def check(
+    config: Annotated[Path, typer.Argument(help="The run's TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the file says.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the run; launch.nproc_per_node by default.")
+    ] = None,
+    nproc_per_node: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 8,
+) -> None:
+    """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
+    from megazero.config import ConfigError, load_config
+    from megazero.config.rules import Rule
+    from megazero.tools.check import FILE_RULES, describe
+    from megazero.training.callbacks.registry import name_problems
+
+    callbacks = Rule(("training.callbacks", "launch.extensions"), lambda run, _: name_problems(run.training))
+    try:
+        run = load_config(config, overrides or [], world_size, rules=(callbacks, *FILE_RULES))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG) from None
+    for subject, text in describe(run, min(nproc_per_node, run.world_size)):
+        print(f"{subject:<9} {text}")
+    print(f"{os.fspath(config)} can run on {run.world_size} ranks")

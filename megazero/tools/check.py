@@ -1,0 +1,230 @@
+"""What a run file asks for, without starting it: shape, memory, batch, schedule, learning rate, data.
+
+    load_config(..., rules=FILE_RULES)     all that is wrong, the files that the run names included
+    describe(run, ...)                     (subject, text) of each line of `megazero check`
+
+A file that is not on this machine is said to be unchecked; one that is there must fit the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from megazero.config import ConfigError, ResolvedRun, RunConfig
+from megazero.config.derive import batch_sizes, cache_directory
+from megazero.config.rules import BATCH, WORLD, Rule
+from megazero.data import Corpus, load_tokenizer, open_corpus
+from megazero.data.corpus import PYTHON_STDLIB, repeats
+from megazero.data.indexed import pair_paths
+from megazero.models.gpt import BuildContext, GPTStage
+from megazero.models.stages import StageLayout, cut
+from megazero.optim.lr_schedule import learning_rate_factor
+from megazero.parallel_state import Axis, RankGrid
+from megazero.schedules.action import Schedule
+from megazero.schedules.kind import GivenSchedule, ScheduleKind
+from megazero.schedules.proof import ScheduleError, peak_activations, program, simulate
+from megazero.schedules.registry import SCHEDULES
+from megazero.schedules.table import read_schedule
+from megazero.settings import Problem
+from megazero.tools.memory_report import formula_of
+
+
+def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
+    """The tokenizer is one, and the model has a row for each of its ids."""
+    name, rows = config.data.tokenizer, config.model.vocab_size
+    if name in _missing(config):
+        return
+    try:
+        ids = load_tokenizer(name).vocab_size
+    except (ValueError, OSError) as error:
+        yield Problem("data.tokenizer", name, "must be a tokenizer", str(error))
+        return
+    if ids > rows:
+        yield Problem("model.vocab_size", rows, f"must be >= {ids}, the ids of data.tokenizer={name}", f"write {ids}")
+
+
+def _source_problems(config: RunConfig, _: int) -> Iterator[Problem]:
+    """Every source that is here can be read by this model, one by one."""
+    missing = _missing(config)
+    if config.data.tokenizer in missing or any(_tokenizer_problems(config, 1)):
+        return
+    for source in config.data.sources:
+        if source.path not in missing:
+            try:
+                _open(config, [(source.path, source.weight)])
+            except (ValueError, OSError) as error:
+                yield Problem("data.sources", source.path, "cannot be used", str(error))
+
+
+def _schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
+    """A schedule of the user's own is a table, cannot deadlock, and is for these numbers."""
+    file = config.parallel.schedule_file
+    if file is None:
+        return
+    try:
+        schedule = read_schedule(Path(file), config.parallel.schedule_placement)
+        program(schedule)
+    except (ScheduleError, ValueError, OSError) as error:
+        yield Problem("parallel.schedule_file", file, "cannot run", str(error))
+        return
+    count = schedule.microbatches
+    with suppress(ConfigError):  # a rule of every run reports it
+        count = batch_sizes(config, dp).accumulation
+    for key, wanted, found in (
+        ("parallel.pp", schedule.pp, config.parallel.pp),
+        ("training.accumulation", schedule.microbatches, count),
+    ):
+        if found != wanted:
+            yield Problem(key, found, f"must be {wanted}, as parallel.schedule_file has it", f"write {wanted}")
+
+
+# What only the files that a run names can tell.
+_OF_DATA = ("data.tokenizer", "data.cache_dir", "model.vocab_size")
+FILE_RULES = (
+    Rule(_OF_DATA, _tokenizer_problems),
+    Rule((*_OF_DATA, "data.sources", "data.validation_fraction", "model.seq_len"), _source_problems),
+    Rule((*WORLD, *BATCH, "parallel.schedule_file", "parallel.schedule_placement"), _schedule_problems),
+)
+
+
+def _missing(config: RunConfig) -> list[str]:
+    """Give the tokenizer and the sources that are not on this machine."""
+    tokenizer, sources = config.data.tokenizer, dict.fromkeys(source.path for source in config.data.sources)
+    missing = [
+        name for name in sources if name != PYTHON_STDLIB and not all(path.exists() for path in pair_paths(name))
+    ]
+    return missing if tokenizer == "byte" or Path(tokenizer).exists() else [tokenizer, *missing]
+
+
+def _open(config: RunConfig, sources: list[tuple[str, float]]) -> Corpus:
+    return open_corpus(
+        sources,
+        tokenizer=config.data.tokenizer,
+        seq_len=config.model.seq_len,
+        seed=config.training.seed,
+        validation_fraction=config.data.validation_fraction,
+        cache_dir=cache_directory(config.data),
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def describe(run: ResolvedRun, ranks_per_node: int) -> Iterator[tuple[str, str]]:
+    """Say what a run that has no problems is: (subject, text) of each line.
+
+    Args:
+        ranks_per_node: neighbouring ranks that share a machine.
+    """
+    config, training, kind = run.config, run.config.training, kind_of(run.config)
+    schedule = kind.build(config.parallel.pp, run.accumulation, _chunks(config, kind))
+    elements, model = elements_of_stages(run, kind), config.model
+    (whole,) = _elements(config, 1, cut(model, "even", 1))
+    sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size:,}"
+    yield "model", f"{model.family}, {sizes}, {model.seq_len:,} tokens a sample: {whole:,} parameters"
+    yield "shape", _shape(run, ranks_per_node)
+    product = f"micro_batch_size {run.micro_batch_size} x accumulation {run.accumulation} x dp {run.dp}"
+    tokens = run.global_batch_size * model.seq_len
+    yield "batch", f"{run.global_batch_size:,} samples = {product}; {tokens:,} tokens a step"
+    yield "length", f"{training.steps:,} steps, {training.steps * tokens:.4g} tokens"
+    yield "schedule", _pipeline(schedule)
+    yield "rate", _rate(config)
+    yield from (("memory", line) for line in _memory(run, elements))
+    yield from (("data", line) for line in _data(run))
+    yield from (("imported", name) for name in config.launch.extensions)
+    yield from (("note", line) for line in run.notices)
+
+
+def kind_of(config: RunConfig) -> ScheduleKind:
+    """The schedule that a run names or has in a file."""
+    parallel = config.parallel
+    if parallel.schedule_file is None:
+        return SCHEDULES[parallel.schedule]
+    return GivenSchedule(read_schedule(Path(parallel.schedule_file), parallel.schedule_placement))
+
+
+def _chunks(config: RunConfig, kind: ScheduleKind) -> int:
+    return kind.chunks or config.parallel.virtual_stages
+
+
+def _shape(run: ResolvedRun, ranks_per_node: int) -> str:
+    parallel = run.config.parallel
+    grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
+    nodes, rest = -(-run.world_size // ranks_per_node), run.world_size % ranks_per_node
+    parts = []
+    for axis in parallel.order.split("-"):
+        if (size := grid.size(axis)) > 1:
+            inside = all(len({rank // ranks_per_node for rank in group}) == 1 for group in grid.groups(axis))
+            parts.append(f"{axis} {size} ({'within a node' if inside else 'across nodes'})")
+    where = f"{nodes} nodes of {'up to ' if rest else ''}{ranks_per_node}" if nodes > 1 else "one node"
+    return f"{run.world_size} ranks on {where}: {' x '.join(parts) or 'nothing is split'}"
+
+
+def _pipeline(schedule: Schedule) -> str:
+    if schedule.pp == 1:
+        return f"{schedule.name} on one stage"
+    peak = max(peak_activations(schedule, rank) for rank in range(schedule.pp)) / schedule.chunks
+    idle = simulate(schedule).bubble_fraction
+    return f"{schedule.name}: ranks idle {idle:.1%} if every pass takes as long; a rank holds {peak:g} micro-batches at most"
+
+
+def _rate(config: RunConfig) -> str:
+    shape, steps, peak = config.lr_schedule, config.training.steps, config.optimizer.lr
+    marks = sorted({0, min(max(shape.warmup_steps - 1, 0), steps - 1), steps // 2, steps - 1})
+    rates = ", ".join(f"{peak * learning_rate_factor(shape, step, steps):.3g} at step {step + 1:,}" for step in marks)
+    return f"{config.optimizer.name}, {shape.name}: {rates}"
+
+
+def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
+    """Parameters of a tensor-parallel rank of each pipeline rank, built without memory."""
+    config, parallel = run.config, run.config.parallel
+    placement = kind.placement(parallel.pp, _chunks(config, kind))
+    counts = _elements(config, parallel.tp, cut(config.model, parallel.layout, len(placement)))
+    ranks = [rank for rank, _ in placement]
+    return [sum(count for count, at in zip(counts, ranks, strict=True) if at == rank) for rank in range(parallel.pp)]
+
+
+def _elements(config: RunConfig, tp: int, layouts: Sequence[StageLayout]) -> list[int]:
+    device, sequence_parallel = torch.device("meta"), config.parallel.sequence_parallel
+    axis = Axis("tp", tuple(range(tp)))
+    context = BuildContext(config.model, axis, sequence_parallel, config.training.seed, device)
+    with device:
+        return [sum(weight.numel() for weight in GPTStage(context, layout).parameters()) for layout in layouts]
+
+
+def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:
+    zero = run.config.zero
+    shards = zero.shard_group_size or run.dp
+    formula, largest = formula_of(run, shards), max(elements)
+    place = zero.offload.optimizer
+    away = round(largest * zero.offload.ratio) if place in ("cpu", "nvme") else 0
+    state = formula.state_bytes(largest - away, offloads=False) + formula.state_bytes(away, offloads=True)
+    text = formula.state_text(offloads=away > 0)
+    stage = f", pipeline rank {elements.index(largest)}" if len(set(elements)) > 1 else ""
+    yield (
+        f"{_bytes(state)} of model state on a rank{stage}: ZeRO {zero.stage}, {text} bytes with N = {largest:.4g} "
+        f"parameters{f', in brackets off the device ({place})' if away else ''}; activations and buffers come on top"
+    )
+    if place == "auto" or zero.offload.parameters != "none":
+        yield "offloaded weights, and what auto decides where the run starts, are not in this sum"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def _data(run: ResolvedRun) -> Iterator[str]:
+    config = run.config
+    sources = [(source.path, source.weight) for source in config.data.sources]
+    if missing := _missing(config):
+        yield f"not on this machine, not checked: {', '.join(missing)}"
+        return
+    corpus = _open(config, sources)
+    ids = load_tokenizer(config.data.tokenizer).vocab_size
+    held_out = f", {len(corpus.validation):,} for evaluation" if corpus.validation else ""
+    names = [name for name, _ in sources]
+    yield f"{', '.join(names)}: {corpus.train.num_windows:,} samples to train on{held_out}"
+    yield f"tokenizer {config.data.tokenizer}: {ids:,} ids, of {config.model.vocab_size:,} rows"
+    yield from repeats(names, corpus.train, config.training.steps * run.global_batch_size)

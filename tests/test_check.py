@@ -1,0 +1,157 @@
+"""`megazero check`: everything about a run file, without a start."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from harness import run_command as megazero
+from harness import run_world
+from quickstart import QUICKSTART, ROOT, TINY
+from test_any_shape import UNTIED
+from worlds import engine_on, run_of
+
+from megazero.config import ConfigError, load_config
+from megazero.data.tokenize import tokenize_files
+from megazero.tools.check import FILE_RULES, describe, elements_of_stages, kind_of
+
+SMALL = [*TINY, "parallel.tp=1", "parallel.pp=1", "launch.nproc_per_node=1", "training.steps=10"]
+
+
+def _problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        load_config(QUICKSTART, [*SMALL, *overrides], rules=FILE_RULES)
+    return [str(problem) for problem in raised.value.problems]
+
+
+def _lines(*overrides: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for subject, text in describe(load_config(QUICKSTART, [*SMALL, *overrides], rules=FILE_RULES), 8):
+        found.setdefault(subject, []).append(text)
+    return found
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """34 documents of 100 bytes and their end: 3,434 tokens, 107 windows of 32."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": "a" * 100}) for _ in range(34)))
+    tokenize_files([folder / "text.jsonl"], folder / "pair", "byte")
+    return folder / "pair"
+
+
+def test_the_command_says_what_64_gpus_would_do() -> None:
+    done = megazero("check", ROOT / "examples" / "llama_7b_64gpu.toml", "--world-size", "64")
+    assert done.returncode == 0, done.stderr
+    told = done.stdout
+    embedding, layer = 32000 * 4096, 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096  # Llama 2 7B
+    assert f": {2 * embedding + 32 * layer + 4096:,} parameters" in told
+    assert "64 ranks on 8 nodes of 8: tp 2 (within a node) x dp 32 (across nodes)" in told
+    assert "1,024 samples = micro_batch_size 2 x accumulation 16 x dp 32; 4,194,304 tokens a step" in told
+    # (6 + 12/32) N bytes, with N of Llama 2 7B over tp 2 (and the norms, which tp does not cut)
+    gib = float(re.search(r"([0-9.]+) GiB of model state on a rank", told)[1])  # type: ignore[index]
+    assert gib == pytest.approx((6 + 12 / 32) * 6.738e9 / 2 / 2**30, rel=1e-3)
+    assert "not on this machine, not checked: data/tokenizer.json, data/corpus" in told
+    assert "can run on 64 ranks" in told
+    alone = megazero("check", ROOT / "examples" / "llama_70b_512gpu.toml")
+    assert alone.returncode == 2
+    assert "start the ranks with torchrun" in alone.stderr
+    assert "nproc_per_node = 32" not in alone.stderr
+
+
+def test_every_problem_is_told_with_exit_code_2(tmp_path: Path, corpus: Path) -> None:
+    words = ["training.step=3", "optimizer.lr=-1", "optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", "zero.stage=7"]
+    words += ["training.callbacks=['nobody']", f"data.sources=['{corpus}']", "model.vocab_size=90"]
+    words += ["launch.extensions=['nowhere.py']", f"training.run_dir={tmp_path / 'run'}"]
+    done = megazero("check", QUICKSTART, *SMALL, *words)
+    assert done.returncode == 2
+    for place in (
+        "launch.extensions",
+        "training.step =",
+        "optimizer.lr",
+        "optimizer.betas",
+        "zero.stage",
+        "model.vocab_size",
+    ):
+        assert f" {place}" in done.stderr, place
+    assert not (tmp_path / "run").exists()
+    named = megazero("check", QUICKSTART, *SMALL, "training.callbacks=['nobody']", "zero.gather_policy=step")
+    assert named.returncode == 2
+    assert 'training.callbacks = "nobody": must be the name of a registered callback' in named.stderr
+    assert "zero.gather_policy" in named.stderr
+
+
+def test_an_extension_is_loaded_and_named(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from megazero.optim.registry import LR_SCHEDULES\n"
+        "LR_SCHEDULES.register('mine', lambda step, steps, section: 0.5)\n"
+    )
+    words = [f"launch.extensions=['{script}']", "lr_schedule.name=mine", "lr_schedule.warmup_steps=0"]
+    done = megazero("check", QUICKSTART, *SMALL, *words)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"imported +{script}", done.stdout)
+    assert "0.0015 at step 1, 0.0015 at step 6, 0.0015 at step 10" in done.stdout
+
+
+def test_data_that_is_there_must_fit_the_model(tmp_path: Path, corpus: Path) -> None:
+    sources = f"data.sources=['{corpus}']"
+    (told,) = _problems(sources, "model.vocab_size=200")
+    assert told.startswith("model.vocab_size = 200: must be >= 257, the ids of data.tokenizer=byte; write 257")
+    (told,) = _problems(sources, "model.seq_len=4096")
+    assert told.startswith(f'data.sources = "{corpus}": cannot be used; {corpus} holds 3,434 tokens, fewer than one')
+    (tmp_path / "bad.json").write_text("no tokenizer")
+    (told,) = _problems(f"data.tokenizer={tmp_path / 'bad.json'}")
+    assert told.startswith(f'data.tokenizer = "{tmp_path / "bad.json"}": must be a tokenizer; ')
+    cut, index = tmp_path / "cut.bin", tmp_path / "cut.idx"
+    cut.write_bytes(corpus.with_suffix(".bin").read_bytes()[:-2])
+    index.write_bytes(corpus.with_suffix(".idx").read_bytes())
+    (told,) = _problems(f"data.sources=['{tmp_path / 'cut'}', '{corpus}', '{tmp_path / 'none'}']")
+    assert "is truncated" in told
+
+
+def test_the_data_line_counts_samples_and_epochs(corpus: Path) -> None:
+    # 107 windows, of which floor(0.01 x 107) = 1 is held out; 10 steps of 8 samples, then 100 steps
+    few = _lines(f"data.sources=['{corpus}']")["data"]
+    assert few[0] == f"{corpus}: 106 samples to train on, 1 for evaluation"
+    assert few[1] == "tokenizer byte: 257 ids, of 257 rows"
+    assert len(few) == 2
+    many = _lines(f"data.sources=['{corpus}']", "training.steps=100")["data"]
+    assert many[2].startswith(f"data.sources: {corpus} is read {800 / 106:.1f} times by the run's 800 samples")
+
+
+def test_a_schedule_file_is_proved_and_must_be_for_this_run(tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    words = ["parallel.pp=2", "launch.nproc_per_node=2", f"parallel.schedule_file={table}", "training.accumulation=2"]
+    table.write_text("F0,F1,B0,B1,W0,W1\nF0,F1,B0,B1,W0,W1\n")
+    (line,) = _lines(*words)["schedule"]
+    assert line.startswith("mine: ranks idle ")
+    assert _problems(*words, "training.accumulation=4") == [
+        "training.accumulation = 4: must be 2, as parallel.schedule_file has it; write 2"
+    ]
+    table.write_text("F0,F1,W0,B0,B1,W1\nF0,F1,B0,B1,W0,W1\n")
+    (told,) = _problems(*words)
+    assert "rank 0 runs W0 before B0" in told
+
+
+def test_an_axis_is_within_a_node_only_if_each_of_its_groups_is() -> None:
+    words = ["model.num_heads=12", "model.hidden_size=96", "model.ffn_hidden_size=192", "model.num_kv_heads=6"]
+    run = load_config(QUICKSTART, [*SMALL, *words, "parallel.tp=3", "model.seq_len=33"], 12)
+    (shape,) = [text for subject, text in describe(run, 8) if subject == "shape"]
+    assert shape == "12 ranks on 2 nodes of up to 8: tp 3 (across nodes) x dp 4 (across nodes)"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_parameters_that_memory_is_reckoned_with_are_those_of_the_engine(schedule: str, tied: bool) -> None:
+    model = UNTIED | {"tie_embeddings": tied, "num_layers": 4}
+    run = run_of(4, model=model, parallel={"tp": 2, "pp": 2, "schedule": schedule})
+
+    def count(rank: int) -> tuple[int, int]:
+        engine = engine_on(rank, run)
+        return engine.state.at.pp, sum(one.layout.numel for one in engine.sharded_model.parameters.buckets)
+
+    elements = elements_of_stages(run, kind_of(run.config))
+    assert all(elements[pp] == numel for pp, numel in run_world(4, count))
