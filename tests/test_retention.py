@@ -64,6 +64,15 @@ def test_the_newest_the_regular_and_the_best_stay(
         assert (step in kept) == wanted
 
 
+def test_losses_on_other_data_are_ranked_apart() -> None:
+    """The loss on new data may be lower from the first step on; the best on the data before stay."""
+    losses: dict[int, float | None] = {1: 3.0, 2: 2.5, 3: 2.7, 4: 1.0, 5: 0.9, 6: None}
+    data = {1: "a", 2: "a", 3: "a", 4: "b", 5: "b", 6: "b"}
+    assert kept_steps(losses, Retention(1, 0, 1), data) == {2, 5, 6}
+    assert kept_steps(losses, Retention(1, 0, 2), data) == {2, 3, 4, 5, 6}
+    assert kept_steps(losses, Retention(1, 0, 1)) == {5, 6}
+
+
 def test_pruning_removes_the_others_and_what_was_left_half_written(tmp_path: Path) -> None:
     losses = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.5, 60: None}
     for step, loss in losses.items():

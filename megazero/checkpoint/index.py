@@ -57,6 +57,7 @@ class TrainerState:
     loss_scaler: dict[str, Any] | None = None  # under fp16
     script: dict[str, Any] = field(default_factory=dict)  # a DeepSpeed-style engine's counters, groups and schedule
     val_loss: float | None = None  # mean nats per token, if this very step was evaluated
+    phases: list[dict[str, Any]] = field(default_factory=list)  # see engine/phases.py
 
 
 def index_name(kind: str) -> str:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -24,6 +25,7 @@ from megazero.checkpoint.folder import Folder, Location, folder_at
 from megazero.checkpoint.index import (
     MANIFEST,
     CheckpointError,
+    TrainerState,
     find_damage,
     is_complete,
     is_step_name,
@@ -43,11 +45,17 @@ class Retention:
 
     keep_last: int = 0  # how many of the newest; 0 keeps everything
     keep_every_steps: int = 0  # every step that is a multiple of this; 0 for none
-    keep_best: int = 0  # how many with the lowest validation loss
+    keep_best: int = 0  # how many with the lowest validation loss, of each data that a run has read
 
 
-def kept_steps(val_losses: dict[int, float | None], policy: Retention) -> set[int]:
-    """The steps to keep, of those in `val_losses`: validation loss by step, None if it was not evaluated."""
+def kept_steps(
+    val_losses: dict[int, float | None], policy: Retention, data: Mapping[int, str] | None = None
+) -> set[int]:
+    """The steps to keep, of those in `val_losses`: validation loss by step, None if it was not evaluated.
+
+    Args:
+        data: fingerprint of the data by step, where it is known; losses on other data are ranked apart.
+    """
     steps = sorted(val_losses)
     if not policy.keep_last:
         return set(steps)
@@ -55,7 +63,13 @@ def kept_steps(val_losses: dict[int, float | None], policy: Retention) -> set[in
     if policy.keep_every_steps:
         kept |= {step for step in steps if step % policy.keep_every_steps == 0}
     evaluated = sorted((loss, step) for step, loss in val_losses.items() if loss is not None and isfinite(loss))
-    return kept | {step for _, step in evaluated[: policy.keep_best]}
+    better: Counter[str] = Counter()  # by data, how many evaluated steps have a lower loss
+    for _, step in evaluated:
+        read = (data or {}).get(step, "")
+        if better[read] < policy.keep_best:
+            kept.add(step)
+        better[read] += 1
+    return kept
 
 
 def prune(root: Location, policy: Retention) -> list[Folder]:
@@ -71,7 +85,9 @@ def prune(root: Location, policy: Retention) -> list[Folder]:
         return []
     folders = step_folders(root)
     complete = [folder for folder in folders if is_complete(folder)]
-    kept = kept_steps({step_of(folder): _val_loss(folder) if policy.keep_best else None for folder in complete}, policy)
+    states = {step_of(folder): _state(folder) if policy.keep_best else None for folder in complete}
+    data = {step: state.data_fingerprint for step, state in states.items() if state}
+    kept = kept_steps({step: state.val_loss if state else None for step, state in states.items()}, policy, data)
     to_remove = [folder for folder in complete if step_of(folder) not in kept]
     to_keep = [folder for folder in complete if step_of(folder) in kept]
     if to_remove and not any(_is_intact(folder) for folder in reversed(to_keep)):
@@ -86,9 +102,9 @@ def prune(root: Location, policy: Retention) -> list[Folder]:
     return [*removed, *incomplete]
 
 
-def _val_loss(folder: Folder) -> float | None:
+def _state(folder: Folder) -> TrainerState | None:
     with suppress(CheckpointError):
-        return read_trainer_state(folder).val_loss
+        return read_trainer_state(folder)
     return None
 
 

@@ -70,6 +70,8 @@ def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or 
     print(f"{directory}: step {trainer.step}, {trainer.consumed_samples:,} samples, {trainer.consumed_tokens:,} tokens")
     origin = f"written by {shape}" if shape else "imported"
     print(f"{origin} (any shape reads it); {parameters:,} parameters, {_size(files)}")
+    for number, phase in enumerate(trainer.phases, start=2):
+        print(f"phase {number}, after step {phase['step']}: {', '.join(phase['changed'])} changed")
     print_table(table)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megazero.config.schema import DataSource, ElasticShape, RunConfig, keys, sections
+from megazero.config.schema import DataSource, ElasticShape, RunConfig, ValidationSource, keys, sections
 from megazero.registry import closest, did_you_mean
 from megazero.settings import Problem, Section, toml_value
 
@@ -30,6 +30,7 @@ Path = tuple[str | int, ...]
 # What the tables in a list of tables are.
 _ITEMS: dict[str, tuple[str, type[Section]]] = {
     "data.sources": ("source", DataSource),
+    "data.validation_sources": ("validation source", ValidationSource),
     "elastic.shapes": ("shape", ElasticShape),
 }
 

@@ -241,6 +241,28 @@ def _loss_scale_starts_above_its_least(config: RunConfig, _: int) -> Iterator[Pr
         yield Problem("precision.min_loss_scale", least, rule, f"write {start} or less")
 
 
+def _evaluations_have_samples(config: RunConfig, _: int) -> Iterator[Problem]:
+    data, every = config.data, config.training.eval_every_steps
+    if every and not data.validation_fraction and not data.validation_sources:
+        rule = "must be 0 where data.validation_fraction = 0.0: no sample is kept for evaluation"
+        hint = "write 0, or set data.validation_fraction or data.validation_sources"
+        yield Problem("training.eval_every_steps", every, rule, hint)
+
+
+def _validation_sources_are_apart(config: RunConfig, _: int) -> Iterator[Problem]:
+    data, key = config.data, "data.validation_sources"
+    trained_on, labels = {source.path for source in data.sources}, Counter(one.label for one in data.validation_sources)
+    for label in (label for label, count in labels.items() if count > 1):
+        yield Problem(key, label, "must be the name of one source", "give each a name: { path, name }")
+    for index, source in enumerate(data.validation_sources):
+        if not (source.every_steps or config.training.eval_every_steps):
+            rule = "must be set where training.eval_every_steps = 0"
+            yield Problem(f"{key}[{index}].every_steps", None, rule, "write the steps between its evaluations")
+        if source.path in trained_on and not data.validation_fraction:
+            rule = "must not be among data.sources where data.validation_fraction = 0: nothing of it is held out"
+            yield Problem(f"{key}[{index}].path", source.path, rule)
+
+
 def _elastic_batch_is_a_number(config: RunConfig, _: int) -> Iterator[Problem]:
     if config.elastic.enabled and config.training.global_batch_size == "auto":
         rule = "must be a number where elastic.enabled = true: it stays while dp changes"
@@ -254,18 +276,12 @@ def _own_schedule_has_one_shape(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("parallel.schedule_file", config.parallel.schedule_file, rule, hint)
 
 
-def _evaluations_have_samples(config: RunConfig, _: int) -> Iterator[Problem]:
-    every = config.training.eval_every_steps
-    if every and not config.data.validation_fraction:
-        rule = "must be 0 where data.validation_fraction = 0.0: no sample is kept for evaluation"
-        yield Problem("training.eval_every_steps", every, rule, "write 0, or set data.validation_fraction")
-
-
 def _best_checkpoints_are_evaluated(config: RunConfig, _: int) -> Iterator[Problem]:
     best = config.checkpoint.keep_best
-    if best and config.checkpoint.keep_last and not config.training.eval_every_steps:
-        rule = "must be 0 where training.eval_every_steps = 0: no checkpoint has a validation loss"
-        yield Problem("checkpoint.keep_best", best, rule, "write 0, or set training.eval_every_steps")
+    for key in _VALIDATION if best and config.checkpoint.keep_last else ():
+        if not attrgetter(key)(config):
+            rule = f"must be 0 where {key} = 0: no checkpoint has a validation loss"
+            yield Problem("checkpoint.keep_best", best, rule, f"write 0, or set {key}")
 
 
 def _elastic_runs_resume(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -300,6 +316,7 @@ def _shapes_fit_the_model(config: RunConfig, dp: int) -> Iterator[Problem]:
 _ELASTIC = ("elastic.enabled", "elastic.shapes")
 WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
 _CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
+_VALIDATION = ("training.eval_every_steps", "data.validation_fraction")
 BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
 _SHAPE_RULES = (
     Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp"), _tp_splits_sequence),
@@ -317,10 +334,9 @@ RULES = (
     Rule(_ELASTIC, _shapes_fill_their_worlds),
     Rule((*WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
     Rule(("elastic.enabled", "checkpoint.resume"), _elastic_runs_resume),
-    Rule(("training.eval_every_steps", "data.validation_fraction"), _evaluations_have_samples),
-    Rule(
-        ("checkpoint.keep_last", "checkpoint.keep_best", "training.eval_every_steps"), _best_checkpoints_are_evaluated
-    ),
+    Rule((*_VALIDATION, "data.validation_sources"), _evaluations_have_samples),
+    Rule((*_VALIDATION, "data.validation_sources", "data.sources"), _validation_sources_are_apart),
+    Rule(("checkpoint.keep_last", "checkpoint.keep_best", *_VALIDATION), _best_checkpoints_are_evaluated),
     Rule(("checkpoint.directory", "checkpoint.resume"), _storage_is_known),
     Rule(tuple(f"zero.offload.{key}" for key in ("optimizer", "parameters", "nvme_path")), _nvme_has_a_path),
     Rule(("precision.min_loss_scale", "precision.initial_scale_power"), _loss_scale_starts_above_its_least),

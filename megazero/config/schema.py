@@ -218,6 +218,40 @@ def _source(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
+class ValidationSource(Section):
+    """A source on which the run is evaluated, with a loss of its own."""
+
+    path: PathText
+    """As in `sources`. Of one that is also trained on, the windows that are held out; of another, all."""
+    name: Text | None = None
+    """Of the loss. Unset: the last part of the path."""
+    every_steps: Count | None = None
+    """Steps between evaluations. Unset: training.eval_every_steps."""
+    samples: Count | None = None
+    """Samples in an evaluation. Unset: training.eval_samples."""
+
+    @property
+    def label(self) -> str:
+        """The name of its loss."""
+        return self.name or self.path.rstrip("/").rpartition("/")[2]
+
+    @model_serializer
+    def _as_written(self) -> str | dict[str, object]:
+        written = {key: value for key, value in vars(self).items() if value is not None}
+        return self.path if len(written) == 1 else written
+
+
+def _validation_source(value: object) -> object:
+    if not isinstance(value, str | dict | ValidationSource):
+        raise PydanticCustomError("source", "be a string or a table { path, name, every_steps, samples }")
+    return {"path": value} if isinstance(value, str) else value
+
+
+Validated = Annotated[
+    ValidationSource,
+    BeforeValidator(_validation_source),
+    Spelling("string or { path, name, every_steps, samples }"),
+]
 Source = Annotated[DataSource, BeforeValidator(_source), Spelling("string or { path, weight }")]
 
 
@@ -230,6 +264,8 @@ class DataConfig(Section):
     """Path of a tokenizers JSON file, or "byte": a token for each byte."""
     validation_fraction: ShareBelowOne = 0.005
     """Share of the samples kept for evaluation and never trained on."""
+    validation_sources: Annotated[tuple[Validated, ...], Field(strict=False)] = ()
+    """Further sources to evaluate on, each with a loss of its own: a path, or { path, name, every_steps, samples }."""
     cache_dir: PathText | None = None
     """Where prepared data is kept. Unset: megazero in $XDG_CACHE_HOME, or in ~/.cache."""
 
@@ -264,9 +300,11 @@ class TrainingConfig(Section):
     )
     """Micro-batches in a step on each data-parallel rank. "auto": from the other two, or as fills the pipeline."""
     eval_every_steps: CountOrZero = 0
-    """Steps between evaluations; 0: never."""
-    eval_samples: Annotated[Count, ActsWhere("training.eval_every_steps", (), "nothing is evaluated")] = 64
-    """Validation samples in an evaluation."""
+    """Steps between evaluations, unless a validation source says otherwise; 0: never."""
+    eval_samples: Annotated[
+        Count, ActsWhere("training.eval_every_steps data.validation_sources", (), "nothing is evaluated")
+    ] = 64
+    """Validation samples in an evaluation, unless a validation source says otherwise."""
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """If a loss or gradient is not a number: stop, skip the update, or go back to the last checkpoint and take new data."""
     non_finite_limit: Annotated[
@@ -290,6 +328,10 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0: only at the end."""
     resume: PathText = "auto"
     """Where a run starts. "auto": at its newest checkpoint, if any; "never": at step 0; or directory or URL of a step."""
+    accept_changes: Annotated[
+        tuple[Literal["data", "seq_len", "rope", "lr_schedule", "batch"], ...], Field(strict=False)
+    ] = ()
+    """What a run that goes on from a checkpoint may change, which begins a phase of it: see docs/phases.md."""
     asynchronous: bool = True
     """Keep training while a checkpoint is written from a copy in host memory."""
     host_memory_bytes: Annotated[

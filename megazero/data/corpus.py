@@ -7,8 +7,8 @@ Errors here are the user's, so each names the source and the numbers.
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +36,7 @@ class Corpus:
     train: SampleStream
     validation: ValidationStream | None  # None if the run holds none out
     fingerprint: str  # hex; equal if the tokens, their order and the split are equal
+    named_validation: Mapping[str, ValidationStream] = field(default_factory=dict)  # `data.validation_sources`, by name
 
 
 def open_corpus(

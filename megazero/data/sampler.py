@@ -121,6 +121,10 @@ class SampleStream(Stream):
         pairs = zip(self._blend.weights, self._sources, strict=True)
         return [samples * weight / (total * source.count) for weight, source in pairs]
 
+    def in_order(self) -> "ValidationStream":
+        """The same windows, each once."""
+        return ValidationStream(self._sources)
+
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         source, window = self._blend.locate(_sample_indices(indices))
         for number, rows in _rows_by(source):

@@ -22,6 +22,7 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
+from megazero.engine.phases import phases_after
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
 from megazero.engine.trainer_state import Position, check_same_run, trainer_state
@@ -235,26 +236,31 @@ class Engine:
         else:
             saver.save(folder_at(path), trainer, files)
 
-    def load(self, path: Location, data_fingerprint: str) -> Position:
+    def load(
+        self, path: Location, data_fingerprint: str, *, fingerprint_at: Callable[[int], str] | None = None
+    ) -> Position:
         """Load the state that a run of any shape saved, and return how far that run had come.
 
         Args:
             path: a complete step directory.
             data_fingerprint: of the data that the samples will come from.
+            fingerprint_at: of the same data, cut into samples of another `seq_len`; to accept a change of this alone.
 
         Raises:
             DamagedError: on every rank, and nothing has changed: a file is not what was written.
-            CheckpointError: on every rank, and nothing has changed: it is of another model or other data.
+            CheckpointError: on every rank, and nothing has changed: it is of another model or other data, and
+                `checkpoint.accept_changes` does not allow it.
         """
         trainer = load_checkpoint(
             path,
             self.sharded_model.sharded_state,
             self.state,
-            check=partial(check_same_run, path, self.config, data_fingerprint),
+            check=partial(check_same_run, path, self.config, data_fingerprint, fingerprint_at=fingerprint_at),
             by_hash=self.config.checkpoint.verify == "hash",
         )
         self.sharded_model.loaded(trainer.loss_scaler, gathers=not fills_weights(path, self.state))
-        return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens)
+        phases = phases_after(trainer, self.config, data_fingerprint)
+        return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens, phases)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank and of ZeRO's working buffers, by kind; host and disk are named."""

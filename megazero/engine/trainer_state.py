@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megazero.checkpoint.folder import Location
 from megazero.checkpoint.index import CheckpointError, TrainerState, versions
 from megazero.config import RunConfig
+from megazero.engine.phases import KEYS_OF, Phase, current, is_same_data
+from megazero.settings import toml_value
 from megazero.zero.sharded_model import ShardedModel
 
 _FREE_TO_CHANGE = {"dropout", "init_std"}  # model keys that a resumed run may set anew
@@ -20,6 +23,12 @@ class Position:
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    phases: tuple[Phase, ...] = ()
+
+    @property
+    def phase(self) -> Phase:
+        """The phase that the run is in."""
+        return current(self.phases)
 
 
 def trainer_state(sharded: ShardedModel, position: Position, **more: Any) -> TrainerState:
@@ -30,6 +39,7 @@ def trainer_state(sharded: ShardedModel, position: Position, **more: Any) -> Tra
         step=position.step,
         consumed_samples=position.samples,
         consumed_tokens=position.tokens,
+        phases=[asdict(phase) for phase in position.phases],
         optimizer_steps=sharded.optimizer.steps_taken,
         shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": stage},
         versions=versions(),
@@ -39,19 +49,41 @@ def trainer_state(sharded: ShardedModel, position: Position, **more: Any) -> Tra
     )
 
 
-def check_same_run(path: Location, config: RunConfig, data_fingerprint: str, trainer: TrainerState) -> None:
-    """Make sure that a checkpoint is of this model and this data, before anything is loaded.  Raises: CheckpointError."""
-    wanted = config.model.model_dump()
-    changed = [
-        f"model.{key} is {wanted[key]!r}, the checkpoint has {trainer.model.get(key)!r}"
-        for key in wanted
-        if key not in _FREE_TO_CHANGE and trainer.model.get(key) != wanted[key]
-    ]
-    if changed:
-        raise CheckpointError(f"{path} is of another model: " + "; ".join(changed))
-    if trainer.data_fingerprint not in ("", data_fingerprint):  # "" where no data has been read yet: it was imported
-        raise CheckpointError(
-            f"{path} was trained on other data (fingerprint {trainer.data_fingerprint}, now {data_fingerprint}): "
-            "the sources, their weights, data.tokenizer, data.validation_fraction, model.seq_len and training.seed "
-            "must be those of the run"
-        )
+def check_same_run(
+    path: Location,
+    config: RunConfig,
+    data_fingerprint: str,
+    trainer: TrainerState,
+    *,
+    fingerprint_at: Callable[[int], str] | None = None,
+) -> None:
+    """Make sure that a checkpoint is of this model and this data but for accepted changes, before anything is loaded.
+
+    Args:
+        fingerprint_at: of this run's data, cut into samples of another `seq_len`.
+
+    Raises: CheckpointError.
+    """
+    accepted, wanted = config.checkpoint.accept_changes, config.model.model_dump()
+    free = _FREE_TO_CHANGE | {key.removeprefix("model.") for name in accepted for key in KEYS_OF[name]}
+    differs = [key for key in wanted if trainer.model.get(key) != wanted[key]]
+    if changed := [key for key in differs if key not in free]:
+        told = (f"model.{key} is {wanted[key]!r}, the checkpoint has {trainer.model.get(key)!r}" for key in changed)
+        names = [name for name, keys in KEYS_OF.items() if {f"model.{key}" for key in changed} & {*keys}]
+        raise CheckpointError(f"{path} is of another model: {'; '.join(told)}{_how_to_accept(names)}")
+    stored = trainer.data_fingerprint
+    if "data" in accepted or is_same_data(stored, data_fingerprint):
+        return
+    if "seq_len" in differs and fingerprint_at and is_same_data(stored, fingerprint_at(trainer.model["seq_len"])):
+        return
+    raise CheckpointError(
+        f"{path} was trained on other data (fingerprint {stored}, now {data_fingerprint}): "
+        "the sources, their weights, data.tokenizer, data.validation_fraction, model.seq_len and training.seed "
+        f"must be those of the run{_how_to_accept(['data'])}"
+    )
+
+
+def _how_to_accept(names: list[str]) -> str:
+    if not names:
+        return ""
+    return f". If the run is to change here, checkpoint.accept_changes = {toml_value(names)} begins a new phase of it"

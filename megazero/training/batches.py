@@ -6,6 +6,8 @@ one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the e
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from megazero.config import RunConfig
 from megazero.config.derive import cache_directory
 from megazero.data import Corpus, open_corpus
-from megazero.data.sampler import Stream
+from megazero.data.sampler import Stream, ValidationStream
 from megazero.engine import BatchShare
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.models.gpt import MicroBatch
@@ -25,24 +27,50 @@ class DataError(ValueError):
 
 def open_corpus_of(config: RunConfig) -> Corpus:
     """The data that a resolved configuration names.  Raises: ValueError, FileNotFoundError."""
+    corpus = _open(config, [(source.path, source.weight) for source in config.data.sources])
+    trained_on = {source.path for source in config.data.sources}
+    named: dict[str, ValidationStream] = {}
+    for source in config.data.validation_sources:
+        fraction = config.data.validation_fraction if source.path in trained_on else 0.0
+        alone = _open(config, [(source.path, 1.0)], fraction)
+        named[source.label] = alone.validation or alone.train.in_order()
+    return replace(corpus, named_validation=named)
+
+
+def fingerprint_of(config: RunConfig, seq_len: int) -> str:
+    """Of the training data that a resolved configuration names, cut into samples of `seq_len`.  Raises: as above."""
+    model = config.model.model_copy(update={"seq_len": seq_len})
+    sources = [(source.path, source.weight) for source in config.data.sources]
+    return _open(config.model_copy(update={"model": model}), sources).fingerprint
+
+
+def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fraction: float | None = None) -> Corpus:
+    fraction = config.data.validation_fraction if validation_fraction is None else validation_fraction
     return open_corpus(
-        [(source.path, source.weight) for source in config.data.sources],
+        sources,
         tokenizer=config.data.tokenizer,
         seq_len=config.model.seq_len,
         seed=config.training.seed,
-        validation_fraction=config.data.validation_fraction,
+        validation_fraction=fraction,
         cache_dir=cache_directory(config.data),
         vocab_size=config.model.vocab_size,
     )
 
 
 def read_batches(
-    stream: Stream, first: int, count: int, micro_batch_size: int, share: BatchShare, *, multiple: int = 1
+    stream: Stream,
+    first: int,
+    count: int,
+    micro_batch_size: int,
+    share: BatchShare,
+    *,
+    multiple: int = 1,
+    stream_starts_at: int = 0,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
 
     Every dp rank gets the same number of micro-batches, in multiples of `multiple`, as the schedule asks.  Beyond the last
-    sample every label is masked.
+    sample every label is masked.  The stream's first sample is sample `stream_starts_at` of the run.
     """
     end = first + count
     samples_each = share_of_each(count, share.dp.size, micro_batch_size, multiple)
@@ -51,7 +79,7 @@ def read_batches(
     sample_ids = _copied_to(share.device, torch.from_numpy(indices))
     samples = None
     if share.tokens or share.labels:
-        samples = torch.from_numpy(stream.batch(np.minimum(indices, end - 1)))
+        samples = torch.from_numpy(stream.batch(np.minimum(indices, end - 1) - stream_starts_at))
 
     def cut(start: int) -> MicroBatch:
         ids = sample_ids[start : start + micro_batch_size]

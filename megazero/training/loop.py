@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megazero.comm.collectives import agree
@@ -20,13 +21,13 @@ from megazero.config import ResolvedRun, save_config
 from megazero.config.derive import micro_batch_multiple
 from megazero.data.corpus import repeats
 from megazero.engine import NonFiniteError, Position, initialize
-from megazero.optim.lr_schedule import learning_rate_factor
+from megazero.engine.phases import learning_rate
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Schedule
 from megazero.schedules.kind import GivenSchedule
 from megazero.schedules.proof import ScheduleError, program
 from megazero.schedules.table import read_schedule
-from megazero.training.batches import DataError, open_corpus_of, read_batches
+from megazero.training.batches import DataError, fingerprint_of, open_corpus_of, read_batches
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import describe
@@ -62,7 +63,8 @@ def train(
     with ExitStack() as closing:
         watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
         corpus = agree(lambda: open_corpus_of(config), state.world, DataError)
-        checkpointing = Checkpointing(config, state, corpus.fingerprint, say, watchdog)
+        fingerprint_at = partial(fingerprint_of, config)
+        checkpointing = Checkpointing(config, state, corpus.fingerprint, say, watchdog, fingerprint_at=fingerprint_at)
         resumes = checkpointing.find()
         schedule = agree(lambda: _own_schedule(run), state.world, ScheduleError)
         engine = initialize(config, state, init_weights=not resumes, schedule=schedule)
@@ -183,11 +185,13 @@ class _Loop:
         self.watchdog.at(record.step, TRAINING)
         meter = StepMeter(engine.state.traffic)
         first, count, size = record.samples.first, run.global_batch_size, run.micro_batch_size
-        multiple = micro_batch_multiple(run.config.parallel)
-        batches = read_batches(self.corpus.train, first, count, size, engine.share, multiple=multiple)
+        phase, multiple = record.position.phase, micro_batch_multiple(run.config.parallel)
+        batches = read_batches(
+            self.corpus.train, first, count, size, engine.share, multiple=multiple, stream_starts_at=phase.first_sample
+        )
         # A step without an update keeps the learning rate and the weights, while its samples are consumed.
         updates = model.optimizer.steps_taken
-        lr = run.config.optimizer.lr * learning_rate_factor(run.config.lr_schedule, updates, run.config.training.steps)
+        lr = learning_rate(run.config.lr_schedule, run.config.optimizer.lr, run.config.training.steps, phase, updates)
         if record.step == logging.pipeline_trace_step:
             statistics, record.timeline = engine.traced_step(batches, lr)
         else:
@@ -208,7 +212,7 @@ class _Loop:
                 f"step {record.step}, {record.samples}, is not finite, and there is no checkpoint to roll back to yet; set "
                 'checkpoint.save_every_steps below that step, or training.on_non_finite = "skip"'
             )
-        position = replace(record.position, step=loaded.step)
+        position = replace(record.position, step=loaded.step, phases=loaded.phases)
         is_finite = record.statistics is not None and record.statistics.finite
         self.say(
             f"step {record.step} {'is rolled back' if is_finite else 'is not finite'}: {record.samples} are left out; "

@@ -58,6 +58,7 @@ class StepRecord:
     timeline: Timeline | None = None  # when each action of the pipeline ran, where it was measured
     is_last: bool = False  # the run ends after this step
     val_loss: float | None = None  # mean nats per token of the validation samples, where the run was evaluated
+    val_losses: dict[str, float] = field(default_factory=dict)  # the same of each of `data.validation_sources`, by name
     mfu: float | None = None  # model FLOP/s as a share of the devices' peak, where that is known
     metrics: dict[str, Metric] = field(default_factory=dict)  # what callbacks report in addition, by key
 
@@ -98,11 +99,13 @@ class StepRecord:
             "step_seconds": self.seconds,
             "memory_bytes": self.memory_bytes,
             "val_loss": self.val_loss,
+            "val_losses": self.val_losses or None,
             "sent_bytes": self.sent_bytes,
             "loss_scale": None if measured is None or self.skipped_steps is None else measured.loss_scale,
             "skipped_steps": self.skipped_steps,
             "skipped": self.skipped,
             "mfu": self.mfu,
+            "phase": len(self.position.phases) + 1 if self.position.phases else None,
             **self.metrics,
         }
         return {key: value for key, value in found.items() if value is not None}

@@ -11,13 +11,16 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import (
     CheckpointError,
     DamagedError,
+    TrainerState,
     find_newest,
     is_complete,
     read_trainer_state,
@@ -26,11 +29,18 @@ from megazero.checkpoint.index import (
 )
 from megazero.comm.collectives import agree, gather_objects
 from megazero.config import RunConfig
+from megazero.engine import Position
+from megazero.engine.phases import KEYS_OF, begins_anew, changes, current, learning_rate, recorded_phases
+from megazero.optim.config import LrScheduleConfig
 from megazero.parallel_state import ParallelState
+from megazero.settings import toml_value
 
 CHECKPOINTS = "checkpoints"
 _PROBE = "probe-"
 _PROBE_SECONDS = 5.0  # a shared file system may show a new file a moment late
+# These keys say where a run is, not what it does; a URL may hold a password.
+_PLACES = {"training.run_dir", "checkpoint.directory", "checkpoint.resume", "checkpoint.accept_changes"}
+_TOLD_LETTERS = 200  # of a value
 
 
 def checkpoints_of(config: RunConfig) -> Folder:
@@ -118,3 +128,57 @@ def _appears(root: Folder, name: str) -> bool:
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
+
+
+def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -> list[str]:
+    """Lines that say what a run that goes on from a checkpoint does otherwise than the run that wrote it.
+
+    Args:
+        position: where the run goes on, with its phases.
+    """
+    found, lines, phase = changes(trainer, config), [], position.phase
+    number = f"phase {len(position.phases) + 1} of the run"
+    if len(position.phases) > len(trainer.phases):
+        changed = phase.changed
+        found = {key: values for key, values in found.items() if key not in changed}
+        lines.append(f"{number} begins (checkpoint.accept_changes): {_told(changed)}")
+        new_data, new_schedule = begins_anew(changed)
+        if new_data:
+            lines.append(f"its data is read from the first sample, which is sample {position.samples} of the run")
+        if new_schedule:
+            steps = f"from step {position.step + 1} to {config.training.steps}"
+            lines.append(f"its learning-rate schedule begins anew and runs {steps}")
+    elif position.phases:
+        lines.append(f"in {number}, which began after step {phase.step}")
+    found = {key: values for key, values in found.items() if key not in _PLACES}
+    if found:
+        lines.append(f"changed since the checkpoint was written: {_told(found)}")
+    return lines + _tell_learning_rate(trainer, config, position)
+
+
+def _tell_learning_rate(trainer: TrainerState, config: RunConfig, position: Position) -> list[str]:
+    """What a changed schedule makes of the next step's learning rate, as a line; none where nothing changed it."""
+    steps, updates = config.training.steps, trainer.optimizer_steps
+    if position.step >= steps or changes(trainer, config).keys().isdisjoint(KEYS_OF["lr_schedule"]):
+        return []
+    now = learning_rate(config.lr_schedule, config.optimizer.lr, steps, position.phase, updates)
+    with suppress(Exception):  # a script's schedule may be gone, or not know a step beyond its end
+        old_steps, peak = trainer.config["training"]["steps"], trainer.config["optimizer"]["lr"]
+        schedule = LrScheduleConfig.model_validate(trainer.config["lr_schedule"])
+        before = learning_rate(schedule, peak, old_steps, current(recorded_phases(trainer)), updates)
+        ended = ", which has ended" if position.step >= old_steps else ""
+        by = f"by the checkpoint's schedule of {old_steps} steps{ended}"
+        return [
+            f"learning rate of step {position.step + 1}: {before:.4g} {by}; now {now:.4g}, in a run of {steps} steps"
+        ]
+    return []
+
+
+def _told(changed: Mapping[str, list[Any]]) -> str:
+    """a.b 1 -> 2, c.d "x" -> "y" """
+
+    def shown(value: Any) -> str:
+        text = "unset" if value is None else toml_value(value)
+        return text if len(text) <= _TOLD_LETTERS else text[:_TOLD_LETTERS] + "…"
+
+    return ", ".join(f"{key} {shown(old)} -> {shown(new)}" for key, (old, new) in changed.items())

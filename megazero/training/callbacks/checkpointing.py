@@ -7,7 +7,14 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.index import CheckpointError, DamagedError, find_newest, step_folder, step_of
+from megazero.checkpoint.index import (
+    CheckpointError,
+    DamagedError,
+    find_newest,
+    read_trainer_state,
+    step_folder,
+    step_of,
+)
 from megazero.checkpoint.retention import Retention, mark_damaged, prune, reading
 from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
@@ -17,7 +24,7 @@ from megazero.parallel_state import ParallelState
 from megazero.training.callbacks.base import Callback
 from megazero.training.heartbeat import SAVING
 from megazero.training.record import StepRecord
-from megazero.training.resuming import check_shared, checkpoints_of, find_origin, resume_setting_of
+from megazero.training.resuming import check_shared, checkpoints_of, find_origin, resume_setting_of, tell_changes
 from megazero.training.watchdog import Watchdog
 
 
@@ -26,6 +33,7 @@ class Checkpointing(Callback):
 
     Args:
         fingerprint: of the run's data.
+        fingerprint_at: of the same data, cut into samples of another `seq_len`.
         say: takes lines for the terminal, on rank 0; also from another thread.
 
     Raises:
@@ -33,9 +41,17 @@ class Checkpointing(Callback):
     """
 
     def __init__(
-        self, config: RunConfig, state: ParallelState, fingerprint: str, say: Callable[[str], None], watchdog: Watchdog
+        self,
+        config: RunConfig,
+        state: ParallelState,
+        fingerprint: str,
+        say: Callable[[str], None],
+        watchdog: Watchdog,
+        *,
+        fingerprint_at: Callable[[int], str] | None = None,
     ) -> None:
         self._config, self._state, self._fingerprint, self._say = config.checkpoint, state, fingerprint, say
+        self._run_config, self._fingerprint_at = config, fingerprint_at
         self._watchdog = watchdog
         self._root = agree(lambda: checkpoints_of(config), state.world, CheckpointError)
         check_shared(self._root, state)
@@ -97,6 +113,9 @@ class Checkpointing(Callback):
             return Position()
         position = self._load(self._origin)
         self._say(f"resumed {self.newest} at step {position.step}")
+        if self._state.rank == 0:
+            for line in tell_changes(read_trainer_state(self._origin), self._run_config, position):
+                self._say(line)
         return position
 
     def roll_back(self) -> Position | None:
@@ -118,7 +137,7 @@ class Checkpointing(Callback):
             with ExitStack() as until_read:
                 mark = partial(until_read.enter_context, reading(origin))
                 agree(mark if self._state.rank == 0 else lambda: origin, self._state.world, CheckpointError)
-                position = self._engine.load(origin, self._fingerprint)
+                position = self._engine.load(origin, self._fingerprint, fingerprint_at=self._fingerprint_at)
         except DamagedError as error:
             if self._config.on_damage == "stop" or origin.parent != self._root:
                 raise

@@ -1,31 +1,68 @@
-"""Evaluates the model on validation samples every `training.eval_every_steps` steps and after the last one."""
+"""Evaluates the model on validation samples, each source at its own interval, and all after the last step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from megazero.config.derive import micro_batch_multiple
+from megazero.config.schema import RunConfig
+from megazero.data.sampler import ValidationStream
 from megazero.training.batches import read_batches
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.record import StepDecision, StepRecord
 
 
+@dataclass(frozen=True)
+class Validation:
+    """One source to evaluate on."""
+
+    name: str  # "" for what is held out of the training sources
+    stream: ValidationStream
+    every_steps: int
+    samples: int
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether it is evaluated after `step` of `last` steps."""
+        return step % self.every_steps == 0 or step == last
+
+
+def validations_of(
+    config: RunConfig, held_out: ValidationStream | None, named: Mapping[str, ValidationStream]
+) -> list[Validation]:
+    """What a run evaluates on: samples held out of its training sources, then `data.validation_sources`."""
+    every, samples = config.training.eval_every_steps, config.training.eval_samples
+    found = [Validation("", held_out, every, min(samples, len(held_out)))] if held_out is not None and every else []
+    for source in config.data.validation_sources:
+        stream = named[source.label]
+        wanted = min(source.samples or samples, len(stream))
+        found.append(Validation(source.label, stream, source.every_steps or every, wanted))
+    return found
+
+
 class Evaluation(Callback):
-    """Sets `record.val_loss` where an evaluation is due: mean nats per token of the validation samples."""
+    """Sets `record.val_loss` and `record.val_losses` where an evaluation is due: mean nats per token."""
 
     def __init__(self, context: RunContext) -> None:
-        self._run, self._engine, self._validation = context.run, context.engine, context.corpus.validation
+        self._run, self._engine = context.run, context.engine
+        corpus = context.corpus
+        self._validations = validations_of(context.run.config, corpus.validation, corpus.named_validation)
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        """Evaluate if it is due.  STOP where a rank was asked to stop meanwhile."""
-        training = self._run.config.training
-        every = training.eval_every_steps
-        if not every or (record.step % every and record.step != training.steps):
-            return None
-        if self._validation is None:
-            raise ValueError("training.eval_every_steps needs data.validation_fraction above 0")
-        samples = min(training.eval_samples, len(self._validation))
-        multiple = micro_batch_multiple(self._run.config.parallel)
-        share, size = self._engine.share, self._run.micro_batch_size
-        statistics = self._engine.evaluate(read_batches(self._validation, 0, samples, size, share, multiple=multiple))
-        record.val_loss = statistics.loss
+        """Evaluate what is due.  STOP where a rank was asked to stop meanwhile."""
+        run, stops = self._run, False
+        multiple = micro_batch_multiple(run.config.parallel)
+        for one in self._validations:
+            if not one.is_due(record.step, run.config.training.steps):
+                continue
+            batches = read_batches(
+                one.stream, 0, one.samples, run.micro_batch_size, self._engine.share, multiple=multiple
+            )
+            statistics = self._engine.evaluate(batches)
+            if one.name:
+                record.val_losses[one.name] = statistics.loss
+            else:
+                record.val_loss = statistics.loss
+            stops |= statistics.stop
         # An evaluation may take long, and a skipped step asks no rank whether to stop.
-        return StepDecision.STOP if statistics.stop else None
+        return StepDecision.STOP if stops else None

@@ -24,7 +24,9 @@ class ProgressLine(Callback):
             return
         self._seconds_per_step = 0.9 * (self._seconds_per_step or seconds) + 0.1 * seconds
         is_due = record.step % self._every == 0 or record.step == self._steps
-        if not (is_due or record.skipped or record.val_loss is not None):
+        losses = {} if record.val_loss is None else {"validation loss": record.val_loss}
+        losses |= {f"{name} loss": loss for name, loss in record.val_losses.items()}
+        if not (is_due or record.skipped or losses):
             return
         left = (self._steps - record.step) * self._seconds_per_step
         mfu = "" if record.mfu is None else f" | MFU {record.mfu:.1%}"
@@ -36,7 +38,7 @@ class ProgressLine(Callback):
         if record.skipped:
             scale = "" if record.skipped_steps is None else f", loss scale {statistics.loss_scale:g}"
             line += f" | skipped ({record.skipped}{scale})"
-        self._say(line if record.val_loss is None else f"{line} | validation loss {record.val_loss:.4f}")
+        self._say(" | ".join([line, *(f"{name} {loss:.4f}" for name, loss in losses.items())]))
 
 
 def readable_seconds(seconds: float) -> str:

@@ -1,0 +1,122 @@
+"""What a run changes on purpose: its phases, as checkpoints record them.
+
+    steps      0 ------------- 1000 ------------- 1200 ----------- 1500
+    data       web             web and books      long documents           read from its first sample where it changes
+    schedule   wsd             linear to 0                                 begins anew where it changes
+    phases     ()              (a,)               (a, b)
+
+Steps, samples and tokens count on over the whole run.  A phase begins where a run goes on from a checkpoint with something
+changed that `checkpoint.accept_changes` names.  The checkpoints of the phase record the changed configuration, so the same
+command, repeated, goes on within the phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megazero.checkpoint.index import TrainerState
+from megazero.config import RunConfig
+from megazero.optim.config import LrScheduleConfig
+from megazero.optim.lr_schedule import learning_rate_factor
+
+# The keys that each name of checkpoint.accept_changes stands for.
+KEYS_OF = {
+    "data": ("data.sources", "data.tokenizer", "data.validation_fraction", "training.seed"),
+    "seq_len": ("model.seq_len",),
+    "rope": ("model.rope_theta",),
+    "lr_schedule": (*(f"lr_schedule.{key}" for key in LrScheduleConfig.model_fields), "optimizer.lr", "training.steps"),
+    "batch": ("training.global_batch_size",),
+}
+FINGERPRINT = "data fingerprint"  # among the changes of a phase, where its samples are others
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a run with data and a learning-rate schedule of its own, or those of the phase before."""
+
+    step: int = 0  # steps done before it
+    changed: Mapping[str, list[Any]] = field(default_factory=dict)  # [old, new] by key
+    first_sample: int = 0  # global index of the sample that is the first of its data
+    schedule_step: int = 0  # steps done before its schedule began
+    schedule_update: int = 0  # updates of the weights done before its schedule began
+
+
+def current(phases: tuple[Phase, ...]) -> Phase:
+    """The phase that a run is in; without a recorded one the first, which begins with everything at 0."""
+    return phases[-1] if phases else Phase()
+
+
+def recorded_phases(trainer: TrainerState) -> tuple[Phase, ...]:
+    """The phases that a checkpoint has."""
+    return tuple(Phase(**one) for one in trainer.phases)
+
+
+def phases_after(trainer: TrainerState, config: RunConfig, data_fingerprint: str) -> tuple[Phase, ...]:
+    """The phases of a run that goes on from a checkpoint: those it has, and a new one if an accepted change was made.
+
+    Args:
+        trainer: of a checkpoint whose model and data this run may go on with; see `check_same_run`.
+        data_fingerprint: of the data that the samples will come from.
+    """
+    phases, found = recorded_phases(trainer), changes(trainer, config)
+    last, accepted = current(phases), config.checkpoint.accept_changes
+    is_same = is_same_data(trainer.data_fingerprint, data_fingerprint)
+    # the same data under another path is no change
+    names = [name for name in accepted if name != "data" or not is_same]
+    changed = {key: found[key] for name in names for key in KEYS_OF[name] if key in found}
+    if not is_same:
+        changed[FINGERPRINT] = [trainer.data_fingerprint, data_fingerprint]
+    if not changed:
+        return phases
+    new_data, new_schedule = begins_anew(changed)
+    begun = Phase(
+        trainer.step,
+        changed,
+        first_sample=trainer.consumed_samples if new_data else last.first_sample,
+        schedule_step=trainer.step if new_schedule else last.schedule_step,
+        schedule_update=trainer.optimizer_steps if new_schedule else last.schedule_update,
+    )
+    return (*phases, begun)
+
+
+def begins_anew(changed: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a phase that changes these keys reads its data from the first sample, and has a schedule of its own."""
+    keys = changed.keys()
+    return not keys.isdisjoint({FINGERPRINT, *KEYS_OF["seq_len"]}), not keys.isdisjoint(KEYS_OF["lr_schedule"])
+
+
+def is_same_data(stored: str, fingerprint: str) -> bool:
+    """Whether a checkpoint's data is that of a fingerprint; an imported model has read none yet."""
+    return stored in ("", fingerprint)
+
+
+def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
+    """[old, new] of every key whose value is not that of the run that wrote a checkpoint.
+
+    A key that the checkpoint does not know had its default; an imported model has no configuration but `[model]`.
+    """
+    new = _by_key(config.model_dump(mode="json"))
+    old = _by_key(RunConfig().model_dump(mode="json") if trainer.config else {})
+    old |= _by_key(trainer.config) | _by_key({"model": trainer.model})
+    return {key: [old[key], value] for key, value in new.items() if key in old and old[key] != value}
+
+
+def _by_key(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"zero.offload.ratio": 1.0, ...}"""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        found |= _by_key(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def learning_rate(schedule: LrScheduleConfig, peak: float, steps: int, phase: Phase, updates: int) -> float:
+    """The learning rate of the next update, by the schedule that began with the phase.
+
+    Args:
+        peak: `optimizer.lr`.
+        steps: of the whole run, all phases together.
+        updates: of the weights, done so far in the whole run.
+    """
+    return peak * learning_rate_factor(schedule, updates - phase.schedule_update, steps - phase.schedule_step)

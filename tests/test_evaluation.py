@@ -1,0 +1,170 @@
+"""Evaluation: each source has a loss and an interval of its own, and the loss is the plain model's on those windows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import run_world
+from numpy.typing import NDArray
+from plain_model import PlainTrainer, count, loss_sum
+from test_data_corpus import write_pair
+from worlds import EPS, LLAMA, LR, initial_weights, plain_config, state_on
+
+from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
+from megazero.config.schema import ValidationSource
+from megazero.data import open_corpus
+from megazero.engine import Position, StepStatistics
+from megazero.training.callbacks.progress import ProgressLine
+from megazero.training.callbacks.tensorboard import TensorBoard
+from megazero.training.loop import train
+from megazero.training.record import SampleRange, StepRecord
+
+VOCABULARY, SEQ, STEPS, SEED = 257, 16, 5, 7
+
+
+def _tokens(name: str) -> NDArray[Any]:
+    return np.random.default_rng(len(name)).integers(0, VOCABULARY, 40 * SEQ + 1)
+
+
+def _run(folder: Path, world: int, parallel: dict[str, Any], stage: int) -> ResolvedRun:
+    one, other = (write_pair(folder / name, _tokens(name)) for name in ("one", "other"))
+    config = {
+        "model": LLAMA
+        | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "ffn_hidden_size": 64, "vocab_size": VOCABULARY}
+        | {"seq_len": SEQ},
+        "parallel": parallel,
+        "zero": {"stage": stage, "bucket_bytes": 8192},
+        "precision": {"dtype": "fp32"},
+        "optimizer": {"lr": LR, "eps": EPS, "grad_clip": 0.5},
+        "lr_schedule": {"name": "constant"},
+        "data": {
+            "sources": [one],
+            "validation_fraction": 0.25,
+            "validation_sources": [{"path": one, "name": "held", "every_steps": 2, "samples": 6}, other],
+        },
+        "training": {
+            "run_dir": str(folder / "run"),
+            "steps": STEPS,
+            "global_batch_size": 8,
+            "seed": SEED,
+            "compile": False,
+            "eval_every_steps": 3,
+            "eval_samples": 9,
+        },
+        "logging": {"tensorboard": False, "straggler_every_steps": 0},
+    }
+    return resolve(RunConfig.model_validate(config), world)
+
+
+def _plainly(run: ResolvedRun) -> dict[int, dict[str, float]]:
+    """After each step the mean loss on the windows that each evaluation reads: cut from the tokens, in their order."""
+    given, config = run.config.optimizer, plain_config(run)
+    trainer = PlainTrainer(
+        initial_weights(run), config, LR, given.betas, given.eps, given.weight_decay, given.grad_clip
+    )
+    corpus = open_corpus(
+        [(run.config.data.sources[0].path, 1.0)],
+        tokenizer="byte",
+        seq_len=SEQ,
+        seed=SEED,
+        validation_fraction=0.25,
+        cache_dir=".",
+        vocab_size=VOCABULARY,
+    )
+
+    def loss(name: str, windows: range) -> float:
+        tokens = torch.from_numpy(_tokens(name))
+        cut = torch.stack([tokens[index * SEQ : index * SEQ + SEQ + 1] for index in windows])
+        with torch.no_grad():
+            return float(loss_sum(trainer.weights, config, cut[:, :-1], cut[:, 1:])) / count(cut[:, 1:])
+
+    found = {}
+    for step in range(1, STEPS + 1):
+        batch = torch.from_numpy(corpus.train.batch(range(8 * step - 8, 8 * step)))
+        trainer.step(batch[:, :-1], batch[:, 1:])
+        # 40 windows: the last 10 of `one` are held out
+        found[step] = {
+            "": loss("one", range(30, 39)),
+            "held": loss("one", range(30, 36)),
+            "other": loss("other", range(9)),
+        }
+    return found
+
+
+def _train(rank: int, run: ResolvedRun) -> list[str]:
+    shown: list[str] = []
+    train(run, state_on(rank, run), shown.append)
+    return shown
+
+
+@pytest.mark.parametrize(("world", "parallel", "stage"), [(1, {}, 0), (4, {"pp": 2}, 2)])
+def test_each_source_has_the_plain_models_loss_at_its_own_interval(
+    world: int, parallel: dict[str, Any], stage: int, tmp_path: Path
+) -> None:
+    run = _run(tmp_path, world, parallel, stage)
+    wanted = run_world(1, lambda _: _plainly(run))[0]
+    shown = run_world(world, _train, run)[0]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    due = {1: [], 2: ["held"], 3: ["", "other"], 4: ["held"], 5: ["", "held", "other"]}
+    for line in lines:
+        step = line["step"]
+        found = line.get("val_losses", {}) | ({"": line["val_loss"]} if "val_loss" in line else {})
+        assert found == pytest.approx({name: wanted[step][name] for name in due[step]}, rel=1e-5), step
+    told = next(line for line in shown if line.startswith("step 5/5"))
+    assert told.endswith(
+        f"| validation loss {wanted[5]['']:.4f} | held loss {wanted[5]['held']:.4f} | other loss {wanted[5]['other']:.4f}"
+    )
+
+
+def test_tensorboard_has_a_curve_for_each_source_and_the_terminal_a_line_when_one_is_due(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record = StepRecord(Position(7), SampleRange(0, 7), StepStatistics(1.5, 0.5, 10), lr=1e-3, seconds=0.1)
+    record.val_losses = {"books": 2.5, "code": 1.25}
+    board = TensorBoard(tmp_path, 0)
+    board.after_step(record)
+    board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.value for event in events.Scalars("val_losses/code")] == [1.25]
+    assert [event.value for event in events.Scalars("val_losses/books")] == [2.5]
+    shown: list[str] = []
+    ProgressLine(100, 10, shown.append).after_step(record)
+    assert shown[0].endswith("| books loss 2.5000 | code loss 1.2500")
+
+
+def test_validation_sources_are_strings_or_tables_and_are_written_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[data]\nvalidation_sources = ["/data/books/", { path = "/data/code", name = "C", every_steps = 5 }]\n'
+        "[training]\neval_every_steps = 100\n"
+    )
+    run = load_config(path)
+    books, code = run.config.data.validation_sources
+    assert (books.label, code.label) == ("books", "C")
+    assert code == ValidationSource(path="/data/code", name="C", every_steps=5)
+    assert 'validation_sources = ["/data/books/", { path = "/data/code", name = "C", every_steps = 5 }]' in to_toml(run)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"validation_sources": ["a/x", "b/x"]}, "must be the name of one source; give each a name: { path, name }"),
+        ({"validation_sources": ["a/x"]}, "every_steps: must be set where training.eval_every_steps = 0"),
+        (
+            {"sources": ["a/x"], "validation_fraction": 0.0, "validation_sources": [{"path": "a/x", "every_steps": 5}]},
+            "must not be among data.sources where data.validation_fraction = 0: nothing of it is held out",
+        ),
+    ],
+)
+def test_validation_sources_that_cannot_be_evaluated_are_told(data: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(RunConfig.model_validate({"data": data}), 1)
+    assert told in str(error.value)
+    fine = {"validation_fraction": 0.0, "validation_sources": ["a/x"]}
+    resolve(RunConfig.model_validate({"data": fine, "training": {"eval_every_steps": 5}}), 1)

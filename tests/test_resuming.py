@@ -1,0 +1,130 @@
+"""A resumed run says what it does otherwise than the run that wrote the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import cos, pi
+from typing import Any
+
+import pytest
+
+from megazero.checkpoint.index import TrainerState
+from megazero.config import RunConfig, resolve
+from megazero.engine import Position
+from megazero.engine.phases import phases_after
+from megazero.training.resuming import tell_changes
+
+
+def _config(**sections: Any) -> RunConfig:
+    return resolve(RunConfig.model_validate(sections), 1).config
+
+
+def _written_by(config: RunConfig, step: int, fingerprint: str = "a") -> TrainerState:
+    """The state of a run in which every step read 4 samples and changed the weights."""
+    model, whole = config.model.model_dump(), config.model_dump(mode="json")
+    return TrainerState(step, 4 * step, 0, step, fingerprint, model, whole, {}, {})
+
+
+def _told(trainer: TrainerState, config: RunConfig, fingerprint: str = "a") -> list[str]:
+    phases = phases_after(trainer, config, fingerprint)
+    return tell_changes(trainer, config, Position(trainer.step, trainer.consumed_samples, 0, phases))
+
+
+def test_the_same_configuration_has_nothing_to_tell() -> None:
+    config = _config()
+    assert _told(_written_by(config, 10), config) == []
+    assert _told(TrainerState(0, 0, 0, 0, "", config.model.model_dump(), {}, {}, {}), config) == [], "imported"
+
+
+def test_keys_that_differ_are_told_with_both_values_and_places_are_not() -> None:
+    before = _config(optimizer={"betas": [0.9, 0.95]}, training={"global_batch_size": 8, "run_dir": "a"})
+    now = _config(
+        optimizer={"betas": [0.9, 0.99]},
+        precision={"dtype": "fp16"},
+        training={"global_batch_size": 16, "run_dir": "b"},
+        checkpoint={"resume": "somewhere", "directory": "s3://user:secret@host/bucket"},
+        logging={"peak_flops": 1e12},
+    )
+    (line,) = _told(_written_by(before, 10), now)
+    for told in (
+        'precision.dtype "bf16" -> "fp16"',
+        "training.global_batch_size 8 -> 16",
+        "optimizer.betas [0.9, 0.95] -> [0.9, 0.99]",
+        "logging.peak_flops unset -> 1000000000000.0",
+    ):
+        assert told in line
+    assert "secret" not in line
+    assert "run_dir" not in line
+
+
+def test_a_key_that_an_older_release_did_not_know_had_its_default() -> None:
+    trainer = _written_by(_config(), 10)
+    del trainer.config["training"]["skip_steps"], trainer.config["zero"]["offload"]
+    assert _told(trainer, _config()) == []
+    assert _told(trainer, _config(training={"skip_steps": [20]})) == [
+        "changed since the checkpoint was written: training.skip_steps [] -> [[20, 20]]"
+    ]
+
+
+def test_more_steps_tell_what_becomes_of_the_learning_rate() -> None:
+    """A cosine to 0.1: at update k of n, 0.1 + 0.9 (1 + cos(pi k / (n - 1))) / 2, and 0.1 where it has ended."""
+    trainer = _written_by(_config(optimizer={"lr": 1.0}, training={"steps": 1000}), 1000)
+    now = 0.1 + 0.9 * (1 + cos(pi * 1000 / 1999)) / 2
+    assert _told(trainer, _config(optimizer={"lr": 1.0}, training={"steps": 2000})) == [
+        "changed since the checkpoint was written: training.steps 1000 -> 2000",
+        f"learning rate of step 1001: 0.1 by the checkpoint's schedule of 1000 steps, which has ended; now {now:.4g}, in "
+        "a run of 2000 steps",
+    ]
+    halfway = _written_by(_config(optimizer={"lr": 1.0}, training={"steps": 1000}), 500)
+    before = 0.1 + 0.9 * (1 + cos(pi * 500 / 999)) / 2
+    line = _told(halfway, _config(optimizer={"lr": 0.5}, training={"steps": 1000}))[-1]
+    assert line == (
+        f"learning rate of step 501: {before:.4g} by the checkpoint's schedule of 1000 steps; now {before / 2:.4g}, in a "
+        "run of 1000 steps"
+    )
+
+
+def test_a_schedule_that_nobody_registers_any_more_is_told_without_its_rate() -> None:
+    trainer = _written_by(_config(), 10)
+    trainer.config["lr_schedule"]["name"] = "of a script"
+    assert _told(trainer, _config()) == [
+        'changed since the checkpoint was written: lr_schedule.name "of a script" -> "cosine"'
+    ]
+
+
+def test_a_phase_tells_what_it_accepts_and_then_what_else_has_changed() -> None:
+    trainer = _written_by(_config(optimizer={"lr": 1.0}, training={"steps": 1000}), 1000)
+    sections: dict[str, Any] = {
+        "optimizer": {"lr": 1.0, "weight_decay": 0.0},
+        "model": {"seq_len": 2048},
+        "lr_schedule": {"name": "linear", "min_lr_ratio": 0.0},
+        "training": {"steps": 1201},
+        "checkpoint": {"accept_changes": ["seq_len", "lr_schedule"]},
+    }
+    told = _told(trainer, _config(**sections), "b")
+    assert told[0].startswith("phase 2 of the run begins (checkpoint.accept_changes): model.seq_len 1024 -> 2048, ")
+    assert 'lr_schedule.name "cosine" -> "linear"' in told[0]
+    assert told[1:] == [
+        "its data is read from the first sample, which is sample 4000 of the run",
+        "its learning-rate schedule begins anew and runs from step 1001 to 1201",
+        "changed since the checkpoint was written: optimizer.weight_decay 0.1 -> 0.0",
+        "learning rate of step 1001: 0.1 by the checkpoint's schedule of 1000 steps, which has ended; now 1, in a run of "
+        "1201 steps",
+    ]
+    # within the phase: the same command, then a longer one without the name, which follows another curve
+    config = _config(**sections)
+    phases = phases_after(trainer, config, "b")
+    within = _written_by(config, 1100, "b")
+    within = replace(within, phases=[vars(phase) for phase in phases])
+    assert _told(within, config, "b") == ["in phase 2 of the run, which began after step 1000"]
+    sections |= {"training": {"steps": 1401}, "checkpoint": {"accept_changes": ["seq_len"]}}
+    told = _told(within, _config(**sections), "b")
+    assert told[0] == "in phase 2 of the run, which began after step 1000"
+    assert told[2] == (
+        "learning rate of step 1101: 0.5 by the checkpoint's schedule of 1201 steps; now 0.75, in a run of 1401 steps"
+    )
+
+
+def test_names_that_are_no_changes_are_refused() -> None:
+    with pytest.raises(ValueError, match="'data', 'seq_len', 'rope', 'lr_schedule' or 'batch'"):
+        RunConfig.model_validate({"checkpoint": {"accept_changes": ["date"]}})
