@@ -19,6 +19,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 # No count of a run comes near it, and below it the search for divisors is short.
 LARGEST_COUNT = 2**40
 
+# In a URL: what follows `user:` up to the host, which no port begins; and what a key of its query names as secret.
+_PASSWORD = re.compile(r"(://[^/?#:@]*:)(?!\d+/)(?:[^/]*@|.*?@)")
+_SECRET = re.compile(r"([?&;][\w.-]*(?:token|secret|passw|pwd|sig|key|credential)[\w.-]*=)[^&;#]+", re.IGNORECASE)
+
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 Positive = Annotated[float, Field(gt=0)]
@@ -97,7 +101,7 @@ class Problem:
     def __str__(self) -> str:
         text = self.key
         if self.value is not None:
-            shown = toml_value(self.value)
+            shown = without_passwords(toml_value(self.value))
             text += f" = {shown if len(shown) <= 80 else shown[:80] + '…'}"
         return f"{text}: {self.rule}" + (f"; {self.hint}" if self.hint else "")
 
@@ -123,6 +127,15 @@ class ConfigError(ValueError):
 def file_error(path: Path, rule: str, hint: str = "", line: int | None = None) -> ConfigError:
     """Make the error for a file as a whole, or for one of its lines."""
     return ConfigError([Problem(str(path) if line is None else f"{path}:{line}", None, rule, hint)], str(path))
+
+
+def without_passwords(text: str) -> str:
+    """The text with *** for the password of each URL in it, and for secrets in a URL's query.
+
+    s3://key:secret@bucket/run      s3://key:***@bucket/run
+    https://host/run?token=secret   https://host/run?token=***
+    """
+    return re.sub(r"\w://[^\s\"']+", lambda url: _SECRET.sub(r"\1***", _PASSWORD.sub(r"\1***@", url[0])), text)
 
 
 def read_text(path: Path) -> str:

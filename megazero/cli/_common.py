@@ -9,12 +9,14 @@ from typing import NoReturn
 from rich.console import Console
 from rich.table import Table
 
+from megazero.settings import without_passwords
+
 EXIT_CONFIG = 2
 
 
 def fail(message: str, status: int) -> NoReturn:
     """End the command with one line on stderr."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {without_passwords(message)}", file=sys.stderr)
     raise SystemExit(status)
 
 

@@ -17,20 +17,20 @@ from pydantic.fields import FieldInfo
 from megazero.config.load import ResolvedRun
 from megazero.config.schema import RunConfig, is_section, keys, sections
 from megazero.registry import NameIn
-from megazero.settings import LARGEST_COUNT, ActsWhere, Spelling, toml_value
+from megazero.settings import LARGEST_COUNT, ActsWhere, Spelling, toml_value, without_passwords
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def to_toml(run: RunConfig | ResolvedRun) -> str:
-    """Write a run as TOML; of a resolved run the filled-in config."""
+    """Write a run as TOML; of a resolved run the filled-in config.  A URL's password becomes ***."""
     config = run.written if isinstance(run, ResolvedRun) else run
     tables = []
     for section, fields in keys().items():
         values = attrgetter(section)(config).model_dump(include=set(fields), exclude_none=True)
         tables.append(f"[{section}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items()))
-    return "\n".join(tables)
+    return without_passwords("\n".join(tables))
 
 
 def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> None:
