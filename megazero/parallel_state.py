@@ -143,6 +143,11 @@ class Traffic:
         self.calls: Counter[tuple[str, str]] = Counter()
         self.waited_seconds = 0.0
         self.last: Call | None = None
+        self.advanced = 0.0  # when the host last began or ended a pass of a micro-batch; of `time.perf_counter`
+
+    def advance(self) -> None:
+        """The host makes progress without a collective."""
+        self.advanced = time.perf_counter()
 
     def add(self, axis: str, operation: str, sent_bytes: int) -> None:
         self.sent_bytes[axis, operation] += sent_bytes

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from megazero.schedules.action import Action, ActionKind, MessageAction, Placement, Schedule, loop, v_shape
 from megazero.schedules.gpipe import GPIPE
 from megazero.schedules.interleaved import INTERLEAVED
-from megazero.schedules.kind import forward_only
+from megazero.schedules.kind import GivenSchedule, forward_only
 from megazero.schedules.one_f_one_b import ONE_F_ONE_B
 from megazero.schedules.proof import Costs, Program, ScheduleError, peak_activations, program, prove, simulate
 from megazero.schedules.registry import SCHEDULES
@@ -225,6 +225,22 @@ def test_an_evaluation_is_the_forwards_of_the_training_schedule_in_its_order(nam
         assert schedule == replace(training, name=f"{name}, forward only", ranks=forwards, has_backward=False)
         assert not schedule.splits_backward
         assert not any(peak_activations(schedule, rank) for rank in range(schedule.pp))
+
+
+@every_kind
+def test_a_given_schedule_evaluates_any_number_of_microbatches(name):
+    """One from a file trains with its own number; an evaluation has as many as its samples make."""
+    for training in every(name):
+        if training.microbatches > 8 or training.pp > 4:
+            continue
+        for count in (1, training.microbatches, training.microbatches + 1, 3 * training.microbatches):
+            schedule = GivenSchedule(training).build_forward(training.pp, count, training.chunks)
+            program(schedule)  # proved: it cannot deadlock
+            for rank in schedule.ranks:
+                passes = [(action.microbatch, action.chunk) for action in rank]
+                assert sorted(passes) == [(m, chunk) for m in range(count) for chunk in range(training.chunks)]
+        with pytest.raises(ValueError, match="is for pp="):
+            GivenSchedule(training).build_forward(training.pp + 1, 1, training.chunks)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "zbv"])

@@ -46,12 +46,8 @@ class PipelineEngine(TrainingEngine):
             raise ValueError("the PipelineModule has no loss_fn; train_batch needs one")
         self._pipeline, self._chunks, self._loss_fn = module, chunks, module.loss_fn
         self._inputs: dict[bool, Inputs] = {}  # by trains
-        pp = self.parallel_state.pp.size
-        self._executor = executors(
-            lambda count: module.schedule_kind.build(pp, count, len(module.placement) // pp),
-            self.parallel_state,
-            self._new_message,
-        )
+        chunks_per_rank = len(module.placement) // self.parallel_state.pp.size
+        self._executor = executors(module.schedule_kind, chunks_per_rank, self.parallel_state, self._new_message)
 
     def _canonical(self, name: str) -> str:
         return self._names[name]

@@ -6,6 +6,7 @@ micro-batches -> executor(schedule, stage) -> gradients reduced as they become r
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from megazero.schedules.executor import Executor, Message
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import Timeline
 from megazero.schedules.registry import SCHEDULES
+from megazero.settings import without_passwords
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
@@ -100,7 +102,8 @@ class Engine:
         self.on_action: Callable[[Action], None] | None = None
         self.wants_stop: Callable[[], bool] = lambda: False
         self._executor = executors(
-            lambda micro_batches: kind.build(state.pp.size, micro_batches, chunks_per_rank),
+            kind,
+            chunks_per_rank,
             state,
             self._new_activation,
             lambda action: None if self.on_action is None else self.on_action(action),
@@ -225,7 +228,7 @@ class Engine:
             position,
             data_fingerprint=data_fingerprint,
             model=config.model.model_dump(),
-            config=config.model_dump(mode="json"),
+            config=json.loads(without_passwords(config.model_dump_json())),
             val_loss=val_loss,
         )
         files = {

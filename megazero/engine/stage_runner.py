@@ -18,31 +18,36 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import ParallelState
-from megazero.schedules.action import Action, Schedule
+from megazero.schedules.action import Action
 from megazero.schedules.executor import Executor, Message
-from megazero.schedules.kind import forward_only
+from megazero.schedules.kind import ScheduleKind
 from megazero.zero.sharded_model import ShardedModel
 
 SampleShape = TypeVar("SampleShape", bound=Hashable)
 
 
 def executors(
-    generate: Callable[[int], Schedule],
+    kind: ScheduleKind,
+    chunks: int,
     state: ParallelState,
     new_message: Callable[[SampleShape, Action], Message],
     on_action: Callable[[Action], None] = lambda _: None,
 ) -> Callable[[int, SampleShape, bool], Executor]:
     """(micro-batches, shape, trains) -> executor, proved when it is first asked for and kept.  Raises: ScheduleError.
 
-    `generate` makes the training schedule of so many micro-batches, `new_message` empty tensors for what an action receives;
-    `on_action` is called before and after every action.  All ranks of a pipeline ask in the same order.
+    `chunks` are those of each rank; `new_message` makes empty tensors for what an action receives; `on_action` is called
+    before and after every action.  All ranks of a pipeline ask in the same order.
     """
+
+    def watch(action: Action) -> None:
+        state.traffic.advance()
+        on_action(action)
 
     @cache
     def executor(micro_batches: int, shape: SampleShape, trains: bool) -> Executor:
-        schedule = generate(micro_batches)
-        schedule = schedule if trains else forward_only(schedule)
-        return Executor(schedule, state.pp, state.pp_up, partial(new_message, shape), on_action)
+        build = kind.build if trains else kind.build_forward
+        schedule = build(state.pp.size, micro_batches, chunks)
+        return Executor(schedule, state.pp, state.pp_up, partial(new_message, shape), watch)
 
     return executor
 

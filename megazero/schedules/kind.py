@@ -37,6 +37,10 @@ class ScheduleKind(ABC):
             ValueError: there is none for them.
         """
 
+    def build_forward(self, pp: int, microbatches: int, chunks: int) -> Schedule:
+        """The forwards alone, for evaluation.  Raises: ValueError, as `build`."""
+        return forward_only(self.build(pp, microbatches, chunks))
+
     def placement(self, pp: int, chunks: int) -> Placement:
         """Where each virtual stage runs; the model is cut by it."""
         return loop(pp, chunks)
@@ -64,7 +68,7 @@ class ScheduleKind(ABC):
 
 
 class GivenSchedule(ScheduleKind):
-    """One schedule of the user's own, from a file for example: it runs with its own numbers only."""
+    """One schedule of the user's own, from a file for example: it trains with its own numbers only."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.name, self.chunks = schedule, schedule.name, schedule.chunks
@@ -83,6 +87,10 @@ class GivenSchedule(ScheduleKind):
             )
         return own
 
+    def build_forward(self, pp: int, microbatches: int, chunks: int) -> Schedule:
+        """For any number of micro-batches: its own forwards, again and again.  Raises: ValueError for another pp."""
+        return forward_only(self.build(pp, self.schedule.microbatches, chunks), microbatches)
+
 
 def check_counts(pp: int, microbatches: int) -> None:
     """Raises: ValueError for no rank or no micro-batch."""
@@ -97,7 +105,18 @@ def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> t
     return (*forwards[:warmup], *pairs, *backwards[steady:])
 
 
-def forward_only(schedule: Schedule) -> Schedule:
-    """A training schedule's forwards alone, for evaluation: what was free of deadlock with the backwards is so without."""
-    ranks = tuple(tuple(a for a in actions if a.kind is ActionKind.FORWARD) for actions in schedule.ranks)
-    return replace(schedule, name=f"{schedule.name}, forward only", ranks=ranks, has_backward=False)
+def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
+    """A training schedule's forwards alone, for evaluation: what was free of deadlock with the backwards is so without.
+
+    `microbatches`: None for as many as the schedule has; for more it begins again, and the last round may be cut short.
+    """
+    count, per_round = microbatches or schedule.microbatches, schedule.microbatches
+
+    def forwards(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+        own = [action for action in actions if action.kind is ActionKind.FORWARD]
+        every = (replace(one, microbatch=first + one.microbatch) for first in range(0, count, per_round) for one in own)
+        return tuple(action for action in every if action.microbatch < count)
+
+    ranks = tuple(map(forwards, schedule.ranks))
+    name = f"{schedule.name}, forward only"
+    return replace(schedule, name=name, microbatches=count, ranks=ranks, has_backward=False)
