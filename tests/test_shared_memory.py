@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megazero.comm import collectives, rendezvous
+from megazero.comm import backend, collectives, rendezvous
 from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import (
     LostPeerError,
@@ -174,6 +176,46 @@ def _apart(rank: int, breaks: str) -> None:
 @pytest.mark.parametrize("breaks", ["other machine", "no such system", "no connection"])
 def test_ranks_that_cannot_share_memory_take_gloo(breaks: str) -> None:
     run_world(2, _apart, breaks)
+
+
+def _with_a_stranger(rank: int) -> bool:
+    """Another user's process calls rank 0 by its name before rank 1 does, and offers an area of its own."""
+    gathered = rendezvous.rendezvous
+
+    def call_first(index: int, size: int, area_bytes: int, gather: Any) -> Any:
+        def after_the_stranger(offer: Any) -> Any:
+            offers = gather(offer)
+            if rank == 1 and offer is not None and not called:
+                called.append(_call_as_nobody(offers[0][1]))
+            gather(None)  # rank 0 waits, too
+            return offers
+
+        return gathered(index, size, area_bytes, after_the_stranger)
+
+    called: list[int] = []
+    backend.rendezvous = call_first
+    axis = _axis(rank, 2)
+    got = torch.full((3,), rank + 1.0)
+    all_reduce(got, axis).wait()
+    assert got.tolist() == [3.0] * 3
+    assert isinstance(axis.group.backends["cpu"], SharedMemoryBackend)
+    return called == [0] if rank == 1 else True
+
+
+def _call_as_nobody(name: str) -> int:
+    """0 if the call was answered by nothing but its end."""
+    child = os.fork()
+    if not child:
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(name)
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_a_process_of_another_user_gets_no_part_of_the_memory() -> None:
+    assert run_world(2, _with_a_stranger) == [True, True]
 
 
 def _in_other_orders(rank: int) -> str:
