@@ -24,6 +24,8 @@ fi
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Seconds that a torchrun which is told to end leaves its ranks to save; torch 2.11 knows only its own 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+# What the end of a run says to start, to continue it.
+export MEGAZERO_LAUNCHER=${MEGAZERO_LAUNCHER:-"NNODES=$NNODES NPROC_PER_NODE=$NPROC_PER_NODE HEAD=$HEAD $0"}
 # SIGUSR1 is for the ranks, which finish their step and save; torchrun goes on waiting for them.
 trap '' USR1
 

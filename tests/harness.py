@@ -152,7 +152,10 @@ def _collect(pipes: list[Connection], timeout: float, may_die: tuple[int, ...]) 
 
 
 def run_command(
-    *words: str | Path, timeout: float = WORLD_TIMEOUT_SECONDS, env: dict[str, str] | None = None
+    *words: str | Path,
+    timeout: float = WORLD_TIMEOUT_SECONDS,
+    env: dict[str, str] | None = None,
+    stdout: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `megazero` with some words to its end.  As `subprocess.run`, but torch need not be imported again.
 
@@ -160,10 +163,11 @@ def run_command(
         words: of the command line.
         timeout: seconds.
         env: on top of this process's.
+        stdout: a device or a pipe for its output, which the result then lacks.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
-        given = (list(map(str, words)), out, err, {**os.environ, **(env or {})})
+        given = (list(map(str, words)), stdout or out, err, {**os.environ, **(env or {})})
         process = _COMMANDS.Process(target=_command, args=given)
         process.start()
         process.join(timeout)
@@ -171,7 +175,9 @@ def run_command(
             process.kill()
             process.join()
             raise subprocess.TimeoutExpired(given[0], timeout, out.read_text(), err.read_text())
-        return subprocess.CompletedProcess(given[0], process.exitcode, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(
+            given[0], process.exitcode, "" if stdout else out.read_text(), err.read_text()
+        )
 
 
 def _command(words: list[str], out: Path, err: Path, environment: dict[str, str]) -> None:

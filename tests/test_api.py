@@ -8,10 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import io
 import itertools
 import json
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -30,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, TensorDataset
 
 import megazero
-from megazero.checkpoint.index import CheckpointError
+from megazero.checkpoint.index import CheckpointError, DamagedError
 from megazero.deepspeed.full_params import gathered_parameters
 from megazero.deepspeed.initialize import _parallel_state
 from megazero.engine import NonFiniteError
@@ -736,6 +739,54 @@ def _unsafe(rank: int, folder: Path) -> None:
     refuses(CheckpointError, "client_state", lambda: engine.save_checkpoint(folder, "a", {"object": Secret()}))
     engine.save_checkpoint(folder, "a", {"object": "text"})
     assert engine.load_checkpoint(folder)[1] == {"object": "text"}
+
+
+@pytest.mark.parametrize("file", ["client_state.pt", "lr_scheduler.pt", "buffers.safetensors"])
+def test_a_damaged_file_of_a_script_is_refused_by_its_name(tmp_path: Path, file: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    engine, *_ = megazero.initialize(
+        model=module,
+        config=settings(1, optimizer=ADAM),
+        lr_scheduler=functools.partial(lr_scheduler.ConstantLR, factor=0.5),
+    )
+    engine.save_checkpoint(tmp_path, "a", client_state={"epoch": 3})
+    path = tmp_path / "a" / file
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(DamagedError, match=rf"a/{file} has \d+ bytes, \d+ were written"):
+        engine.load_checkpoint(tmp_path, "a")
+
+
+LAST_SAVE_FAILS = """
+import sys
+from pathlib import Path
+
+import torch
+
+import megazero
+
+root = Path(sys.argv[1])
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+engine, *_ = megazero.initialize(model=torch.nn.Linear(2, 2), config=config)
+engine.save_checkpoint(root, tag="a", asynchronous=True)
+if sys.argv[2] == "fails":
+    engine.finish_saving()
+    (root / "b").mkdir()
+    (root / "b" / "notes.txt").write_text("mine")
+    engine.save_checkpoint(root, tag="b", asynchronous=True)
+print("the script is done")
+"""
+
+
+@pytest.mark.parametrize(("ends", "status"), [("well", 0), ("fails", 1)])
+def test_a_script_whose_last_checkpoint_fails_behind_its_back_fails(tmp_path: Path, ends: str, status: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LAST_SAVE_FAILS)
+    words = [sys.executable, str(script), str(tmp_path / "saved"), ends]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, "the script is done" in done.stdout) == (status, True), done.stderr
+    assert ("the last checkpoint was not saved" in done.stderr) is (ends == "fails")
+    assert ("holds notes.txt" in done.stderr) is (ends == "fails")
 
 
 def test_a_client_state_that_cannot_be_read_back_is_an_error_on_every_rank(tmp_path: Path) -> None:

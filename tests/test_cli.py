@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -256,9 +257,13 @@ def test_a_schedule_file_runs_and_its_measured_pipeline_is_drawn(tmp_path: Path)
     table = tmp_path / "mine.csv"
     table.write_text("F0,F1,B0,B1,W0,W1\nF0,F1,B0,B1,W0,W1\n")
     words = [*TINY, *shape(1, 2, 2, 1), f"training.run_dir={tmp_path / 'run'}", "training.steps=3"]
-    words += [f"parallel.schedule_file={table}", "training.accumulation=2", "logging.pipeline_trace_step=2"]
+    words += ["training.accumulation=2", "training.eval_every_steps=3", "training.eval_samples=20"]
+    usual = megazero("train", QUICKSTART, *words, f"training.run_dir={tmp_path / 'usual'}")
+    words += [f"parallel.schedule_file={table}", "logging.pipeline_trace_step=2"]
     done = megazero("train", QUICKSTART, *words)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == usual.returncode == 0, done.stderr
+    wanted, found = [re.findall(r"validation loss ([\d.]+)", out.stdout)[-1] for out in (usual, done)]
+    assert found == wanted  # of 20 samples: 5 micro-batches through a schedule for 2
     assert "pipeline of step 2: ranks idle" in done.stdout
     assert "predicted " in done.stdout
     assert "if every pass took the mean time of its kind" in done.stdout
@@ -333,6 +338,7 @@ def test_a_callback_or_an_extension_that_does_not_exist_ends_the_command_before_
     words += [f'launch.extensions=["{script}"]', "training.callbacks=[]"]
     on_one_rank = megazero("train", QUICKSTART, *words, env={"RANK": "1", "WORLD_SIZE": "2"})
     assert on_one_rank.returncode == 2
-    assert on_one_rank.stderr.startswith("rank 1: launch.extensions")
+    assert on_one_rank.stderr.startswith(f"rank 1 on {socket.gethostname()}: ")
+    assert "launch.extensions" in on_one_rank.stderr
     assert f"cannot be imported: SystemExit: not here ({script}:3)" in on_one_rank.stderr
     assert not (tmp_path / "run").exists()

@@ -126,7 +126,7 @@ def test_tensorboard_has_a_curve_for_each_source_and_the_terminal_a_line_when_on
 
     record = StepRecord(Position(7), SampleRange(0, 7), StepStatistics(1.5, 0.5, 10), lr=1e-3, seconds=0.1)
     record.val_losses = {"books": 2.5, "code": 1.25}
-    board = TensorBoard(tmp_path, 0)
+    board = TensorBoard(tmp_path, Position(), "", print)
     board.after_step(record)
     board.close()
     events = EventAccumulator(str(tmp_path))

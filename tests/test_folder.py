@@ -27,6 +27,8 @@ from megazero.checkpoint.index import (
 )
 from megazero.checkpoint.tensor_file import SafetensorsWriter, open_tensors
 from megazero.engine import Position
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.training.resuming import check_shared
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,16 @@ def test_files_and_folders_are_listed_and_removed(folder: Folder) -> None:
     assert folder.folders() == []
     with pytest.raises(FileNotFoundError):
         folder.open("x")
+
+
+def test_a_typo_in_the_name_of_a_bucket_does_not_make_one(bucket: str) -> None:
+    folder = folder_at(bucket.replace("runs", "rnus")).child("a")
+    folder.make()
+    with pytest.raises(FileNotFoundError):
+        folder.write("x", b"1")
+    with pytest.raises(CheckpointError, match=r"rnus/a does not exist .* correct checkpoint\.directory or make"):
+        check_shared(folder, ParallelState(RankGrid()))
+    assert [bucket["Name"] for bucket in boto3.client("s3").list_buckets()["Buckets"]] == ["runs"]
 
 
 def test_an_entry_that_cannot_be_read_does_not_make_a_folder_look_empty(tmp_path: Path) -> None:

@@ -14,12 +14,15 @@ from harness import run_world
 from torch import Tensor
 from worlds import state_on
 
+from megazero.checkpoint.index import find_newest, read_trainer_state, step_folders, step_of, val_loss_of
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
+from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
 from megazero.training.callbacks.metrics import MetricsFile
 from megazero.training.callbacks.progress import ProgressLine
+from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
 from megazero.training.callbacks.stragglers import RankWork, slow_ranks, spread_of
 from megazero.training.loop import train
 from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord
@@ -155,7 +158,7 @@ def test_metrics_of_a_skipped_step_have_no_loss_and_print_nothing(tmp_path: Path
     skipped = StepRecord(Position(3, 0, 640), SAMPLES)
     ProgressLine(20, 1, shown.append).after_step(skipped)
     assert shown == []
-    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0, print)
     file.after_step(skipped)
     for step in range(4, 8):
         file.after_step(StepRecord(Position(step), SAMPLES, StepStatistics(1.5, 0.5, 10)))
@@ -177,7 +180,14 @@ BATCH = 8
 
 
 def _run(
-    world: int, run_dir: Path, *, steps: int = 8, save: int = 0, logging: Any = None, **training: Any
+    world: int,
+    run_dir: Path,
+    *,
+    steps: int = 8,
+    save: int = 0,
+    logging: Any = None,
+    checkpoint: Any = None,
+    **training: Any,
 ) -> ResolvedRun:
     config = {
         "model": {
@@ -191,7 +201,7 @@ def _run(
         "precision": {"dtype": "fp32"},
         "lr_schedule": {"name": "constant"},
         "training": {"run_dir": str(run_dir), "steps": steps, "global_batch_size": BATCH} | training,
-        "checkpoint": {"save_every_steps": save},
+        "checkpoint": {"save_every_steps": save} | (checkpoint or {}),
         "logging": {"tensorboard": False, "straggler_every_steps": 0} | (logging or {}),
     }
     return resolve(RunConfig.model_validate(config), world)
@@ -329,6 +339,68 @@ def test_a_step_that_was_just_saved_is_not_saved_again_on_stopping(tmp_path: Pat
     (out,) = run_world(1, _train, _run(1, tmp_path, save=save), (), 4)
     assert (out["step"], out["stopped"]) == (4, True)
     assert out["checkpoint"].endswith("step-00000004")
+
+
+def _evaluation_fails(rank: int, run: ResolvedRun) -> str:
+    def fails(*_: Any) -> Any:
+        raise ValueError("the evaluation is broken")
+
+    Engine.evaluate = fails  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="the evaluation is broken"):
+        train(run, state_on(rank, run), lambda _: None)
+    return str(find_newest(Path(run.config.training.run_dir) / "checkpoints"))
+
+
+def test_an_evaluation_that_fails_loses_neither_its_step_nor_its_metrics(tmp_path: Path) -> None:
+    run = _run(2, tmp_path, steps=6, save=2, eval_every_steps=4)
+    for newest in run_world(2, _evaluation_fails, run):
+        assert newest.endswith("step-00000004")
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4]
+    whole = tmp_path / "whole"
+    run_world(2, _train, _run(2, whole, steps=6, save=2, eval_every_steps=4))
+    run_world(2, _train, run)
+    assert _losses_of(tmp_path) == _losses_of(whole)
+
+
+def test_a_validation_loss_that_comes_after_the_save_decides_what_is_kept(tmp_path: Path) -> None:
+    run = _run(2, tmp_path, steps=6, save=1, eval_every_steps=2, checkpoint={"keep_last": 1, "keep_best": 2})
+    run_world(2, _train, run)
+    losses = {line["step"]: line["val_loss"] for line in _lines(tmp_path) if "val_loss" in line}
+    assert sorted(losses) == [2, 4, 6]
+    kept = {step_of(folder): val_loss_of(folder) for folder in step_folders(tmp_path / "checkpoints")}
+    best = sorted(losses, key=lambda step: losses[step])[:2]
+    assert kept == {step: losses[step] for step in {6, *best}}
+
+
+class _RollsBack(Callback):
+    """Rejects step 4 once, after it was evaluated."""
+
+    def __init__(self, context: RunContext) -> None:
+        self.has_rejected = False
+
+    def after_step(self, record: StepRecord) -> StepDecision | None:
+        rejects = record.step == 4 and record.val_loss is not None and not self.has_rejected
+        self.has_rejected |= rejects
+        return StepDecision.ROLL_BACK if rejects else None
+
+
+def _train_with_rollback(rank: int, run: ResolvedRun) -> dict[str, Any]:
+    CALLBACKS.register("rolls-back", _RollsBack)
+    return _train(rank, run)
+
+
+def test_a_step_that_is_rolled_back_after_its_evaluation_leaves_no_checkpoint(tmp_path: Path) -> None:
+    run = _run(2, tmp_path, steps=5, save=2, eval_every_steps=4, callbacks=["rolls-back"])
+    out, _ = run_world(2, _train_with_rollback, run)
+    assert any("step 4 is rolled back: samples 24 to 31 are left out; back to step 2" in line for line in out["shown"])
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4, 5]
+    state = read_trainer_state(tmp_path / "checkpoints" / "step-00000004")
+    assert state.consumed_samples == 6 * BATCH  # of the second time
+
+
+def test_every_hook_of_a_registered_callback_is_called() -> None:
+    hooks = {name for name in vars(Callback) if not name.startswith("_")}
+    assert hooks == {name for name in vars(RegisteredCallback) if not name.startswith("_")}
 
 
 def test_a_wish_to_stop_that_only_an_evaluation_hears_stops_all(tmp_path: Path) -> None:

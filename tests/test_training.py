@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from math import cos, inf, nan, pi
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from harness import run_world
 from numpy.typing import NDArray
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megazero.engine import BatchShare, Position, StepStatistics
 from megazero.layers.cross_entropy import IGNORED_LABEL
@@ -102,12 +105,12 @@ def _record(step: int, val_loss: float | None = None) -> StepRecord:
 
 def test_a_resumed_run_drops_the_steps_it_will_do_again_and_a_half_written_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = MetricsFile(path, 0)
+    first = MetricsFile(path, 0, print)
     for step in range(1, 6):
         first.after_step(_record(step))
     first.close()
     path.write_text(path.read_text() + '{"step": 6, "lo')
-    again = MetricsFile(path, 3)
+    again = MetricsFile(path, 3, print)
     again.after_step(_record(4, val_loss=2.0))
     again.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -118,10 +121,63 @@ def test_a_resumed_run_drops_the_steps_it_will_do_again_and_a_half_written_line(
     assert "skipped" not in lines[0]
 
 
-def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+class _Disk:
+    """A disk with so many bytes left: files cannot grow beyond them."""
 
-    board = TensorBoard(tmp_path, Position(), "[model]\nfamily = 1\n")
+    def __init__(self, left: int) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (left, self._before[1]))
+
+    def empty(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+def _write_steps(_: int, folder: Path) -> tuple[list[str], list[int], list[int]]:
+    """Ten steps, of which the disk takes three, then none, and from step 7 on all."""
+    said: list[str] = []
+    metrics, board = (
+        MetricsFile(folder / "metrics.jsonl", 0, said.append),
+        TensorBoard(folder / "board", Position(), "", said.append),
+    )
+    line = len(as_json(_record(1))) + 1
+    disk = _Disk(3 * line + line // 2)
+    for step in range(1, 11):
+        if step == 7:
+            disk.empty()
+        metrics.after_step(_record(step))
+    metrics.after_step(_record(10, val_loss=2.0))
+    metrics.close()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["val_loss"] == 2.0
+
+    disk = _Disk(0)
+    board.after_step(_record(1))
+    disk.empty()
+    board.after_step(_record(2))
+    board.close()
+    events = EventAccumulator(str(folder / "board"))
+    events.Reload()
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"metrics.jsonl", "board"}
+    return said, [line["step"] for line in lines], [event.step for event in events.Scalars("loss")]
+
+
+def test_what_a_full_disk_does_not_take_is_dropped_told_once_and_picked_up_again(tmp_path: Path) -> None:
+    ((said, lines, points),) = run_world(1, lambda rank: _write_steps(rank, tmp_path))
+    assert lines == [1, 2, 3, 7, 8, 9, 10]
+    assert points == [2]
+    assert [line.split(" cannot be written (")[0] for line in said[::2]] == [
+        str(tmp_path / "metrics.jsonl"),
+        str(tmp_path / "board"),
+    ]
+    assert said[1::2] == [
+        f"{tmp_path / 'metrics.jsonl'} is written again from step 7",
+        f"{tmp_path / 'board'} is written again from step 2",
+    ]
+
+
+def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path, Position(), "[model]\nfamily = 1\n", print)
     scaled = StepStatistics(1.5, 0.5, 10, loss_scale=8.0, skipped=True)
     board.after_step(replace(_record(1, val_loss=2.0), sent_bytes={"dp": 48, "tp": 96}))
     board.after_step(replace(_record(2), sent_bytes={"dp": 24}, skipped_steps=1, statistics=scaled))
@@ -139,12 +195,12 @@ def test_tensorboard_has_the_numbers_and_a_curve_for_each_axis(tmp_path: Path) -
 def test_tensorboard_has_losses_by_tokens_and_forgets_those_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = TensorBoard(tmp_path, Position(), "")
+    first = TensorBoard(tmp_path, Position(), "", print)
     records = [replace(_record(step), position=Position(step, 8 * step, 80 * step)) for step in range(1, 4)]
     for record in records:
         first.after_step(record)
     first.close()
-    again = TensorBoard(tmp_path, records[1].position, "")
+    again = TensorBoard(tmp_path, records[1].position, "", print)
     again.after_step(replace(records[2], val_loss=2.0))
     again.close()
     events = EventAccumulator(str(tmp_path / "by_tokens"))

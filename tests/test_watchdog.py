@@ -22,7 +22,16 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 from megazero.comm.collectives import LostPeerError, all_reduce, gather_objects
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.training.heartbeat import SAVING, STARTING, TRAINING, Heartbeat, HeartbeatStore, explain_missing_ranks
+from megazero.training.heartbeat import (
+    BETWEEN,
+    EVALUATING,
+    SAVING,
+    STARTING,
+    TRAINING,
+    Heartbeat,
+    HeartbeatStore,
+    explain_missing_ranks,
+)
 from megazero.training.watchdog import FLIGHT_RECORDS, Watchdog, _within
 
 MINE = Heartbeat(7, 17, TRAINING, "all_reduce", "dp", False, 0.0, {"dp": 40}, at=106.0)
@@ -49,9 +58,15 @@ def test_a_rank_whose_counter_stands_still_does_not_respond() -> None:
 def test_a_living_rank_that_did_not_come_is_named_with_what_it_does() -> None:
     text = _explained({1: WAITING, 3: STUCK}, {1: _next(WAITING), 3: _next(STUCK)})
     assert text == "rank 3 is alive, in step 17, outside any collective for 62 s, the last was all_gather over tp"
-    for phase, words in ((SAVING, "alive, saving step 17,"), (STARTING, "alive, starting,")):
+    said = {
+        SAVING: "saving step 17",
+        STARTING: "starting",
+        EVALUATING: "evaluating after step 17",
+        BETWEEN: "after step 17",
+    }
+    for phase, words in said.items():
         other = replace(STUCK, phase=phase)
-        assert words in _explained({1: WAITING, 3: other}, {1: _next(WAITING), 3: _next(other)})
+        assert f"alive, {words}," in _explained({1: WAITING, 3: other}, {1: _next(WAITING), 3: _next(other)})
 
 
 def test_the_cause_is_looked_for_behind_ranks_that_wait_themselves() -> None:
@@ -252,6 +267,40 @@ def _waits_for_others(rank: int, folder: Path) -> tuple[bool, bool, bool]:
 
 def test_a_rank_that_starts_computes_or_saves_may_take_its_time(tmp_path: Path) -> None:
     assert run_world(2, _waits_for_others, tmp_path) == [(False, True, False)] * 2
+
+
+def _long_stretches(rank: int, run: ResolvedRun, folder: Path) -> list[int]:
+    """Progress marks within a step and within an evaluation of so many passes, as a device's host makes them."""
+    engine = engine_on(rank, run)
+    state, marks = engine.state, []
+    watchdog = Watchdog(state, 60, folder)
+    watchdog._is_on_cuda = True
+    first = [(1, TRAINING), (1, EVALUATING)]
+    for step, phase in [*first, (2, BETWEEN), (2, SAVING), (2, TRAINING), (2, EVALUATING)]:
+        watchdog.at(step, phase)
+        all_reduce(torch.ones(1), state.world).wait()
+        assert watchdog._waits_for_others() is (step == 2 and phase in (TRAINING, EVALUATING)), (step, phase)
+        watchdog._at = (step, phase, -1e9)
+        state.traffic.last = state.traffic.last._replace(since=-1e9)
+        state.traffic.advanced = -1e9
+        assert watchdog._seconds_without_progress() > 1e8
+        state.traffic.advance()
+        assert watchdog._seconds_without_progress() < 1e8
+    intact = state.traffic.advance
+    state.traffic.advance = lambda: (marks.append(1), intact())[1]  # type: ignore[method-assign]
+    engine.train_step(micro_batches(run, state, 0), LR)
+    in_step = len(marks)
+    engine.evaluate(micro_batches(run, state, 0))
+    return [in_step, len(marks) - in_step]
+
+
+def test_every_pass_of_a_step_and_of_an_evaluation_is_progress_and_what_lies_between_may_take_its_time(
+    tmp_path: Path,
+) -> None:
+    run = run_of(2, model=LLAMA, training={"micro_batch_size": 1, "accumulation": 4})
+    assert (
+        run_world(2, _long_stretches, run, tmp_path) == [[2 * 2 * 4, 2 * 4]] * 2
+    )  # before and after each of 4 + 4, of 4
 
 
 def _healthy(rank: int, folder: Path) -> tuple[int, list[str]]:

@@ -294,8 +294,13 @@ class RemoteFolder(Folder):
         return f"{self.path}/{name}"
 
     def make(self) -> None:
-        with suppress(FileExistsError):
-            self.system.makedirs(self.path, exist_ok=True)
+        """In a store without folders, whose paths begin with the name of a bucket, there is nothing to make.
+
+        Making the bucket would hide a typo in its name.
+        """
+        if self.path.startswith("/"):
+            with suppress(FileExistsError):
+                self.system.makedirs(self.path, exist_ok=True)
 
     def _entries(self) -> list[tuple[str, bool]]:
         self.system.invalidate_cache(self.path)

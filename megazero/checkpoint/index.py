@@ -6,6 +6,7 @@
       config.json                              what `transformers` needs to load the weights
       trainer_state.json                       step, samples consumed, shape of origin, configuration
       manifest.json                            size and xxh3 of every other file; the directory is complete when it exists
+      evaluation.json                          validation loss of a step that was evaluated after it was saved; a note
     latest                                     the name of the newest complete directory, for people and scripts
 
 A file appears with all its bytes or not at all; see `folder`.
@@ -18,7 +19,7 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -29,6 +30,7 @@ from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
 
 FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
+_EVALUATION = "evaluation.json"
 _STEP_NAME = re.compile(r"step-\d+")
 
 
@@ -170,6 +172,21 @@ def read_trainer_state(location: Location) -> TrainerState:
         stored = json.loads(folder.read(TRAINER_STATE))
         known = {one.name for one in fields(TrainerState)}  # a later release may have written more
         return TrainerState(**{name: value for name, value in stored.items() if name in known})
+
+
+def note_val_loss(folder: Folder, val_loss: float) -> None:
+    """Note the validation loss of a step beside its checkpoint, if that is complete.  Raises: OSError."""
+    if is_complete(folder):
+        folder.write(_EVALUATION, to_json({"val_loss": val_loss}))
+
+
+def val_loss_of(folder: Folder) -> float | None:
+    """Mean nats per token of a step's own evaluation; None where there was none, or it cannot be read."""
+    with suppress(CheckpointError, FileNotFoundError, ValueError, KeyError, TypeError):
+        if folder.has(_EVALUATION):
+            return float(json.loads(folder.read(_EVALUATION))["val_loss"])
+        return read_trainer_state(folder).val_loss
+    return None
 
 
 def step_folder(root: Location, step: int) -> Folder:

@@ -32,6 +32,7 @@ from megazero.checkpoint.index import (
     read_trainer_state,
     step_folders,
     step_of,
+    val_loss_of,
 )
 
 _READING = "reading"
@@ -87,7 +88,8 @@ def prune(root: Location, policy: Retention) -> list[Folder]:
     complete = [folder for folder in folders if is_complete(folder)]
     states = {step_of(folder): _state(folder) if policy.keep_best else None for folder in complete}
     data = {step: state.data_fingerprint for step, state in states.items() if state}
-    kept = kept_steps({step: state.val_loss if state else None for step, state in states.items()}, policy, data)
+    losses = {step_of(folder): val_loss_of(folder) if policy.keep_best else None for folder in complete}
+    kept = kept_steps(losses, policy, data)
     to_remove = [folder for folder in complete if step_of(folder) not in kept]
     to_keep = [folder for folder in complete if step_of(folder) in kept]
     if to_remove and not any(_is_intact(folder) for folder in reversed(to_keep)):

@@ -32,7 +32,7 @@ def memory_report(
     from megazero.schedules.table import write_text
     from megazero.tools.memory_chart import draw_svg, draw_text
     from megazero.tools.memory_report import measure, plan
-    from megazero.training.launch import leave_at_once, run_ranks
+    from megazero.training.launch import Failed, leave_at_once, run_ranks
 
     prints, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
     texts = {"stages": stages, "precision": precision, "offload": offload}
@@ -50,8 +50,8 @@ def memory_report(
         raise SystemExit(EXIT_CONFIG) from None
     work = partial(measure, runs=runs, steps=steps, iterations=iterations)
     report = run_ranks(next(iter(runs.values())), work)
-    if report is None:
-        leave_at_once()
+    if isinstance(report, Failed):
+        leave_at_once(report.status)
     if prints:
         print(draw_text(report))
         write_text(out / "memory.json", json.dumps(report.as_json(), indent=1) + "\n")

@@ -24,6 +24,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value, over what the file says.")] = None,
 ) -> None:
     """Train a GPT.  Joins torchrun where it started this process; otherwise starts launch.nproc_per_node ranks itself."""
+    from megazero.terminal import Terminal, drain, warn
     from megazero.training.signals import EXIT_STOPPED, StopRequest
 
     stop = StopRequest()
@@ -37,34 +38,36 @@ def train(
 
         check_names(run.config.training)
     except ConfigError as error:
-        rank = os.environ.get("RANK", "0")
-        on_one_host = [problem for problem in error.problems if problem.key == "launch.extensions"]
-        if rank == "0" or on_one_host:  # an extension may be missing on one host only
-            print(error if rank == "0" else f"rank {rank}: {on_one_host[0]}", file=sys.stderr)
-        raise SystemExit(EXIT_CONFIG) from None
-    from megazero.training.launch import leave_at_once, run_ranks, train_rank
+        if world is None:  # torch is not loaded yet
+            warn(str(error))
+            raise SystemExit(EXIT_CONFIG) from None
+        from megazero.training.launch import tell_others
+
+        raise SystemExit(tell_others(str(error)).status) from None
+    from megazero.training.launch import Failed, leave_at_once, run_ranks, train_rank
 
     summary = run_ranks(run, partial(train_rank, stop=stop), stop)
     stop.close()
     is_first = os.environ.get("RANK", "0") == "0"
-    if summary is None:
-        if is_first:
-            _report_failure(run)
-        leave_at_once()
+    if isinstance(summary, Failed):
+        if is_first and summary.status != EXIT_CONFIG:
+            warn(_failure(run, summary.has_cause))
+        leave_at_once(summary.status)
     if is_first:
-        _report(run, summary, config, overrides or [])
+        Terminal(tells=False)(_report(run, summary, config, overrides or []))
+    drain()
     if summary.stopped:
         raise SystemExit(EXIT_STOPPED)
 
 
-def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> None:
+def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> str:
     from megazero.training.callbacks.progress import readable_seconds
 
     run_dir = Path(run.config.training.run_dir)
     losses = [] if summary.loss is None else [f"loss {summary.loss:.4f}"]
     losses += [] if summary.val_loss is None else [f"validation loss {summary.val_loss:.4f}"]
     traffic = ", ".join(f"{axis} {sent / 2**20:,.1f} MiB" for axis, sent in sorted(summary.sent_bytes.items()))
-    print(
+    return (
         f"\n{'stopped, and saved' if summary.stopped else 'done'}: step {summary.step} in "
         + readable_seconds(summary.seconds)
         + (f", {', '.join(losses)} nats per token" if losses else "; no step was left to train")
@@ -80,19 +83,29 @@ def _report(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list
 
 def _command_to_go_on(run: ResolvedRun, summary: RunSummary, config: Path, overrides: list[str]) -> str:
     """After a stop the same command; after the last step the same number of steps again."""
-    if shutil.which("megazero"):
-        command = "megazero"
-    elif sys.argv[0].endswith(".py"):
-        command = f"{os.path.relpath(sys.executable)} -m megazero.cli"
-    else:
-        command = os.path.relpath(sys.argv[0])
     more = [] if summary.stopped else [f"training.steps={summary.step + run.config.training.steps}"]
     replaced = ("checkpoint.resume=",) if summary.stopped else ("checkpoint.resume=", "training.steps=")
     kept = [override for override in overrides if not override.startswith(replaced)]
-    return f"{command} train {shlex.join([str(config), *kept, *more])}"
+    return f"{_launcher()} {shlex.join([str(config), *kept, *more])}"
 
 
-def _report_failure(run: ResolvedRun) -> None:
+def _launcher() -> str:
+    """What started this run: a script that says its name in MEGAZERO_LAUNCHER, torchrun, or the command itself."""
+    if launcher := os.environ.get("MEGAZERO_LAUNCHER"):
+        return launcher
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        nodes, ranks = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
+        here = "--standalone" if nodes == "1" else f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:PORT"
+        return f"torchrun {here} --nproc_per_node {ranks} -m megazero.cli train"
+    if shutil.which("megazero"):
+        return "megazero train"
+    if sys.argv[0].endswith(".py"):
+        return f"{os.path.relpath(sys.executable)} -m megazero.cli train"
+    return f"{os.path.relpath(sys.argv[0])} train"
+
+
+def _failure(run: ResolvedRun, has_cause: bool) -> str:
+    """Where the run stands, and what to do: a lost rank may be there again, another cause is to be mended first."""
     from megazero.checkpoint.index import find_newest
     from megazero.training.resuming import checkpoints_of
 
@@ -101,5 +114,6 @@ def _report_failure(run: ResolvedRun) -> None:
     except Exception as error:  # of a storage that may be why the run ended
         newest, state = None, f"its checkpoints cannot be read ({error})"
     if newest:
-        state = f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto the same command continues from it"
-    print(f"the run ended early; {state}", file=sys.stderr)
+        then = "once the cause is mended, the run" if has_cause else "the same command"
+        state = f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto {then} continues from it"
+    return f"the run ended early; {state}"

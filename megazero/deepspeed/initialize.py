@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,6 +33,7 @@ from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.layers.spec import whole_spec
 from megazero.parallel_state import TIMEOUT, Axis, ParallelState, local_device, parallel_state_of
+from megazero.terminal import Terminal
 from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
 from megazero.zero.sharded_model import ShardedModel
@@ -98,7 +98,7 @@ def initialize(
         if mpu is not None or isinstance(model, PipelineModule):
             raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
         state = parallel_state_of(shard_group_size=size)
-    show = partial(print, flush=True)
+    show = Terminal()
     if state.world.size > 1:
         atexit.register(_leave, state)
     if state.rank == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,13 +20,23 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from megazero.checkpoint.folder import Folder, folder_at
-from megazero.checkpoint.index import LATEST, CheckpointError, TrainerState, is_complete, read_trainer_state
+from megazero.checkpoint.index import (
+    LATEST,
+    CheckpointError,
+    DamagedError,
+    TrainerState,
+    find_damage,
+    is_complete,
+    read_manifest,
+    read_trainer_state,
+)
 from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import agree, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.engine.trainer_state import Position, trainer_state
+from megazero.terminal import drain, warn
 from megazero.zero.sharded_model import ShardedModel
 
 CLIENT_STATE, SCHEDULE, BUFFERS = "client_state.pt", "lr_scheduler.pt", "buffers.safetensors"
@@ -275,9 +286,18 @@ class CheckpointedEngine(nn.Module):
 
 
 def _finish_at_exit(saver: Saver) -> None:
-    """Wait for a checkpoint before the process groups end; not after a failure, since peers may have died."""
-    if not hasattr(sys, "last_value"):
+    """Wait for a checkpoint before the process groups end; not after a failure, since peers may have died.
+
+    A script whose last checkpoint failed has failed: an error alone would not change the exit status any more.
+    """
+    if hasattr(sys, "last_value"):
+        return
+    try:
         saver.finish()
+    except Exception as error:
+        warn(f"the last checkpoint was not saved: {error}")
+        drain()
+        os._exit(1)
 
 
 def _newest_tag(load_dir: str | Path) -> str | None:
@@ -292,11 +312,15 @@ def _read(directory: Folder) -> tuple[TrainerState, dict[str, Any], dict[str, An
     trainer = read_trainer_state(directory)
     if not trainer.script:
         raise CheckpointError(f"{directory} was written by `megazero train`, not by an engine of a script")
+    names = [name for name in (CLIENT_STATE, SCHEDULE, BUFFERS) if name in read_manifest(directory)]
+    if damage := find_damage(directory, names):
+        raise DamagedError("; ".join(damage))
+    files = {name: directory.read(name) for name in names}
     return (
         trainer,
-        _from_bytes(directory.read(CLIENT_STATE)),
-        _from_bytes(directory.read(SCHEDULE)) if directory.has(SCHEDULE) else None,
-        load(directory.read(BUFFERS)) if directory.has(BUFFERS) else {},
+        _from_bytes(files[CLIENT_STATE]) if CLIENT_STATE in files else {},
+        _from_bytes(files[SCHEDULE]) if SCHEDULE in files else None,
+        load(files[BUFFERS]) if BUFFERS in files else {},
     )
 
 

@@ -82,6 +82,13 @@ class StateFormula:
         counts = self._bytes_per_parameter(offloads).items()
         return sum(count * elements / (self.shards if is_sharded else 1) for (_, is_sharded), count in counts)
 
+    def device_bytes(self, elements: int, *, offloads: bool) -> float:
+        """The part of `state_bytes` on the device."""
+        counts = self._bytes_per_parameter(offloads).items()
+        return sum(
+            count * elements / (self.shards if is_sharded else 1) for (is_here, is_sharded), count in counts if is_here
+        )
+
     def state_text(self, *, offloads: bool) -> str:
         """The same as a sum, `6N + 12N/4`; what is off the device stands in brackets."""
         counts, parts = self._bytes_per_parameter(offloads), []

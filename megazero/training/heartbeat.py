@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-STARTING, TRAINING, SAVING = "starting", "training", "saving"
+STARTING, TRAINING, EVALUATING, SAVING, BETWEEN = "starting", "training", "evaluating", "saving", "between steps"
 
 # All ranks of these make the same collectives in the same order, so their counts can be compared.
 _IN_STEP = ("tp", "cp", "dp", "shard", "replica", "world")
@@ -28,11 +28,11 @@ class Heartbeat:
 
     count: int  # goes up with every heartbeat
     step: int  # the current step, or the last one
-    phase: str = TRAINING  # STARTING, TRAINING or SAVING
+    phase: str = TRAINING  # one of the above; BETWEEN: in the callbacks after the step
     operation: str = ""  # the collective that the rank entered or left last
     axis: str = ""
     is_inside: bool = False  # the rank is inside that collective
-    seconds: float = 0.0  # since it entered or left it, or since it began to train or save
+    seconds: float = 0.0  # since it last made progress: a collective, a pass of a micro-batch, another phase
     begun: Mapping[str, int] = field(default_factory=dict)  # collectives begun, by axis
     ended: str = ""  # why the rank has left the run, or is about to; empty while it runs
     lost: bool = False  # it leaves because it lost a peer itself
@@ -96,7 +96,8 @@ def _text_of_dead(rank: int, beat: Heartbeat | None, now: float) -> str:
 def _text_of_living(rank: int, beat: Heartbeat) -> str:
     if beat.ended:
         return f"rank {rank} has lost a peer itself: {beat.ended}"
-    doing = {TRAINING: f"in step {beat.step}", SAVING: f"saving step {beat.step}"}.get(beat.phase, beat.phase)
+    words = {TRAINING: "in step", EVALUATING: "evaluating after step", SAVING: "saving step", BETWEEN: "after step"}
+    doing = f"{words[beat.phase]} {beat.step}" if beat.phase in words else beat.phase
     collective = f"{beat.operation} over {beat.axis}"
     if beat.is_inside:
         return f"rank {rank} is alive, {doing}, in {collective} for {beat.seconds:.0f} s"

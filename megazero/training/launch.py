@@ -14,9 +14,10 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -27,10 +28,12 @@ from megazero.config.load import import_extensions
 from megazero.engine import NonFiniteError
 from megazero.parallel_state import ParallelState
 from megazero.schedules.proof import ScheduleError
+from megazero.terminal import Terminal, drain, warn
 from megazero.training.batches import DataError
 from megazero.training.loop import train
+from megazero.training.out_of_memory import OutOfMemoryError
 from megazero.training.record import RunSummary
-from megazero.training.signals import EXIT_FAILED, EXIT_STOPPED, StopRequest, die_of_signals
+from megazero.training.signals import EXIT_CONFIG, EXIT_FAILED, EXIT_STOPPED, StopRequest, die_of_signals
 from megazero.training.world import (
     LAUNCH_FOLDER,
     DeviceError,
@@ -38,10 +41,12 @@ from megazero.training.world import (
     device_type,
     join_world,
     leave_world,
+    meet,
     open_store,
     prefer_expandable_segments,
     release_spare_ranks,
     started_ranks,
+    this_place,
     this_rank,
     wait_as_spare,
 )
@@ -55,6 +60,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Work = Callable[[ResolvedRun, ParallelState], T]  # what each rank does; picklable, as is its result
 
+
+class StartError(RuntimeError):
+    """Some rank cannot start."""
+
+
 # Errors whose text says everything; any other is shown with its traceback.
 _WITHOUT_TRACEBACK = (
     CheckpointError,
@@ -64,19 +74,37 @@ _WITHOUT_TRACEBACK = (
     LossScaleError,
     NonFiniteError,
     OSError,
+    OutOfMemoryError,
     ScheduleError,
     SpareRankError,
+    StartError,
     StorageError,
 )
+# Files in which ranks that are started here report why they failed.
+_CAUSE, _CONSEQUENCE = "error-0", "error-1"
+# How long a rank that cannot read its configuration waits for the others.
+_MEETING_TIME = timedelta(seconds=600)
+# So that nothing of a run of this machine listens to the network, whatever a profile exports; torch's launcher would open
+# a store on all interfaces for its ranks, which meet through a file.
+_LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
+_LOOPBACK["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 # A rank that lost a peer ends this much later, so that the launcher sees the cause before its consequences.
 _CAUSE_FIRST_SECONDS = 1.0
 # Signals that end the launcher and its ranks at once; a `StopRequest` handles the others.
 _DEADLY = "SIGHUP,SIGQUIT"
 
 
+@dataclass(frozen=True)
+class Failed:
+    """A run that ended with an error, which has been printed."""
+
+    status: int = EXIT_FAILED  # of the process
+    has_cause: bool = True  # to be mended; otherwise only peers were lost, and the same command may succeed
+
+
 def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> RunSummary:
     """Train on one rank, until the end or until `stop` is wanted."""
-    show = partial(print, flush=True)
+    show = Terminal()
     shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") != "1"
     if state.rank == 0:
         for notice in run.notices:
@@ -91,35 +119,38 @@ def train_rank(run: ResolvedRun, state: ParallelState, stop: StopRequest) -> Run
     return summary
 
 
-def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) -> T | None:
+def run_ranks(run: ResolvedRun, work: Work[T], stop: StopRequest | None = None) -> T | Failed:
     """Do the work on every rank: those that torchrun started, else `launch.nproc_per_node` ranks that are started here.
 
     `stop` is the request to stop that `work` checks; None where signals end the work.  A spare rank of an elastic run does
     not return: it exits with the status of rank 0.
 
-    Returns: the result of this rank, or of rank 0 if the ranks were started here; None if one failed and printed why.
+    Returns: the result of this rank, or of rank 0 if the ranks were started here; `Failed` if one failed and printed why.
     """
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # a launcher has started this process
     return run_rank(run, work) if is_rank or run.world_size == 1 else _launch(run, work, stop)
 
 
-def run_rank(run: ResolvedRun, work: Work[T]) -> T | None:
+def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
     """Join the world that the environment describes and do the work of this rank."""
     prefer_expandable_segments(os.environ)
     try:
-        if problems := import_extensions(run.config.launch.extensions):  # a spawned rank is a new interpreter
-            raise ConfigError(problems)
-        store = open_store(timedelta(seconds=run.config.parallel.timeout_seconds))
+        problem, timeout = _what_keeps_from_starting(run), timedelta(seconds=run.config.parallel.timeout_seconds)
+        store = open_store(timeout)
+        if store is not None and LAUNCH_FOLDER not in os.environ and (problems := meet(store, timeout, problem)):
+            return refuse(problems)
+        if problem is not None:
+            raise StartError(problem)
         if store is not None and this_rank() >= run.world_size:
             raise SystemExit(wait_as_spare(store))
         answer = work(run, join_world(run, store))
     except LostPeerError as error:
         _report(str(error), is_cause=False)
         time.sleep(_CAUSE_FIRST_SECONDS)
-        return None
+        return Failed(has_cause=" ended in step " in str(error))  # by an error of its own, which the watchdog has found
     except Exception as error:
         _report(str(error) if isinstance(error, _WITHOUT_TRACEBACK) else traceback.format_exc(), is_cause=True)
-        return None
+        return Failed()
     leave_world()
     if store is not None and this_rank() == 0:
         status = EXIT_STOPPED if isinstance(answer, RunSummary) and answer.stopped else 0
@@ -127,13 +158,43 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | None:
     return answer
 
 
+def _what_keeps_from_starting(run: ResolvedRun) -> str | None:
+    """What this rank lacks, which others may have: an extension (a spawned rank is a new interpreter), a device."""
+    if problems := import_extensions(run.config.launch.extensions):
+        return str(ConfigError(problems))
+    try:
+        if this_rank() < run.world_size:
+            device_type(run.config, int(os.environ.get("LOCAL_WORLD_SIZE", str(run.world_size))))
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+def refuse(problems: Sequence[str]) -> Failed:
+    """Print what keeps ranks from starting, once on every host."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for problem in problems:
+            warn(problem)
+    return Failed(EXIT_CONFIG)
+
+
+def tell_others(problem: str) -> Failed:
+    """Print why this rank cannot start, and let the other ranks that a launcher has started know."""
+    failed, found = refuse([f"{this_place()}: {problem}"]), list[str]()
+    with suppress(RuntimeError, ValueError, OSError):  # the others do not come, or there is no launcher
+        if (store := open_store(_MEETING_TIME)) is not None:
+            found = meet(store, _MEETING_TIME, problem)
+    refuse([one for one in found if not one.endswith(problem)])
+    return failed
+
+
 def _report(text: str, *, is_cause: bool) -> None:
     """Report why this rank failed: to the launcher, which prints each cause once, else to the terminal."""
     rank, folder = this_rank(), os.environ.get(LAUNCH_FOLDER)
     if folder is None:
-        print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
+        warn(f"rank {rank}: {text}")
     else:  # files are read in order of their names: causes before consequences
-        (Path(folder) / f"error-{0 if is_cause else 1}-{rank:06d}").write_text(text)
+        (Path(folder) / f"{_CAUSE if is_cause else _CONSEQUENCE}-{rank:06d}").write_text(text)
 
 
 def _run_started_rank(run: ResolvedRun, work: Work[T], stop: StopRequest | None, launcher: int) -> T:
@@ -142,19 +203,19 @@ def _run_started_rank(run: ResolvedRun, work: Work[T], stop: StopRequest | None,
     answer = run_rank(run, work)
     if stop is not None:
         die_of_signals()  # one arrives when the launcher dies; then nobody reads the result
-    if answer is None or os.getppid() != launcher:
+    if isinstance(answer, Failed) or os.getppid() != launcher:
         leave_at_once()
+    drain()
     return answer
 
 
-def leave_at_once() -> NoReturn:
+def leave_at_once(status: int = EXIT_FAILED) -> NoReturn:
     """End this process without the interpreter's shutdown: communication threads may still wait for dead ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_FAILED)
+    drain()
+    os._exit(status)
 
 
-def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | None:
+def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | Failed:
     """Start the ranks on this machine and wait for them."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -164,16 +225,13 @@ def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | No
     try:
         on_cpu = device_type(run.config, count) == "cpu"
     except DeviceError as error:
-        print(error, file=sys.stderr)
-        return None
+        warn(str(error))
+        return Failed()
     if on_cpu:
         import torch._dynamo  # noqa: F401  every optimizer imports it: once here instead of once per rank
-
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are printed below
-    with tempfile.TemporaryDirectory(prefix="megazero-") as folder:
-        os.environ[LAUNCH_FOLDER] = folder
+    with tempfile.TemporaryDirectory(prefix="megazero-") as folder, _environment({LAUNCH_FOLDER: folder, **_LOOPBACK}):
         config = _launcher_config(folder, count, "fork" if on_cpu else "spawn")
         if stop is not None:
             stop.spread(Path(folder))
@@ -181,14 +239,23 @@ def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | No
         try:
             answers = elastic_launch(config, _run_started_rank)(run, work, stop, os.getpid())
         except ChildFailedError as error:
-            _report_failures(Path(folder), error)
-            return None
+            return _report_failures(Path(folder), error)
         except SignalException as error:
-            print(f"{error.sigval.name}: the ranks were stopped", file=sys.stderr)
-            return None
-        finally:
-            del os.environ[LAUNCH_FOLDER]
+            warn(f"{error.sigval.name}: the ranks were stopped")
+            return Failed(has_cause=False)
     return answers[0]
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for this process and those it starts, and restore them."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig:
@@ -212,17 +279,17 @@ def _launcher_config(folder: str, count: int, start_method: str) -> LaunchConfig
     )
 
 
-def _report_failures(folder: Path, error: ChildFailedError) -> None:
+def _report_failures(folder: Path, error: ChildFailedError) -> Failed:
     """Print each cause once, with the ranks that reported it."""
     # The launcher ends the remaining ranks with SIGTERM.
     killed = {rank: one for rank, one in error.failures.items() if one.exitcode < 0 and one.exitcode != -signal.SIGTERM}
     for rank in sorted(killed):
-        print(f"rank {rank} was killed by {killed[rank].signal_name()}; the other ranks were stopped", file=sys.stderr)
+        warn(f"rank {rank} was killed by {killed[rank].signal_name()}; the other ranks were stopped")
     reported: dict[str, list[int]] = {}
     for path in sorted(folder.glob("error-*")):
         reported.setdefault(path.read_text(), []).append(int(path.name.split("-")[2]))
     for text, ranks in reported.items():
-        print(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}", file=sys.stderr)
+        warn(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
     if not killed and not reported:
-        print(error, file=sys.stderr)
-    sys.stderr.flush()
+        warn(str(error))
+    return Failed(has_cause=any(folder.glob(f"{_CAUSE}-*")))

@@ -31,8 +31,9 @@ from megazero.training.batches import DataError, fingerprint_of, open_corpus_of,
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import describe
-from megazero.training.callbacks.registry import CallbackError, callbacks_of, check_names, registered_callback
-from megazero.training.heartbeat import SAVING, TRAINING
+from megazero.training.callbacks.registry import CallbackError, RegisteredCallback, callbacks_of, check_names
+from megazero.training.heartbeat import BETWEEN, SAVING, TRAINING
+from megazero.training.out_of_memory import explained
 from megazero.training.record import RunSummary, SampleRange, StepDecision, StepMeter, StepRecord, peak_memory_bytes
 from megazero.training.watchdog import Watchdog
 
@@ -56,6 +57,7 @@ def train(
         DataError: the corpus cannot be opened.
         CheckpointError: the checkpoint that `checkpoint.resume` names cannot be used, or none can be written.
         NonFiniteError, LostPeerError: see `Engine.train_step`.
+        OutOfMemoryError: on the rank that has no memory left.
     """
     config, run_dir = run.config, Path(run.config.training.run_dir)
     check_names(config.training)
@@ -67,46 +69,51 @@ def train(
         checkpointing = Checkpointing(config, state, corpus.fingerprint, say, watchdog, fingerprint_at=fingerprint_at)
         resumes = checkpointing.find()
         schedule = agree(lambda: _own_schedule(run), state.world, ScheduleError)
-        engine = initialize(config, state, init_weights=not resumes, schedule=schedule)
+        with explained(run, state):
+            engine = initialize(config, state, init_weights=not resumes, schedule=schedule)
         closing.callback(engine.sharded_model.close)
         closing.push(lambda _kind, error, _trace: checkpointing.finish_save(error))
         engine.wants_stop = wants_stop
         context = RunContext(run, engine, corpus, checkpointing.resume(engine), say)
-        agree(lambda: _prepare_run_dir(run) if state.rank == 0 else None, state.world, OSError)
-        names = config.training.callbacks
+        agree(lambda: _prepare_run_dir(run, say) if state.rank == 0 else None, state.world, OSError)
+        made: list[Callback] = []  # to be closed, also where making another one fails
+        closing.push(lambda _kind, error, _trace: _close(made, error, say))
 
-        def closed_at_end(callback: Callback) -> Callback:
-            closing.push(lambda _kind, error, _trace: _close(callback, error, say))
-            return callback
+        def make() -> None:
+            for name in config.training.callbacks:
+                made.append(RegisteredCallback(name, context))
 
-        registered = agree(
-            lambda: [closed_at_end(registered_callback(name, context)) for name in names], state.world, CallbackError
-        )
-        callbacks = [*agree(lambda: callbacks_of(context, registered), state.world, OSError), checkpointing]
-        for callback in callbacks:
-            if callback not in registered:
-                closed_at_end(callback)
+        agree(make, state.world, CallbackError)
+        made[:] = agree(lambda: callbacks_of(context, tuple(made), checkpointing, watchdog), state.world, OSError)
         say(describe(run, engine))
         samples = config.training.steps * run.global_batch_size
         for line in repeats([source.path for source in config.data.sources], corpus.train, samples):
             say(line)
-        return _Loop(context, callbacks, checkpointing, watchdog).run_to_end()
+        with explained(run, state, engine):
+            return _Loop(context, made, checkpointing, watchdog).run_to_end()
 
 
-def _close(callback: Callback, error: BaseException | None, say: Callable[[str], None]) -> None:
-    """Close a callback; if the run ends with an error, that error is the one to raise."""
-    try:
-        callback.close()
-    except Exception as failure:
-        if error is None:
-            raise
-        say(f"{failure}")
+def _close(callbacks: Sequence[Callback], error: BaseException | None, say: Callable[[str], None]) -> None:
+    """Close callbacks, the last first; if the run ends with an error, that error is the one to raise, else their first."""
+    first = error
+    for callback in reversed(callbacks):
+        try:
+            callback.close()
+        except Exception as failure:
+            if first is not None:
+                say(f"{failure}")
+            first = first or failure
+    if first is not None and first is not error:
+        raise first
 
 
-def _prepare_run_dir(run: ResolvedRun) -> None:
+def _prepare_run_dir(run: ResolvedRun, say: Callable[[str], None]) -> None:
     run_dir = Path(run.config.training.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    save_config(run, run_dir / SAVED_CONFIG)
+    try:
+        save_config(run, run_dir / SAVED_CONFIG)
+    except OSError as error:
+        say(f"{run_dir / SAVED_CONFIG} could not be written ({error}); the run goes on without it")
 
 
 def _own_schedule(run: ResolvedRun) -> Schedule | None:
@@ -196,6 +203,7 @@ class _Loop:
             statistics, record.timeline = engine.traced_step(batches, lr)
         else:
             statistics = engine.try_step(batches, lr)
+        self.watchdog.at(record.step, BETWEEN)
         record.seconds, record.work_seconds, record.sent_bytes = meter.read()
         record.statistics, record.lr = statistics, lr
         record.position = replace(record.position, tokens=record.position.tokens + statistics.tokens)
@@ -206,14 +214,15 @@ class _Loop:
     def _roll_back(self, record: StepRecord) -> Position:
         """Load the newest checkpoint, to continue from its step with the samples after those of a bad step."""
         self.watchdog.at(record.step, SAVING)
-        loaded = self.checkpointing.roll_back()
+        loaded = self.checkpointing.roll_back(record.step)
+        is_finite = record.statistics is not None and record.statistics.finite
         if loaded is None:
             raise NonFiniteError(
-                f"step {record.step}, {record.samples}, is not finite, and there is no checkpoint to roll back to yet; set "
-                'checkpoint.save_every_steps below that step, or training.on_non_finite = "skip"'
+                f"step {record.step}, {record.samples}, is {'rolled back' if is_finite else 'not finite'}, and there is no "
+                "checkpoint to roll back to yet; set checkpoint.save_every_steps below that step (and checkpoint.keep_last "
+                'to 2 or more), or training.on_non_finite = "skip"'
             )
         position = replace(record.position, step=loaded.step, phases=loaded.phases)
-        is_finite = record.statistics is not None and record.statistics.finite
         self.say(
             f"step {record.step} {'is rolled back' if is_finite else 'is not finite'}: {record.samples} are left out; "
             f"back to step {position.step}, continuing with sample {position.samples}"

@@ -33,7 +33,7 @@ from megazero.engine import Position
 from megazero.engine.phases import KEYS_OF, begins_anew, changes, current, learning_rate, recorded_phases
 from megazero.optim.config import LrScheduleConfig
 from megazero.parallel_state import ParallelState
-from megazero.settings import toml_value
+from megazero.settings import toml_value, without_passwords
 
 CHECKPOINTS = "checkpoints"
 _PROBE = "probe-"
@@ -79,23 +79,21 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
 
 
 def resume_setting_of(folder: Folder) -> str | None:
-    """`checkpoint.resume` of the run that wrote a checkpoint; None where that is unknown."""
+    """`checkpoint.resume` of the run that wrote a checkpoint, without passwords; None where that is unknown."""
     with suppress(DamagedError):
         resume = read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
-        return None if resume is None else str(resume)
+        return None if resume is None else without_passwords(str(resume))
     return None
 
 
 def _was_interrupted(root: Folder, wish: str) -> bool:
     """Whether the run in a directory began at `wish`.  The newest step that can be read decides."""
     settings = (resume_setting_of(folder) for folder in reversed(step_folders(root)) if is_complete(folder))
-    return next((setting for setting in settings if setting is not None), None) == wish
+    return next((setting for setting in settings if setting is not None), None) == without_passwords(wish)
 
 
 def check_shared(root: Folder, state: ParallelState) -> None:
-    """Make sure that every rank sees the files of rank 0.  Raises: CheckpointError naming those that do not."""
-    if state.world.size == 1:
-        return
+    """Make sure that rank 0 can write and every rank sees its files.  Raises: CheckpointError naming those that do not."""
     probe = gather_objects(f"{_PROBE}{uuid.uuid4().hex}", state.world)[0]
 
     def write_probe() -> None:
@@ -103,7 +101,12 @@ def check_shared(root: Folder, state: ParallelState) -> None:
         for name in root.files():  # by a run that was killed at this point
             if name.startswith(_PROBE):
                 root.remove(name)
-        root.write(probe, b"")
+        try:
+            root.write(probe, b"")
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{root} does not exist ({error}); correct checkpoint.directory or make the bucket"
+            ) from error
 
     agree(write_probe if state.rank == 0 else lambda: None, state.world, CheckpointError)
     seen = gather_objects((_appears(root, probe), socket.gethostname()), state.world)

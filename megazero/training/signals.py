@@ -14,13 +14,15 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megazero.terminal import warn
+
 EXIT_FAILED = 1
+EXIT_CONFIG = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -85,7 +87,7 @@ class StopRequest:
     def _say(self, line: str) -> None:
         # Only the first rank of a machine prints; ranks that were started here leave it to the launcher.
         if os.getpid() == self._owner and os.environ.get("LOCAL_RANK", "0") == "0":
-            print(line, file=sys.stderr, flush=True)
+            warn(line)
 
     def _end_at_once(self) -> None:
         for child in multiprocessing.active_children():

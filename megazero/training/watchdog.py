@@ -12,7 +12,6 @@ nothing else would: see `_waits_for_others`.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import uuid
@@ -28,7 +27,17 @@ import torch.distributed as dist
 
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.parallel_state import ParallelState
-from megazero.training.heartbeat import STARTING, TRAINING, Heartbeat, HeartbeatStore, explain_missing_ranks, is_dead
+from megazero.terminal import warn
+from megazero.training.heartbeat import (
+    EVALUATING,
+    SAVING,
+    STARTING,
+    TRAINING,
+    Heartbeat,
+    HeartbeatStore,
+    explain_missing_ranks,
+    is_dead,
+)
 
 T = TypeVar("T")
 
@@ -65,7 +74,7 @@ class Watchdog:
         self._tick = tick_seconds or min(max(1.0, state.world.size / 1024), 8.0)
         self._patience = max(4.0, 3 * self._tick + 1)  # a rank without heartbeat for so long is dead
         self._at = (0, STARTING, time.perf_counter())
-        self._first_step: int | None = None
+        self._first_steps: dict[str, int] = {}  # by phase
         self._count, self._is_over, self._has_warned = 0, False, False
         self._ended, self._lost = "", False
         self._store: HeartbeatStore | None = None
@@ -73,9 +82,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def at(self, step: int, phase: str) -> None:
-        """Note that this rank begins to do something: TRAINING or SAVING, in this step."""
-        if phase == TRAINING and self._first_step is None:
-            self._first_step = step
+        """Note that this rank begins to do something: TRAINING, EVALUATING, SAVING or BETWEEN, in this step."""
+        self._first_steps.setdefault(phase, step)
         self._at = (step, phase, time.perf_counter())
 
     def __enter__(self) -> Self:
@@ -114,8 +122,9 @@ class Watchdog:
         return Heartbeat(self._count, step, phase, *collective, idle, dict(begun), self._ended, self._lost, now)
 
     def _seconds_without_progress(self) -> float:
-        last = self._state.traffic.last
-        return time.perf_counter() - max(self._at[2], 0.0 if last is None else last.since)
+        traffic = self._state.traffic
+        last = 0.0 if traffic.last is None else traffic.last.since
+        return time.perf_counter() - max(self._at[2], traffic.advanced, last)
 
     def _leave(self, why: str, *, lost: bool = False) -> None:
         """Let the other ranks know why this one leaves the run."""
@@ -189,13 +198,15 @@ class Watchdog:
     def _waits_for_others(self) -> bool:
         """Whether a long time without progress means that this rank waits for others in vain.
 
-        True inside a collective, anywhere on CUDA (a device may make its host wait), and once a rank has lost a peer. False
-        while the rank computes, saves or compiles in its first step: that may take any time.
+        True inside a collective, in the passes of a step or an evaluation on CUDA (a device may make its host wait), and
+        once a rank has lost a peer. False while the rank computes, saves, is in a callback, or compiles in its first step
+        or first evaluation: that may take any time.
         """
         (step, phase, _), last = self._at, self._state.traffic.last
-        if self._is_over or phase != TRAINING or last is None:
+        if self._is_over or phase in (STARTING, SAVING) or last is None:
             return self._is_over
-        return last.is_inside or (self._is_on_cuda and step != self._first_step)
+        passes = phase in (TRAINING, EVALUATING) and step != self._first_steps[phase]
+        return last.is_inside or (self._is_on_cuda and passes)
 
     def _report(self, idle: float, then: str, *, is_over: bool) -> str:
         last = self._state.traffic.last
@@ -203,7 +214,7 @@ class Watchdog:
         doing = "" if last is None else f", {'in' if last.is_inside else 'after'} {last.operation} over {axis}"
         text = f"rank {self._state.rank}: no progress for {idle:.0f} s in step {self._at[0]}{doing}: "
         found = self._explain(axis, ranks, is_over=is_over)
-        print(f"{text}{found}{self._record()}{then}", file=sys.stderr, flush=True)
+        warn(f"{text}{found}{self._record()}{then}")
         return found
 
 

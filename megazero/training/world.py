@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
@@ -26,6 +28,8 @@ from megazero.training.signals import EXIT_FAILED, die_of_signals
 
 LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `launch` starts meet and write their errors
 
+_PROBLEMS, _MET, _ALL_MET, _READ, _ALL_READ = "problems", "met", "all met", "read", "all read"
+_MOST_PROBLEMS = 64  # that a rank reads
 _ENDED = "megazero/ended"
 _LOOK_SECONDS = 0.5  # between two looks of a spare rank at the store
 _FAREWELL_SECONDS = 10.0  # rank 0 waits so long for spare ranks: the store may end with it
@@ -66,6 +70,11 @@ def this_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def this_place() -> str:
+    """This process, for messages."""
+    return f"rank {this_rank()} on {socket.gethostname()}"
+
+
 def started_ranks() -> int:
     """How many ranks the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -86,6 +95,45 @@ def open_store(timeout: timedelta) -> Store | None:
     # single agent all ranks see the same restart count; for several agents see docs/elastic.md.
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else ""
     return PrefixStore(f"megazero/start{count}", store)
+
+
+def meet(store: Store, timeout: timedelta, problem: str | None = None) -> list[str]:
+    """What keeps ranks from starting, as all of them report it; called once by every started rank, spare ones too.
+
+    Nobody waits for a rank that ends before the process group exists: here the others learn why it ends.
+
+    Args:
+        timeout: how long to wait for the other ranks.
+        problem: what keeps this rank from starting.
+
+    Returns: each problem once, with the ranks and hosts that have it; empty where every rank can start.
+
+    Raises: RuntimeError, not all ranks came in time.
+    """
+    world = started_ranks()
+    if problem is not None:
+        store.set(f"{_PROBLEMS}/{store.add(_PROBLEMS, 1)}", json.dumps([this_place(), problem]))
+    if store.add(_MET, 1) == world:
+        store.set(_ALL_MET, "")
+    try:
+        store.wait([_ALL_MET], timeout)
+    except RuntimeError as error:
+        come = store.add(_MET, 0)
+        raise RuntimeError(f"only {come} of {world} ranks have started within {timeout.total_seconds():g} s") from error
+    count, places = store.add(_PROBLEMS, 0), dict[str, list[str]]()
+    for number in range(1, min(count, _MOST_PROBLEMS) + 1):
+        place, text = json.loads(store.get(f"{_PROBLEMS}/{number}"))
+        places.setdefault(text, []).append(place)
+    if count:  # rank 0 may hold the store: it ends last
+        if store.add(_READ, 1) == world:
+            store.set(_ALL_READ, "")
+        with contextlib.suppress(RuntimeError):
+            store.wait([_ALL_READ], timedelta(seconds=_FAREWELL_SECONDS if this_rank() == 0 else 0.001))
+    return [text if count == len(some) == world else f"{_listed(some)}: {text}" for text, some in places.items()]
+
+
+def _listed(places: Sequence[str]) -> str:
+    return ", ".join(places[:4]) + (f" and {len(places) - 4} more" if len(places) > 4 else "")
 
 
 def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:

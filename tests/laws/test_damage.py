@@ -284,6 +284,6 @@ def test_going_back_never_loads_what_another_run_left_in_the_directory(saved: Pa
     checkpoints = _checkpointing(run, state, print)
     assert checkpoints.find()
     checkpoints.resume(engine)
-    back = checkpoints.roll_back()
+    back = checkpoints.roll_back(3)
     assert back is not None
     assert back.step == 2

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import (
+    MANIFEST,
     CheckpointError,
     DamagedError,
     find_newest,
+    is_complete,
+    note_val_loss,
     read_trainer_state,
     step_folder,
+    step_folders,
     step_of,
 )
 from megazero.checkpoint.retention import Retention, mark_damaged, prune, reading
@@ -21,8 +26,9 @@ from megazero.comm.collectives import LostPeerError, agree, gather_objects
 from megazero.config import RunConfig
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
+from megazero.settings import without_passwords
 from megazero.training.callbacks.base import Callback
-from megazero.training.heartbeat import SAVING
+from megazero.training.heartbeat import BETWEEN, SAVING
 from megazero.training.record import StepRecord
 from megazero.training.resuming import check_shared, checkpoints_of, find_origin, resume_setting_of, tell_changes
 from megazero.training.watchdog import Watchdog
@@ -61,6 +67,7 @@ class Checkpointing(Callback):
         self._loaded_step = 0
         self._saver: Saver | None = None
         self._last: Folder | None = None  # what was loaded, or saved last, or is being saved
+        self._val_losses: deque[tuple[Folder, float]] = deque()  # of steps evaluated after their save, to be noted
 
     @property
     def newest(self) -> str | None:
@@ -72,9 +79,16 @@ class Checkpointing(Callback):
         if self._saver is not None and error is not None and not isinstance(error, LostPeerError):
             with suppress(Exception):  # already reported; the run ends for another reason
                 self._saver.finish()
+                self._note_val_losses()
 
     def after_step(self, record: StepRecord) -> None:
-        if record.is_last or self._is_due(record.step):
+        """Save the step if it is due; called a second time where the step has been evaluated since."""
+        if not (record.is_last or self._is_due(record.step)):
+            return
+        if self._last == step_folder(self._root, record.step):
+            if record.val_loss is not None and self._state.rank == 0:
+                self._val_losses.append((self._last, record.val_loss))
+        else:
             self.save(record.position, record.val_loss)
 
     def on_rollback(self, position: Position) -> None:
@@ -90,6 +104,8 @@ class Checkpointing(Callback):
         self._watchdog.at(position.step, SAVING)
         if self._saver is not None:
             self._saver.finish()
+            if self._val_losses:
+                self._prune()
             # All ranks leave together: a launcher that sees the first one end with 75 kills the others.
             gather_objects(None, self._axes.world)
 
@@ -118,18 +134,28 @@ class Checkpointing(Callback):
                 self._say(line)
         return position
 
-    def roll_back(self) -> Position | None:
-        """Load the newest complete checkpoint; None where there is none yet.  Raises: CheckpointError."""
+    def roll_back(self, step: int) -> Position | None:
+        """Load the newest complete checkpoint before a step; None where there is none yet.  Raises: CheckpointError."""
         if self._saver is not None:
             with suppress(CheckpointError):  # already reported
                 self._saver.finish()
-        newest = self._look(self._newest_of_this_run)
+        newest = self._look(lambda: self._newest_of_this_run(step))
         return None if newest is None else self._load(newest)
 
-    def _newest_of_this_run(self) -> Folder | None:
-        """The newest step.  Those before the step that was loaded may belong to another run in the same directory."""
-        newest = find_newest(self._root)
-        return newest if newest is not None and step_of(newest) >= self._loaded_step else self._origin
+    def _newest_of_this_run(self, before: int) -> Folder | None:
+        """The newest step.  Those before the step that was loaded may belong to another run in the same directory.
+
+        The step that is rolled back may have been saved before its evaluation: it does not count any more.
+        """
+        rejected = step_folder(self._root, before)
+        older = [
+            one for one in step_folders(self._root) if self._loaded_step <= step_of(one) < before and is_complete(one)
+        ]
+        found = older[-1] if older else self._origin
+        if found is not None and self._last == rejected:
+            rejected.remove(MANIFEST)  # first, so that what is half removed is no checkpoint
+            rejected.remove_all()
+        return found
 
     def _load(self, origin: Folder) -> Position:
         """Load a step, or an older one if it is damaged and `checkpoint.on_damage` allows it."""
@@ -154,7 +180,7 @@ class Checkpointing(Callback):
         """Mark a damaged checkpoint; return the next one to try, which may be where this run began."""
         mark_damaged(damaged)
         newest, wish = find_newest(self._root), self._config.resume
-        if wish in ("auto", "never") or (newest is not None and resume_setting_of(newest) == wish):
+        if wish in ("auto", "never") or (newest is not None and resume_setting_of(newest) == without_passwords(wish)):
             return newest
         return folder_at(wish)
 
@@ -162,13 +188,14 @@ class Checkpointing(Callback):
 
     def save(self, position: Position, val_loss: float | None) -> None:
         """Begin a checkpoint, unless this step has one; `val_loss` is that of this very step.  Raises: LostPeerError."""
-        self._watchdog.at(position.step, SAVING)
         folder = step_folder(self._root, position.step)
-        if self.newest == str(folder):
+        if self._last == folder:
             return
+        self._watchdog.at(position.step, SAVING)
         self._saver = self._saver or self._make_saver()
         self._last = folder
         self._engine.save(folder, position, self._fingerprint, val_loss=val_loss, saver=self._saver)
+        self._watchdog.at(position.step, BETWEEN)
 
     def _make_saver(self) -> Saver:
         config = self._config
@@ -188,7 +215,15 @@ class Checkpointing(Callback):
             )
         return saver
 
+    def _note_val_losses(self) -> None:
+        """Write the validation losses that came after their checkpoints, where those are complete."""
+        while self._val_losses:
+            folder, val_loss = self._val_losses.popleft()
+            with suppress(OSError):  # it only helps `keep_best`
+                note_val_loss(folder, val_loss)
+
     def _prune(self) -> None:
+        self._note_val_losses()
         keep = Retention(self._config.keep_last, self._config.keep_every_steps, self._config.keep_best)
         try:
             if removed := prune(self._root, keep):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megazero.config.derive import micro_batch_multiple
@@ -10,7 +10,9 @@ from megazero.config.schema import RunConfig
 from megazero.data.sampler import ValidationStream
 from megazero.training.batches import read_batches
 from megazero.training.callbacks.base import Callback, RunContext
+from megazero.training.heartbeat import BETWEEN, EVALUATING
 from megazero.training.record import StepDecision, StepRecord
+from megazero.training.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,28 @@ def validations_of(
 
 
 class Evaluation(Callback):
-    """Sets `record.val_loss` and `record.val_losses` where an evaluation is due: mean nats per token."""
+    """Sets `record.val_loss` and `record.val_losses` where an evaluation is due: mean nats per token.
 
-    def __init__(self, context: RunContext) -> None:
+    The callbacks in `before` see the step first: it is saved and in the metrics, so what goes wrong here loses nothing.
+    """
+
+    def __init__(self, context: RunContext, before: Sequence[Callback], watchdog: Watchdog) -> None:
         self._run, self._engine = context.run, context.engine
+        self._before, self._watchdog = before, watchdog
         corpus = context.corpus
         self._validations = validations_of(context.run.config, corpus.validation, corpus.named_validation)
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
         """Evaluate what is due.  STOP where a rank was asked to stop meanwhile."""
         run, stops = self._run, False
+        due = [one for one in self._validations if one.is_due(record.step, run.config.training.steps)]
+        if not due:
+            return None
+        for callback in self._before:
+            callback.after_step(record)
+        self._watchdog.at(record.step, EVALUATING)
         multiple = micro_batch_multiple(run.config.parallel)
-        for one in self._validations:
-            if not one.is_due(record.step, run.config.training.steps):
-                continue
+        for one in due:
             batches = read_batches(
                 one.stream, 0, one.samples, run.micro_batch_size, self._engine.share, multiple=multiple
             )
@@ -64,5 +74,6 @@ class Evaluation(Callback):
             else:
                 record.val_loss = statistics.loss
             stops |= statistics.stop
+        self._watchdog.at(record.step, BETWEEN)
         # An evaluation may take long, and a skipped step asks no rank whether to stop.
         return StepDecision.STOP if stops else None

@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from math import isfinite
-from pathlib import Path
-from typing import TextIO
 
-from megazero.engine import Position
-from megazero.training.callbacks.base import Callback
+from megazero.training.callbacks.record_file import RecordFile
 from megazero.training.record import Metric, StepRecord
 
 METRICS_FILE = "metrics.jsonl"
 
 
-class MetricsFile(Callback):
-    """Appends a line per step.  After a resume or a rollback it first drops the steps that will be done again."""
+class MetricsFile(RecordFile):
+    """Appends a line per step; one that comes again, with what its evaluation has found, replaces its line.
 
-    def __init__(self, path: Path, after_step: int) -> None:
-        self._path = path
-        self._file = self._open(after_step)
+    After a resume or a rollback it first drops the steps that will be done again.
+    """
 
-    def _open(self, after_step: int) -> TextIO:
-        path = self._path
-        if path.exists():  # this also drops a line that a killed run left half written
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= after_step]
-            partial = path.with_name(path.name + ".partial")
-            partial.write_text("".join(line + "\n" for line in kept))
-            partial.replace(path)
-        return path.open("a", buffering=1)
+    _start = 0  # of the last line
 
-    def after_step(self, record: StepRecord) -> None:
-        self._file.write(as_json(record) + "\n")
+    def _open(self, after_step: int) -> None:
+        kept = end = 0
+        if self._path.exists():
+            with self._path.open("rb") as lines:
+                for line in lines:  # one without an end is of a run that was killed
+                    end += len(line)
+                    kept = end if line.endswith(b"\n") and _step_of(line) <= after_step else kept
+        self._path.touch()
+        self._file = self._path.open("r+b", buffering=0)
+        self._file.truncate(kept)
 
-    def on_rollback(self, position: Position) -> None:
-        self._file.close()
-        self._file = self._open(position.step)
+    def _write(self, record: StepRecord) -> None:
+        is_again = record.step == self._written
+        self._start = self._file.seek(self._start) if is_again else self._file.seek(0, os.SEEK_END)
+        line = (as_json(record) + "\n").encode()
+        if self._file.write(line) < len(line):  # the rest does not fit on the disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if is_again:
+            self._file.truncate()
 
-    def close(self) -> None:
+    def _shut(self) -> None:
         self._file.close()
 
 
@@ -53,7 +57,7 @@ def _finite(value: Metric) -> object:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

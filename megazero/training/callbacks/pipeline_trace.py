@@ -28,10 +28,14 @@ class PipelineTrace(Callback):
         name = self._run_dir / f"pipeline-step-{record.step:08d}"
         spans = {action: (start * 1e3, end * 1e3) for action, (start, end) in timeline.spans.items()}
         picture = draw_svg(Timeline(timeline.schedule, spans), " ms", f"step {record.step}, measured: ")
-        write_text(name.with_suffix(".svg"), picture)
-        write_text(name.with_suffix(".json"), json.dumps(chrome_trace(timeline, unit_us=1e6)))
+        files = f"{name}.svg, {name}.json"
+        try:
+            write_text(name.with_suffix(".svg"), picture)
+            write_text(name.with_suffix(".json"), json.dumps(chrome_trace(timeline, unit_us=1e6)))
+        except OSError as error:
+            files = f"its picture could not be written ({error})"
         self._say(
             f"pipeline of step {record.step}: ranks idle {timeline.bubble_fraction:.1%} of the time (bubble); predicted "
             f"{predicted.bubble_fraction:.1%}, if every pass took the mean time of its kind and messages none "
-            f"| {name}.svg, {name}.json"
+            f"| {files}"
         )

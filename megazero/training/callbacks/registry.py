@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, to_toml
 from megazero.config.schema import TrainingConfig
+from megazero.engine import Position
 from megazero.registry import Registry
 from megazero.settings import Problem
 from megazero.training.callbacks.base import Callback, RunContext
+from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.evaluation import Evaluation
 from megazero.training.callbacks.garbage_collection import GarbageCollection
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
@@ -21,8 +23,9 @@ from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.stragglers import Stragglers
 from megazero.training.callbacks.tensorboard import TensorBoard
 from megazero.training.callbacks.utilization import Utilization
+from megazero.training.record import StepDecision, StepRecord
+from megazero.training.watchdog import Watchdog
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 CALLBACKS: Registry[Callable[[RunContext], Callback]] = Registry("callback", {})
@@ -51,40 +54,56 @@ def name_problems(training: TrainingConfig) -> list[Problem]:
     return problems + [Problem("training.callbacks", name, rule, hint) for name in unknown]
 
 
-def registered_callback(name: str, context: RunContext) -> Callback:
-    """The callback of this name.  An error of its factory or of a hook becomes a `CallbackError` that says the name."""
+class RegisteredCallback(Callback):
+    """The callback that a script has registered under a name.  Errors of its factory and hooks become `CallbackError`s."""
 
-    def named(function: Callable[P, T]) -> Callable[P, T]:
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                return function(*args, **kwargs)
-            except LostPeerError:  # the watchdog explains it
-                raise
-            except (Exception, SystemExit) as error:
-                raise CallbackError(f"callback {name!r} (training.callbacks) failed: {error!r}") from error
+    def __init__(self, name: str, context: RunContext) -> None:
+        self._name = name
+        self._own = self._named(lambda: CALLBACKS[name](context))
 
-        return call
+    def _named(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except LostPeerError:  # the watchdog explains it
+            raise
+        except (Exception, SystemExit) as error:
+            raise CallbackError(f"callback {self._name!r} (training.callbacks) failed: {error!r}") from error
 
-    callback, with_name = named(CALLBACKS[name])(context), Callback()
-    for hook in vars(Callback):
-        if not hook.startswith("_"):
-            setattr(with_name, hook, named(getattr(callback, hook)))
-    return with_name
+    def on_start(self) -> None:
+        self._named(self._own.on_start)
+
+    def before_step(self, position: Position) -> StepDecision | None:
+        return self._named(lambda: self._own.before_step(position))
+
+    def after_step(self, record: StepRecord) -> StepDecision | None:
+        return self._named(lambda: self._own.after_step(record))
+
+    def on_rollback(self, position: Position) -> None:
+        self._named(lambda: self._own.on_rollback(position))
+
+    def on_end(self, position: Position) -> None:
+        self._named(lambda: self._own.on_end(position))
+
+    def close(self) -> None:
+        self._named(self._own.close)
 
 
-def callbacks_of(context: RunContext, registered: Sequence[Callback]) -> list[Callback]:
-    """The callbacks of a run, in the order in which they see a step; the loop adds checkpointing at the end.
+def callbacks_of(
+    context: RunContext, registered: Sequence[Callback], checkpointing: Checkpointing, watchdog: Watchdog
+) -> list[Callback]:
+    """The callbacks of a run, in the order in which they see a step.
 
-    Those that only print or write exist on rank 0 alone and make no collective call.
+    Those that only print or write exist on rank 0 alone and make no collective call.  Checkpoints come last, so that a
+    step that was rolled back is not saved; but an evaluation begins with the metrics and the checkpoint of its step.
     """
     run, engine, say, is_first = context.run, context.engine, context.say, context.engine.state.rank == 0
     training, logging, run_dir = run.config.training, run.config.logging, Path(run.config.training.run_dir)
-    writers: list[Callback] = []
+    metrics: list[Callback] = [MetricsFile(run_dir / METRICS_FILE, context.start.step, say)] if is_first else []
+    writers = [*metrics]
     if is_first:
-        writers.append(MetricsFile(run_dir / METRICS_FILE, context.start.step))
         writers.append(ProgressLine(training.steps, logging.every_steps, say))
         if logging.tensorboard:
-            writers.append(TensorBoard(run_dir / "tensorboard", context.start, to_toml(run)))
+            writers.append(TensorBoard(run_dir / "tensorboard", context.start, to_toml(run), say))
     return [
         SkipSteps(run, say),
         *([PipelineTrace(run_dir, say)] if is_first else []),
@@ -92,8 +111,9 @@ def callbacks_of(context: RunContext, registered: Sequence[Callback]) -> list[Ca
         Stragglers(logging, engine.state, say),
         LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
         Utilization(run, engine.state.device, engine.dtype),
-        Evaluation(context),
+        Evaluation(context, [*metrics, checkpointing], watchdog),
         *registered,
         *writers,
         GarbageCollection(),
+        checkpointing,
     ]

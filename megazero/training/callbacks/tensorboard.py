@@ -5,35 +5,38 @@ A second event folder, `by_tokens`, has tokens in place of steps: what is purged
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megazero.engine import Position
-from megazero.training.callbacks.base import Callback
+from megazero.training.callbacks.record_file import RecordFile
 from megazero.training.record import StepRecord
 
 
-class TensorBoard(Callback):
-    """Writes every metric that is a number; TensorBoard forgets what comes after `start`.
+class TensorBoard(RecordFile):
+    """Writes every metric that is a number; TensorBoard forgets what comes after the step at which a file is opened.
 
     Args:
         folder: of the events.
         start: where the run starts, or resumes.
         config: the run's configuration, as TOML.
+        say: takes lines for the terminal.
     """
 
-    def __init__(self, folder: Path, start: Position, config: str) -> None:
-        self._folder = folder
-        self._open(start)
-        self._writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()), start.step)
-
-    def _open(self, start: Position) -> None:
+    def __init__(self, folder: Path, start: Position, config: str, say: Callable[[str], None]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self._folder), purge_step=start.step + 1)
-        self._by_tokens = SummaryWriter(str(self._folder / "by_tokens"), purge_step=start.tokens + 1)
+        super().__init__(folder, start.step, say)
+        self._writer_class = SummaryWriter
+        self._config = "\n".join(f"    {line}" for line in config.splitlines())
+        self._tokens = start.tokens  # at the last step that counts
 
-    def after_step(self, record: StepRecord) -> None:
+    def _open(self, after_step: int) -> None:
+        self._writer = self._writer_class(str(self._path), purge_step=after_step + 1)
+        self._by_tokens = self._writer_class(str(self._path / "by_tokens"), purge_step=self._tokens + 1)
+        self._writer.add_text("config", self._config, after_step)
+
+    def _write(self, record: StepRecord) -> None:
         """Add one step's scalars; a metric of several numbers has a curve for each."""
         for name, value in record.reported().items():
             parts = value if isinstance(value, Mapping) else {"": value}
@@ -43,11 +46,12 @@ class TensorBoard(Callback):
         for name, loss in (("loss", record.loss), ("val_loss", record.val_loss)):
             if loss is not None:
                 self._by_tokens.add_scalar(f"{name}_by_tokens", loss, record.position.tokens)
+        self._tokens = record.position.tokens
 
     def on_rollback(self, position: Position) -> None:
-        self.close()
-        self._open(position)
+        super().on_rollback(position)
+        self._tokens = position.tokens
 
-    def close(self) -> None:
+    def _shut(self) -> None:
         self._writer.close()
         self._by_tokens.close()

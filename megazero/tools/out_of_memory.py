@@ -1,0 +1,131 @@
+"""What to say where memory has run out: what was wanted, what is free, what holds most, and which settings would fit.
+
+wanted      by the allocation that failed, as the allocator says it
+held        model state and ZeRO's buffers, as the engine counts them; on CUDA, all else is activations and working memory
+missing     what was wanted, and the model state that is not there yet, beyond what is free
+would fit   a setting that frees more than is missing, by the formulas of `memory_report`
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megazero.config import ConfigError, ResolvedRun, RunConfig
+from megazero.config.load import resolve
+from megazero.engine import Engine
+from megazero.models.registry import FAMILIES
+from megazero.parallel_state import ParallelState
+from megazero.tools.memory_report import formula_of
+from megazero.zero.offload import free_memory_bytes
+
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_MOST_KINDS = 5
+_USABLE = 0.9  # of what a setting frees; an allocator loses some
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings as an override says them, and the bytes of the device that they free."""
+
+    settings: str
+    frees: float
+
+    def __str__(self) -> str:
+        return f"{self.settings} (frees about {_size(self.frees)})"
+
+
+def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine | None) -> str:
+    """The message for a rank whose allocator says `error`; without an engine, while that was being built."""
+    device, working = state.device, 0
+    wanted, free, held, elements = wanted_bytes(error), free_memory_bytes(device), Counter[str](), elements_of(run)
+    if engine is not None:
+        held.update({kind: count for kind, count in engine.memory_bytes().items() if " on " not in kind})
+        elements = sum(bucket.layout.numel for bucket in engine.sharded_model.parameters.buckets)
+    to_come = max(_state_bytes(run, elements) - held.total(), 0)
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        free += torch.cuda.memory_reserved(device) - allocated
+        if engine is not None:
+            held["activations and working memory"] = working = max(allocated - held.total(), 0)
+    lines = [f"out of memory on {device} of rank {state.rank} ({socket.gethostname()}): wanted {_size(wanted)}"]
+    lines[0] += f", free {_size(free)}" + (f"; {_size(to_come)} of model state are still to come" if to_come else "")
+    shown = ", ".join(
+        f"{kind.replace('_', ' ')} {_size(count)}" for kind, count in held.most_common(_MOST_KINDS) if count
+    )
+    lines += [f"  it holds: {shown}"] if shown else []
+    return "\n".join([*lines, f"  {_advice(list(remedies(run, elements, working)), max(wanted - free + to_come, 1))}"])
+
+
+def _advice(found: list[Remedy], missing: float) -> str:
+    enough = [remedy for remedy in found if _USABLE * remedy.frees > missing]
+    if enough:
+        return "would fit, by the formulas: " + ", or ".join(map(str, enough))
+    return (
+        f"no one setting frees the {_size(missing)} that are missing"
+        + (f"; the most is {max(found, key=lambda remedy: remedy.frees)}" if found else "")
+        + "; more ranks for parallel.tp, parallel.pp or dp make each rank's part smaller"
+    )
+
+
+def remedies(run: ResolvedRun, elements: int, working: int) -> Iterator[Remedy]:
+    """What a run of this shape may change, the cheapest first; each is valid for this run.
+
+    Args:
+        elements: parameters of this rank's part of the model.
+        working: bytes of activations and working memory.
+    """
+    now, zero, batch = _state_bytes(run, elements), run.config.zero, run.micro_batch_size
+    for stage in range(zero.stage + 1, 4):
+        if changed := _changed(run, zero={"stage": stage}):
+            yield Remedy(f"zero.stage={stage}", now - _state_bytes(changed, elements))
+    if batch > 1 and working:
+        smaller = {"micro_batch_size": batch // 2, "accumulation": run.accumulation * 2}
+        if batch % 2 == 0 and _changed(run, training=smaller):
+            yield Remedy(" ".join(f"training.{key}={value}" for key, value in smaller.items()), working / 2)
+    if zero.offload.optimizer == "none":
+        for stage in range(zero.stage, 4):
+            if changed := _changed(run, zero={"stage": stage, "offload": {"optimizer": "cpu"}}):
+                settings = "zero.offload.optimizer=cpu" + (f" zero.stage={stage}" if stage > zero.stage else "")
+                yield Remedy(settings, now - _state_bytes(changed, elements))
+
+
+def _changed(run: ResolvedRun, **sections: dict[str, Any]) -> ResolvedRun | None:
+    """The run with other values of some keys; None where it cannot run so."""
+    tables = run.config.model_dump()
+    for section, values in sections.items():
+        for key, value in values.items():
+            tables[section][key] = {**tables[section][key], **value} if isinstance(value, dict) else value
+    try:
+        return resolve(RunConfig.model_validate(tables), run.world_size)
+    except (ConfigError, ValueError):
+        return None
+
+
+def _state_bytes(run: ResolvedRun, elements: int) -> float:
+    """Model state of so many parameters on the device."""
+    offloads = run.config.zero.offload.optimizer != "none"
+    return formula_of(run, run.config.zero.shard_group_size or run.dp).device_bytes(elements, offloads=offloads)
+
+
+def wanted_bytes(error: str) -> int:
+    """Bytes of the allocation that failed; 0 where the allocator does not say."""
+    found = re.search(r"tried to allocate ([\d.]+) ?(\w+)", error, re.IGNORECASE)
+    return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def elements_of(run: ResolvedRun) -> int:
+    """About the parameters of a rank's part of the model, its matrices, before it is built."""
+    model, parallel = run.config.model, run.config.parallel
+    matrices = FAMILIES[model.family].layer_weights(model) * model.num_layers + 2 * model.vocab_size * model.hidden_size
+    return int(matrices / (parallel.tp * parallel.pp))

@@ -1,0 +1,239 @@
+"""Starting and ending a run: what keeps a rank from it reaches all hosts, nobody listens, no output ends it, and the last
+line says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from harness import run_command, run_world
+from quickstart import ONE_STAGE, QUICKSTART, TINY
+from worlds import LLAMA, engine_on, run_of
+
+from megazero.checkpoint.index import find_newest, read_trainer_state
+from megazero.config import RunConfig, resolve
+from megazero.config.document import to_toml
+from megazero.engine import Position
+from megazero.settings import without_passwords
+from megazero.training.world import meet
+
+TWO_RANKS = [*TINY, *ONE_STAGE, "launch.nproc_per_node=2", "training.steps=3"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What keeps a rank from starting
+
+
+def _meet(rank: int, folder: Path, problems: dict[int, str]) -> list[str]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
+    store = dist.PrefixStore("start", dist.FileStore(str(folder / "meeting"), 3))
+    return meet(store, timedelta(seconds=60), problems.get(rank))
+
+
+def test_every_rank_learns_what_keeps_any_rank_from_starting(tmp_path: Path) -> None:
+    host = socket.gethostname()
+    for name, problems, wanted in (
+        ("none", {}, []),
+        ("one", {1: "no such file"}, [f"rank 1 on {host}: no such file"]),
+        ("all", dict.fromkeys(range(3), "wrong key"), ["wrong key"]),
+    ):
+        (tmp_path / name).mkdir()
+        assert run_world(3, _meet, tmp_path / name, problems) == [wanted] * 3
+
+
+def _alone(rank: int, folder: Path) -> str:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+    store = dist.PrefixStore("start", dist.FileStore(str(folder / "meeting"), 2))
+    with pytest.raises(RuntimeError) as missing:
+        meet(store, timedelta(seconds=0.2))
+    return str(missing.value)
+
+
+def test_a_rank_that_never_comes_is_told(tmp_path: Path) -> None:
+    assert run_world(1, _alone, tmp_path) == ["only 1 of 2 ranks have started within 0.2 s"]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_a_file_that_one_host_lacks_is_told_on_every_host_and_ends_all(tmp_path: Path) -> None:
+    """Two hosts with a rank each, as torchrun starts them."""
+    meeting = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+    meeting |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    missing, ended = tmp_path / "missing.toml", {}
+
+    def start(rank: int, config: Path) -> None:
+        words = [*TWO_RANKS, f"training.run_dir={tmp_path / 'run'}"]
+        ended[rank] = run_command("train", config, *words, env={**meeting, "RANK": str(rank)})
+
+    threads = [threading.Thread(target=start, args=one) for one in ((0, QUICKSTART), (1, missing))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for done in ended.values():
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count(f"{missing}: no such file") == 1
+    assert "rank 1 on " in ended[0].stderr
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nobody listens
+
+LISTENERS = """
+import os
+from pathlib import Path
+
+from megazero.training.callbacks.base import Callback
+from megazero.training.callbacks.registry import CALLBACKS
+
+
+def addresses(pid):
+    own = set()
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            own.add(os.readlink(one))
+        except OSError:
+            pass
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                yield local.split(":")[0]
+
+
+class Listeners(Callback):
+    def __init__(self, context):
+        self.rank = context.engine.state.rank
+
+    def after_step(self, record):
+        found = [*addresses(os.getpid()), *addresses(os.getppid())]
+        Path(f"FOLDER/{self.rank}").write_text(" ".join(found))
+
+
+CALLBACKS.register("listeners", Listeners)
+"""
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+
+
+def test_ranks_of_one_machine_and_their_launcher_listen_on_loopback_only(tmp_path: Path) -> None:
+    """Also where a profile names another interface; none of this name exists."""
+    script = tmp_path / "listeners.py"
+    script.write_text(LISTENERS.replace("FOLDER", str(tmp_path)))
+    words = [*TWO_RANKS, f"training.run_dir={tmp_path / 'run'}", f'launch.extensions=["{script}"]']
+    done = run_command(
+        "train", QUICKSTART, *words, 'training.callbacks=["listeners"]', env={"GLOO_SOCKET_IFNAME": "outside0"}
+    )
+    assert done.returncode == 0, done.stderr
+    found = {address for rank in "01" for address in (tmp_path / rank).read_text().split()}
+    assert found, "gloo listens"
+    assert found <= LOOPBACK
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Passwords
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://key:se/cr+et@bucket/run@2", "s3://key:***@bucket/run@2"),
+        ('saved sftp://me:p@ss@host:22/a, "x"', 'saved sftp://me:***@host:22/a, "x"'),
+        ("https://host/a?v=1&X-Amz-Signature=ab12&sv=2", "https://host/a?v=1&X-Amz-Signature=***&sv=2"),
+        ("abfs://box@account.dfs/run", "abfs://box@account.dfs/run"),
+        ("http://host:9000/a@b and me:x@y", "http://host:9000/a@b and me:x@y"),
+        ("runs/a:b@c", "runs/a:b@c"),
+    ],
+)
+def test_the_password_of_a_url_is_not_shown(text: str, shown: str) -> None:
+    assert without_passwords(text) == shown
+
+
+def test_passwords_reach_no_file_and_no_line(tmp_path: Path) -> None:
+    """Also where the URL is what is wrong."""
+    words = [*TWO_RANKS, f"training.run_dir={tmp_path}", "launch.nproc_per_node=1", "training.steps=1"]
+    secret = "checkpoint.resume=memory://me:s3cr3t@host/step-00000001"
+    wrong = run_command("train", QUICKSTART, *words, f"training.steps={secret.partition('=')[2]}{'/long' * 20}")
+    assert "me:***@host" in wrong.stderr
+    assert "s3cr3t" not in wrong.stderr
+    refused = run_command("train", QUICKSTART, *words, secret)
+    assert refused.returncode == 1
+    assert "memory://me:***@host/step-00000001 is not a complete checkpoint" in refused.stderr
+    run = resolve(RunConfig.model_validate({"checkpoint": {"resume": secret.partition("=")[2]}}), 1)
+    assert 'resume = "memory://me:***@host/step-00000001"' in to_toml(run)
+    engine = engine_on(0, run_of(1, model=LLAMA, checkpoint={"resume": secret.partition("=")[2]}))
+    engine.save(tmp_path / "saved", Position(), "data")
+    assert read_trainer_state(tmp_path / "saved").config["checkpoint"]["resume"].endswith("me:***@host/step-00000001")
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and b"s3cr3t" in path.read_bytes()]
+    assert not written
+    assert "s3cr3t" not in refused.stdout + refused.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output that nobody takes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reader", ["is gone", "has no space"])
+def test_output_that_nobody_takes_does_not_end_a_run(tmp_path: Path, reader: str, ranks: int) -> None:
+    pipe = Path("/dev/full")
+    if reader == "is gone":
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+
+        def read_a_line() -> None:
+            with pipe.open() as file:
+                file.readline()
+
+        threading.Thread(target=read_a_line, daemon=True).start()
+    words = [*TWO_RANKS, f"launch.nproc_per_node={ranks}", f"training.run_dir={tmp_path}", "logging.every_steps=1"]
+    done = run_command("train", QUICKSTART, *words, stdout=pipe)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("lines are dropped until it can, the run goes on") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    newest = find_newest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert read_trainer_state(newest).step == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The last line
+
+
+def test_the_last_line_names_the_launcher_that_started_the_run(tmp_path: Path) -> None:
+    words = [*TWO_RANKS, f"training.run_dir={tmp_path}", "launch.nproc_per_node=1"]
+    done = run_command(
+        "train", QUICKSTART, *words, env={"MEGAZERO_LAUNCHER": "HEAD=node-0 examples/launch_torchrun.sh"}
+    )
+    last = done.stdout.splitlines()[-1].strip()
+    assert last.startswith(f"HEAD=node-0 examples/launch_torchrun.sh {QUICKSTART} ")
+    assert last.endswith("training.steps=6")
+
+
+def test_after_an_error_that_comes_again_the_advice_is_to_mend_it(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "from megazero.training.callbacks.base import Callback\n"
+        "from megazero.training.callbacks.registry import CALLBACKS\n"
+        "class Broken(Callback):\n"
+        "    def on_end(self, position):\n"
+        "        1 / 0\n"
+        "CALLBACKS.register('broken', lambda context: Broken())\n"
+    )
+    words = [*TWO_RANKS, f"training.run_dir={tmp_path / 'run'}", "checkpoint.save_every_steps=2"]
+    done = run_command("train", QUICKSTART, *words, f'launch.extensions=["{script}"]', 'training.callbacks=["broken"]')
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert "the same command" not in done.stderr
+    assert "once the cause is mended, the run continues from it" in done.stderr
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3

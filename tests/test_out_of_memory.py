@@ -1,0 +1,111 @@
+"""Where memory runs out, the error says what was wanted, what is free, what holds most, and which settings would fit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
+
+from megazero.config import ResolvedRun
+from megazero.engine import Engine
+from megazero.tools import out_of_memory
+from megazero.tools.out_of_memory import remedies, wanted_bytes
+from megazero.training.loop import train
+from megazero.training.out_of_memory import OutOfMemoryError, explained
+
+OF_CUDA = (
+    "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 3.12 GiB is free. "
+    "Process 1 has 76.00 GiB memory in use."
+)
+OF_THE_CPU = (
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4398046511104 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+def test_what_was_wanted_is_read_from_the_allocators_text() -> None:
+    assert wanted_bytes(OF_CUDA) == int(20.5 * 2**30)
+    assert wanted_bytes(OF_THE_CPU) == 2**42
+    assert wanted_bytes("HIP out of memory. Tried to allocate 512.00 MiB") == 2**29
+    assert wanted_bytes("out of memory") == 0
+
+
+def _device_bytes(rank: int, run: ResolvedRun) -> tuple[int, int]:
+    """Model state on the device after a step, and this rank's parameters."""
+    engine = engine_on(rank, run)
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    kinds = ("parameters", "gradients", "optimizer")
+    elements = sum(bucket.layout.numel for bucket in engine.sharded_model.parameters.buckets)
+    return sum(engine.memory_bytes().get(kind, 0) for kind in kinds), elements
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_setting_frees_what_it_is_said_to_free(dtype: str) -> None:
+    sections: dict[str, Any] = {"model": LLAMA, "precision": {"dtype": dtype}}
+    run = run_of(2, zero={"stage": 0}, **sections)
+    ((before, elements), _) = run_world(2, _device_bytes, run)
+    said = {remedy.settings: remedy.frees for remedy in remedies(run, elements, 0)}
+    for settings, changed in (
+        ("zero.stage=1", {"stage": 1}),
+        ("zero.stage=3", {"stage": 3}),
+        ("zero.offload.optimizer=cpu zero.stage=2", {"stage": 2, "offload": {"optimizer": "cpu"}}),
+    ):
+        after, _ = run_world(2, _device_bytes, run_of(2, zero=changed, **sections))[0]
+        assert said[settings] == pytest.approx(before - after, rel=0.03)  # but for padding
+
+
+def test_smaller_micro_batches_are_more_of_them_and_free_half_of_the_activations() -> None:
+    run = run_of(2, model=LLAMA, training={"micro_batch_size": 4})
+    said = {remedy.settings: remedy.frees for remedy in remedies(run, 1000, 600)}
+    assert said["training.micro_batch_size=2 training.accumulation=2"] == 300
+    one = run_of(2, model=LLAMA, training={"micro_batch_size": 1})
+    assert not any("micro_batch" in remedy.settings for remedy in remedies(one, 1000, 600))
+
+
+def _run_out(rank: int, run: ResolvedRun, free: int) -> str:
+    """Rank 1 runs out of memory in its second step."""
+    out_of_memory.free_memory_bytes = lambda *_: free  # type: ignore[assignment]
+    intact, steps = Engine._run, []
+
+    def fail(self: Engine, *given: Any, **named: Any) -> Any:
+        steps.append(1)
+        if rank == 1 and len(steps) == 2:
+            raise torch.OutOfMemoryError(OF_CUDA.replace("20.50 GiB", "0.25 MiB"))
+        return intact(self, *given, **named)
+
+    Engine._run = fail  # type: ignore[method-assign]
+    try:
+        train(run, state_on(rank, run), lambda _: None)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_the_rank_without_memory_says_which_settings_would_fit_and_the_others_name_it(tmp_path: Any) -> None:
+    training = {"run_dir": str(tmp_path), "steps": 4, "global_batch_size": 8, "micro_batch_size": 2}
+    run = run_of(2, model=LLAMA | {"vocab_size": 257}, zero={"stage": 0}, training=training)
+    other, said = run_world(2, _run_out, run, 2**18 - 1)
+    assert re.match(
+        r"OutOfMemoryError: out of memory on cpu of rank 1 \(.*\): wanted 0\.2 MiB, free 0\.2 MiB\n", said
+    ), said
+    assert re.search(r"it holds: (parameters|optimizer|gradients) \d", said)
+    assert "would fit, by the formulas: zero.stage=1 (frees about 0." in said
+    assert "rank 1 ended in step 2: OutOfMemoryError: out of memory on cpu of rank 1" in other
+
+
+def test_where_no_setting_helps_that_is_said_and_other_errors_stay_what_they_are(monkeypatch: Any) -> None:
+    run = run_of(1, model=LLAMA)
+    engine = engine_on(0, run)
+    monkeypatch.setattr(out_of_memory, "free_memory_bytes", lambda *_: 2**30)
+    whole = r"wanted 4,194,304\.00 GiB, free 1\.00 GiB(.|\n)*no one setting frees"
+    with pytest.raises(OutOfMemoryError, match=whole), explained(run, engine.state, engine):
+        torch.empty(2**50)
+    monkeypatch.setattr(out_of_memory, "free_memory_bytes", lambda *_: 0)
+    with pytest.raises(OutOfMemoryError, match=r"more ranks for parallel\.tp"), explained(run, engine.state):
+        raise MemoryError
+    with pytest.raises(RuntimeError, match=r"^size mismatch$"), explained(run, engine.state, engine):
+        raise RuntimeError("size mismatch")
