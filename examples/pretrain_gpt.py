@@ -12,8 +12,9 @@ from megazero.checkpoint.index import find_newest, step_folder
 from megazero.config import load_config
 from megazero.engine import Position, initialize
 from megazero.optim.lr_schedule import learning_rate_factor
-from megazero.training.batches import open_corpus_of, read_batches
+from megazero.training.batches import read_batches
 from megazero.training.launch import join_world, leave_world
+from megazero.training.same_data import open_same_corpus
 
 CONFIG = Path(__file__).with_name("quickstart.toml")
 ALONE = [
@@ -28,7 +29,7 @@ def main(overrides: list[str]) -> None:
     run = load_config(CONFIG, [*ALONE, *overrides], int(os.environ.get("WORLD_SIZE", "1")))
     config, steps = run.config, run.config.training.steps
     state = join_world(run)
-    corpus = open_corpus_of(config)
+    corpus = open_same_corpus(config, state.world)
     checkpoints = Path(config.training.run_dir) / "checkpoints"
     newest = find_newest(checkpoints)
     engine = initialize(config, state, init_weights=newest is None)

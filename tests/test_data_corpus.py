@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data import open_corpus
+from megazero.data import load_tokenizer, open_corpus
 from megazero.data.writer import IndexedWriter
 
 
-def write_pair(prefix: Path, tokens: np.ndarray, lengths: list[int] | None = None) -> str:
-    with IndexedWriter(prefix, np.int32) as writer:
+def write_pair(prefix: Path, tokens: np.ndarray, lengths: list[int] | None = None, tokenizer: str = "") -> str:
+    with IndexedWriter(prefix, np.int32, tokenizer) as writer:
         for document in np.split(tokens, np.cumsum(lengths or [len(tokens)])[:-1]):
             writer.add_document(document)
     return str(prefix)
@@ -61,16 +61,47 @@ def test_the_fingerprint_follows_whatever_decides_the_samples(tmp_path):
     ]
     prints = {corpus.fingerprint for corpus in others} | {base}
     assert len(prints) == len(others) + 1
-    assert all(len(text) == 32 and int(text, 16) >= 0 for text in prints)
+
+
+def test_every_token_of_a_large_source_is_in_its_fingerprint(tmp_path):
+    tokens = np.arange(4_000_000) % 250
+    base = open_with([(write_pair(tmp_path / "one", tokens), 1.0)], tmp_path).fingerprint
+    for number, change in enumerate([slice(4_100, 62_000), slice(1_234_567, 1_234_568), slice(3_990_000, 3_990_001)]):
+        changed = tokens.copy()
+        changed[change] = 255
+        other = open_with([(write_pair(tmp_path / f"{number}", changed), 1.0)], tmp_path)
+        assert other.fingerprint != base
+
+
+def write_tokenizer(path: Path, *words: str) -> Path:
+    import tokenizers
+
+    vocabulary = {word: id_ for id_, word in enumerate([*words, "</s>"])}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "a")).save(str(path))
+    return path
+
+
+def test_the_tokenizer_is_part_of_the_identity(tmp_path):
+    one, two = write_tokenizer(tmp_path / "1.json", "a", "b"), write_tokenizer(tmp_path / "2.json", "b", "a")
+    unknown = [(write_pair(tmp_path / "unknown", np.arange(400) % 3), 1.0)]
+    choices = [{"tokenizer": str(one)}, {"tokenizer": str(two)}, {"tokenizer": str(one), "eod_token": "b"}, {}]
+    assert len({open_with(unknown, tmp_path, **choice).fingerprint for choice in choices}) == 4
+    mine = [(write_pair(tmp_path / "mine", np.arange(400) % 3, tokenizer=load_tokenizer(one).fingerprint), 1.0)]
+    open_with(mine, tmp_path, **choices[0])
+    for choice in choices[1:]:
+        with pytest.raises(
+            ValueError, match=r"mine was tokenized with a tokenizer of fingerprint .*name the tokenizer"
+        ):
+            open_with(mine, tmp_path, **choice)
 
 
 @pytest.mark.parametrize("length", [1000, 600_000])
-@pytest.mark.parametrize(("id_", "at"), [(300, 0), (-1, -1)])
-def test_an_id_without_embedding_is_found_at_either_end(tmp_path, length, id_, at):
+@pytest.mark.parametrize(("id_", "at"), [(300, 0), (-1, -1), (70_000, 500)])
+def test_an_id_without_embedding_is_found_wherever_it_is(tmp_path, length, id_, at):
     tokens = np.zeros(length, np.int64)
     tokens[at] = id_
     prefix = write_pair(tmp_path / "bad", tokens)
-    with pytest.raises(ValueError, match=rf"bad has id {id_} at token {at % length:,}, .*vocab_size is 300"):
+    with pytest.raises(ValueError, match=rf"bad has ids from {min(id_, 0)} to {max(id_, 0):,}, .*vocab_size is 300"):
         open_with([(prefix, 1.0)], tmp_path)
 
 
@@ -88,7 +119,7 @@ def test_sources_that_cannot_serve_are_refused_by_name(tmp_path):
 
 def test_the_data_room_is_imported_without_torch_or_what_it_may_not_need():
     slow = {"torch", "tokenizers", "filelock", "multiprocessing.pool", "concurrent.futures.process"}
-    slow |= {"megazero.data.tokenize", "megazero.data.writer"}
+    slow |= {"megazero.data.tokenize", "megazero.data.documents", "megazero.data.writer", "pyarrow", "zstandard"}
     code = f"import sys, megazero.data; print(sorted({slow!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -71,7 +71,7 @@ def test_the_writer_writes_megatrons_bytes(tmp_path, dtype, code, letter):
     assert (tmp_path / "deep" / "out.bin").read_bytes() == struct.pack(f"<6{letter}", 5, 6, 7, 65535, 1, 2)
     expected = idx_bytes(code, struct.calcsize(letter), [3, 0, 1, 2], [0, 1, 2, 3, 4])
     assert (tmp_path / "deep" / "out.idx").read_bytes() == expected
-    assert sorted(os.listdir(tmp_path / "deep")) == ["out.bin", "out.idx"]
+    assert sorted(os.listdir(tmp_path / "deep")) == ["out.bin", "out.identity.json", "out.idx"]
 
 
 @given(documents=st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=6))
@@ -175,5 +175,32 @@ def test_a_killed_writer_leaves_nothing_under_the_final_name_and_the_next_one_su
     assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".bin", ".idx")]
     with IndexedWriter(tmp_path / "x", np.uint16) as writer:
         writer.add_document(np.array([3]))
-    assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.identity.json", "x.idx"]
     assert IndexedDataset(tmp_path / "x").tokens.tolist() == [3]
+
+
+def test_of_two_writers_of_a_pair_the_second_is_refused_and_waits_for_nothing(tmp_path):
+    with IndexedWriter(tmp_path / "x", np.uint16) as first:
+        first.add_document(np.array([3]))
+        with pytest.raises(FileExistsError, match=r"another process is writing .*x\.idx"):
+            IndexedWriter(tmp_path / "x", np.uint16).__enter__()
+    assert IndexedDataset(tmp_path / "x").tokens.tolist() == [3]
+
+
+def test_a_writer_that_comes_as_another_one_ends_does_not_empty_what_that_one_has_published(tmp_path, monkeypatch):
+    import fcntl
+
+    first, inner = IndexedWriter(tmp_path / "x", np.uint16).__enter__(), fcntl.flock
+    first.add_document(np.array([3]))
+
+    def end_first(*arguments) -> None:  # after the second has opened the file and before it asks for the lock
+        monkeypatch.undo()
+        first.__exit__(None, None, None)
+        inner(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", end_first)
+    with IndexedWriter(tmp_path / "x", np.uint16) as second:
+        assert IndexedDataset(tmp_path / "x").tokens.tolist() == [3]
+        second.add_document(np.array([4]))
+    assert IndexedDataset(tmp_path / "x").tokens.tolist() == [4]
+    assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.identity.json", "x.idx"]

@@ -39,6 +39,8 @@ from megazero.checkpoint.shards import cut, parse_size
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli import app
 from megazero.config import ResolvedRun, load_config
+from megazero.data.identity import fingerprint_of
+from megazero.data.tokenizer import FileTokenizer
 from megazero.models.registry import FAMILIES
 
 MODELS = {
@@ -66,7 +68,7 @@ def saved(run: ResolvedRun, directory: Path, steps: int = 2, **trainer: Any) -> 
         engine.train_step(micro_batches(run, engine.state, step), LR)
     model = run.config.model
     about = {"model": model.model_dump(), "config": {"data": {"tokenizer": "byte"}}, "shape": {}, "versions": {}}
-    state = TrainerState(steps, steps * 8, 0, steps, "data", **about | trainer)
+    state = TrainerState(steps, steps * 8, 0, steps, **{"data_fingerprint": "data"} | about | trainer)
     files = {HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, run.config.precision.dtype))}
     save_checkpoint(directory, engine.sharded_model.sharded_state, engine.state, state, files)
     return next_step(engine, run)
@@ -404,6 +406,16 @@ def test_the_tokenizer_travels_out_and_in(tmp_path: Path) -> None:
     export_model(tmp_path / "again", tmp_path / "once-more")
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "once-more").iterdir()} == files
+    data = {"config": {"data": {"tokenizer": str(tmp_path / "data" / "mine.json"), "eod_token": "cat"}}}
+    read = FileTokenizer(tmp_path / "data" / "mine.json", "cat").fingerprint
+    saved(run, tmp_path / "named", steps=0, data_fingerprint=fingerprint_of([], read, []), **data)
+    assert "the tokenizer" in export_model(tmp_path / "named", tmp_path / "of-named").about_tokenizer
+    assert json.loads((tmp_path / "of-named" / HF_CONFIG).read_text())["eos_token_id"] == 3
+    text = (tmp_path / "data" / "mine.json").read_text()
+    (tmp_path / "data" / "mine.json").write_text(text.replace("sat", "mat"))  # after the run
+    shown = export_model(tmp_path / "named", tmp_path / "of-another")
+    assert "no longer the file that the run read" in shown.about_tokenizer
+    assert json.loads((tmp_path / "of-another" / HF_CONFIG).read_text())["eos_token_id"] is None
     (tmp_path / "data" / "mine.json").unlink()
     assert (
         "mine.json of the run does not exist" in export_model(tmp_path / "step", tmp_path / "without").about_tokenizer

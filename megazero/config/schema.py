@@ -262,6 +262,8 @@ class DataConfig(Section):
     """Where samples come from: "python-stdlib", a path prefix, or { path, weight }; a bare string has weight 1."""
     tokenizer: PathText = "byte"
     """Path of a tokenizers JSON file, or "byte": a token for each byte."""
+    eod_token: Text | None = None
+    """Token of that file that ends a document. Unset: the usual ones are tried."""
     validation_fraction: ShareBelowOne = 0.005
     """Share of the samples kept for evaluation and never trained on."""
     validation_sources: Annotated[tuple[Validated, ...], Field(strict=False)] = ()

@@ -94,13 +94,18 @@ class FileTokenizer:
         name, self.eod_id = found[0]
         # Not the library's count: ids may have gaps, and the embedding needs a row for the largest.
         self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
-        self.fingerprint = xxhash.xxh3_64_hexdigest(content + b"\0" + name.encode())
+        self.fingerprint = fingerprint_of(content, name)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
         return str(self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
+
+
+def fingerprint_of(content: bytes, eod_token: str) -> str:
+    """The fingerprint of a tokenizer file and the token that ends its documents."""
+    return xxhash.xxh3_64_hexdigest(content + b"\0" + eod_token.encode())
 
 
 def load_tokenizer(name: str | Path, eod_token: str | None = None) -> Tokenizer:

@@ -1,10 +1,14 @@
-"""Writing token files: the `.bin`/`.idx` pair that `indexed` describes and reads.
+"""Writing token files: the `.bin`/`.idx` pair that `indexed` describes and reads, and the identity beside it.
 
-Invariant: a pair under its final name is whole.  The writer uses `.partial` names and renames at the end, `.idx` last.
+Invariant: a pair under its final name is whole.  The writer uses `.partial` names and renames at the end, `.idx` last.  It
+locks its `.idx.partial`, so no other process writes the same pair meanwhile.
 """
 
+import fcntl
 import os
 from array import array
+from collections.abc import Sequence
+from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +17,7 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megazero.data.identity import identity_path, read_identity, write_identity
 from megazero.data.indexed import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, pair_paths
 
 _LARGEST_SEQUENCE: Final = 2**31 - 1  # sizes are int32
@@ -36,22 +41,29 @@ class IndexedWriter:
     Args:
         prefix: path of the pair without `.bin` or `.idx`; its directory is made when missing.
         dtype: integer dtype of the stored ids (see `token_dtype`).
+        tokenizer: fingerprint of the tokenizer of the ids, where one is known.
+
+    Raises:
+        FileExistsError: another process is writing this pair.
 
     Source: Megatron-LM, indexed_dataset.py (`IndexedDatasetBuilder`).
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike, tokenizer: str = "") -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPE_OF_CODE.items() if np.dtype(name) == self.dtype]
         if not codes:
             raise ValueError(f"dtype {np.dtype(dtype).name} cannot hold token ids here; use uint16 or int32")
-        self._code = codes[0]
+        self._code, self._tokenizer = codes[0], tokenizer
         self._bin_path, self._idx_path = pair_paths(prefix)
+        self._identity_path = identity_path(prefix)
         self._sizes = array("i")
         self._bin: BufferedWriter | None = None
+        self._idx: BufferedWriter
 
     def __enter__(self) -> Self:
         self._bin_path.parent.mkdir(parents=True, exist_ok=True)
+        self._idx = _open_alone(_partial(self._idx_path))
         self._bin = _partial(self._bin_path).open("wb")
         return self
 
@@ -67,21 +79,35 @@ class IndexedWriter:
             low, high, fits = int(tokens.min()), int(tokens.max()), np.iinfo(self.dtype)
             if low < fits.min or high > fits.max:
                 raise ValueError(f"ids {low} to {high} do not fit {self.dtype.name} ({fits.min} to {fits.max})")
+        self._append(tokens, [len(tokens)])
+
+    def add_documents(self, tokens: NDArray[Any], lengths: Sequence[int]) -> None:
+        """Append documents that lie end to end: ids [sum of `lengths`] of the writer's own dtype."""
+        if tokens.dtype != self.dtype or len(tokens) != sum(lengths):
+            raise ValueError(
+                f"documents of {sum(lengths):,} ids of {self.dtype}, got {len(tokens):,} of {tokens.dtype}"
+            )
+        self._append(tokens, lengths)
+
+    def _append(self, tokens: NDArray[Any], lengths: Sequence[int]) -> None:
+        assert self._bin is not None
         self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
-        self._sizes.append(len(tokens))
+        self._sizes.extend(lengths)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._bin is not None
-        try:
-            if kind is None:
-                self._publish(self._bin)
-        finally:
-            self._bin.close()
-            self._bin = None
-            for path in (self._bin_path, self._idx_path):
-                _partial(path).unlink(missing_ok=True)
+        is_published = False
+        with self._idx, self._bin:  # locked until all is in its place or removed
+            try:
+                if kind is None:
+                    self._publish(self._bin)
+                    is_published = True
+            finally:
+                self._bin = None
+                for path in () if is_published else (self._bin_path, self._identity_path, self._idx_path):
+                    _partial(path).unlink(missing_ok=True)
 
     def _publish(self, bin_file: BufferedWriter) -> None:
         sizes = np.array(self._sizes, "<i4")
@@ -89,22 +115,47 @@ class IndexedWriter:
         np.cumsum(sizes[:-1], out=pointers[1:], dtype=np.int64)
         pointers *= self.dtype.itemsize
         document_indices = np.arange(len(sizes) + 1, dtype="<i8")
-        _sync(bin_file)
-        with _partial(self._idx_path).open("wb") as idx_file:
-            idx_file.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(document_indices)))
-            for values in (sizes, pointers, document_indices):
-                idx_file.write(values.data)
-            _sync(idx_file)
-        # An old index must never describe new tokens, so it goes first and the new one comes last.
+        flush_to_disk(bin_file)
+        self._idx.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(document_indices)))
+        for values in (sizes, pointers, document_indices):
+            self._idx.write(values.data)
+        flush_to_disk(self._idx)
+        written = [_partial(path) for path in (self._bin_path, self._idx_path)]
+        write_identity(
+            _partial(self._identity_path), read_identity(written[0], written[1], self.dtype, self._tokenizer)
+        )
+        # An old index or identity must never describe new tokens, so they go first, and the new index comes last.
         self._idx_path.unlink(missing_ok=True)
-        _partial(self._bin_path).replace(self._bin_path)
-        _partial(self._idx_path).replace(self._idx_path)
+        self._identity_path.unlink(missing_ok=True)
+        for path in (self._bin_path, self._identity_path, self._idx_path):
+            _partial(path).replace(path)
 
 
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def _sync(file: BufferedWriter) -> None:
+def _open_alone(path: Path) -> BufferedWriter:
+    """A file, emptied, that no other process has open so; the lock ends with the process.  Raises: FileExistsError."""
+    while True:
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise FileExistsError(
+                f"another process is writing {path}; wait until it ends, or name another output"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.truncate(0)
+                return file
+        file.close()  # its writer has renamed or removed it since it was opened here: that one is not ours to empty
+
+
+def flush_to_disk(file: BufferedWriter) -> None:
+    """What was written so far outlives a crash of the machine."""
     file.flush()
     os.fsync(file.fileno())

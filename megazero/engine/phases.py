@@ -18,12 +18,13 @@ from typing import Any
 
 from megazero.checkpoint.index import TrainerState
 from megazero.config import RunConfig
+from megazero.data.identity import changes_between
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
 
 # The keys that each name of checkpoint.accept_changes stands for.
 KEYS_OF = {
-    "data": ("data.sources", "data.tokenizer", "data.validation_fraction", "training.seed"),
+    "data": ("data.sources", "data.tokenizer", "data.eod_token", "data.validation_fraction", "training.seed"),
     "seq_len": ("model.seq_len",),
     "rope": ("model.rope_theta",),
     "lr_schedule": (*(f"lr_schedule.{key}" for key in LrScheduleConfig.model_fields), "optimizer.lr", "training.steps"),
@@ -88,8 +89,8 @@ def begins_anew(changed: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def is_same_data(stored: str, fingerprint: str) -> bool:
-    """Whether a checkpoint's data is that of a fingerprint; an imported model has read none yet."""
-    return stored in ("", fingerprint)
+    """Whether a checkpoint's data is that of a fingerprint, as far as they can be compared; see `changes_between`."""
+    return not changes_between(stored, fingerprint)
 
 
 def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from megazero.checkpoint.folder import Location
 from megazero.checkpoint.index import CheckpointError, TrainerState, versions
 from megazero.config import RunConfig
+from megazero.data.identity import changes_between
 from megazero.engine.phases import KEYS_OF, Phase, current, is_same_data
 from megazero.settings import toml_value
 from megazero.zero.sharded_model import ShardedModel
@@ -76,11 +77,8 @@ def check_same_run(
         return
     if "seq_len" in differs and fingerprint_at and is_same_data(stored, fingerprint_at(trainer.model["seq_len"])):
         return
-    raise CheckpointError(
-        f"{path} was trained on other data (fingerprint {stored}, now {data_fingerprint}): "
-        "the sources, their weights, data.tokenizer, data.validation_fraction, model.seq_len and training.seed "
-        f"must be those of the run{_how_to_accept(['data'])}"
-    )
+    differences = "; ".join(changes_between(stored, data_fingerprint))
+    raise CheckpointError(f"{path} was trained on other data. What differs: {differences}{_how_to_accept(['data'])}")
 
 
 def _how_to_accept(names: list[str]) -> str:

@@ -6,6 +6,7 @@ one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -25,16 +26,18 @@ class DataError(ValueError):
     """The data that a configuration names cannot be used."""
 
 
-def open_corpus_of(config: RunConfig) -> Corpus:
-    """The data that a resolved configuration names.  Raises: ValueError, FileNotFoundError."""
-    corpus = _open(config, [(source.path, source.weight) for source in config.data.sources])
+def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: None) -> Corpus:
+    """The data that a resolved configuration names, as this rank sees it; see `open_corpus` for `say` and the errors."""
+    corpus = _open(config, [(source.path, source.weight) for source in config.data.sources], say=say)
     trained_on = {source.path for source in config.data.sources}
     named: dict[str, ValidationStream] = {}
+    contents = dict(corpus.contents)
     for source in config.data.validation_sources:
         fraction = config.data.validation_fraction if source.path in trained_on else 0.0
-        alone = _open(config, [(source.path, 1.0)], fraction)
+        alone = _open(config, [(source.path, 1.0)], fraction, say)
         named[source.label] = alone.validation or alone.train.in_order()
-    return replace(corpus, named_validation=named)
+        contents |= alone.contents
+    return replace(corpus, contents=contents, named_validation=named)
 
 
 def fingerprint_of(config: RunConfig, seq_len: int) -> str:
@@ -44,7 +47,12 @@ def fingerprint_of(config: RunConfig, seq_len: int) -> str:
     return _open(config.model_copy(update={"model": model}), sources).fingerprint
 
 
-def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fraction: float | None = None) -> Corpus:
+def _open(
+    config: RunConfig,
+    sources: list[tuple[str, float]],
+    validation_fraction: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Corpus:
     fraction = config.data.validation_fraction if validation_fraction is None else validation_fraction
     return open_corpus(
         sources,
@@ -54,6 +62,8 @@ def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fracti
         validation_fraction=fraction,
         cache_dir=cache_directory(config.data),
         vocab_size=config.model.vocab_size,
+        eod_token=config.data.eod_token,
+        say=say,
     )
 
 

@@ -27,7 +27,7 @@ from megazero.schedules.action import Schedule
 from megazero.schedules.kind import GivenSchedule
 from megazero.schedules.proof import ScheduleError, program
 from megazero.schedules.table import read_schedule
-from megazero.training.batches import DataError, fingerprint_of, open_corpus_of, read_batches
+from megazero.training.batches import fingerprint_of, read_batches
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import describe
@@ -35,6 +35,7 @@ from megazero.training.callbacks.registry import CallbackError, RegisteredCallba
 from megazero.training.heartbeat import BETWEEN, SAVING, TRAINING
 from megazero.training.out_of_memory import explained
 from megazero.training.record import RunSummary, SampleRange, StepDecision, StepMeter, StepRecord, peak_memory_bytes
+from megazero.training.same_data import open_same_corpus
 from megazero.training.watchdog import Watchdog
 
 SAVED_CONFIG = "config.toml"
@@ -54,7 +55,7 @@ def train(
 
     Raises:
         ConfigError: `training.callbacks` names a callback that nobody has registered.
-        DataError: the corpus cannot be opened.
+        DataError: the corpus cannot be opened, or is not the same on all ranks.
         CheckpointError: the checkpoint that `checkpoint.resume` names cannot be used, or none can be written.
         NonFiniteError, LostPeerError: see `Engine.train_step`.
         OutOfMemoryError: on the rank that has no memory left.
@@ -64,7 +65,7 @@ def train(
     say = show if state.rank == 0 else lambda _: None
     with ExitStack() as closing:
         watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
-        corpus = agree(lambda: open_corpus_of(config), state.world, DataError)
+        corpus = open_same_corpus(config, state.world, say)
         fingerprint_at = partial(fingerprint_of, config)
         checkpointing = Checkpointing(config, state, corpus.fingerprint, say, watchdog, fingerprint_at=fingerprint_at)
         resumes = checkpointing.find()

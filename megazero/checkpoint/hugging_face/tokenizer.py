@@ -9,7 +9,8 @@ from typing import Any
 
 from megazero.checkpoint.folder import Folder, LocalFolder
 from megazero.checkpoint.index import HF_CONFIG, TrainerState, to_json
-from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS, ByteTokenizer
+from megazero.data.identity import tokenizer_part
+from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS, ByteTokenizer, fingerprint_of
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -29,7 +30,7 @@ def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes
     """
     own = tokenizer_files(folder)
     if TOKENIZER in own:
-        return _completed(own), f"the tokenizer of {folder}"
+        return _completed(own, trainer), f"the tokenizer of {folder}"
     named = str(trainer.config.get("data", {}).get("tokenizer", ""))
     if named in ("", "byte"):
         return own, "no tokenizer: the run read bytes" if named else "no tokenizer: the checkpoint names none"
@@ -37,28 +38,36 @@ def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes
     if not path.is_file():
         missing = f"data.tokenizer={named} of the run does not exist; copy it beside the weights yourself"
         return own, f"no tokenizer: {missing}"
+    content, wanted = path.read_bytes(), tokenizer_part(trainer.data_fingerprint)
+    name = _end_of_document(content, trainer)[1]
+    if wanted is not None and fingerprint_of(content, name or "") != wanted:
+        return (
+            own,
+            f"no tokenizer: {named} is no longer the file that the run read; copy that one beside the weights yourself",
+        )
     beside = tokenizer_files(LocalFolder(path.parent)) if path.name == TOKENIZER else {}
-    return _completed(beside | {TOKENIZER: path.read_bytes()}), f"the tokenizer {path}"
+    return _completed(beside | {TOKENIZER: content}, trainer), f"the tokenizer {path}"
 
 
-def _completed(files: dict[str, bytes]) -> dict[str, bytes]:
+def _completed(files: dict[str, bytes], trainer: TrainerState) -> dict[str, bytes]:
     """With the configuration that transformers needs beside a tokenizer.json."""
     if TOKENIZER_CONFIG in files:
         return files
-    name = _end_of_document(files[TOKENIZER])[1]
+    name = _end_of_document(files[TOKENIZER], trainer)[1]
     ends = {"eos_token": name} if name is not None else {}
     return files | {TOKENIZER_CONFIG: to_json({"tokenizer_class": "PreTrainedTokenizerFast", **ends})}
 
 
-def _end_of_document(tokenizer: bytes) -> tuple[int | None, str | None]:
-    """Id and text of the token that ends a document, where the tokenizer has one of the usual ones."""
+def _end_of_document(tokenizer: bytes, trainer: TrainerState) -> tuple[int | None, str | None]:
+    """Id and text of the token that ends a document: `data.eod_token` of the run, or the first of the usual ones."""
     from tokenizers import Tokenizer
 
     try:
         inner = Tokenizer.from_buffer(tokenizer)
     except Exception:  # the library raises nothing narrower; a file that it cannot read is copied all the same
         return None, None
-    known = ((inner.token_to_id(token), token) for token in END_OF_DOCUMENT_TOKENS)
+    named = trainer.config.get("data", {}).get("eod_token")
+    known = ((inner.token_to_id(token), token) for token in ([named] if named else END_OF_DOCUMENT_TOKENS))
     return next(((id_, token) for id_, token in known if id_ is not None), (None, None))
 
 
@@ -74,7 +83,7 @@ def token_ids(folder: Folder, trainer: TrainerState, files: Mapping[str, bytes],
             return found
     ends: int | None = None
     if TOKENIZER in files:
-        ends = _end_of_document(files[TOKENIZER])[0]
+        ends = _end_of_document(files[TOKENIZER], trainer)[0]
     elif trainer.config.get("data", {}).get("tokenizer") == "byte":
         ends = ByteTokenizer.eod_id
     return {"eos_token_id": ends} if ends is not None and ends < vocab_size else {}

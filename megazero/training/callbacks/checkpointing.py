@@ -24,6 +24,7 @@ from megazero.checkpoint.retention import Retention, mark_damaged, prune, readin
 from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
 from megazero.config import RunConfig
+from megazero.data.identity import is_of_earlier_release
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
 from megazero.settings import without_passwords
@@ -130,8 +131,13 @@ class Checkpointing(Callback):
         position = self._load(self._origin)
         self._say(f"resumed {self.newest} at step {position.step}")
         if self._state.rank == 0:
-            for line in tell_changes(read_trainer_state(self._origin), self._run_config, position):
+            written = read_trainer_state(self._origin)
+            for line in tell_changes(written, self._run_config, position):
                 self._say(line)
+            if is_of_earlier_release(written.data_fingerprint):
+                self._say(
+                    "its data was not compared with that of this run: an earlier release noted only a sample of it"
+                )
         return position
 
     def roll_back(self, step: int) -> Position | None:

@@ -1,0 +1,207 @@
+"""What a token pair holds: a hash of all of it and its range of ids, stored beside it and remembered on each machine.
+
+    prefix.bin, prefix.idx    every byte, in blocks --threads--> hash of the content, smallest and largest id
+    prefix.identity.json      what its writer found; beside a pair of Megatron's tools, what its first reader found
+    cache_dir/identities/     what this machine has verified: size, times and inode of both files, and the identity
+
+A start reads one small file for each source.  The pair itself is read only if this machine has not verified it, or its files
+have changed since; of all processes of a machine one reads, and the others wait for it.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from megazero.data.indexed import IndexedDataset, pair_paths
+
+_BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a hash of the blocks' hashes
+_LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
+_PARTS: Final = (  # of a fingerprint, after its version
+    "the order of the samples (weights of data.sources, data.validation_fraction, model.seq_len, training.seed)",
+    "the tokenizer (data.tokenizer, data.eod_token)",
+    "the tokens (data.sources)",
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a pair holds.  Pairs of equal content are equal to the byte, but for a chance of 2^-128."""
+
+    content: str  # hex
+    smallest_id: int
+    largest_id: int  # below `smallest_id` where there is no token
+    tokenizer: str = ""  # fingerprint of the tokenizer that wrote the pair; "" where it is unknown
+
+
+def identity_path(prefix: str | os.PathLike[str]) -> Path:
+    """Where the identity of a pair is stored beside it."""
+    return Path(f"{os.fspath(prefix)}.identity.json")
+
+
+def read_identity(bin_path: Path, idx_path: Path, dtype: "np.dtype[Any]", tokenizer: str = "") -> Identity:
+    """The identity of a pair of ids of `dtype`, from every byte of both files; a thread on each core reads blocks."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    sizes = [path.stat().st_size for path in (bin_path, idx_path)]
+    paths = zip((bin_path, idx_path), sizes, strict=True)
+    blocks = [(path, start) for path, size in paths for start in range(0, size, _BLOCK_BYTES)]
+
+    def look(some: Sequence[tuple[Path, int]]) -> list[tuple[bytes, int, int]]:
+        found = []
+        for path, start in some:
+            with path.open("rb") as file:
+                file.seek(start)
+                block = file.read(_BLOCK_BYTES)
+            ids = np.frombuffer(block, dtype) if path == bin_path else np.empty(0, dtype)
+            limits = (int(ids.min()), int(ids.max())) if ids.size else (0, -1)
+            found.append((xxhash.xxh3_128_digest(block), *limits))
+        return found
+
+    threads = max(1, min(len(blocks), len(os.sched_getaffinity(0))))
+    found: list[Any] = [None] * len(blocks)
+    with ThreadPoolExecutor(threads) as pool:
+        for first, part in enumerate(pool.map(look, [blocks[number::threads] for number in range(threads)])):
+            found[first::threads] = part
+    content = xxhash.xxh3_128_hexdigest(repr(sizes).encode() + b"".join(digest for digest, _, _ in found))
+    ranges = [(low, high) for _, low, high in found if low <= high] or [(0, -1)]
+    return Identity(content, min(low for low, _ in ranges), max(high for _, high in ranges), tokenizer)
+
+
+def write_identity(path: Path, identity: Identity) -> None:
+    """Store an identity; the file appears whole."""
+    _write(path, {"format": 1, **asdict(identity)})
+
+
+def verified_identity(
+    dataset: IndexedDataset, cache_dir: str | os.PathLike[str], say: Callable[[str], None] = lambda _: None
+) -> Identity:
+    """The identity of a pair, verified once on this machine and again when its files have changed.
+
+    Args:
+        cache_dir: a directory of this machine, or one that machines share: each has its own files in it.
+        say: takes a line before much is read.
+
+    Raises:
+        ValueError: the pair is not what its writer wrote, or changes while it is read.
+        OSError: the pair cannot be read, or `cache_dir` not be written.
+    """
+    from filelock import FileLock
+
+    pair = pair_paths(dataset.prefix)
+    before = _state_of(pair)
+    name = f"{platform.node()}-{xxhash.xxh3_64_hexdigest(before['path'].encode())}.json"
+    memory = Path(cache_dir) / "identities" / name
+    if (known := _remembered(memory, before)) is not None:
+        return known
+    try:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{memory}.lock").acquire()
+    except OSError as error:
+        raise OSError(
+            f"{memory.parent} cannot be written ({error}), where this machine remembers which data it has verified; "
+            "set data.cache_dir to a directory that can"
+        ) from error
+    with lock:
+        if (known := _remembered(memory, before)) is not None:  # another process has read it meanwhile
+            return known
+        size = sum(state[0] for state in before["files"])
+        if size >= _LARGE_BYTES:
+            say(f"verifying {dataset.prefix}, {size / 1e9:,.1f} GB, once on this machine")
+        identity = _verify(dataset, pair)
+        if _state_of(pair) != before:
+            raise ValueError(f"{dataset.prefix} changed while it was read; start again when it is complete")
+        _write(memory, {**before, "identity": asdict(identity)})
+    return identity
+
+
+def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
+    """Read a pair and compare it with the identity beside it, which is written where there is none."""
+    path = identity_path(dataset.prefix)
+    found = read_identity(pair[0], pair[1], dataset.dtype)
+    try:
+        stored = json.loads(path.read_bytes())
+        if stored.pop("format") != 1:
+            raise ValueError("it is of a later release")
+        stored = Identity(**stored)
+    except FileNotFoundError:
+        with suppress(OSError):  # the directory may be read-only: then only this machine remembers it
+            write_identity(path, found)
+        return found
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); copy it again, or remove it to trust the pair as it is"
+        ) from None
+    if stored.content != found.content:
+        raise ValueError(
+            f"{dataset.prefix}.bin or .idx is not what was written: its content has hash {found.content}, {path.name} "
+            f"says {stored.content}; copy all three files again or tokenize again, or remove {path.name} to trust the "
+            "pair as it is"
+        )
+    return Identity(found.content, found.smallest_id, found.largest_id, stored.tokenizer)
+
+
+def _state_of(paths: Sequence[Path]) -> dict[str, Any]:
+    """What changes when a file is written, copied or exchanged."""
+    found = [path.stat() for path in paths]
+    files = [[each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for each in found]
+    return {"path": os.path.abspath(paths[0]), "files": files}
+
+
+def _remembered(memory: Path, state: dict[str, Any]) -> Identity | None:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        known = json.loads(memory.read_bytes())
+        identity = Identity(**known.pop("identity"))
+        return identity if known == state else None
+    return None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    own = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}.partial")
+    try:
+        own.write_text(json.dumps(content, indent=2) + "\n")
+        own.replace(path)
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def fingerprint_of(order: Sequence[object], tokenizer: str, contents: Sequence[str]) -> str:
+    """One text for the data of a run, whose parts can be compared: what decides the order, the tokenizer, the tokens."""
+    order_hash, content_hash = (xxhash.xxh3_128_hexdigest(repr(tuple(values)).encode()) for values in (order, contents))
+    return "-".join(("2", order_hash, tokenizer, content_hash))
+
+
+def parts_of(fingerprint: str) -> dict[str, str]:
+    """The parts of a fingerprint by what they stand for; none of one that an earlier release or a script made."""
+    version, *parts = fingerprint.split("-")
+    return dict(zip(_PARTS, parts, strict=True)) if version == "2" and len(parts) == len(_PARTS) else {}
+
+
+def tokenizer_part(fingerprint: str) -> str | None:
+    """The fingerprint of the tokenizer within that of a run's data; None where it is unknown."""
+    return parts_of(fingerprint).get(_PARTS[1])
+
+
+def is_of_earlier_release(fingerprint: str) -> bool:
+    """Whether 0.1 made a fingerprint, from a sample of the tokens: it cannot be compared with one of all of them."""
+    return len(fingerprint) == 32 and not set(fingerprint) - set("0123456789abcdef")
+
+
+def changes_between(saved: str, now: str) -> list[str]:
+    """What differs between the data of two fingerprints, in words; nothing if `saved` cannot be compared.
+
+    Not compared are "", where no data has been read yet, and a fingerprint of an earlier release.
+    """
+    old, new = parts_of(saved), parts_of(now)
+    if saved in ("", now) or (new and is_of_earlier_release(saved)):
+        return []
+    if not (old and new):
+        return [f"the data (fingerprint {saved}, now {now})"]
+    return [f"{name}: {old[name]}, now {new[name]}" for name in _PARTS if old[name] != new[name]]
