@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 from harness import run_command as megazero
 from quickstart import QUICKSTART, TINY
+from typer.testing import CliRunner, Result
 
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import find_damage, find_newest
+from megazero.cli import app
 
 COMMAND = [sys.executable, "-m", "megazero.cli"]
 
@@ -227,6 +229,30 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_the_same_command_goes_on(
     more = megazero("train", QUICKSTART, *words, f"training.steps={step + 2}", *shape(1, 1, 2, 3))
     assert more.returncode == 0, more.stderr
     assert len(losses(tmp_path)) == step + 2
+
+
+def test_tokenize_asks_before_it_leaves_out_or_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("good")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    words = ["data", "tokenize", str(tmp_path), "--out", str(tmp_path / "out"), "--workers", "1"]
+
+    def tokenize(*more: str, answer: str | None = None) -> Result:
+        monkeypatch.setattr("megazero.cli.data._is_asked", lambda: answer is not None)
+        return CliRunner().invoke(app, [*words, *more], input=answer)
+
+    refused = tokenize()
+    assert refused.exit_code == 1
+    assert f"{tmp_path / 'b.txt'}: not a UTF-8 text file" in refused.stderr
+    assert "leave them out with --skip-bad" in refused.stderr
+    assert tokenize(answer="n\n").exit_code == 1
+    assert not (tmp_path / "out.idx").exists()
+    done = tokenize(answer="y\n")
+    assert done.exit_code == 0, done.output
+    assert "Leave these out and go on?" in done.stderr
+    assert "1 documents, 5 tokens" in done.stdout
+    assert "left out 1 files, directories or documents that cannot be read" in done.stdout
+    assert "exists; name another output, or replace it with --overwrite" in tokenize("--skip-bad").stderr
+    assert tokenize("--skip-bad", "--overwrite").exit_code == 0
 
 
 @pytest.mark.slow

@@ -1,18 +1,37 @@
-"""Text to tokens: each document once, in order, ended; the same files from any number of workers."""
+"""Text to tokens: each document once, in order, ended; nothing is left out in silence, and nothing done is done again."""
 
+import errno
+import gzip
 import json
 import multiprocessing
 import os
 import platform
+import re
+import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megazero.data import IndexedDataset
+from megazero.data import IndexedDataset, tokenize
+from megazero.data.documents import cut_into_pieces, find_files
 from megazero.data.stdlib import build_python_stdlib, stdlib_files
-from megazero.data.tokenize import Piece, _in_order, cut_into_pieces, find_files, tokenize_files
+from megazero.data.tokenize import _over_processes, tokenize_files
+from megazero.data.writer import IndexedWriter
 
 EOD = 256
+
+
+@pytest.fixture
+def shard_bytes(monkeypatch):
+    """Sets the bytes of input in a shard."""
+
+    def set_bytes(size: int) -> None:
+        inner = cut_into_pieces
+        monkeypatch.setattr(tokenize, "cut_into_pieces", lambda files, _: inner(files, size))
+        monkeypatch.setattr(tokenize, "_SHARD_BITS", (0, 0))
+
+    return set_bytes
 
 
 def texts_of(prefix: Path) -> list[str]:
@@ -35,11 +54,23 @@ def test_every_document_is_written_once_in_order_and_ended(tmp_path):
     (tree / "a.py").write_text("first")
     (tree / "empty.txt").write_text("")
     lines = write_jsonl(tmp_path / "lines.jsonl", ["one", "", "zwei\nlines"])
-    summary = tokenize_files([lines, tree], tmp_path / "out", "byte")
+    (tree / "linked").symlink_to(tree / "b")
+    named = []
+    summary = tokenize_files([lines, tree], tmp_path / "out", "byte", go_on_without=lambda text: not named.append(text))
     assert texts_of(tmp_path / "out") == ["one", "zwei\nlines", "first", "é\r\n"]
     assert (summary.documents, summary.tokens) == (4, 3 + 10 + 5 + 4 + 4)
     assert summary.bytes == lines.stat().st_size + 4 + 5
     assert summary.seconds >= 0
+    assert named == [
+        "1 files or directories cannot be read:\n"
+        f"  {tree / 'linked'}: a link to a directory, which is not followed; name it as an input to read it"
+    ]
+    assert summary.notes == (
+        f"left out 2 empty documents:\n  {lines}:2: empty\n  {tree / 'empty.txt'}: empty",
+        "left out 1 files, directories or documents that cannot be read",
+        "left out 1 names that start with a dot",
+    )
+    assert sorted(os.listdir(tmp_path)) == ["lines.jsonl", "out.bin", "out.identity.json", "out.idx", "tree"]
 
 
 def test_a_last_line_without_newline_and_blank_lines_are_read(tmp_path):
@@ -50,79 +81,306 @@ def test_a_last_line_without_newline_and_blank_lines_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 16, 17, 18, 1000])
-def test_every_line_belongs_to_one_piece_wherever_the_cuts_fall(tmp_path, monkeypatch, piece_bytes):
+def test_every_line_belongs_to_one_piece_wherever_the_cuts_fall(tmp_path, shard_bytes, piece_bytes):
     texts = [str(i) * (i % 5) + "." for i in range(20)]
     path = write_jsonl(tmp_path / "x.jsonl", texts)
-    pieces = cut_into_pieces([path], piece_bytes)
+    pieces, _ = cut_into_pieces([path], piece_bytes)
     assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
     assert pieces[-1].stop == path.stat().st_size
-    monkeypatch.setattr("megazero.data.tokenize.cut_into_pieces", lambda files: pieces)
+    shard_bytes(piece_bytes)
     tokenize_files([path], tmp_path / "out", "byte")
     assert texts_of(tmp_path / "out") == texts
 
 
-def test_three_workers_write_the_same_bytes_as_one(tmp_path, monkeypatch):
+def test_three_workers_write_the_same_bytes_as_one(tmp_path, shard_bytes):
     inputs = [write_jsonl(tmp_path / "x.jsonl", [f"line {i}" * (i % 7) for i in range(300)])]
     inputs += [tmp_path / f"{i}.txt" for i in range(20)]
     for path in inputs[1:]:
         path.write_text(path.name * 50)
-    monkeypatch.setattr("megazero.data.tokenize.cut_into_pieces", lambda files: cut_into_pieces(files, 500))
-    progress = []
-    for workers in (1, 3):
-        tokenize_files(
-            inputs, tmp_path / f"out{workers}", "byte", workers=workers, on_progress=lambda *p: progress.append(p)
-        )
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"out1{suffix}").read_bytes() == (tmp_path / f"out3{suffix}").read_bytes()
+    shard_bytes(500)
     total = sum(path.stat().st_size for path in inputs)
-    half = len(progress) // 2
-    assert progress[:half] == progress[half:] == sorted(progress[:half])
-    assert progress[-1] == (total, total)
+    for workers in (1, 3):
+        done = []
+        say = lambda *progress, done=done: done.append(progress)  # noqa: E731
+        tokenize_files(inputs, tmp_path / f"out{workers}", "byte", workers=workers, on_progress=say)
+        assert done == sorted(done)
+        assert done[-1] == (total, total)
+    for suffix in (".bin", ".idx", ".identity.json"):
+        assert (tmp_path / f"out1{suffix}").read_bytes() == (tmp_path / f"out3{suffix}").read_bytes()
+
+
+def write_parquet(path: Path, texts: list[str], **options) -> Path:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install 'megazero[data]'")
+    import pyarrow
+
+    table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+    parquet.write_table(table, path, **{"row_group_size": 7, **options})
+    return path
+
+
+def write_packed(path: Path, content: bytes) -> Path:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(content[:90]) + gzip.compress(content[90:]))  # two members, as from `cat`
+    else:
+        zstandard = pytest.importorskip("zstandard", reason="needs zstandard: pip install 'megazero[data]'")
+        pack = zstandard.ZstdCompressor().compress
+        path.write_bytes(pack(content[:90]) + pack(content[90:]))
+    return path
+
+
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".parquet", ".txt.gz", ".TXT.zst"])
+def test_every_format_gives_the_tokens_of_its_plain_text(tmp_path, shard_bytes, kind):
+    texts = [f"document {i} é\n" * (i % 9 + 1) for i in range(40)]
+    whole = kind.lower().startswith(".txt")
+    plain = write_jsonl(tmp_path / "plain.jsonl", ["".join(texts)] if whole else texts)
+    if kind == ".parquet":
+        path = write_parquet(tmp_path / f"x{kind}", texts)
+    else:
+        path = write_packed(tmp_path / f"x{kind}", "".join(texts).encode() if whole else plain.read_bytes())
+    tokenize_files([plain], tmp_path / "plain", "byte")
+    shard_bytes(200)
+    tokenize_files([path], tmp_path / "out", "byte", workers=2)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"plain{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "package"), [("x.parquet", "pyarrow"), ("x.jsonl.zst", "zstandard")])
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"{name} needs the package {package}: pip install 'megazero\[data\]'"
+    ):
+        tokenize_files([tmp_path / name], tmp_path / "out", "byte")
+    assert os.listdir(tmp_path) == [name]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{text", r"x\.jsonl:3: not a line of JSON"),
-        ('{"body": "x"}', r"x\.jsonl:3: no 'text' in it, found the keys \['body'\]; .*jsonl_key"),
+        ('{"body": "x"}', r"x\.jsonl:3: no 'text' in it, found the keys \['body'\]; .*jsonl-key"),
         ('["x"]', r"x\.jsonl:3: no 'text' in it, found a list"),
         ('{"text": 5}', r"x\.jsonl:3: 'text' must be a string, found a int"),
         ('{"text": "\\ud800"}', r"x\.jsonl:3: text that UTF-8 cannot hold"),
+        ("[" * 100_000, r"x\.jsonl:3: "),
     ],
 )
-@pytest.mark.parametrize("piece_bytes", [4, 1000])
-def test_a_bad_line_is_named_by_file_and_line_and_nothing_is_left(tmp_path, monkeypatch, line, message, piece_bytes):
+@pytest.mark.parametrize("piece_bytes", [4, 1_000_000])
+def test_a_bad_line_is_named_and_the_rest_is_written_where_the_caller_agrees(
+    tmp_path, shard_bytes, line, message, piece_bytes
+):
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"text": "a"}}\n\n{line}\n{{"text": "b"}}\n')
-    monkeypatch.setattr("megazero.data.tokenize.cut_into_pieces", lambda files: cut_into_pieces(files, piece_bytes))
-    with pytest.raises(ValueError, match=message):
+    shard_bytes(piece_bytes if len(line) < 1000 else 50_000)
+    with pytest.raises(ValueError, match=rf"^1 documents or parts of files cannot be read:\n.*{message}"):
         tokenize_files([path], tmp_path / "out", "byte")
-    assert os.listdir(tmp_path) == ["x.jsonl"]
+    assert sorted(os.listdir(tmp_path)) == ["out.tokenizing", "x.jsonl"]
+    summary = tokenize_files([path], tmp_path / "out", "byte", go_on_without=lambda _: True)
+    assert texts_of(tmp_path / "out") == ["a", "b"]
+    assert summary.notes == ("left out 1 files, directories or documents that cannot be read",)
 
 
-def test_a_bad_line_is_named_from_a_worker_process_too(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"text": "a"}\n{\n')
-    with pytest.raises(ValueError, match=r"x\.jsonl:2: not a line of JSON"):
-        tokenize_files([path], tmp_path / "out", "byte", workers=2)
-    assert os.listdir(tmp_path) == ["x.jsonl"]
+def unreadable_things(folder: Path) -> dict[str, str]:
+    """Files that cannot be read, with the beginning of what is said about each."""
+    os.mkfifo(folder / "pipe")
+    (folder / "broken").symlink_to(folder / "absent")
+    (folder / "image.png").write_bytes(b"\x89PNG\xff")
+    (folder / "tape.tar").write_bytes(b"name\0\0\0text")
+    (folder / "noise.gz").write_bytes(b"no gzip")
+    (folder / "half.jsonl.gz").write_bytes(gzip.compress(b'{"text": "half"}\n')[:-8])
+    return {
+        "pipe": "neither a file nor a directory",
+        "broken": "No such file or directory",
+        "image.png": "not a UTF-8 text file",
+        "tape.tar": "not a text file: it has zero bytes",
+        "noise.gz": "Not a gzipped file",
+        "half.jsonl.gz": "Compressed file ended before the end",
+    }
 
 
-def _die(piece: Piece) -> None:
+@pytest.mark.parametrize("kind", [".gz", ".zst"])
+def test_a_truncated_archive_gives_what_it_holds_and_is_named(tmp_path, kind):
+    texts = [os.urandom(40).hex() for _ in range(50)]
+    content = write_packed(
+        tmp_path / f"x.jsonl{kind}", write_jsonl(tmp_path / "plain", texts).read_bytes()
+    ).read_bytes()
+    (tmp_path / f"x.jsonl{kind}").write_bytes(content[:-20])
+    (tmp_path / "z.txt").write_text("good")
+    inputs, named = [tmp_path / f"x.jsonl{kind}", tmp_path / "z.txt"], []
+    tokenize_files(inputs, tmp_path / "out", "byte", go_on_without=lambda text: not named.append(text))
+    *found, last = texts_of(tmp_path / "out")
+    assert (found, last) == (texts[: len(found)], "good")
+    assert re.search(rf"x\.jsonl{kind}: Compressed file ended before the end", named[0])
+    assert f"; only {len(found)} documents before it were read" in named[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_bad_file_does_not_lose_the_rest(tmp_path, shard_bytes, workers):
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    bad = unreadable_things(tree)
+    for name in "afz":
+        (tree / f"{name}.txt").write_text(name * 9)
+    shard_bytes(1)
+    said = []
+    summary = tokenize_files(
+        [tree], tmp_path / "out", "byte", workers=workers, go_on_without=lambda text: not said.append(text)
+    )
+    assert texts_of(tmp_path / "out") == ["a" * 9, "f" * 9, "half", "z" * 9]
+    assert said[0].startswith("2 files or directories cannot be read:")
+    assert said[1].startswith("4 documents or parts of files cannot be read:")
+    for name, why in bad.items():
+        assert f"{tree / name}: {why}" in "\n".join(said)
+    assert summary.notes == ("left out 6 files, directories or documents that cannot be read",)
+
+
+def _tokenize_as_nobody(tree: Path, out: Path) -> None:
+    os.setuid(65534)
+    with pytest.raises(
+        ValueError, match=r"2 files or directories cannot be read:(.|\n)*Permission denied(.|\n)*Permission"
+    ):
+        tokenize_files([tree], out / "out", "byte")
+    os._exit(0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_directories_and_files_without_permission_are_named():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:  # the folders above tmp_path are closed to others
+        tree = Path(folder, "tree")
+        (tree / "closed").mkdir(parents=True)
+        (tree / "a.txt").write_text("a")
+        (tree / "b.txt").write_text("b")
+        (tree / "b.txt").chmod(0)
+        (tree / "closed").chmod(0)
+        Path(folder).chmod(0o777)
+        process = multiprocessing.get_context("fork").Process(target=_tokenize_as_nobody, args=(tree, Path(folder)))
+        process.start()
+        process.join(timeout=30)
+        assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("done", [1, 3, 6])
+def test_a_command_that_was_killed_goes_on_with_what_is_missing(tmp_path, monkeypatch, shard_bytes, done):
+    path = write_jsonl(tmp_path / "x.jsonl", [f"line {i}" for i in range(80)])
+    tokenize_files([path], tmp_path / "whole", "byte")
+    shard_bytes(200)
+    shards = len(cut_into_pieces([path], 200)[0])
+    assert shards > 6
+
+    def die_after_some(finished: int, _: int) -> None:
+        if finished >= done * 200:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    fork = multiprocessing.get_context("fork")
+    arguments = {"args": ([path], tmp_path / "out", "byte"), "kwargs": {"on_progress": die_after_some}}
+    process = fork.Process(target=tokenize_files, **arguments)
+    process.start()
+    process.join(timeout=30)
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "out.idx").exists()
+    again, inner = [], tokenize._tokenize_shard
+    monkeypatch.setattr(tokenize, "_tokenize_shard", lambda shard, job: again.append(shard) or inner(shard, job))
+    tokenize_files([path], tmp_path / "out", "byte")
+    assert len(again) == shards - done
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    assert not (tmp_path / "out.tokenizing").exists()
+
+
+def test_after_a_bad_file_was_mended_only_its_shard_is_tokenized_again(tmp_path, monkeypatch, shard_bytes):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 9)
+    (tmp_path / "b.txt").write_bytes(b"\xff" * 9)
+    shard_bytes(1)
+    inputs = [tmp_path / f"{name}.txt" for name in "abc"]
+    with pytest.raises(ValueError, match=r"b\.txt: not a UTF-8 text file"):
+        tokenize_files(inputs, tmp_path / "out", "byte")
+    inputs[1].write_text("mended")
+    again, inner = [], tokenize._tokenize_shard
+    monkeypatch.setattr(tokenize, "_tokenize_shard", lambda shard, job: again.append(shard) or inner(shard, job))
+    tokenize_files(inputs, tmp_path / "out", "byte")
+    assert [piece.path for shard in again for piece in shard.pieces] == [str(inputs[1])]
+    assert texts_of(tmp_path / "out") == ["a" * 9, "mended", "c" * 9]
+    again.clear()
+    tokenize_files(inputs, tmp_path / "out", "byte", jsonl_key="other", overwrite=True)
+    assert len(again) == 3  # nothing is kept once the pair is complete
+
+
+def test_what_an_io_error_hid_is_read_at_the_next_start(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "x.jsonl", ["one", "two"])
+
+    def fail(*_):
+        yield 0, "one"
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(tokenize, "documents_of", fail)
+    with pytest.raises(ValueError, match=r"x\.jsonl: .*Input/output error; only 1 documents before it were read"):
+        tokenize_files([path], tmp_path / "out", "byte")
+    monkeypatch.undo()
+    tokenize_files([path], tmp_path / "out", "byte")
+    assert texts_of(tmp_path / "out") == ["one", "two"]
+
+
+def test_shards_of_other_settings_are_not_taken(tmp_path, shard_bytes):
+    (tmp_path / "a.txt").write_text("a b")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    import tokenizers
+
+    for name, words in {"one": ["a", "b"], "two": ["b", "a"]}.items():
+        inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate([*words, "</s>"])}, "a"))
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        inner.save(str(tmp_path / f"{name}.json"))
+    inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    with pytest.raises(ValueError, match=r"b\.txt"):
+        tokenize_files(inputs, tmp_path / "out", tmp_path / "one.json")
+    tokenize_files(inputs, tmp_path / "out", tmp_path / "two.json", go_on_without=lambda _: True)
+    assert IndexedDataset(tmp_path / "out").tokens.tolist() == [1, 0, 2]
+
+
+def test_an_existing_pair_is_replaced_only_on_request(tmp_path):
+    (tmp_path / "a.txt").write_text("old")
+    tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+    (tmp_path / "a.txt").write_text("new")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FileExistsError, match=r"out\.bin or \.idx exists; .*--overwrite"):
+        tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte", overwrite=True)
+    assert texts_of(tmp_path / "out") == ["new"]
+
+
+def test_of_two_commands_with_one_output_the_second_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("mine")
+    with IndexedWriter(tmp_path / "out", np.uint16) as writer:
+        with pytest.raises(FileExistsError, match=r"another process is writing .*out"):
+            tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+        writer.add_document(np.frombuffer(b"theirs", np.uint8))
+        writer.add_document(np.array([EOD]))
+    assert IndexedDataset(tmp_path / "out").tokens.tolist() == [*b"theirs", EOD]
+
+
+def test_the_output_is_no_input_of_the_next_command(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    for _ in range(2):
+        tokenize_files([tmp_path], tmp_path / "out", "byte", overwrite=True)
+        assert texts_of(tmp_path / "out") == ["a"]
+
+
+def _die(item: int) -> None:
     os._exit(1)
 
 
 def test_a_worker_that_dies_is_an_error_and_no_hang():
     with pytest.raises(RuntimeError, match="one of 2 tokenizing processes died"):
-        list(_in_order(_die, [Piece("x", 0, 1)] * 20, workers=2))
+        list(_over_processes(_die, range(20), workers=2))
 
 
 def test_inputs_that_hold_no_text_are_refused(tmp_path):
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank.txt").write_text("")
-    with pytest.raises(ValueError, match=r"image\.png: not a UTF-8 text file"):
-        tokenize_files([tmp_path / "image.png"], tmp_path / "out", "byte")
     with pytest.raises(FileNotFoundError, match="no files to tokenize"):
         tokenize_files([tmp_path / "empty"], tmp_path / "out", "byte")
     with pytest.raises(FileNotFoundError, match=r"no file or directory .*absent"):
@@ -130,8 +388,8 @@ def test_inputs_that_hold_no_text_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no text in"):
         tokenize_files([tmp_path / "blank.txt"], tmp_path / "out", "byte")
     with pytest.raises(ValueError, match="workers=0"):
-        tokenize_files([tmp_path / "image.png"], tmp_path / "out", "byte", workers=0)
-    assert not list(tmp_path.glob("out*"))
+        tokenize_files([tmp_path / "blank.txt"], tmp_path / "out", "byte", workers=0)
+    assert not list(tmp_path.glob("out.[bi]*"))
 
 
 def test_the_standard_library_comes_without_suites_and_installed_packages():
@@ -176,8 +434,9 @@ def test_a_damaged_cache_is_built_again_and_a_whole_one_is_kept(tmp_path, monkey
     prefix = build_python_stdlib(tmp_path, "byte")
     whole = Path(f"{prefix}.bin").read_bytes()
     assert texts_of(prefix) == [text for path in some if (text := path.read_text())]
-    Path(f"{prefix}.bin").write_bytes(whole[:-1])
-    assert build_python_stdlib(tmp_path, "byte") == prefix
-    assert Path(f"{prefix}.bin").read_bytes() == whole
+    for damaged in (whole[:-1], whole[:9] + b"x" + whole[10:]):
+        Path(f"{prefix}.bin").write_bytes(damaged)
+        assert build_python_stdlib(tmp_path, "byte") == prefix
+        assert Path(f"{prefix}.bin").read_bytes() == whole
     monkeypatch.setattr("megazero.data.tokenize.tokenize_files", None)  # a call would fail
     assert build_python_stdlib(tmp_path, "byte") == prefix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -16,32 +17,63 @@ app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 
 @app.command()
 def tokenize(
-    inputs: Annotated[list[str], typer.Argument(help="Text files, .jsonl files, or directories of them.")],
+    inputs: Annotated[
+        list[str], typer.Argument(help="Text, .jsonl or .parquet files, or directories of them; .gz, .zst.")
+    ],
     out: Annotated[str, typer.Option(help="Prefix of the .bin and .idx files to write.")],
     tokenizer: Annotated[str, typer.Option(help="'byte', or a Hugging Face tokenizers file.")] = "byte",
     workers: Annotated[int, typer.Option(help="Processes; 0 uses every core.")] = 0,
-    jsonl_key: Annotated[str, typer.Option(help="Field of a .jsonl line that holds the text.")] = "text",
+    jsonl_key: Annotated[
+        str, typer.Option(help="Field of a .jsonl line, or .parquet column, that holds the text.")
+    ] = "text",
     eod_token: Annotated[str | None, typer.Option(help="Token that ends a document, if it cannot be guessed.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a pair that exists.")] = False,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out what cannot be read, without asking.")
+    ] = False,
 ) -> None:
-    """Turn text into the indexed format that training reads."""
+    """Turn text into the indexed format that training reads.  Stopped or failed, the same command goes on where it was."""
     from megazero.data.tokenize import tokenize_files
 
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def go_on_without(named: str) -> bool:
+        if not skip_bad and not _is_asked():
+            return False
+        progress.stop()
+        print(named, file=sys.stderr)
+        if not skip_bad and not typer.confirm("Leave these out and go on?", err=True):
+            return False
+        progress.start()
+        return True
+
     try:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        with progress:
             task = progress.add_task("tokenizing", total=None)
             summary = tokenize_files(
                 inputs,
                 out,
                 tokenizer,
-                workers=workers or os.cpu_count() or 1,
+                workers=workers or len(os.sched_getaffinity(0)),
                 jsonl_key=jsonl_key,
                 eod_token=eod_token,
+                overwrite=overwrite,
+                go_on_without=go_on_without,
                 on_progress=lambda done, total: progress.update(task, completed=done, total=total),
             )
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("stopped; the same command goes on with what is not done yet", 130)
     print(
         f"{out}.bin and {out}.idx: {summary.documents:,} documents, {summary.tokens:,} tokens "
         f"from {summary.bytes:,} bytes in {summary.seconds:.1f} s"
     )
+    for note in summary.notes:
+        print(note)
+
+
+def _is_asked() -> bool:
+    """Whether somebody is there to answer a question."""
+    return sys.stdin.isatty()

@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 from typing import Final
 
+from megazero.data.identity import verified_identity
 from megazero.data.indexed import IndexedDataset
 from megazero.data.tokenizer import load_tokenizer
 
@@ -54,8 +55,9 @@ def build_python_stdlib(
             if not _is_complete(prefix):  # it may have been built while this process waited
                 from megazero.data.tokenize import tokenize_files  # a run that finds its data imports no writer
 
-                files = [path for path in stdlib_files() if _is_utf8(path)]
-                tokenize_files(files, prefix, tokenizer, eod_token=eod_token)
+                tokenize_files(
+                    stdlib_files(), prefix, tokenizer, eod_token=eod_token, overwrite=True, go_on_without=lambda _: True
+                )
     except Timeout as error:
         raise TimeoutError(
             f"waited {_LOCK_SECONDS:.0f} s for another process to build {prefix}; see who holds {lock}"
@@ -65,15 +67,7 @@ def build_python_stdlib(
 
 def _is_complete(prefix: Path) -> bool:
     try:
-        IndexedDataset(prefix)
+        verified_identity(IndexedDataset(prefix), prefix.parent)
     except (FileNotFoundError, ValueError):  # a damaged cache is built again
-        return False
-    return True
-
-
-def _is_utf8(path: Path) -> bool:
-    try:
-        path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
         return False
     return True

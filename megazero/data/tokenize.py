@@ -1,51 +1,90 @@
-"""Tokenizing text files into one `.bin`/`.idx` pair, in several processes.
+"""Tokenizing text files into one `.bin`/`.idx` pair, in several processes; stopped at any moment, it goes on where it was.
 
-    files, sorted  ->  pieces (path, start, stop)  ->  workers tokenize  ->  one writer, in the order of the pieces
-                       a text file is one piece        any of them           so the output does not depend on the
-                       a .jsonl is cut by bytes                              number of workers
+    files, sorted -> pieces -> shards --workers--> prefix.tokenizing/KEY.bin, .lengths, .json --in order--> prefix.bin, .idx
+                               a megabyte of       KEY is a hash of all that decides the shard,  the output depends on
+                               text, or more       so a finished one serves the next start       the inputs alone
 
-A line of a `.jsonl` belongs to the piece in which it starts. Every document ends with the tokenizer's
-end-of-document id; an empty document is left out.
+Every document ends with the tokenizer's end-of-document id; an empty document is left out and counted.
 """
 
 import functools
 import json
 import os
+import signal
+import threading
 import time
-from collections import deque
+from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from megazero.data.documents import Piece, Problem, cut_into_pieces, documents_of, find_files
+from megazero.data.identity import identity_path
+from megazero.data.indexed import pair_paths
 from megazero.data.tokenizer import load_tokenizer
-from megazero.data.writer import IndexedWriter, token_dtype
+from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
 
-_PIECE_BYTES: Final = 4 << 20
-_PENDING_PER_WORKER: Final = 4  # bounds memory if the first piece is slow
+_SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
+_SHARD_BITS: Final = (20, 28)
+_NAMED: Final = 20  # problems that a message names; the others are counted
 
-
-_Tokenized: TypeAlias = tuple[NDArray[Any], list[int]]  # documents end to end, and the tokens of each
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class TokenizeSummary(NamedTuple):
-    """What `tokenize_files` wrote: documents, tokens (end-of-document ids included), input bytes, wall seconds."""
+    """What `tokenize_files` wrote."""
 
     documents: int
-    tokens: int
-    bytes: int
+    tokens: int  # end-of-document ids included
+    bytes: int  # of input
     seconds: float
+    notes: tuple[str, ...]  # what was left out, with numbers and names
 
 
-class Piece(NamedTuple):
-    """A part of one input file that one worker reads: bytes `start` to `stop`."""
+@dataclass(frozen=True)
+class _Job:
+    """What decides the tokens of a text, and where shards go."""
 
-    path: str
-    start: int
-    stop: int
+    folder: Path
+    tokenizer: str
+    eod_token: str | None
+    fingerprint: str  # of the tokenizer
+    dtype: str
+    key: str  # of a `.jsonl` or `.parquet`
+
+    def path(self, shard: "Shard", suffix: str) -> Path:
+        return self.folder / f"{shard.key}{suffix}"
+
+
+class Shard(NamedTuple):
+    """Pieces that one worker tokenizes at once."""
+
+    key: str  # a hash: equal for equal text, tokenizer and settings
+    pieces: tuple[Piece, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+
+@dataclass
+class _Tokenized:
+    """What became of a shard."""
+
+    documents: int = 0
+    tokens: int = 0
+    unread: int = 0
+    empty: int = 0
+    is_final: bool = True  # False after an I/O error, which the next start may not meet
+    named_unread: list[Problem] = field(default_factory=list)  # the first of them
+    named_empty: list[Problem] = field(default_factory=list)
 
 
 def tokenize_files(
@@ -56,165 +95,238 @@ def tokenize_files(
     workers: int = 1,
     jsonl_key: str = "text",
     eod_token: str | None = None,
+    overwrite: bool = False,
+    go_on_without: Callable[[str], bool] = lambda _: False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TokenizeSummary:
-    """Tokenize text and `.jsonl` files into `out_prefix`.bin and .idx.
+    """Tokenize text, `.jsonl` and `.parquet` files, also in `.gz` and `.zst`, into `out_prefix`.bin and .idx.
+
+    What is done is kept in `out_prefix`.tokenizing until the pair is complete: after an error, or when the process was
+    killed, the same call goes on with the shards that are missing or whose files have changed.
 
     Args:
-        inputs: files and directories, in the order of the output; directories are walked in sorted order, without names
-            that start with a dot. A `.jsonl` holds a document on each line, any other file is one document in UTF-8.
-        out_prefix: path of the pair to write; it appears, or is replaced, when all is done.
+        inputs: files and directories, in the order of the output; see `find_files`, and `documents` for what a file holds.
+        out_prefix: path of the pair to write; it appears when all is done.
         tokenizer, eod_token: arguments of `load_tokenizer`; every worker loads its own.
         workers: processes that tokenize; 1 works in this one.
-        jsonl_key: the field of a line that holds its text.
-        on_progress: called in this process with (input bytes done, all input bytes) after each piece.
+        jsonl_key: the field of a line, or the column of a table, that holds its text.
+        overwrite: replace a pair that exists.
+        go_on_without: asked before the work, and before the pair is written, if something cannot be read, which its argument
+            names; where it says False, the call ends with an error.
+        on_progress: called in this process with (input bytes done, all input bytes) after each shard.
 
     Raises:
         FileNotFoundError: an input does not exist.
-        ValueError: a file that is not UTF-8, a bad line (`file:line: why`), or nothing to write.
+        FileExistsError: the pair exists, or another process is writing it.
+        ModuleNotFoundError: a file needs a package that is not installed.
+        ValueError: files or documents that cannot be read, or no text at all.
         RuntimeError: a worker died.
     """
     if workers < 1:
         raise ValueError(f"workers={workers}; at least 1 process has to do the work")
     began = time.monotonic()
-    pieces = cut_into_pieces(find_files(inputs))
-    bytes_total = sum(piece.stop - piece.start for piece in pieces)
-    dtype = token_dtype(load_tokenizer(os.fspath(tokenizer), eod_token).vocab_size)
-    work = functools.partial(
-        _tokenize_piece, tokenizer=os.fspath(tokenizer), eod_token=eod_token, jsonl_key=jsonl_key, dtype=dtype.str
-    )
-    documents = tokens = bytes_done = 0
-    with closing(_in_order(work, pieces, workers)) as results, IndexedWriter(out_prefix, dtype) as writer:
-        for piece, (ids, lengths) in zip(pieces, results, strict=True):
-            for document in np.split(ids, np.cumsum(lengths)[:-1]) if lengths else ():
-                writer.add_document(document)
-            documents += len(lengths)
-            tokens += len(ids)
-            bytes_done += piece.stop - piece.start
-            if on_progress is not None:
-                on_progress(bytes_done, bytes_total)
+    encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
+    dtype, folder = token_dtype(encoder.vocab_size), Path(f"{os.fspath(out_prefix)}.tokenizing")
+    job = _Job(folder, os.fspath(tokenizer), eod_token, encoder.fingerprint, dtype.str, jsonl_key)
+
+    def ask(count: int, named: Sequence[Problem], what: str) -> None:
+        text = f"{count:,} {what} cannot be read:{_listed(count, named)}"
+        if count and not go_on_without(text):
+            raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
+
+    with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
+        own = [*pair_paths(out_prefix), identity_path(out_prefix)]
+        if not overwrite and any(path.exists() for path in own[:2]):
+            raise FileExistsError(f"{own[0]} or .idx exists; name another output, or replace it with --overwrite")
+        ours = {folder, *own, *(path.with_name(f"{path.name}.partial") for path in own)}
+        files, unread, hidden = find_files(inputs, ours)
+        shards, uncut = make_shards(files, job)
+        unread += uncut
+        ask(len(unread), unread, "files or directories")
+        done = _tokenize_shards(shards, job, workers, on_progress)
+        bad = sum(one.unread for one in done)
+        ask(bad, [problem for one in done for problem in one.named_unread], "documents or parts of files")
+        documents, tokens = sum(one.documents for one in done), sum(one.tokens for one in done)
         if not documents:
-            raise ValueError(f"no text in {len(pieces):,} files under {[os.fspath(i) for i in inputs]}")
-    return TokenizeSummary(documents, tokens, bytes_total, time.monotonic() - began)
+            raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
+        for shard in shards:
+            lengths = array("i", job.path(shard, ".lengths").read_bytes())
+            writer.add_documents(np.fromfile(job.path(shard, ".bin"), dtype), lengths)
+    _remove(folder)
+    empty = sum(one.empty for one in done)
+    counts = {
+        f"empty documents:{_listed(empty, [problem for one in done for problem in one.named_empty])}": empty,
+        "files, directories or documents that cannot be read": len(unread) + bad,
+        "names that start with a dot": hidden,
+    }
+    notes = tuple(f"left out {count:,} {what}" for what, count in counts.items() if count)
+    return TokenizeSummary(documents, tokens, sum(shard.bytes for shard in shards), time.monotonic() - began, notes)
 
 
-def find_files(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """The files of `inputs`; a directory stands for its files in sorted order.  Raises: FileNotFoundError."""
-    files: list[Path] = []
-    for entry in map(Path, inputs):
-        if entry.is_dir():
-            found = []
-            for directory, names, inside in os.walk(entry):
-                names[:] = [name for name in names if not name.startswith(".")]
-                found += [Path(directory, name) for name in inside if not name.startswith(".")]
-            files += sorted(found)
-        elif entry.exists():
-            files.append(entry)
-        else:
-            raise FileNotFoundError(f"no file or directory {entry} to tokenize")
-    if not files:
-        raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
-    return files
+def _listed(count: int, named: Sequence[Problem]) -> str:
+    lines = [str(problem) for problem in named[:_NAMED]]
+    lines += [f"and {count - len(lines):,} more"] if count > len(lines) else []
+    return "".join(f"\n  {line}" for line in lines)
 
 
-def cut_into_pieces(files: Sequence[Path], piece_bytes: int = _PIECE_BYTES) -> list[Piece]:
-    """Cut each `.jsonl` into ranges of `piece_bytes`; other files stay whole. Their order is the output's order."""
-    pieces = []
-    for file in files:
-        size = file.stat().st_size
-        step = piece_bytes if file.suffix == ".jsonl" else max(size, 1)
-        pieces += [Piece(str(file), start, min(start + step, size)) for start in range(0, size, step)]
-    return pieces
+def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Problem]]:
+    """Shards of the files, in order, and the files that cannot be read."""
+    stats: dict[str, os.stat_result] = {}
+    for path in files:
+        with suppress(OSError):  # which `cut_into_pieces` reports
+            stats[str(path)] = path.stat()
+    total = sum(about.st_size for about in stats.values())
+    low, high = _SHARD_BITS
+    limit = 1 << max(low, min(high, (total // _SHARDS).bit_length()))
+    pieces, unread = cut_into_pieces(files, limit)
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not groups or piece.bytes > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(piece)
+        room -= piece.bytes
+    settings = (1, job.fingerprint, job.dtype, job.key)
+
+    def shard(group: list[Piece]) -> Shard:
+        states = [(os.path.abspath(p.path), stats[p.path].st_size, stats[p.path].st_mtime_ns, *p[1:]) for p in group]
+        return Shard(xxhash.xxh3_128_hexdigest(repr((settings, states)).encode()), tuple(group))
+
+    return [shard(group) for group in groups], unread
 
 
-def _in_order(
-    work: Callable[[Piece], _Tokenized], pieces: Sequence[Piece], workers: int
-) -> Generator[_Tokenized, None, None]:
-    """`map(work, pieces)` over processes: results in the order of the pieces, a bounded number at a time."""
-    if workers == 1:
-        yield from map(work, pieces)
+def _tokenize_shards(
+    shards: Sequence[Shard], job: _Job, workers: int, on_progress: Callable[[int, int], None] | None
+) -> list[_Tokenized]:
+    """What became of each shard, after those that are not done yet have been tokenized."""
+    job.folder.mkdir(exist_ok=True)
+    missing = [shard for shard in shards if not _is_done(job.path(shard, ".json"))]
+    total = sum(shard.bytes for shard in shards)
+    finished = total - sum(shard.bytes for shard in missing)
+    missing.sort(key=lambda shard: -shard.bytes)  # nobody waits for a large one at the end
+    with closing(_over_processes(functools.partial(_tokenize_shard, job=job), missing, workers)) as results:
+        for count in results:
+            finished += count
+            if on_progress is not None:
+                on_progress(finished, total)
+    return [_read_tokenized(job.path(shard, ".json")) for shard in shards]
+
+
+def _over_processes(work: Callable[[T], R], items: Sequence[T], workers: int) -> Generator[R, None, None]:
+    """The results of `work`, over processes, as they are done."""
+    if workers == 1 or len(items) < 2:
+        yield from map(work, items)
         return
     import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures import ProcessPoolExecutor, as_completed
     from concurrent.futures.process import BrokenProcessPool
 
     # Spawned, because the caller may have threads; and no multiprocessing.Pool, which hangs when a worker is killed.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = deque(pool.submit(work, piece) for piece in pieces[: workers * _PENDING_PER_WORKER])
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(items)), mp_context=context, initializer=_end_with_parent) as pool:
         try:
-            for following in [*pieces[len(pending) :], *[None] * len(pending)]:
-                yield pending.popleft().result()
-                if following is not None:
-                    pending.append(pool.submit(work, following))
+            for future in as_completed([pool.submit(work, item) for item in items]):
+                yield future.result()
         except BrokenProcessPool as error:
             raise RuntimeError(
-                f"one of {workers} tokenizing processes died, perhaps for lack of memory; nothing was written; "
+                f"one of {workers} tokenizing processes died, perhaps for lack of memory; what is done is kept: "
                 "try again with fewer workers"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
 
+def _end_with_parent() -> None:
+    """A worker ends at once on Ctrl-C, and when the command that started it has been killed."""
+    import multiprocessing
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
+
 _tokenizer_of_process = functools.cache(load_tokenizer)
 
 
-def _tokenize_piece(piece: Piece, tokenizer: str, eod_token: str | None, jsonl_key: str, dtype: str) -> _Tokenized:
-    encoder = _tokenizer_of_process(tokenizer, eod_token)
-    end = np.array([encoder.eod_id], np.int32)
-    parts: list[NDArray[np.int32]] = [end[:0]]
-    lengths: list[int] = []
-    key = jsonl_key if piece.path.endswith(".jsonl") else None
-    for offset, content in [(0, Path(piece.path).read_bytes())] if key is None else _lines(piece):
-        try:
-            text = _text_of(content, key)
-            if not text:
-                continue
-            ids = encoder.encode(text)
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            raise ValueError(f"{_where(piece, offset)}: text that UTF-8 cannot hold: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{_where(piece, offset)}: {error}") from error
-        parts += [ids, end]
-        lengths.append(len(ids) + 1)
-    return np.concatenate(parts).astype(dtype), lengths
+def _tokenize_shard(shard: Shard, job: _Job) -> int:
+    """Tokenize a shard into its files, the `.json` last; its bytes of input."""
+    done, lengths = _Tokenized(), array("i")
+    own = f".{os.getpid()}.partial"  # a worker whose command was killed may still be writing
+    names = {suffix: job.path(shard, suffix + own) for suffix in (".bin", ".lengths", ".json")}
+    with names[".bin"].open("wb") as file:
+        for ids in _encoded(shard, job, done):
+            file.write(ids.astype(job.dtype).data)
+            lengths.append(len(ids))
+        flush_to_disk(file)
+    done.documents, done.tokens = len(lengths), sum(lengths)
+    for suffix, content in ((".lengths", lengths.tobytes()), (".json", json.dumps(asdict(done)).encode())):
+        with names[suffix].open("wb") as file:
+            file.write(content)
+            flush_to_disk(file)
+    for suffix, path in names.items():
+        path.replace(job.path(shard, suffix))
+    return shard.bytes
 
 
-def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of the lines that start in a piece, blank ones left out."""
-    with open(piece.path, "rb") as file:
-        if piece.start:
-            # From one byte before: a line that starts exactly at `start` is this piece's own.
-            file.seek(piece.start - 1)
-            file.readline()
-        while (offset := file.tell()) < piece.stop and (line := file.readline()):
-            if line.strip():
-                yield offset, line
+def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.int32]]:
+    """The ids of each document; what is left out is noted in `done`.  Any error belongs to a document, or to its file."""
+    encoder = _tokenizer_of_process(job.tokenizer, job.eod_token)
+
+    def unread(piece: Piece, position: int, error: Exception) -> None:
+        done.unread += 1
+        if len(done.named_unread) < _NAMED:
+            done.named_unread.append(Problem(piece.path, position, str(error) or repr(error)))
+
+    for piece in shard.pieces:
+        count = 0
+        documents = documents_of(piece, job.key)
+        while True:
+            try:
+                position, text = next(documents)
+            except StopIteration:
+                break
+            except Exception as error:
+                unread(piece, -1, ValueError(f"{error}; only {count:,} documents before it were read"))
+                done.is_final &= not isinstance(error, OSError)
+                break
+            count += 1
+            try:
+                if isinstance(text, Exception):
+                    raise text
+                ids = encoder.encode(text)
+            except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+                unread(piece, position, ValueError(f"text that UTF-8 cannot hold: {error}"))
+            except Exception as error:  # the tokenizers library raises nothing narrower
+                unread(piece, position, error)
+            else:
+                if len(ids):
+                    yield np.append(ids, np.int32(encoder.eod_id))
+                    continue
+                done.empty += 1
+                if len(done.named_empty) < _NAMED:
+                    done.named_empty.append(Problem(piece.path, position, "empty"))
 
 
-def _where(piece: Piece, offset: int) -> str:
-    """The name of a document in errors."""
-    if not piece.path.endswith(".jsonl"):
-        return piece.path
-    with open(piece.path, "rb") as file:
-        lines_before = file.read(offset).count(b"\n")
-    return f"{piece.path}:{lines_before + 1}"
+def _is_done(path: Path) -> bool:
+    return path.exists() and _read_tokenized(path).is_final
 
 
-def _text_of(content: bytes, key: str | None) -> str:
-    """The text of a line of JSON, in its field `key`, or of a whole file without a key."""
-    if key is None:
-        try:
-            return content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not a UTF-8 text file: {error}") from None
-    try:
-        record = json.loads(content)
-    except ValueError as error:  # also covers bytes that are no UTF-8
-        raise ValueError(f"not a line of JSON: {error}") from None
-    if not isinstance(record, dict) or key not in record:
-        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise ValueError(f"no {key!r} in it, found {found}; name the field with jsonl_key")
-    text = record[key]
-    if not isinstance(text, str):
-        raise ValueError(f"{key!r} must be a string, found a {type(text).__name__}")
-    return text
+def _read_tokenized(path: Path) -> _Tokenized:
+    known = json.loads(path.read_bytes())
+    named = {key: [Problem(*each) for each in known[key]] for key in ("named_unread", "named_empty")}
+    return _Tokenized(**{**known, **named})
+
+
+def _remove(folder: Path) -> None:
+    """Remove what shards have left in a folder, and the folder if nothing else is in it."""
+    for path in folder.glob("[0-9a-f]" * 32 + ".*"):
+        path.unlink()
+    with suppress(OSError):
+        folder.rmdir()

@@ -109,6 +109,7 @@ def _open(config: RunConfig, sources: list[tuple[str, float]]) -> Corpus:
         validation_fraction=config.data.validation_fraction,
         cache_dir=cache_directory(config.data),
         vocab_size=config.model.vocab_size,
+        eod_token=config.data.eod_token,
     )
 
 

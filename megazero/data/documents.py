@@ -1,0 +1,269 @@
+"""The documents of text files, one after another, whatever holds them.
+
+    name.jsonl              a document on each line, in one field       cut into pieces by bytes
+    name.parquet            a document in each row, in one column       cut into pieces by row groups
+    any other name          one document, in UTF-8                      one piece
+    name.jsonl.gz, .zst     the same, compressed                        one piece
+
+A line belongs to the piece in which it starts.  A document that cannot be read is an error of its own, so that the rest can
+be read.
+"""
+
+import importlib.util
+import io
+import json
+import os
+import stat
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final, NamedTuple
+
+_PACKAGE_OF: Final = {".parquet": "pyarrow", ".zst": "zstandard"}
+_CHUNK_BYTES: Final = 1 << 20
+_COUNTED_BYTES: Final = 1 << 30  # lines are counted so far into a file to name one
+
+
+class Piece(NamedTuple):
+    """A part of one input file that one worker reads."""
+
+    path: str
+    start: int  # bytes of a `.jsonl`, row groups of a `.parquet`, 0 for others
+    stop: int
+    bytes: int  # that it takes in the file
+
+
+class Problem(NamedTuple):
+    """Something that was left out."""
+
+    path: str
+    position: int  # byte of a line, number of a compressed line or of a row, counted from 0; -1 for the whole
+    why: str
+
+    def __str__(self) -> str:
+        if self.position < 0:
+            return f"{self.path}: {self.why}"
+        kind, packed = _kind_of(self.path)
+        if kind == ".parquet":
+            return f"{self.path}, row {self.position:,}: {self.why}"
+        if not packed and self.position > _COUNTED_BYTES:
+            return f"{self.path}, byte {self.position:,}: {self.why}"
+        return f"{self.path}:{(self.position if packed else _lines_before(self.path, self.position)) + 1}: {self.why}"
+
+
+def find_files(
+    inputs: Sequence[str | os.PathLike[str]], without: Collection[Path] = ()
+) -> tuple[list[Path], list[Problem], int]:
+    """The files that inputs stand for, what among them cannot be read, and how many hidden names were passed over.
+
+    Args:
+        inputs: files and directories; a directory stands for its files in sorted order, without names that start with a dot.
+        without: paths to pass over.
+
+    Raises:
+        FileNotFoundError: an input does not exist, or there is no file at all.
+        ModuleNotFoundError: a file needs a package that is not installed.
+    """
+    files: list[Path] = []
+    problems: list[Problem] = []
+    hidden = 0
+    own = {os.path.abspath(path) for path in without}
+
+    def note(error: OSError) -> None:
+        problems.append(Problem(str(error.filename), -1, error.strerror or str(error)))
+
+    for entry in map(Path, inputs):
+        if not entry.exists():
+            raise FileNotFoundError(f"no file or directory {entry} to tokenize")
+        found = [] if entry.is_dir() else [entry]
+        for folder, names, inside in os.walk(entry, onerror=note) if entry.is_dir() else ():
+            hidden += sum(name.startswith(".") for name in [*names, *inside])
+            names[:] = sorted(name for name in names if not name.startswith("."))
+            links = [Path(folder, name) for name in names if Path(folder, name).is_symlink()]
+            why = "a link to a directory, which is not followed; name it as an input to read it"
+            problems += [Problem(str(path), -1, why) for path in links]
+            found += [Path(folder, name) for name in inside if not name.startswith(".")]
+            names[:] = [name for name in names if os.path.abspath(Path(folder, name)) not in own]
+        files += sorted(path for path in found if os.path.abspath(path) not in own)
+    if not files and not problems:
+        raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
+    for path in files:
+        for package in [_PACKAGE_OF[suffix] for suffix in _kind_of(str(path)) if suffix in _PACKAGE_OF]:
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(f"{path} needs the package {package}: pip install 'megazero[data]'")
+    return files, problems, hidden
+
+
+def cut_into_pieces(files: Sequence[Path], piece_bytes: int) -> tuple[list[Piece], list[Problem]]:
+    """The files in order, cut into pieces of about `piece_bytes` where that is possible, and those that cannot be read."""
+    pieces: list[Piece] = []
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            about = file.stat()
+            if not stat.S_ISREG(about.st_mode):
+                raise ValueError("neither a file nor a directory")
+            with file.open("rb"):
+                pieces += _pieces_of(str(file), about.st_size, piece_bytes)
+        except OSError as error:
+            problems.append(Problem(str(file), -1, error.strerror or str(error)))
+        except Exception as error:  # pyarrow's are of its own kinds
+            problems.append(Problem(str(file), -1, str(error)))
+    return pieces, problems
+
+
+def _pieces_of(path: str, size: int, piece_bytes: int) -> Iterator[Piece]:
+    kind, packed = _kind_of(path)
+    if packed or kind not in (".jsonl", ".parquet"):
+        yield Piece(path, 0, 0, size)
+    elif kind == ".jsonl":
+        for start in range(0, size, piece_bytes):
+            stop = min(start + piece_bytes, size)
+            yield Piece(path, start, stop, stop - start)
+    else:
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(path) as table:
+            groups = table.num_row_groups
+        step = max(1, groups * piece_bytes // size)
+        for start in range(0, groups, step):
+            stop = min(start + step, groups)
+            yield Piece(path, start, stop, size * stop // groups - size * start // groups)
+
+
+def documents_of(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]]:
+    """(position, text) of the documents of a piece, or the error of one that cannot be read; see `Problem`.
+
+    Raises: whatever reading the file raises; what follows in the piece is lost.
+    """
+    kind, packed = _kind_of(piece.path)
+    if kind == ".parquet":
+        yield from _rows(piece, key)
+        return
+    with _opened(piece.path, packed) as file:
+        if kind != ".jsonl":
+            yield -1, _attempt(_text_of_file, file.read())
+            return
+        lines = enumerate(file) if packed else _lines_within(file, piece)
+        for position, line in lines:
+            if line.strip():
+                yield position, _attempt(_text_of_line, line, key)
+
+
+def _attempt(read: Any, *arguments: Any) -> str | Exception:
+    try:
+        return str(read(*arguments))
+    except Exception as error:  # also of JSON that is nested too deeply
+        return error
+
+
+def _rows(piece: Piece, key: str) -> Iterator[tuple[int, str | Exception]]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(piece.path) as table:
+        if key not in table.schema_arrow.names:
+            raise ValueError(f"no column {key!r}, found {table.schema_arrow.names}; name the column with --jsonl-key")
+        row = sum(table.metadata.row_group(number).num_rows for number in range(piece.start))
+        for batch in table.iter_batches(1024, list(range(piece.start, piece.stop)), [key], use_threads=False):
+            for text in batch.column(0).to_pylist():
+                yield row, text if isinstance(text, str) else ValueError(_no_string(key, text))
+                row += 1
+
+
+def _kind_of(path: str) -> tuple[str, str]:
+    """(what the file holds, how it is packed), as its name says: (".jsonl", ".gz")."""
+    name, last = os.path.splitext(path.lower())
+    return (os.path.splitext(name)[1], last) if last in (".gz", ".zst") else (last, "")
+
+
+@contextmanager
+def _opened(path: str, packed: str) -> Iterator[IO[bytes]]:
+    with open(path, "rb") as file:
+        if packed == ".gz":
+            import gzip
+
+            with gzip.open(file) as unpacked:
+                yield unpacked  # type: ignore[misc]  # it reads bytes
+        elif packed == ".zst":
+            yield io.BufferedReader(_Unpacked(_unpacked_zst(file)), _CHUNK_BYTES)
+        else:
+            yield file
+
+
+def _unpacked_zst(file: IO[bytes]) -> Iterator[bytes]:
+    """The content of all frames.  Raises: EOFError for a truncated one, which the package's own reader takes for the end."""
+    import zstandard
+
+    frame = None
+    while chunk := file.read(_CHUNK_BYTES):
+        while chunk:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(chunk)
+            chunk = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("Compressed file ended before the end of its last frame")
+
+
+class _Unpacked(io.RawIOBase):
+    """Chunks of bytes as a file."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        while not self._rest:
+            if (following := next(self._chunks, None)) is None:
+                return 0
+            self._rest = memoryview(following)
+        count = min(len(target), len(self._rest))
+        target[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def _lines_within(file: IO[bytes], piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of the lines that start in a piece."""
+    if piece.start:
+        # From one byte before: a line that starts exactly at `start` is this piece's own.
+        file.seek(piece.start - 1)
+        file.readline()
+    while (offset := file.tell()) < piece.stop and (line := file.readline()):
+        yield offset, line
+
+
+def _lines_before(path: str, offset: int) -> int:
+    lines = 0
+    with open(path, "rb") as file:
+        while offset and (chunk := file.read(min(offset, _CHUNK_BYTES))):
+            lines, offset = lines + chunk.count(b"\n"), offset - len(chunk)
+    return lines
+
+
+def _text_of_file(content: bytes) -> str:
+    if b"\0" in content:
+        raise ValueError("not a text file: it has zero bytes")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not a UTF-8 text file: {error}") from None
+
+
+def _text_of_line(content: bytes, key: str) -> str:
+    try:
+        record = json.loads(content)
+    except ValueError as error:  # also covers bytes that are no UTF-8
+        raise ValueError(f"not a line of JSON: {error}") from None
+    if not isinstance(record, dict) or key not in record:
+        found = f"the keys {sorted(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        raise ValueError(f"no {key!r} in it, found {found}; name the field with --jsonl-key")
+    text = record[key]
+    if not isinstance(text, str):
+        raise ValueError(_no_string(key, text))
+    return text
+
+
+def _no_string(key: str, value: Any) -> str:
+    return f"{key!r} must be a string, found a {type(value).__name__}"
