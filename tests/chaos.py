@@ -41,8 +41,17 @@ import torch.distributed as dist
 from fault_injection import MOMENTS, Fault, FaultInjector
 
 from megazero.checkpoint import retention
-from megazero.checkpoint.folder import LocalFolder
-from megazero.checkpoint.index import LATEST, MANIFEST, find_damage, is_complete, read_manifest, step_folders, step_of
+from megazero.checkpoint.folder import LocalFolder, partial_of
+from megazero.checkpoint.index import (
+    LATEST,
+    MANIFEST,
+    UNFINISHED,
+    find_damage,
+    is_complete,
+    read_manifest,
+    step_folders,
+    step_of,
+)
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
@@ -345,10 +354,11 @@ class Chaos:
         assert not done or done[-1] - after <= limit, f"step {done[-1]} was done, the newest checkpoint is {after}"
 
     def _check_files(self) -> None:
-        """A directory with a manifest holds what that lists and nothing else, and `latest` names such a one."""
+        """A directory with a manifest holds what that lists, and `latest` names such a one."""
         for folder in filter(is_complete, step_folders(self.root)):
             assert find_damage(folder) == []
-            assert set(folder.files()) == {*read_manifest(folder), MANIFEST}
+            names = {partial_of(name) for name in folder.files()} - {UNFINISHED}  # left where a rank was killed
+            assert names == {*read_manifest(folder), MANIFEST}
         if self.root.has(LATEST):
             assert is_complete(self.root.child(self.root.read(LATEST).decode().strip()))
 
@@ -381,8 +391,9 @@ class Chaos:
             self.worst_weight = max(self.worst_weight, difference)
         assert self.root.read(LATEST).decode().strip() == f"step-{self.steps:08d}"
         folders = step_folders(self.root)
-        assert all(map(is_complete, folders))
-        read = {marker.split(".")[0] for marker in self.root.child(retention._READING).files()}  # by those killed
+        unfinished = {str(folder): folder.files() + folder.folders() for folder in folders if not is_complete(folder)}
+        assert not unfinished, unfinished
+        read = {marker.split(".")[0] for marker in self.root.child(retention.READING).files()}  # by those killed
         assert len([folder for folder in folders if folder.name not in read]) <= keep_last
 
     def table(self) -> str:

@@ -16,13 +16,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from megazero.checkpoint import retention, saver
-from megazero.checkpoint.folder import Folder, LocalFolder, Output
+from megazero.checkpoint.folder import Folder, Output
 from megazero.checkpoint.index import MANIFEST
+from megazero.checkpoint.retention import Pruner
 from megazero.engine import Engine
 from megazero.parallel_state import Traffic
 from megazero.schedules.executor import Executor
@@ -99,9 +100,8 @@ class FaultInjector:
         self._within(Engine, "load", lambda *_: "loading")
         self._within(saver, "save_checkpoint", lambda *_: "writing")
         self._within(Folder, "write", lambda _, name, __: "manifest" if name == MANIFEST else None)
-        self._within(retention, "_remove", lambda folder: None if retention._is_read(folder) else "pruning")
-        LocalFolder.remove_all = _remove_by_name  # type: ignore[method-assign]
-        self._within(LocalFolder, "remove_all", lambda *_: "pruning")
+        self._within(Pruner, "_remove", lambda pruner, folder: None if pruner._is_read(folder) else "pruning")
+        self._within(retention, "remove_own_files", lambda *_: "pruning")
         self._within(MetricsFile, "__init__", lambda *_: "metrics")
         self._within(MetricsFile, "after_step", lambda *_: "metrics")
         for owner, name, told in ((Executor, "_compute", 1), (Engine, "update", 1), (Traffic, "enter", 2)):
@@ -194,11 +194,3 @@ class FaultInjector:
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)  # not reached
-
-
-def _remove_by_name(folder: LocalFolder) -> None:
-    """Remove a folder's files in an order in which the manifest is not the first, as a file system may list them."""
-    for name in folder.files():
-        folder.remove(name)
-    with suppress(FileNotFoundError):
-        folder.path.rmdir()

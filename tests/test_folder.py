@@ -13,18 +13,21 @@ import pytest
 import torch
 from harness import run_world
 from moto.server import ThreadedMotoServer
+from s3fs.core import S3File
 from safetensors.torch import load_file, save_file
 from worlds import LLAMA, engine_on, micro_batches, run_of
 
 from megazero.checkpoint.folder import FileRecord, Folder, LocalFolder, folder_at
 from megazero.checkpoint.index import (
     CheckpointError,
+    OwnerError,
     find_damage,
     find_newest,
     is_complete,
     step_folders,
     versions,
 )
+from megazero.checkpoint.lease import Lease
 from megazero.checkpoint.tensor_file import SafetensorsWriter, open_tensors
 from megazero.engine import Position
 from megazero.parallel_state import ParallelState, RankGrid
@@ -74,6 +77,79 @@ def test_a_file_is_there_when_it_is_finished_and_not_before(folder: Folder) -> N
     assert folder.hash("x") == record.xxh3
 
 
+def test_two_writers_of_one_name_do_not_mix(folder: Folder) -> None:
+    folder.make()
+    first, second = folder.create("x"), folder.create("x")
+    first.write(b"first")
+    second.write(b"the second")
+    first.finish()
+    second.finish()
+    assert folder.read("x") == b"the second"
+    assert folder.files() == ["x"]
+
+
+def test_one_of_several_creates_a_new_file(folder: Folder) -> None:
+    folder.make()
+    assert folder.create_new("x", b"a")
+    assert not folder.create_new("x", b"b")
+    assert folder.create_new("x", b"a")
+    assert folder.read("x") == b"a"
+
+
+def test_nothing_changes_behind_a_fence(folder: Folder) -> None:
+    folder.make()
+    folder.write("x", b"old")
+
+    def refuse() -> None:
+        raise OwnerError("not yours")
+
+    behind = folder.fenced(refuse)
+    for change in (lambda: behind.write("x", b"new"), lambda: behind.remove("x")):
+        with pytest.raises(OwnerError):
+            change()
+    with pytest.raises(OwnerError):
+        behind.child("sub").parent.write("x", b"new")
+    assert behind == folder
+    assert behind.files() == ["x"]
+    assert behind.read("x") == b"old" or "memory://" in str(folder)  # which shows files as they grow
+
+
+def test_a_folder_has_one_owner_on_every_storage(folder: Folder) -> None:
+    first, second = Lease(folder), Lease(folder)
+    assert first.try_to_take() is None
+    first.renew()
+    with pytest.raises(OwnerError, match="belongs to a run that is still running"):
+        second.try_to_take()
+    first.release()
+    assert second.try_to_take() is None
+    with pytest.raises(OwnerError, match="this run has lost"):
+        first.renew()
+    second.renew()
+    assert folder.child("owner").files() == ["00000002.beat", "00000002.json"]
+
+
+def test_a_large_tensor_goes_to_an_object_store_in_parts(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than a part is held, whatever the size of the tensor."""
+    monkeypatch.setattr("megazero.checkpoint.folder._PART_BYTES", 5 << 20)
+    monkeypatch.setattr("megazero.checkpoint.folder._WRITE_BYTES", 1 << 20)
+    folder = folder_at(f"{bucket}/{uuid.uuid4().hex}")
+    tensor = torch.arange(4 << 20, dtype=torch.float32)
+    writer = SafetensorsWriter(folder, "x", {"a": (tensor.dtype, tuple(tensor.shape))})
+    sizes = []
+    upload = S3File._upload_chunk
+
+    def counting(file: S3File, final: bool = False) -> bool:
+        sizes.append(file.buffer.tell())
+        return bool(upload(file, final))
+
+    monkeypatch.setattr(S3File, "_upload_chunk", counting)
+    writer.write("a", tensor)
+    writer.finish()
+    assert len(sizes) == 4
+    assert max(sizes) <= 6 << 20
+    assert torch.equal(open_tensors(folder, "x")[0]["a"].whole(), tensor)
+
+
 def test_a_file_that_is_given_up_leaves_nothing(folder: Folder) -> None:
     folder.make()
     folder.write("x", b"old")
@@ -97,8 +173,12 @@ def test_files_and_folders_are_listed_and_removed(folder: Folder) -> None:
     folder.remove("x")
     folder.remove("x")
     assert folder.files() == []
-    folder.child("sub").remove_all()
-    folder.child("sub").remove_all()
+    folder.child("sub").remove_empty()
+    assert folder.child("sub").files() == ["y"]
+    folder.child("sub").write("z", b"3")
+    folder.child("sub").remove("y", "gone", "z")
+    folder.child("sub").remove("y", "z")
+    folder.child("sub").remove_empty()
     assert folder.folders() == []
     with pytest.raises(FileNotFoundError):
         folder.open("x")

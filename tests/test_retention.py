@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from harness import run_world
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.checkpoint.folder import Folder, LocalFolder
 from megazero.checkpoint.index import (
     MANIFEST,
+    UNFINISHED,
     CheckpointError,
     TrainerState,
     find_damage,
     find_newest,
     is_complete,
+    read_manifest,
     step_folder,
     step_folders,
     step_of,
     to_json,
     write_manifest,
 )
-from megazero.checkpoint.retention import Retention, kept_steps, mark_damaged, prune, reading
+from megazero.checkpoint.retention import Pruner, Retention, kept_steps, mark_damaged, reading
+from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 
 def _write(root: Path, step: int, val_loss: float | None = None) -> Folder:
@@ -39,6 +45,10 @@ def _write(root: Path, step: int, val_loss: float | None = None) -> Folder:
         records[name] = folder.write(name, data)
     write_manifest(folder, records)
     return folder
+
+
+def _prune(root: Path, policy: Retention) -> list[Folder]:
+    return Pruner(root, policy, Axis("world")).prune()[0]
 
 
 def _steps(root: Path) -> list[int]:
@@ -80,23 +90,25 @@ def test_pruning_removes_the_others_and_what_was_left_half_written(tmp_path: Pat
     half, being_written = step_folder(tmp_path, 25), step_folder(tmp_path, 70)
     for folder in (half, being_written):
         folder.make()
-        folder.write("model-00001-of-00001.safetensors.partial", b"x")
+        folder.write(UNFINISHED, to_json({"files": ["model-00001-of-00001.safetensors"]}))
+        folder.write("model-00001-of-00001.safetensors.0a1b2c3d.partial", b"x")
+        folder.write("manifest.json.0a1b2c3d.partial", b"{")
     (tmp_path / "notes").mkdir()
-    removed = prune(tmp_path, Retention(keep_last=2, keep_every_steps=30, keep_best=1))
+    removed = _prune(tmp_path, Retention(keep_last=2, keep_every_steps=30, keep_best=1))
     assert sorted(map(step_of, removed)) == [10, 25, 40]
     assert _steps(tmp_path) == [20, 30, 50, 60]
     assert being_written.files()
     assert (tmp_path / "notes").is_dir()
-    assert prune(tmp_path, Retention()) == []
+    assert _prune(tmp_path, Retention()) == []
 
 
 def test_one_that_is_read_stays_until_it_is_not(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         _write(tmp_path, step)
     with reading(step_folder(tmp_path, 1)), reading(step_folder(tmp_path, 1)):
-        prune(tmp_path, Retention(keep_last=1))
+        _prune(tmp_path, Retention(keep_last=1))
         assert _steps(tmp_path) == [1, 3]
-    prune(tmp_path, Retention(keep_last=1))
+    _prune(tmp_path, Retention(keep_last=1))
     assert _steps(tmp_path) == [3]
     with (
         pytest.raises(CheckpointError, match="step-00000001 is not a complete checkpoint"),
@@ -105,13 +117,53 @@ def test_one_that_is_read_stays_until_it_is_not(tmp_path: Path) -> None:
         pass
 
 
-def test_a_reader_that_was_killed_long_ago_holds_nothing_back(tmp_path: Path) -> None:
+def test_a_reader_elsewhere_counts_until_it_has_been_seen_for_a_day_whatever_its_clock_says(tmp_path: Path) -> None:
     for step in (1, 2):
         _write(tmp_path, step)
     LocalFolder(tmp_path / "reading").make()
     LocalFolder(tmp_path / "reading").write("step-00000001.1000000000.abc", b"")
-    prune(tmp_path, Retention(keep_last=1))
+    now = [5.0]
+    pruner = Pruner(tmp_path, Retention(keep_last=1), Axis("world"), lambda: now[0])
+    for seconds in (5.0, 86400.0):
+        now[0] = seconds
+        assert pruner.prune() == ([], [])
+    now[0] = 86406.0
+    pruner.prune()
     assert _steps(tmp_path) == [2]
+
+
+def test_a_reader_that_was_killed_on_this_host_holds_nothing_back(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _write(tmp_path, step)
+    child = os.fork()
+    if not child:
+        with reading(step_folder(tmp_path, 1)):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(list((tmp_path / "reading").iterdir())) == 1
+    _prune(tmp_path, Retention(keep_last=1))
+    assert _steps(tmp_path) == [2]
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    """Files beside ours, directories of which nothing says that a checkpoint wrote them, and what a link points to."""
+    elsewhere = _write(tmp_path / "elsewhere", 1)
+    for step in (2, 4, 9):
+        _write(tmp_path, step)
+    foreign = step_folder(tmp_path, 3)  # looks like a checkpoint that was not finished, and is a model of somebody
+    foreign.make()
+    foreign.write("model.safetensors", b"weights")
+    step_folder(tmp_path, 2).write("notes.txt", b"mine")
+    step_folder(tmp_path, 4).child("more").make()
+    (tmp_path / "step-00000001").symlink_to(tmp_path / "elsewhere" / "step-00000001")
+    assert sorted(map(step_of, _prune(tmp_path, Retention(keep_last=1)))) == [2, 4]
+    assert step_folder(tmp_path, 2).files() == ["notes.txt"]
+    assert step_folder(tmp_path, 3).read("model.safetensors") == b"weights"
+    assert step_folder(tmp_path, 4).folders() == ["more"]
+    assert find_damage(elsewhere) == []
+    with pytest.raises(CheckpointError, match="is a link and belongs elsewhere"):
+        mark_damaged(step_folder(tmp_path, 1))
+    assert find_damage(elsewhere) == []
 
 
 def test_a_reader_that_comes_while_it_is_removed_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,28 +172,66 @@ def test_a_reader_that_comes_while_it_is_removed_keeps_it(tmp_path: Path, monkey
     remove = LocalFolder.remove
     with ExitStack() as readers:
 
-        def remove_late(folder: LocalFolder, name: str) -> None:
-            if name == MANIFEST:
+        def remove_late(folder: LocalFolder, *names: str) -> None:
+            if MANIFEST in names:
                 monkeypatch.undo()
                 readers.enter_context(reading(step_folder(tmp_path, 1)))
-            remove(folder, name)
+            remove(folder, *names)
 
         monkeypatch.setattr(LocalFolder, "remove", remove_late)
-        assert prune(tmp_path, Retention(keep_last=1)) == []
+        assert _prune(tmp_path, Retention(keep_last=1)) == []
         assert _steps(tmp_path) == [1, 2]
         assert find_damage(step_folder(tmp_path, 1)) == []
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"short")], ids=["gone", "cut"]
+    "damage",
+    [lambda path: path.unlink(), lambda path: path.write_bytes(b"short"), lambda path: path.write_bytes(b"y" * 64)],
+    ids=["gone", "cut", "same size"],
 )
 def test_the_only_good_one_stays(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     for step in (1, 2):
         _write(tmp_path, step)
     damage(tmp_path / "step-00000002" / "model-00001-of-00001.safetensors")
     with pytest.raises(CheckpointError, match="none is intact: step-00000001 not removed"):
-        prune(tmp_path, Retention(keep_last=1))
+        _prune(tmp_path, Retention(keep_last=1))
     assert _steps(tmp_path) == [1, 2]
+    _write(tmp_path, 3)
+    removed, damage_told = Pruner(tmp_path, Retention(keep_last=2), Axis("world")).prune()
+    assert (_steps(tmp_path), len(removed), damage_told) == ([2, 3], 1, [])
+
+
+def test_damage_of_one_that_is_kept_is_told(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _write(tmp_path, step)
+    (tmp_path / "step-00000003" / "model-00001-of-00001.safetensors").write_bytes(b"y" * 64)
+    removed, damage = Pruner(tmp_path, Retention(keep_last=2), Axis("world")).prune()
+    assert [step_of(folder) for folder in removed] == [1]
+    assert "model-00001-of-00001.safetensors has changed" in damage[0]
+
+
+def _prune_together(rank: int, root: Path) -> tuple[list[str], int]:
+    """The removed ones, and the bytes of tensor files that this rank has read to verify what stays."""
+    read = 0
+    original = LocalFolder.hash
+
+    def counting(folder: LocalFolder, name: str) -> str:
+        nonlocal read
+        read += folder.size(name) or 0
+        return original(folder, name)
+
+    LocalFolder.hash = counting  # type: ignore[method-assign]
+    axis = ParallelState(RankGrid(dp=2), rank).world
+    return [folder.name for folder in Pruner(root, Retention(keep_last=1), axis).prune()[0]], read
+
+
+def test_the_ranks_share_the_work_of_verifying(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _write(tmp_path, step)
+    (removed, first), (also, second) = run_world(2, _prune_together, tmp_path)
+    assert removed == also == ["step-00000001"]
+    assert min(first, second) > 0
+    assert first + second == sum(record.bytes for record in read_manifest(step_folder(tmp_path, 2)).values())
 
 
 @pytest.mark.parametrize("operation", range(1, 9))
@@ -166,15 +256,15 @@ def test_a_crash_while_pruning_leaves_only_whole_checkpoints(
 
         return wrapped
 
-    def remove_one_by_one(folder: LocalFolder) -> None:
-        for name in folder.files():
-            folder.remove(name)
-        folder.path.rmdir()
+    def remove_one_by_one(folder: LocalFolder, names: tuple[str, ...]) -> None:
+        for name in names:
+            remove_one(folder, [name])
 
-    monkeypatch.setattr(LocalFolder, "remove", killing(LocalFolder.remove))
-    monkeypatch.setattr(LocalFolder, "remove_all", killing(remove_one_by_one))
+    remove_one = killing(LocalFolder._remove)
+    monkeypatch.setattr(LocalFolder, "_remove", remove_one_by_one)
+    monkeypatch.setattr(LocalFolder, "write", killing(LocalFolder.write))
     try:
-        prune(tmp_path, Retention(keep_last=1))
+        _prune(tmp_path, Retention(keep_last=1))
         assert operation > count
     except KilledError:
         pass
@@ -182,7 +272,7 @@ def test_a_crash_while_pruning_leaves_only_whole_checkpoints(
     for folder in step_folders(tmp_path):
         assert not is_complete(folder) or find_damage(folder) == []
     monkeypatch.undo()
-    prune(tmp_path, Retention(keep_last=1))
+    _prune(tmp_path, Retention(keep_last=1))
     assert [folder.name for folder in step_folders(tmp_path)] == ["step-00000003"]
 
 
@@ -192,3 +282,6 @@ def test_what_is_mark_damaged_no_longer_counts_but_is_still_there(tmp_path: Path
     mark_damaged(step_folder(tmp_path, 2))
     assert find_newest(tmp_path) == step_folder(tmp_path, 1)
     assert step_folder(tmp_path, 2).has("model-00001-of-00001.safetensors")
+    _write(tmp_path, 3)
+    _prune(tmp_path, Retention(keep_last=1))
+    assert [folder.name for folder in step_folders(tmp_path)] == ["step-00000003"]

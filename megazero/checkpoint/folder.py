@@ -4,18 +4,22 @@
     folder_at("s3://bucket/run")         RemoteFolder    any fsspec URL; an object appears when it has been uploaded
 
 Either way a file appears under its name with all its bytes or not at all, and nothing relies on renaming a directory.
-(fsspec's memory:// shows files as they grow; there, too, the manifest is written last.)
+(fsspec's memory:// shows files as they grow; there, too, the manifest is written last.)  Until then a file has a name that
+only its writer knows.  A folder may have a fence: it is called before anything in the folder changes, and raises where this
+process may not change it (`lease`).
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -24,11 +28,23 @@ import xxhash
 from torch import Tensor
 
 _READ_BYTES = 1 << 22
-_WRITE_BYTES = 1 << 23  # after each so many bytes the disk begins to write
+_WRITE_BYTES = 1 << 23  # written at once; after each so many bytes the disk begins to write
+_PART_BYTES = 1 << 26  # of an object: it is uploaded in parts, 10,000 at most, with one of them in memory
 _PARTIAL = ".partial"
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 ReadBytes: TypeAlias = Callable[[int, int], Tensor]  # bytes [start, stop) of a file as uint8; read-only; raises OSError
+Fence: TypeAlias = Callable[[], None]  # raises where this process may not write
+
+
+def _no_fence() -> None:
+    """Every process may write."""
+
+
+def partial_of(name: str) -> str:
+    """The name of the file for which a half-written one stands; any other name as it is."""
+    parts = name.rsplit(".", 2)
+    return parts[0] if len(parts) == 3 and name.endswith(_PARTIAL) else name
 
 
 @dataclass(frozen=True)
@@ -42,23 +58,33 @@ class FileRecord:
 class Output(ABC):
     """A file that is being written, and hashed on the way.  It appears under its name when it is finished, not before."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hash, self.bytes = file, xxhash.xxh3_128(), 0
+    def __init__(self, file: BinaryIO, fence: Fence) -> None:
+        self._file, self._fence, self._hash, self.bytes = file, fence, xxhash.xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> None:
         """Append.  Raises: OSError."""
-        self._file.write(data)
-        self._hash.update(data)
-        self.bytes += len(data)
+        for start in range(0, len(data), _WRITE_BYTES):
+            self._append(data[start : start + _WRITE_BYTES])
+
+    def _append(self, piece: bytes | memoryview) -> None:
+        self._file.write(piece)
+        self._hash.update(piece)
+        self.bytes += len(piece)
 
     def finish(self) -> FileRecord:
         """Make it durable under its name.  Raises: OSError."""
+        self._flush()
+        self._fence()
         self._publish()
         return FileRecord(self.bytes, self._hash.hexdigest())
 
     @abstractmethod
+    def _flush(self) -> None:
+        """Make what was written durable."""
+
+    @abstractmethod
     def _publish(self) -> None:
-        """Close the file and let it appear."""
+        """Let the file appear under its name."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -67,6 +93,12 @@ class Output(ABC):
 
 class Folder(ABC):
     """Files and folders by name.  Every method raises OSError if the storage refuses."""
+
+    fence: Fence
+
+    def fenced(self, fence: Fence) -> Folder:
+        """This folder, and those within it, with a fence."""
+        return replace(self, fence=fence)  # type: ignore[type-var]  # every folder is a dataclass
 
     @abstractmethod
     def __str__(self) -> str:
@@ -111,12 +143,26 @@ class Folder(ABC):
         """A file to be read from its beginning, unbuffered."""
 
     @abstractmethod
-    def remove(self, name: str) -> None:
-        """Remove a file, if it exists."""
+    def create_new(self, name: str, data: bytes) -> bool:
+        """Create a small file unless there is one; whether it holds `data` now.  Of several processes one succeeds."""
 
     @abstractmethod
-    def remove_all(self) -> None:
-        """Remove the folder with all its contents, if it exists."""
+    def _remove(self, names: Sequence[str]) -> None:
+        """Remove files that may not exist."""
+
+    @abstractmethod
+    def remove_empty(self) -> None:
+        """Remove the folder itself if nothing is in it."""
+
+    def remove(self, *names: str) -> None:
+        """Remove files, if they exist."""
+        self.fence()
+        self._remove(names)
+
+    @property
+    def is_link(self) -> bool:
+        """Whether its name only points to it: what it holds belongs elsewhere."""
+        return False
 
     def write(self, name: str, data: bytes) -> FileRecord:
         """Write a small file at once."""
@@ -186,16 +232,21 @@ class LocalFolder(Folder):
     """A directory of a file system."""
 
     path: Path
+    fence: Fence = field(default=_no_fence, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(self.path)
 
     def child(self, name: str) -> LocalFolder:
-        return LocalFolder(self.path / name)
+        return replace(self, path=self.path / name)
 
     @property
     def parent(self) -> LocalFolder:
-        return LocalFolder(self.path.parent)
+        return replace(self, path=self.path.parent)
+
+    @property
+    def is_link(self) -> bool:
+        return self.path.is_symlink()
 
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -209,11 +260,21 @@ class LocalFolder(Folder):
         return [(entry.name, entry.is_dir()) for entry in found]  # an error of one entry is not an empty folder
 
     def size(self, name: str) -> int | None:
-        path = self.path / name
-        return path.stat().st_size if path.is_file() else None
+        try:
+            found = (self.path / name).stat()
+        except (FileNotFoundError, NotADirectoryError):  # any other error does not say that there is no file
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def create(self, name: str) -> Output:
-        return _LocalOutput(self.path / name)
+        return _LocalOutput(self.path / name, self.fence)
+
+    def create_new(self, name: str, data: bytes) -> bool:
+        with suppress(FileExistsError), (self.path / name).open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        return self.read(name) == data
 
     def open(self, name: str) -> ReadBytes:
         path = self.path / name
@@ -225,12 +286,13 @@ class LocalFolder(Folder):
     def _stream(self, name: str) -> BinaryIO:
         return (self.path / name).open("rb", buffering=0)
 
-    def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
 
-    def remove_all(self) -> None:
-        with suppress(FileNotFoundError):
-            shutil.rmtree(self.path)
+    def remove_empty(self) -> None:
+        with suppress(OSError):  # it is not empty
+            self.path.rmdir()
 
     def free_bytes(self) -> int | None:
         with suppress(OSError):
@@ -239,25 +301,27 @@ class LocalFolder(Folder):
 
 
 class _LocalOutput(Output):
-    def __init__(self, path: Path) -> None:
-        self._path, self._partial, self._started = path, path.with_name(path.name + _PARTIAL), 0
-        super().__init__(self._partial.open("wb"))
+    def __init__(self, path: Path, fence: Fence) -> None:
+        self._path, self._started = path, 0
+        self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_PARTIAL}")
+        super().__init__(self._partial.open("xb"), fence)
 
-    def write(self, data: bytes | memoryview) -> None:
-        for start in range(0, len(data), _WRITE_BYTES):
-            super().write(data[start : start + _WRITE_BYTES])
-            grown = self.bytes - self._started
-            if grown >= _WRITE_BYTES and hasattr(os, "posix_fadvise"):
-                # The advice that pages are not needed lets the disk begin to write now, not when `finish` waits for it.
-                self._file.flush()
-                with suppress(OSError):  # a file system may not support the advice
-                    os.posix_fadvise(self._file.fileno(), self._started, grown, os.POSIX_FADV_DONTNEED)
-                self._started = self.bytes
+    def _append(self, piece: bytes | memoryview) -> None:
+        super()._append(piece)
+        grown = self.bytes - self._started
+        if grown >= _WRITE_BYTES and hasattr(os, "posix_fadvise"):
+            # The advice that pages are not needed lets the disk begin to write now, not when `finish` waits for it.
+            self._file.flush()
+            with suppress(OSError):  # a file system may not support the advice
+                os.posix_fadvise(self._file.fileno(), self._started, grown, os.POSIX_FADV_DONTNEED)
+            self._started = self.bytes
 
-    def _publish(self) -> None:
+    def _flush(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+    def _publish(self) -> None:
         self._partial.replace(self._path)
         with suppress(OSError):  # makes the rename durable, if the system can
             directory = os.open(self._path.parent, os.O_RDONLY)
@@ -279,16 +343,17 @@ class RemoteFolder(Folder):
 
     system: Any  # an `fsspec.AbstractFileSystem`
     path: str  # without the protocol
+    fence: Fence = field(default=_no_fence, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(self.system.unstrip_protocol(self.path))
 
     def child(self, name: str) -> RemoteFolder:
-        return RemoteFolder(self.system, self._at(name))
+        return replace(self, path=self._at(name))
 
     @property
     def parent(self) -> RemoteFolder:
-        return RemoteFolder(self.system, self.path.rpartition("/")[0])
+        return replace(self, path=self.path.rpartition("/")[0])
 
     def _at(self, name: str) -> str:
         return f"{self.path}/{name}"
@@ -321,7 +386,13 @@ class RemoteFolder(Folder):
         return None if found["type"] == "directory" else int(found["size"])
 
     def create(self, name: str) -> Output:
-        return _RemoteOutput(self.system.open(self._at(name), "wb", autocommit=False))
+        file = self.system.open(self._at(name), "wb", autocommit=False, block_size=_PART_BYTES)
+        return _RemoteOutput(file, self.fence)
+
+    def create_new(self, name: str, data: bytes) -> bool:
+        with suppress(FileExistsError):  # also where a repeated request finds what the first one wrote
+            self.system.pipe_file(self._at(name), data, mode="create")
+        return self.read(name) == data
 
     def open(self, name: str) -> ReadBytes:
         path = self._at(name)
@@ -341,20 +412,24 @@ class RemoteFolder(Folder):
         file: BinaryIO = self.system.open(self._at(name), "rb", block_size=_READ_BYTES)
         return file
 
-    def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self.system.rm_file(self._at(name))
+    def _remove(self, names: Sequence[str]) -> None:
+        there = names if len(names) < 2 else sorted(set(names).intersection(self.files()))
+        if there:
+            with suppress(FileNotFoundError):
+                self.system.rm([self._at(name) for name in there])
 
-    def remove_all(self) -> None:
-        with suppress(FileNotFoundError):
-            self.system.rm(self.path, recursive=True)
+    def remove_empty(self) -> None:
+        with suppress(Exception):  # it is not empty, or the storage has only files
+            self.system.rmdir(self.path)
 
 
 class _RemoteOutput(Output):
     _file: Any  # fsspec's own methods
 
-    def _publish(self) -> None:
+    def _flush(self) -> None:
         self._file.close()
+
+    def _publish(self) -> None:
         self._file.commit()
 
     def abandon(self) -> None:

@@ -10,9 +10,11 @@ Each element of the state is sent once.  The plan is a pure function of the layo
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heappop, heappush
 from typing import TypeAlias
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from megazero.comm.collectives import Pending, exchange
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis, Coordinate, ParallelState
-from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot, intersect
+from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot
 from megazero.zero.state import ShardedState
 
 _SENDS_IN_FLIGHT = 16  # parameters whose parts are being sent at the same time
@@ -38,39 +40,51 @@ class Assignment:
     bucket: int
     slot: Slot
     writer: int
+    parts: tuple[tuple[int, int, Run], ...]  # (rank, tp index, elements of the bucket), once each
 
 
 def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assignment, ...]:
     """Spread the parameters of this rank's stage over its ranks: the largest first, to the rank that holds most of it.
 
     If that rank already has its fair share, the least loaded rank gets the parameter.  Second copies of tied parameters
-    are not written.  All ranks of the stage get the same assignments, in bucket order.
+    are not written.  All ranks of the stage find the same assignments; each gets those in which it takes part, in bucket
+    order.  Called once per run: the time grows with the number of parts.
     """
     load = dict.fromkeys(at.model.ranks, 0)
+    loads = [(0, rank) for rank in load]  # a heap; entries that are not those of `load` are out of date
+    heapify(loads)
     found = []
     first_copies = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_second_copy]
-    slots = [(index, slot, bucket) for index, bucket in first_copies for slot in bucket.layout.slots]
+    slots = [(index, slot, bucket.layout) for index, bucket in first_copies for slot in bucket.layout.slots]
+    rank_of = cache(lambda tp, dp: at.grid.rank(Coordinate(tp=tp, cp=at.at.cp, dp=dp, pp=at.at.pp)))
     most = _SLACK * sum(numel(slot.info.shape) for _, slot, _ in slots) / len(load)
-    for index, slot, bucket in sorted(slots, key=lambda entry: -numel(entry[1].info.shape)):
-        size = numel(slot.info.shape)
-        held = dict.fromkeys(load, 0)
-        for rank, _, run in _parts(slot, bucket.layout, at):
+    for index, slot, layout in sorted(slots, key=lambda entry: -numel(entry[1].info.shape)):
+        size, parts = numel(slot.info.shape), tuple(_parts(slot, layout, at.tp.size, rank_of))
+        held: Counter[int] = Counter()
+        for rank, _, run in parts:
             held[rank] += run.stop - run.start
-        writer = max(load, key=lambda rank: (held[rank], -load[rank], -rank))
-        if load[writer] + size > most:
-            writer = min(load, key=lambda rank: (load[rank], rank))
+        writer = max(held, key=lambda rank: (held[rank], -load[rank], -rank), default=None)
+        if writer is None or load[writer] + size > most:
+            while loads[0][0] != load[loads[0][1]]:
+                heappop(loads)
+            writer = loads[0][1]
         load[writer] += size
-        found.append(Assignment(index, slot, writer))
+        heappush(loads, (load[writer], writer))
+        if at.rank == writer or at.rank in held:
+            found.append(Assignment(index, slot, writer, parts))
     return tuple(sorted(found, key=lambda entry: (entry.bucket, entry.slot.start)))
 
 
-def _parts(slot: Slot, layout: BucketLayout, at: ParallelState) -> Iterator[tuple[int, int, Run]]:
+def _parts(
+    slot: Slot, layout: BucketLayout, tp_size: int, rank_of: Callable[[int, int], int]
+) -> Iterator[tuple[int, int, Run]]:
     """(rank, tp index, elements of the bucket) of each part of a parameter, once each."""
-    for tp in range(1 if slot.info.spec.split is None else at.tp.size):
-        for dp in range(layout.shards):  # the ranks of the first group that shares one copy of the state
-            run = intersect(slot.run, layout.shard(dp))
-            if run is not None:
-                yield at.grid.rank(Coordinate(tp=tp, cp=at.at.cp, dp=dp, pp=at.at.pp)), tp, run
+    each = layout.shard_numel
+    for tp in range(1 if slot.info.spec.split is None else tp_size):
+        # the ranks of the first group that shares one copy of the state
+        for dp in range(slot.start // each, -(-slot.stop // each)):
+            run = Run(max(slot.start, dp * each), min(slot.stop, (dp + 1) * each))
+            yield rank_of(tp, dp), tp, run
 
 
 class HostBuffers:
@@ -102,7 +116,7 @@ def gather_locals(
 
     Args:
         source: what a rank holds whole is yielded as it is, not copied.
-        assignments: of this stage; equal on all ranks of `axis`, all of which must iterate to the end.
+        assignments: those of this rank; all ranks of `axis` must iterate to the end.
         buffers: for the local tensors, which are then valid only until the next is asked for; None for new memory each time.
     """
     sending: deque[tuple[list[Pending], Messages]] = deque()  # holds what is sent until it has left
@@ -141,7 +155,7 @@ def _transfers(
     receives: Messages = []
     flats = [torch.empty(0) for _ in range(1 if slot.info.spec.split is None else at.tp.size)]
     taken: list[Tensor] = []
-    for rank, tp, run in _parts(slot, bucket.layout, at):
+    for rank, tp, run in assignment.parts:
         if at.rank not in (rank, assignment.writer):
             continue
         own = source.read(kind, bucket, run).detach() if rank == at.rank else None

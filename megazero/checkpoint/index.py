@@ -7,14 +7,15 @@
       trainer_state.json                       step, samples consumed, shape of origin, configuration
       manifest.json                            size and xxh3 of every other file; the directory is complete when it exists
       evaluation.json                          validation loss of a step that was evaluated after it was saved; a note
+      unfinished.json                          the names of the files to be written; there until it is complete
     latest                                     the name of the newest complete directory, for people and scripts
 
-A file appears with all its bytes or not at all; see `folder`.
+A file appears with all its bytes or not at all; see `folder`.  Only files that the manifest or `unfinished.json` names are
+ever removed: others in the directory are not ours.
 """
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import json
 import re
@@ -26,11 +27,12 @@ from typing import Any
 import torch
 import xxhash
 
-from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
+from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at, partial_of
 
 FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
-_EVALUATION = "evaluation.json"
+UNFINISHED, DAMAGED_MANIFEST, EVALUATION = "unfinished.json", "damaged-manifest.json", "evaluation.json"
+_LISTS = (MANIFEST, DAMAGED_MANIFEST, UNFINISHED)  # each names files that are ours
 _STEP_NAME = re.compile(r"step-\d+")
 
 
@@ -40,6 +42,10 @@ class CheckpointError(RuntimeError):
 
 class DamagedError(CheckpointError):
     """Files of a checkpoint have changed since they were written; the message names them."""
+
+
+class OwnerError(CheckpointError):
+    """A directory belongs to another run; the message says to which, and since when."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +99,43 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _checksum(files: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
+def _checksum(version: int, files: Mapping[str, Any]) -> str:
+    """Of all a manifest says; that of format 1 leaves the version out."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(files if version == 1 else [version, files], sort_keys=True).encode())
 
 
 def write_manifest(location: Location, files: Mapping[str, FileRecord]) -> None:
     """Declare a checkpoint complete; `files` are all its files.  Raises: OSError."""
     listed = {name: asdict(record) for name, record in sorted(files.items())}
-    manifest = {"format": FORMAT_VERSION, "checksum": _checksum(listed), "files": listed}
+    manifest = {"format": FORMAT_VERSION, "checksum": _checksum(FORMAT_VERSION, listed), "files": listed}
     folder_at(location).write(MANIFEST, to_json(manifest))
+
+
+def own_files(folder: Folder) -> list[str]:
+    """The files in a step directory that checkpoints of ours have left there: those that its lists name, and the lists."""
+    named = {UNFINISHED}
+    for name in _LISTS:
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # what is damaged names nothing
+            named |= {*_LISTS, EVALUATION, *json.loads(folder.read(name))["files"]}
+    return [name for name in folder.files() if partial_of(name) in named]
+
+
+def remove_own_files(folder: Folder) -> None:
+    """Remove what checkpoints of ours have left in a step directory, and the directory if it is empty then.
+
+    The lists are removed last, so that what is half removed is still known as ours.
+    """
+    found = own_files(folder)
+    folder.remove(*(name for name in found if name not in _LISTS))
+    folder.remove(*(name for name in _LISTS if name in found))
+    folder.remove_empty()
+
+
+def discard(folder: Folder) -> None:
+    """Remove a complete checkpoint; one that is removed in part is none."""
+    folder.write(UNFINISHED, to_json({"files": own_files(folder)}))
+    folder.remove(MANIFEST)
+    remove_own_files(folder)
 
 
 def is_complete(location: Location) -> bool:
@@ -109,13 +143,23 @@ def is_complete(location: Location) -> bool:
     return folder_at(location).has(MANIFEST)
 
 
+def unreadable(path: str, error: OSError) -> CheckpointError:
+    """The storage has failed, also with EIO, as which NFS reports a time-out: that says nothing of the file."""
+    return CheckpointError(
+        f"{path} cannot be read ({error}); nothing was changed. Try again; if it stays so, its disk may be lost: resume "
+        "from another step directory (checkpoint.resume)"
+    )
+
+
 @contextmanager
 def read_errors(path: str) -> Iterator[None]:
     """Name the file in errors of reading it: CheckpointError if the storage fails, DamagedError for its contents."""
     try:
         yield
+    except CheckpointError:
+        raise
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); try again") from error
+        raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path} is damaged ({error!r}); resume from another step directory") from error
 
@@ -130,10 +174,13 @@ def read_manifest(location: Location) -> dict[str, FileRecord]:
         manifest = json.loads(data)
         listed = manifest["files"]
         # compared byte for byte, so that no flipped bit goes unseen
-        if manifest["checksum"] != _checksum(listed) or to_json(manifest) != data:
+        if manifest["checksum"] != _checksum(manifest["format"], listed) or to_json(manifest) != data:
             raise ValueError("it is not what was written")
         if manifest["format"] != FORMAT_VERSION:
-            raise ValueError(f"it is of format {manifest['format']}, not {FORMAT_VERSION}")
+            raise CheckpointError(
+                f"{folder} is of format {manifest['format']}, this megazero reads {FORMAT_VERSION}: "
+                "a newer one has written it; read it with that one"
+            )
         return {name: FileRecord(**record) for name, record in listed.items()}
 
 
@@ -159,9 +206,7 @@ def find_damage(location: Location, names: Sequence[str] | None = None, *, by_ha
             elif by_hash and folder.hash(name) != record.xxh3:
                 damage.append(f"{folder}/{name} has changed since it was written (its hash differs)")
         except OSError as error:
-            if error.errno != errno.EIO:  # which a disk reports for data that it has lost
-                raise CheckpointError(f"{folder}/{name} cannot be read ({error}); try again") from error
-            damage.append(f"{folder}/{name} cannot be read ({error})")
+            raise unreadable(f"{folder}/{name}", error) from error
     return damage
 
 
@@ -177,14 +222,14 @@ def read_trainer_state(location: Location) -> TrainerState:
 def note_val_loss(folder: Folder, val_loss: float) -> None:
     """Note the validation loss of a step beside its checkpoint, if that is complete.  Raises: OSError."""
     if is_complete(folder):
-        folder.write(_EVALUATION, to_json({"val_loss": val_loss}))
+        folder.write(EVALUATION, to_json({"val_loss": val_loss}))
 
 
 def val_loss_of(folder: Folder) -> float | None:
     """Mean nats per token of a step's own evaluation; None where there was none, or it cannot be read."""
     with suppress(CheckpointError, FileNotFoundError, ValueError, KeyError, TypeError):
-        if folder.has(_EVALUATION):
-            return float(json.loads(folder.read(_EVALUATION))["val_loss"])
+        if folder.has(EVALUATION):
+            return float(json.loads(folder.read(EVALUATION))["val_loss"])
         return read_trainer_state(folder).val_loss
     return None
 

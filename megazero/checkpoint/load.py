@@ -65,7 +65,9 @@ def load_checkpoint(
             storage fails while they are read.
     """
     folder = folder_at(location)
-    _check_files(folder, at, by_hash)
+    if damage := find_damage_together(folder, at.world, by_hash=by_hash):
+        advice = f"{folder} is damaged and was not loaded; resume from another step directory"
+        raise DamagedError("\n".join([*damage, advice]))
     trainer = agree(lambda: read_trainer_state(folder), at.world, CheckpointError)
     has_moments = with_optimizer and trainer.optimizer_steps > 0
     moments = state.optimizer.known_states if has_moments else ()
@@ -107,27 +109,27 @@ def fills_weights(location: Location, at: ParallelState) -> bool:
     return _shares_memory(folder_at(location), at) and at.device.type == "cpu"
 
 
-def _check_files(folder: Folder, at: ParallelState, by_hash: bool) -> None:
-    """Raises: DamagedError on every rank with what any rank found in its share of the files."""
+def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -> list[str]:
+    """What `find_damage` finds in all files; every rank checks its share of them.  Called on every rank.
+
+    Raises: CheckpointError on every rank: there is no manifest, or the storage does not answer.
+    """
 
     def look() -> list[str]:
         try:
             files = read_manifest(folder)
         except DamagedError as error:
             return [str(error)]
-        load, mine = [0] * at.world.size, []  # all ranks have about as many bytes to check
+        load, mine = [0] * world.size, []  # all ranks have about as many bytes to check
         for name, record in sorted(files.items(), key=lambda file: -file[1].bytes):
             rank = load.index(min(load))
             load[rank] += record.bytes
-            if rank == at.world.index:
+            if rank == world.index:
                 mine.append(name)
         return find_damage(folder, mine, by_hash=by_hash)
 
-    found = gather_objects(agree(look, at.world, CheckpointError), at.world)
-    damage = list(dict.fromkeys(line for lines in found for line in lines))
-    if damage:
-        advice = f"{folder} is damaged and was not loaded; resume from another step directory"
-        raise DamagedError("\n".join([*damage, advice]))
+    found = gather_objects(agree(look, world, CheckpointError), world)
+    return list(dict.fromkeys(line for lines in found for line in lines))
 
 
 def _open_kinds(folder: Folder, step: int, moments: Sequence[str] | None) -> dict[str, StoredTensors]:

@@ -4,40 +4,56 @@
                                                      x  keep    x keep keep keep
 
 The manifest is removed first, so that a checkpoint that is half removed does not count as one.  A checkpoint that is being
-read is not removed, and none is removed unless one of those to keep is intact.
+read is not removed, and none is removed unless the hashes of one of those to keep are as they were written.  A step
+directory that is a link, and files that no checkpoint of ours has written, stay as they are.
 
 [Note: readers] A reader writes a marker into `reading/` beside the step directories, then looks for the manifest.  Pruning
 removes the manifest, then looks for markers before it removes the rest.  So one of the two sees the other, on any storage.
-The marker of a reader that was killed expires after a day.
+The marker of a reader that was killed on this host counts no more; any other expires after this process has seen it for a
+day.  Clocks of hosts are not compared.
 """
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
+from typing import TypeVar
 
 from megazero.checkpoint.folder import Folder, Location, folder_at
 from megazero.checkpoint.index import (
+    DAMAGED_MANIFEST,
+    HF_CONFIG,
     MANIFEST,
+    TRAINER_STATE,
+    UNFINISHED,
     CheckpointError,
     TrainerState,
-    find_damage,
     is_complete,
     is_step_name,
+    own_files,
     read_trainer_state,
+    remove_own_files,
     step_folders,
     step_of,
+    to_json,
     val_loss_of,
 )
+from megazero.checkpoint.lease import identity_of, is_gone
+from megazero.checkpoint.load import find_damage_together
+from megazero.comm.collectives import agree, gather_objects
+from megazero.parallel_state import Axis
 
-_READING = "reading"
+T = TypeVar("T")
+
+READING = "reading"
+_OURS = (".safetensors", ".safetensors.index.json", TRAINER_STATE, HF_CONFIG)
 _MARKER_SECONDS = 24 * 3600
-_DAMAGED_MANIFEST = "damaged-manifest.json"
 
 
 @dataclass(frozen=True)
@@ -73,60 +89,116 @@ def kept_steps(
     return kept
 
 
-def prune(root: Location, policy: Retention) -> list[Folder]:
-    """Remove what the policy does not keep, and incomplete directories of killed runs.  Called by one process at a time.
+class Pruner:
+    """Removes what the policy does not keep, and incomplete directories of killed runs.  Made and called on every rank.
 
-    None of the directories may be being written.  Returns: the removed ones.
-
-    Raises:
-        CheckpointError: none of those to keep is intact; nothing was removed.
-        OSError: the storage refuses.
+    Args:
+        world: all ranks; rank 0 of them removes, all of them verify.
+        clock: in seconds.
     """
-    if not policy.keep_last:
-        return []
-    folders = step_folders(root)
-    complete = [folder for folder in folders if is_complete(folder)]
-    states = {step_of(folder): _state(folder) if policy.keep_best else None for folder in complete}
-    data = {step: state.data_fingerprint for step, state in states.items() if state}
-    losses = {step_of(folder): val_loss_of(folder) if policy.keep_best else None for folder in complete}
-    kept = kept_steps(losses, policy, data)
-    to_remove = [folder for folder in complete if step_of(folder) not in kept]
-    to_keep = [folder for folder in complete if step_of(folder) in kept]
-    if to_remove and not any(_is_intact(folder) for folder in reversed(to_keep)):
-        keeping, removing = (", ".join(one.name for one in some) or "none" for some in (to_keep, to_remove))
-        raise CheckpointError(
-            f"of the checkpoints to keep in {root} ({keeping}) none is intact: {removing} not removed"
+
+    def __init__(
+        self, root: Location, policy: Retention, world: Axis, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._root, self._policy, self._world, self._clock = folder_at(root), policy, world, clock
+        self._seen: dict[str, float] = {}  # markers of readers elsewhere, and when this process saw them first
+
+    def prune(self) -> tuple[list[Folder], list[str]]:
+        """None of the directories may be being written.
+
+        Returns: on rank 0 the removed ones, and a line for every damaged file of those that stay.
+
+        Raises:
+            CheckpointError: on every rank: none of those to keep is intact, and nothing was removed; or the storage refuses.
+        """
+        if not self._policy.keep_last:
+            return [], []
+        keep, remove, unfinished = self._on_first(self._plan)
+        damage: list[str] = []
+        for name in reversed(keep if remove else []):
+            if not (found := find_damage_together(self._root.child(name), self._world)):
+                break
+            damage += found
+        else:
+            if remove:
+                raise CheckpointError(
+                    f"of the checkpoints to keep in {self._root} ({', '.join(keep) or 'none'}) none is intact: "
+                    f"{', '.join(remove)} not removed\n" + "\n".join(damage)
+                )
+
+        def remove_all() -> list[str]:
+            removed = [name for name in remove if self._remove(self._root.child(name))]
+            for name in unfinished:
+                remove_own_files(self._root.child(name))
+            return removed + unfinished
+
+        return [self._root.child(name) for name in self._on_first(remove_all)], damage
+
+    def _on_first(self, action: Callable[[], T]) -> T:
+        answer = agree(lambda: action() if self._world.index == 0 else None, self._world, CheckpointError)
+        found = gather_objects(answer, self._world)[0]
+        assert found is not None
+        return found
+
+    def _plan(self) -> tuple[list[str], list[str], list[str]]:
+        """Names of those to keep, of those to remove, and of unfinished ones with files to remove; in order of steps."""
+        folders = [folder for folder in step_folders(self._root) if not folder.is_link]
+        complete = {step_of(folder): folder for folder in folders if is_complete(folder)}
+        ranked = complete if self._policy.keep_best else {}
+        states = {step: _state(folder) for step, folder in ranked.items()}
+        data = {step: state.data_fingerprint for step, state in states.items() if state}
+        losses = {step: val_loss_of(folder) if step in ranked else None for step, folder in complete.items()}
+        kept = kept_steps(losses, self._policy, data)
+        old = [folder for folder in folders if complete and step_of(folder) < max(complete)]
+        return (
+            [folder.name for step, folder in complete.items() if step in kept],
+            [folder.name for step, folder in complete.items() if step not in kept],
+            [folder.name for folder in old if folder not in complete.values() and _is_ours(folder)],
         )
-    incomplete = [one for one in folders if one not in complete and complete and step_of(one) < step_of(complete[-1])]
-    removed = [folder for folder in to_remove if _remove(folder)]
-    for folder in incomplete:
-        folder.remove_all()
-    return [*removed, *incomplete]
+
+    def _remove(self, folder: Folder) -> bool:
+        """Remove a complete checkpoint unless it is being read; returns whether it was removed."""
+        if self._is_read(folder):
+            return False
+        manifest = folder.read(MANIFEST)
+        folder.write(UNFINISHED, to_json({"files": own_files(folder)}))
+        folder.remove(MANIFEST)
+        if self._is_read(folder):
+            folder.write(MANIFEST, manifest)
+            folder.remove(UNFINISHED)
+            return False
+        remove_own_files(folder)
+        return True
+
+    def _is_read(self, folder: Folder) -> bool:
+        markers, is_read = folder.parent.child(READING), False
+        for marker in markers.files():
+            if marker.partition(".")[0] != folder.name:
+                continue
+            gone = is_gone(_read_marker(markers, marker))
+            first = self._seen.setdefault(marker, self._clock())
+            if gone or (gone is None and self._clock() - first > _MARKER_SECONDS):
+                markers.remove(marker)
+            else:
+                is_read = True
+        return is_read
+
+
+def _read_marker(markers: Folder, marker: str) -> str:
+    with suppress(FileNotFoundError):  # its reader is done
+        return markers.read(marker).decode(errors="replace")
+    return ""
+
+
+def _is_ours(folder: Folder) -> bool:
+    """Whether something in an unfinished step directory is ours, or it is empty."""
+    return bool(own_files(folder)) or not (folder.files() or folder.folders())
 
 
 def _state(folder: Folder) -> TrainerState | None:
     with suppress(CheckpointError):
         return read_trainer_state(folder)
     return None
-
-
-def _is_intact(folder: Folder) -> bool:
-    with suppress(CheckpointError):
-        return not find_damage(folder, by_hash=False)
-    return False
-
-
-def _remove(folder: Folder) -> bool:
-    """Remove a complete checkpoint unless it is being read; returns whether it was removed."""
-    if _is_read(folder):
-        return False
-    manifest = folder.read(MANIFEST)
-    folder.remove(MANIFEST)
-    if _is_read(folder):
-        folder.write(MANIFEST, manifest)
-        return False
-    folder.remove_all()
-    return True
 
 
 @contextmanager
@@ -136,12 +208,12 @@ def reading(location: Location) -> Iterator[Folder]:
     Raises: CheckpointError, it is not complete, or is not any more.
     """
     folder = folder_at(location)
-    marker = f"{folder.name}.{int(time.time())}.{uuid.uuid4().hex}"
-    markers = folder.parent.child(_READING)
+    marker = f"{folder.name}.{uuid.uuid4().hex}"
+    markers = folder.parent.child(READING)
     if is_step_name(folder.name):
         with suppress(OSError):  # if nothing can be written there, nothing is pruned either
             markers.make()
-            markers.write(marker, b"")
+            markers.write(marker, identity_of(os.getpid()).encode())
     try:
         if not is_complete(folder):
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
@@ -151,21 +223,15 @@ def reading(location: Location) -> Iterator[Folder]:
             markers.remove(marker)
 
 
-def _is_read(folder: Folder) -> bool:
-    markers, is_read = folder.parent.child(_READING), False
-    for marker in markers.files():
-        name, *rest = marker.split(".")
-        if name != folder.name:
-            continue
-        if len(rest) > 1 and rest[0].isdigit() and time.time() - int(rest[0]) > _MARKER_SECONDS:
-            markers.remove(marker)
-        else:
-            is_read = True
-    return is_read
-
-
 def mark_damaged(folder: Folder) -> None:
-    """Rename the manifest, so that the checkpoint no longer counts; its files stay until it is saved again or pruned."""
+    """Rename the manifest, so that the checkpoint no longer counts; its files stay until it is saved again or pruned.
+
+    Raises: CheckpointError: the directory is a link, so it is not this run's.
+    """
+    if folder.is_link:
+        raise CheckpointError(f"{folder} is a link and belongs elsewhere: it is not marked as damaged; remove the link")
+    names = [name for name in folder.files() if name.endswith(_OURS)]  # where the manifest itself is damaged
+    folder.write(UNFINISHED, to_json({"files": names}))
     with suppress(FileNotFoundError):
-        folder.write(_DAMAGED_MANIFEST, folder.read(MANIFEST))
+        folder.write(DAMAGED_MANIFEST, folder.read(MANIFEST))
     folder.remove(MANIFEST)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar
 
 from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
-from megazero.checkpoint.gather import HostBuffers, assemble, assign_writers, gather_locals
+from megazero.checkpoint.gather import Assignment, HostBuffers, assemble, assign_writers, gather_locals
 from megazero.checkpoint.index import (
     LATEST,
     MANIFEST,
     TRAINER_STATE,
+    UNFINISHED,
     CheckpointError,
     TrainerState,
     index_name,
     is_complete,
+    own_files,
+    remove_own_files,
     to_index,
     to_json,
     write_manifest,
@@ -25,12 +28,26 @@ from megazero.checkpoint.index import (
 from megazero.checkpoint.tensor_file import SafetensorsWriter
 from megazero.comm.collectives import agree, gather_objects
 from megazero.layers.spec import numel
-from megazero.parallel_state import ParallelState, SavingAxes
+from megazero.parallel_state import Axis, ParallelState, SavingAxes
 from megazero.zero.state import ShardedState
 
 T = TypeVar("T")
 _FAILED = "checkpoint {} could not be written ({}); older checkpoints are untouched"
-_OURS = (".safetensors", ".json", ".partial")
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Who writes what, the same for every checkpoint of a run."""
+
+    assignments: tuple[Assignment, ...]  # in which this rank takes part
+    writers: tuple[int, ...]  # every rank that writes a file of each kind
+
+
+def plan_saving(source: ShardedState, at: ParallelState, world: Axis) -> SavePlan:
+    """Called on every rank, once per run."""
+    assignments = assign_writers(source.buckets, at)
+    writes = gather_objects(any(one.writer == at.rank for one in assignments), world)
+    return SavePlan(assignments, tuple(rank for rank, does in enumerate(writes) if does))
 
 
 def save_checkpoint(
@@ -42,6 +59,7 @@ def save_checkpoint(
     *,
     moves_latest: bool = True,
     axes: SavingAxes | None = None,
+    plan: SavePlan | None = None,
 ) -> int:
     """Write the whole state of a run into a new step directory, and wait until it is durable.  Called on every rank.
 
@@ -51,25 +69,27 @@ def save_checkpoint(
         files: further small files by name; rank 0's are written.
         moves_latest: let `latest` name it.
         axes: communicators to use; None for those of the training.
+        plan: see `plan_saving`; None makes it.
 
     Returns: bytes of all tensors.
 
     Raises:
-        CheckpointError: on every rank; older checkpoints are untouched, and the files of this one are removed.
+        CheckpointError: on every rank; older checkpoints are untouched, and the files of this one are removed.  Files in the
+            directory that no checkpoint of ours has written are an error, and stay.
+        OwnerError: on every rank; this run does not own the directory, or not any more.
     """
     folder, axes = folder_at(location), axes or SavingAxes(at.model, at.world)
 
     def on_first(action: Callable[[], None]) -> None:
         agree(action if at.rank == 0 else lambda: None, axes.world, CheckpointError)
 
-    assignments = assign_writers(source.buckets, at)
-    on_first(lambda: _prepare(folder, files))
-    writes = any(one.writer == at.rank for one in assignments)
-    writers = [rank for rank, does in enumerate(gather_objects(writes, axes.world)) if does]
-    number = f"{writers.index(at.rank) + 1:05d}-of-{len(writers):05d}" if writes else ""
+    plan = plan or plan_saving(source, at, axes.world)
+    numbers = {rank: f"{index:05d}-of-{len(plan.writers):05d}" for index, rank in enumerate(plan.writers, 1)}
+    on_first(lambda: _prepare(folder, source.kinds, numbers.values(), files))
+    number = numbers.get(at.rank, "")
     written, buffers, open_files = _Written(), HostBuffers(), {}
     for kind in source.kinds:
-        held = [one for one in assignments if source.holds(kind, source.buckets[one.bucket])]
+        held = [one for one in plan.assignments if source.holds(kind, source.buckets[one.bucket])]
         specs, dtype = [one.slot.info.spec for one in held if one.writer == at.rank], source.dtype(kind)
         shapes = {name: shape for spec in specs for name, shape in spec.logical_shapes().items()}
         file, metadata = f"{kind}-{number}.safetensors", {"kind": kind, "step": str(trainer.step)}
@@ -95,21 +115,24 @@ def save_checkpoint(
     return sum(one.bytes for one in everyone)
 
 
-def _prepare(folder: Folder, files: Mapping[str, bytes]) -> None:
+def _prepare(folder: Folder, kinds: Sequence[str], numbers: Iterable[str], files: Mapping[str, bytes]) -> None:
     """Make the directory, and remove files that a run may have left there when it was stopped while saving."""
-    if is_complete(folder):
-        raise CheckpointError(f"{folder} already holds a complete checkpoint")
+    folder.fence()
+    names = [f"{kind}-{number}.safetensors" for kind in kinds for number in numbers]
+    names += [*map(index_name, kinds), TRAINER_STATE, *files]
     try:
-        names = folder.files()
-        foreign = [name for name in names if name not in files and not name.endswith(_OURS)] + folder.folders()
+        if is_complete(folder):
+            raise CheckpointError(f"{folder} already holds a complete checkpoint")
+        ours = own_files(folder)
+        foreign = [name for name in folder.files() if name not in ours] + folder.folders()
         if foreign:
             raise CheckpointError(
-                f"{folder} holds {', '.join(sorted(foreign)[:3])}, which no checkpoint of ours has; nothing was deleted. "
-                "Choose another name"
+                f"{folder} holds {', '.join(sorted(foreign)[:3])}, which no checkpoint of ours has left there; nothing was "
+                "deleted. Choose another name, or remove it"
             )
-        for name in names:
-            folder.remove(name)
+        remove_own_files(folder)
         folder.make()
+        folder.write(UNFINISHED, to_json({"files": names}))
     except OSError as error:
         raise CheckpointError(_FAILED.format(folder.name, error)) from error
 
@@ -146,6 +169,7 @@ def _commit(
     moves_latest: bool,
 ) -> None:
     """Complete the checkpoint if every rank has written its files."""
+    folder.fence()
     try:
         for rank, one in enumerate(everyone):
             if one.error is not None:
@@ -165,9 +189,11 @@ def _commit(
         beside = "" if free is None else f", {free:,} are free in {folder.parent} beside what was written of it"
         with suppress(Exception):
             if not folder.has(MANIFEST):
-                folder.remove_all()  # frees the space for the next one
+                remove_own_files(folder)  # frees the space for the next one
         reason = f"{failure}; it takes {needed:,} bytes{beside}"
         raise CheckpointError(_FAILED.format(folder.name, reason)) from failure
+    with suppress(Exception):  # the manifest decides
+        folder.remove(UNFINISHED)
     if moves_latest:  # after the manifest, which decides
         try:
             folder.parent.write(LATEST, (folder.name + "\n").encode())

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import Folder
-from megazero.checkpoint.index import CheckpointError, TrainerState
-from megazero.checkpoint.save import save_checkpoint
+from megazero.checkpoint.index import CheckpointError, OwnerError, TrainerState
+from megazero.checkpoint.save import plan_saving, save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.parallel_state import ParallelState
 from megazero.zero.bucket import Bucket, Run, intersect
@@ -76,6 +76,11 @@ class Snapshot(ShardedState):
         return self._copies[kind, bucket][run.start - first : run.stop - first]
 
 
+def _ends_run(failure: Exception | None) -> bool:
+    """Whether training cannot continue: the ranks do not share the failure, or the directory belongs to another run."""
+    return isinstance(failure, OwnerError) or not (failure is None or isinstance(failure, CheckpointError))
+
+
 @dataclass(frozen=True)
 class SaveReport:
     """Size and times of one save."""
@@ -86,6 +91,7 @@ class SaveReport:
     copy_seconds: float  # training waited for the copy, or for everything if there is none
     seconds: float  # from the call until the checkpoint was durable
     error: str | None = None  # why there is no checkpoint
+    ends_run: bool = False  # training cannot continue after this error
 
 
 class Saver:
@@ -96,7 +102,8 @@ class Saver:
             machine; 0 for no copy: training waits while a checkpoint is written.
         timeout_seconds: how long a rank may wait for a peer that is writing.
         report: called on rank 0, in the thread, with the report of each save.
-        after: called on rank 0 after each checkpoint, before the report; if it raises, the report has its error.
+        after: called on every rank, in the thread, after each checkpoint and before the report; may make collective calls
+            over the saving axes.  If it raises, the report has its error.
     """
 
     def __init__(
@@ -111,6 +118,7 @@ class Saver:
     ) -> None:
         self._state, self._at, self._report, self._after = state, at, report, after
         self._axes = at.saving_axes(timeout_seconds)
+        self._plan = plan_saving(state, at, at.world)
         self._snapshot = Snapshot(state, at.device)
         if host_memory_bytes is None:
             host_memory_bytes = free_memory_bytes(torch.device("cpu")) // 2 // at.neighbours
@@ -131,6 +139,7 @@ class Saver:
 
         Raises:
             LostPeerError: a rank has died.
+            OwnerError: the run does not own its directory any more.
             Exception: an error of this rank alone; the others wait for it, so it must not go on.
         """
         called = time.perf_counter()
@@ -141,9 +150,8 @@ class Saver:
         if self.refusal is None:
             self._snapshot.take()
             source, copied = self._snapshot, time.perf_counter()
-        write = partial(
-            save_checkpoint, folder, source, self._at, trainer, files, moves_latest=moves_latest, axes=self._axes
-        )
+        write = partial(save_checkpoint, folder, source, self._at, trainer, files, axes=self._axes, plan=self._plan)
+        write = partial(write, moves_latest=moves_latest)
         self._thread = threading.Thread(
             target=self._write, args=(folder, write, called, began, copied), name="checkpoint", daemon=True
         )
@@ -163,22 +171,23 @@ class Saver:
         except Exception as failure:
             self._failure = failure
             raise  # the thread's own hook prints where
-        if self._at.rank != 0:
-            return
         if error is None:
             try:
                 self._after(folder)
             except Exception as failure:  # an object store has errors of its own
                 error = f"{folder.name} was saved, but the work after it failed: {failure!r}"
-        end = time.perf_counter()
-        self._report(SaveReport(folder, size, began - called, (copied or end) - began, end - called, error))
+                self._failure = failure if isinstance(failure, LostPeerError | OwnerError) else None
+        if self._at.rank == 0:
+            end, ends_run = time.perf_counter(), _ends_run(self._failure)
+            seconds = (began - called, (copied or end) - began, end - called)
+            self._report(SaveReport(folder, size, *seconds, error, ends_run))
 
     def _join(self) -> None:
-        """Wait for the thread.  Raises: a failure that the ranks do not share; the others may be saving still."""
+        """Wait for the thread.  Raises: a failure after which the run cannot continue."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._failure is not None and not isinstance(self._failure, CheckpointError):
+        if self._failure is not None and _ends_run(self._failure):
             raise self._failure
 
     def finish(self) -> None:

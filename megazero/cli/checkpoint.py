@@ -99,12 +99,11 @@ def verify(directory: Annotated[str, typer.Argument(help="A step directory, or o
     """Compare every file's size and hash with what was written: a line for each step, exit code 1 for damage.
 
     A directory that was never finished has a line too, and is no damage."""
-    from megazero.checkpoint.folder import folder_at
+    from megazero.checkpoint.folder import folder_at, partial_of
     from megazero.checkpoint.index import is_complete
 
     def was_begun(folder: Folder) -> bool:  # a checkpoint that was not finished has no manifest
-        names = (name.removesuffix(".partial") for name in folder.files())
-        return is_complete(folder) or any(name.endswith(".safetensors") for name in names)
+        return is_complete(folder) or any(partial_of(name).endswith(".safetensors") for name in folder.files())
 
     with _user_errors():
         folder = folder_at(directory)

@@ -11,6 +11,7 @@ from megazero.checkpoint.index import CheckpointError, TrainerState, versions
 from megazero.config import RunConfig
 from megazero.data.identity import changes_between
 from megazero.engine.phases import KEYS_OF, Phase, current, is_same_data
+from megazero.models.registry import FAMILIES
 from megazero.settings import toml_value
 from megazero.zero.sharded_model import ShardedModel
 
@@ -66,16 +67,19 @@ def check_same_run(
     Raises: CheckpointError.
     """
     accepted, wanted = config.checkpoint.accept_changes, config.model.model_dump()
+    # a key that the writer did not know yet has its default
+    written = type(config.model).model_construct(**trainer.model)
+    model = FAMILIES[config.model.family].complete(written).model_dump()
     free = _FREE_TO_CHANGE | {key.removeprefix("model.") for name in accepted for key in KEYS_OF[name]}
-    differs = [key for key in wanted if trainer.model.get(key) != wanted[key]]
+    differs = [key for key in wanted if model[key] != wanted[key]]
     if changed := [key for key in differs if key not in free]:
-        told = (f"model.{key} is {wanted[key]!r}, the checkpoint has {trainer.model.get(key)!r}" for key in changed)
+        told = (f"model.{key} is {wanted[key]!r}, the checkpoint has {model[key]!r}" for key in changed)
         names = [name for name, keys in KEYS_OF.items() if {f"model.{key}" for key in changed} & {*keys}]
         raise CheckpointError(f"{path} is of another model: {'; '.join(told)}{_how_to_accept(names)}")
     stored = trainer.data_fingerprint
     if "data" in accepted or is_same_data(stored, data_fingerprint):
         return
-    if "seq_len" in differs and fingerprint_at and is_same_data(stored, fingerprint_at(trainer.model["seq_len"])):
+    if "seq_len" in differs and fingerprint_at and is_same_data(stored, fingerprint_at(model["seq_len"])):
         return
     differences = "; ".join(changes_between(stored, data_fingerprint))
     raise CheckpointError(f"{path} was trained on other data. What differs: {differences}{_how_to_accept(['data'])}")

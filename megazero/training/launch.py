@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from megazero.checkpoint.index import CheckpointError
+from megazero.checkpoint.index import CheckpointError, OwnerError
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun
 from megazero.config.load import import_extensions
@@ -33,7 +33,7 @@ from megazero.training.batches import DataError
 from megazero.training.loop import train
 from megazero.training.out_of_memory import OutOfMemoryError
 from megazero.training.record import RunSummary
-from megazero.training.signals import EXIT_CONFIG, EXIT_FAILED, EXIT_STOPPED, StopRequest, die_of_signals
+from megazero.training.signals import EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED, StopRequest, die_of_signals
 from megazero.training.world import (
     LAUNCH_FOLDER,
     DeviceError,
@@ -148,6 +148,9 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
         _report(str(error), is_cause=False)
         time.sleep(_CAUSE_FIRST_SECONDS)
         return Failed(has_cause=" ended in step " in str(error))  # by an error of its own, which the watchdog has found
+    except OwnerError as error:
+        _report(str(error), is_cause=True)
+        return Failed(EXIT_REFUSED)
     except Exception as error:
         _report(str(error) if isinstance(error, _WITHOUT_TRACEBACK) else traceback.format_exc(), is_cause=True)
         return Failed()
@@ -175,7 +178,7 @@ def refuse(problems: Sequence[str]) -> Failed:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         for problem in problems:
             warn(problem)
-    return Failed(EXIT_CONFIG)
+    return Failed(EXIT_REFUSED)
 
 
 def tell_others(problem: str) -> Failed:
@@ -204,7 +207,7 @@ def _run_started_rank(run: ResolvedRun, work: Work[T], stop: StopRequest | None,
     if stop is not None:
         die_of_signals()  # one arrives when the launcher dies; then nobody reads the result
     if isinstance(answer, Failed) or os.getppid() != launcher:
-        leave_at_once()
+        leave_at_once(answer.status if isinstance(answer, Failed) else EXIT_FAILED)
     drain()
     return answer
 
@@ -292,4 +295,5 @@ def _report_failures(folder: Path, error: ChildFailedError) -> Failed:
         warn(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
     if not killed and not reported:
         warn(str(error))
-    return Failed(has_cause=any(folder.glob(f"{_CAUSE}-*")))
+    is_refused = any(failure.exitcode == EXIT_REFUSED for failure in error.failures.values())
+    return Failed(EXIT_REFUSED if is_refused else EXIT_FAILED, has_cause=any(folder.glob(f"{_CAUSE}-*")))

@@ -34,6 +34,7 @@ from megazero.training.callbacks.progress import describe
 from megazero.training.callbacks.registry import CallbackError, RegisteredCallback, callbacks_of, check_names
 from megazero.training.heartbeat import BETWEEN, SAVING, TRAINING
 from megazero.training.out_of_memory import explained
+from megazero.training.ownership import Ownership
 from megazero.training.record import RunSummary, SampleRange, StepDecision, StepMeter, StepRecord, peak_memory_bytes
 from megazero.training.same_data import open_same_corpus
 from megazero.training.watchdog import Watchdog
@@ -56,6 +57,7 @@ def train(
     Raises:
         ConfigError: `training.callbacks` names a callback that nobody has registered.
         DataError: the corpus cannot be opened, or is not the same on all ranks.
+        OwnerError: another run owns the directories of this one, or has taken them.
         CheckpointError: the checkpoint that `checkpoint.resume` names cannot be used, or none can be written.
         NonFiniteError, LostPeerError: see `Engine.train_step`.
         OutOfMemoryError: on the rank that has no memory left.
@@ -66,8 +68,11 @@ def train(
     with ExitStack() as closing:
         watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
         corpus = open_same_corpus(config, state.world, say)
-        fingerprint_at = partial(fingerprint_of, config)
-        checkpointing = Checkpointing(config, state, corpus.fingerprint, say, watchdog, fingerprint_at=fingerprint_at)
+        ownership = closing.enter_context(Ownership(config, state, say))
+        fingerprint, fingerprint_at = corpus.fingerprint, partial(fingerprint_of, config)
+        checkpointing = Checkpointing(
+            config, ownership.root, state, fingerprint, say, watchdog, fingerprint_at=fingerprint_at
+        )
         resumes = checkpointing.find()
         schedule = agree(lambda: _own_schedule(run), state.world, ScheduleError)
         with explained(run, state):
@@ -85,7 +90,8 @@ def train(
                 made.append(RegisteredCallback(name, context))
 
         agree(make, state.world, CallbackError)
-        made[:] = agree(lambda: callbacks_of(context, tuple(made), checkpointing, watchdog), state.world, OSError)
+        others = agree(lambda: callbacks_of(context, tuple(made), checkpointing, watchdog), state.world, OSError)
+        made[:] = [ownership, *others]
         say(describe(run, engine))
         samples = config.training.steps * run.global_batch_size
         for line in repeats([source.path for source in config.data.sources], corpus.train, samples):

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, as `checkpoint.resume` says, and whether all ranks see the same files.
+"""Which checkpoint a run continues from, as `checkpoint.resume` says.
 
 auto                 the newest complete step of the run's own directory; the beginning if there is none
 never                the beginning; refused if the directory holds a run
@@ -8,9 +8,6 @@ path or URL          that step, at the first start; after an interruption the ne
 from __future__ import annotations
 
 import os
-import socket
-import time
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,17 +24,13 @@ from megazero.checkpoint.index import (
     step_folders,
     step_of,
 )
-from megazero.comm.collectives import agree, gather_objects
 from megazero.config import RunConfig
 from megazero.engine import Position
 from megazero.engine.phases import KEYS_OF, begins_anew, changes, current, learning_rate, recorded_phases
 from megazero.optim.config import LrScheduleConfig
-from megazero.parallel_state import ParallelState
 from megazero.settings import toml_value, without_passwords
 
 CHECKPOINTS = "checkpoints"
-_PROBE = "probe-"
-_PROBE_SECONDS = 5.0  # a shared file system may show a new file a moment late
 # These keys say where a run is, not what it does; a URL may hold a password.
 _PLACES = {"training.run_dir", "checkpoint.directory", "checkpoint.resume", "checkpoint.accept_changes"}
 _TOLD_LETTERS = 200  # of a value
@@ -90,47 +83,6 @@ def _was_interrupted(root: Folder, wish: str) -> bool:
     """Whether the run in a directory began at `wish`.  The newest step that can be read decides."""
     settings = (resume_setting_of(folder) for folder in reversed(step_folders(root)) if is_complete(folder))
     return next((setting for setting in settings if setting is not None), None) == without_passwords(wish)
-
-
-def check_shared(root: Folder, state: ParallelState) -> None:
-    """Make sure that rank 0 can write and every rank sees its files.  Raises: CheckpointError naming those that do not."""
-    probe = gather_objects(f"{_PROBE}{uuid.uuid4().hex}", state.world)[0]
-
-    def write_probe() -> None:
-        root.make()
-        for name in root.files():  # by a run that was killed at this point
-            if name.startswith(_PROBE):
-                root.remove(name)
-        try:
-            root.write(probe, b"")
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{root} does not exist ({error}); correct checkpoint.directory or make the bucket"
-            ) from error
-
-    agree(write_probe if state.rank == 0 else lambda: None, state.world, CheckpointError)
-    seen = gather_objects((_appears(root, probe), socket.gethostname()), state.world)
-    if state.rank == 0:
-        with suppress(OSError):
-            root.remove(probe)
-    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
-    if blind:
-        shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
-        raise CheckpointError(
-            f"{shown} cannot see what rank 0 on {seen[0][1]} writes in {root}: checkpoints need a directory that all ranks "
-            "share. Set checkpoint.directory to a shared file system, or to a URL such as s3://bucket/run"
-        )
-
-
-def _appears(root: Folder, name: str) -> bool:
-    end = time.monotonic() + _PROBE_SECONDS
-    while True:
-        with suppress(OSError):
-            if root.has(name):
-                return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
 
 
 def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -> list[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from megazero.terminal import warn
 
 EXIT_FAILED = 1
-EXIT_CONFIG = 2
+EXIT_REFUSED = 2  # by the configuration, or by the owner of the run's directories
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import run_world
@@ -26,6 +28,8 @@ from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
 from megazero.training.callbacks.checkpointing import Checkpointing
+from megazero.training.ownership import Ownership
+from megazero.training.resuming import checkpoints_of
 from megazero.training.watchdog import Watchdog
 
 CASES = 200
@@ -138,6 +142,38 @@ def test_an_index_edited_by_hand_is_refused(engine: Engine, saved: Path, tmp_pat
             engine.load(directory, "data")
 
 
+def test_a_checkpoint_from_before_a_key_of_the_model_loads_with_its_default(
+    engine: Engine, saved: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "step-00000002"
+    shutil.copytree(saved / "step-00000002", directory)
+    path = directory / "trainer_state.json"
+    stored = json.loads(path.read_text())
+    for key in ("rope_theta", "norm_eps", "tie_embeddings"):
+        del stored["model"][key]
+    path.write_text(json.dumps(stored))
+    _declare(directory)
+    assert engine.load(directory, "data").step == 2
+    other = engine_on(0, run_of(1, model=LLAMA | {"rope_theta": 500.0}), init_weights=False)
+    with pytest.raises(CheckpointError, match=r"model.rope_theta is 500.0, the checkpoint has 10000.0"):
+        other.load(directory, "data")
+
+
+def test_a_checkpoint_of_a_newer_format_is_no_damage(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+    manifest = read_manifest(root / "step-00000002")
+    with monkeypatch.context() as newer:
+        newer.setattr("megazero.checkpoint.index.FORMAT_VERSION", 2)
+        write_manifest(root / "step-00000002", manifest)
+    run = run_of(1, model=LLAMA, checkpoint={"directory": str(root), "on_damage": "fallback"})
+    with pytest.raises(CheckpointError, match="step-00000002 is of format 2, this megazero reads 1: a newer one"):
+        _resume(0, run)
+    assert find_newest(root) == folder_at(root / "step-00000002")
+
+
 def test_files_in_each_others_place_are_refused_where_only_sizes_are_checked(saved: Path, tmp_path: Path) -> None:
     engine = engine_on(0, run_of(1, model=LLAMA, checkpoint={"verify": "size"}), init_weights=False)
     engine.load(saved / "step-00000001", "data")
@@ -153,7 +189,7 @@ def test_files_in_each_others_place_are_refused_where_only_sizes_are_checked(sav
 
 
 def _checkpointing(run: ResolvedRun, state: ParallelState, say: Callable[[str], None]) -> Checkpointing:
-    return Checkpointing(run.config, state, "data", say, Watchdog(state, 60, Path()))
+    return Checkpointing(run.config, checkpoints_of(run.config), state, "data", say, Watchdog(state, 60, Path()))
 
 
 def _resume(rank: int, run: ResolvedRun) -> tuple[int, str | None, list[str]]:
@@ -200,35 +236,42 @@ def test_a_run_stops_at_damage_unless_told_otherwise(saved: Path, tmp_path: Path
 
 
 def _apart(rank: int, root: Path) -> str:
-    run = run_of(2, model=LLAMA, checkpoint={"directory": str(root / ("a" if rank == 0 else "b"))})
-    with pytest.raises(CheckpointError) as refusal:
-        _checkpointing(run, state_on(rank, run), print)
+    checkpoint, training = {"directory": str(root / ("a" if rank == 0 else "b"))}, {"run_dir": str(root / "run")}
+    run = run_of(2, model=LLAMA, checkpoint=checkpoint, training=training)
+    with pytest.raises(CheckpointError) as refusal, Ownership(run.config, state_on(rank, run), print):
+        pass
     return str(refusal.value)
 
 
 def test_ranks_that_share_no_disk_are_told_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megazero.training.resuming._PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("megazero.training.ownership._APPEARS_SECONDS", 0.2)
     for text in run_world(2, _apart, tmp_path):
         assert "rank 1 on " in text
         assert "cannot see what rank 0 on " in text
         assert "checkpoints need a directory that all ranks share" in text
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("method", ["hash", "size", "read"])
 def test_a_storage_that_does_not_answer_is_no_damage(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, number: int
 ) -> None:
     """A good checkpoint is not set aside for a moment's silence of a network."""
     root = tmp_path / "run"
     shutil.copytree(saved, root)
     run = run_of(1, model=LLAMA, checkpoint={"directory": str(root), "on_damage": "fallback"})
 
-    def silent(folder: LocalFolder, name: str) -> str:
-        raise OSError(errno.ESTALE, "Stale file handle")
+    original = getattr(LocalFolder, method)
 
-    monkeypatch.setattr(LocalFolder, "hash", silent)
-    with pytest.raises(CheckpointError, match=r"cannot be read .*Stale file handle.* try again"):
+    def silent(folder: LocalFolder, name: str) -> Any:
+        if folder.name == "step-00000002" and name != "manifest.json":
+            raise OSError(number, os.strerror(number))
+        return original(folder, name)
+
+    monkeypatch.setattr(LocalFolder, method, silent)
+    with pytest.raises(CheckpointError, match=rf"cannot be read .*{os.strerror(number)}.* Try again"):
         _resume(0, run)
     monkeypatch.undo()
     assert find_newest(root) == folder_at(root / "step-00000002")

@@ -15,7 +15,15 @@ from harness import run_world
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 
 from megazero.checkpoint.folder import folder_at
-from megazero.checkpoint.index import MANIFEST, CheckpointError, TrainerState, find_damage, find_newest
+from megazero.checkpoint.index import (
+    MANIFEST,
+    UNFINISHED,
+    CheckpointError,
+    TrainerState,
+    find_damage,
+    find_newest,
+    to_json,
+)
 from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.comm.collectives import LostPeerError
@@ -136,8 +144,10 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(saved: Path, tmp_pat
     older, newer = tmp_path / "step-00000001", tmp_path / "step-00000002"
     shutil.copytree(saved, older)
     shutil.copytree(saved, newer)
+    names = [path.name for path in newer.iterdir() if path.name != MANIFEST]
+    (newer / UNFINISHED).write_bytes(to_json({"files": [*names, "model-00009-of-00009.safetensors"]}))
     (newer / MANIFEST).unlink()
-    (newer / "model-00009-of-00009.safetensors.partial").write_bytes(b"half")
+    (newer / "model-00009-of-00009.safetensors.0a1b2c3d.partial").write_bytes(b"half")
     assert find_newest(tmp_path) == folder_at(older)
     ((error, _),) = run_world(1, _load, run_of(1, model=TIED), newer)
     assert "not a complete checkpoint" in error
@@ -150,6 +160,25 @@ def test_a_complete_checkpoint_is_never_overwritten(saved: Path) -> None:
     errors = run_world(2, _save, run_of(2, model=TIED), saved, 1)
     assert all("already holds a complete checkpoint" in error for error in errors)
     assert find_damage(saved) == []
+
+
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2}])
+def test_nothing_is_removed_that_no_checkpoint_has_written(tmp_path: Path, parallel: dict[str, int]) -> None:
+    """A model of somebody else, whose files have the names of ours, lies where a checkpoint is to be written."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    theirs = {
+        "config.json": b"{}",
+        "model.safetensors": b"weights",
+        "model-00001-of-00002.safetensors": b"more",
+        "tokenizer.json": b"[]",
+    }
+    for name, data in theirs.items():
+        (directory / name).write_bytes(data)
+    for error in run_world(2, _save, run_of(2, model=TIED, parallel=parallel), directory, 1):
+        assert "holds config.json, model-00001-of-00002.safetensors, model.safetensors" in error
+        assert "nothing was deleted" in error
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == theirs
 
 
 def test_a_failing_disk_is_reported_on_every_rank_and_keeps_older_checkpoints(saved: Path, tmp_path: Path) -> None:

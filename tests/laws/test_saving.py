@@ -167,6 +167,7 @@ def test_a_full_disk_is_told_with_the_bytes_needed_and_training_goes_on(small_di
     losses, reports, _ = results[0]
     assert losses[-1] < losses[0]
     assert [report.error is None for report in reports] == [True, True, False, True]
+    assert not any(report.ends_run for report in reports)
     for _, _, failure in results:
         assert "No space left on device" in failure
         assert f"it takes {reports[0].bytes:,} bytes" in failure
@@ -258,10 +259,10 @@ def test_a_script_saves_behind_its_steps_too(tmp_path: Path) -> None:
         assert "holds notes.txt, which no checkpoint of ours has" in refusal
 
 
-def _stumble(rank: int, root: Path) -> str:
+def _stumble(rank: int, root: Path) -> tuple[str, list[bool]]:
     run = run_of(2, model=LLAMA)
     engine = engine_on(rank, run)
-    saver, _ = _saver(engine)
+    saver, reports = _saver(engine)
     if rank == 1:
 
         def no_memory(*_: Any) -> None:
@@ -273,12 +274,12 @@ def _stumble(rank: int, root: Path) -> str:
     try:
         engine.save(root / "b", Position(), "data", saver=saver)
     except Exception as error:
-        return type(error).__name__
-    return "went on"
+        return type(error).__name__, [report.ends_run for report in reports]
+    return "went on", []
 
 
 def test_an_error_of_one_ranks_own_ends_the_run_instead_of_leaving_the_ranks_out_of_step(tmp_path: Path) -> None:
-    assert run_world(2, _stumble, tmp_path) == ["LostPeerError", "RuntimeError"]
+    assert run_world(2, _stumble, tmp_path) == [("LostPeerError", [True]), ("RuntimeError", [])]
 
 
 class _Net(torch.nn.Module):

@@ -9,9 +9,10 @@ from functools import partial
 
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import (
-    MANIFEST,
     CheckpointError,
     DamagedError,
+    OwnerError,
+    discard,
     find_newest,
     is_complete,
     note_val_loss,
@@ -20,7 +21,7 @@ from megazero.checkpoint.index import (
     step_folders,
     step_of,
 )
-from megazero.checkpoint.retention import Retention, mark_damaged, prune, reading
+from megazero.checkpoint.retention import Pruner, Retention, mark_damaged, reading
 from megazero.checkpoint.saver import Saver, SaveReport
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
 from megazero.config import RunConfig
@@ -31,7 +32,7 @@ from megazero.settings import without_passwords
 from megazero.training.callbacks.base import Callback
 from megazero.training.heartbeat import BETWEEN, SAVING
 from megazero.training.record import StepRecord
-from megazero.training.resuming import check_shared, checkpoints_of, find_origin, resume_setting_of, tell_changes
+from megazero.training.resuming import find_origin, resume_setting_of, tell_changes
 from megazero.training.watchdog import Watchdog
 
 
@@ -39,17 +40,16 @@ class Checkpointing(Callback):
     """Saves every `checkpoint.save_every_steps` steps and after the last one; finds and loads what was saved.
 
     Args:
+        root: the directory of the checkpoints, which the run owns.
         fingerprint: of the run's data.
         fingerprint_at: of the same data, cut into samples of another `seq_len`.
         say: takes lines for the terminal, on rank 0; also from another thread.
-
-    Raises:
-        CheckpointError: the ranks do not share the directory of the checkpoints, or it cannot be written.
     """
 
     def __init__(
         self,
         config: RunConfig,
+        root: Folder,
         state: ParallelState,
         fingerprint: str,
         say: Callable[[str], None],
@@ -59,10 +59,10 @@ class Checkpointing(Callback):
     ) -> None:
         self._config, self._state, self._fingerprint, self._say = config.checkpoint, state, fingerprint, say
         self._run_config, self._fingerprint_at = config, fingerprint_at
-        self._watchdog = watchdog
-        self._root = agree(lambda: checkpoints_of(config), state.world, CheckpointError)
-        check_shared(self._root, state)
+        self._watchdog, self._root = watchdog, root
         self._axes = state.saving_axes(config.checkpoint.timeout_seconds)
+        keep = Retention(self._config.keep_last, self._config.keep_every_steps, self._config.keep_best)
+        self._pruner = Pruner(root, keep, self._axes.world)
         self._engine: Engine  # from `resume` on
         self._origin: Folder | None = None  # what was found, then what was loaded last
         self._loaded_step = 0
@@ -76,8 +76,8 @@ class Checkpointing(Callback):
         return None if self._last is None else str(self._last)
 
     def finish_save(self, error: BaseException | None) -> None:
-        """Complete the save under way when the run fails; not after a lost rank, since the save could not end."""
-        if self._saver is not None and error is not None and not isinstance(error, LostPeerError):
+        """Complete the save under way when the run fails; not after a lost rank or directory: the save could not end."""
+        if self._saver is not None and error is not None and not isinstance(error, LostPeerError | OwnerError):
             with suppress(Exception):  # already reported; the run ends for another reason
                 self._saver.finish()
                 self._note_val_losses()
@@ -121,7 +121,8 @@ class Checkpointing(Callback):
         """What rank 0 finds, on all ranks."""
         found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, CheckpointError)
         path = gather_objects(None if found is None else str(found), self._state.world)[0]
-        return None if path is None else folder_at(path)
+        folder = None if path is None else folder_at(path)
+        return self._root.child(folder.name) if folder is not None and folder.parent == self._root else folder
 
     def resume(self, engine: Engine) -> Position:
         """Load what `find` has found, and say how far it had come.  Raises: CheckpointError for a damaged one."""
@@ -143,8 +144,12 @@ class Checkpointing(Callback):
     def roll_back(self, step: int) -> Position | None:
         """Load the newest complete checkpoint before a step; None where there is none yet.  Raises: CheckpointError."""
         if self._saver is not None:
-            with suppress(CheckpointError):  # already reported
+            try:
                 self._saver.finish()
+            except OwnerError:
+                raise
+            except CheckpointError:  # already reported
+                pass
         newest = self._look(lambda: self._newest_of_this_run(step))
         return None if newest is None else self._load(newest)
 
@@ -159,8 +164,7 @@ class Checkpointing(Callback):
         ]
         found = older[-1] if older else self._origin
         if found is not None and self._last == rejected:
-            rejected.remove(MANIFEST)  # first, so that what is half removed is no checkpoint
-            rejected.remove_all()
+            discard(rejected)
         return found
 
     def _load(self, origin: Folder) -> Position:
@@ -230,16 +234,21 @@ class Checkpointing(Callback):
 
     def _prune(self) -> None:
         self._note_val_losses()
-        keep = Retention(self._config.keep_last, self._config.keep_every_steps, self._config.keep_best)
         try:
-            if removed := prune(self._root, keep):
-                self._say(f"removed {', '.join(folder.name for folder in removed)} (checkpoint.keep_last)")
-        except (CheckpointError, OSError) as error:
+            removed, damage = self._pruner.prune()
+        except OwnerError:
+            raise
+        except CheckpointError as error:
             self._say(f"checkpoints were not pruned: {error}")
+            return
+        if damage:
+            self._say("\n".join(["a checkpoint that is kept is damaged:", *damage]))
+        if removed:
+            self._say(f"removed {', '.join(folder.name for folder in removed)} (checkpoint.keep_last)")
 
     def _report(self, report: SaveReport) -> None:
         if report.error is not None:
-            self._say(f"{report.error}; training continues")
+            self._say(f"{report.error}; training {'ends' if report.ends_run else 'continues'}")
             return
         waited = f", {report.waited_seconds:.2f} s for the one before" if report.waited_seconds > 0.1 else ""
         self._say(

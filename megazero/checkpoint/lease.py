@@ -1,0 +1,215 @@
+"""One owner for each directory that a run writes: a lease that is claimed, renewed, taken over and lost.
+
+    owner/00000007.json     the claim of the owner: run, process, host, since when; written once, never replaced
+    owner/00000007.beat     a count that the owner raises while it runs; "released" when it has ended
+
+To claim is to create the file of the next number, which only one process can do.  The new owner then removes the claim of
+the old one.  A process owns the directory as long as its own claim is there, so every process of a run can look, before it
+writes anything, whether the run still owns it (`Fence`).
+
+A claim is taken over if its owner has ended.  On this host its process is gone.  Elsewhere, it was started by the same
+elastic launcher, which has stopped it; or its count stands still for `GONE_SECONDS` of this process's clock.  No two clocks
+are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megazero.checkpoint.folder import Folder
+from megazero.checkpoint.index import OwnerError, to_json
+
+RENEW_SECONDS = 10.0  # between two renewals
+GONE_SECONDS = 60.0  # an owner that has not renewed its lease for so long has ended
+_OWNER, _RELEASED = "owner", b"released\n"
+_CLAIM = re.compile(r"\d{8}\.json")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who owns a directory."""
+
+    run: str
+    host: str
+    pid: int
+    process: str  # see `identity_of`
+    since: str  # a date, for people
+    launchers: tuple[str, ...] = ()  # identities of the elastic launchers that have started the run
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since} (run {self.run})"
+
+
+def identity_of(pid: int) -> str:
+    """Boot of the host, PID namespace, PID and start time: no other process ever has the same.  "" where unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{_kernel()} {pid} {'ended' if fields[0] in 'ZX' else fields[19]}"
+    except OSError:
+        return ""
+
+
+def _kernel() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+
+
+def is_gone(identity: str) -> bool | None:
+    """Whether a process of this host has ended; None for one that cannot be seen from here."""
+    try:
+        kernel, pid, _ = identity.rsplit(" ", 2)
+        if kernel != _kernel():
+            return None
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it is another user's
+        pass
+    except (OSError, ValueError):
+        return None
+    return identity_of(int(pid)) not in ("", identity)
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Raises OwnerError where the run does not own a folder any more.  Called before anything in it changes."""
+
+    folder: Folder
+    name: str  # of the run's claim, in `owner`
+    claim: bytes
+
+    def __call__(self) -> None:
+        if not self.holds():
+            newest = _newest(self.folder.child(_OWNER))
+            by = "" if newest is None else f" to {_parsed(newest[1]) or newest[0]}"
+            raise OwnerError(f"this run has lost {self.folder}{by}; it ends without writing anything more")
+
+    def holds(self) -> bool:
+        """Whether the claim is still there.  Raises: OSError, the storage does not say."""
+        try:
+            return self.folder.child(_OWNER).read(self.name) == self.claim
+        except FileNotFoundError:
+            return False
+
+
+class Lease:
+    """The right of this process's run to write into a folder.
+
+    Args:
+        launchers: identities of the elastic launchers of all ranks; a run that one of them had started before has ended.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, folder: Folder, launchers: Collection[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.folder, self._files, self._clock = folder, folder.child(_OWNER), clock
+        since, pid = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), os.getpid()
+        run = uuid.uuid4().hex[:12]
+        self._claim = Claim(run, socket.gethostname(), pid, identity_of(pid), since, tuple(sorted(launchers)))
+        self._watched: tuple[str, bytes, float] | None = None  # a claim, its count, and when that was first seen
+        self._beats = 0
+        self.fence: Fence | None = None  # once it is taken
+        self.taken_from: Claim | None = None  # the owner before, if it has ended without releasing the folder
+
+    def try_to_take(self) -> Claim | None:
+        """Take the lease, once.
+
+        Returns: None if this run owns the folder now; else its owner, of which is not known yet whether it still runs: ask
+        again in a second.
+
+        Raises: OwnerError: its owner runs.
+        """
+        while True:
+            newest = _newest(self._files)
+            if newest is not None and not self._has_ended(*newest):
+                return _parsed(newest[1]) or Claim("unknown", "an unknown host", 0, "", "an unknown time")
+            number = 1 + (0 if newest is None else _number(newest[0]))
+            name, data = f"{number:08d}.json", to_json(asdict(self._claim))
+            self._files.make()
+            with suppress(FileNotFoundError):  # a later owner has removed it again
+                if not self._files.create_new(name, data):
+                    continue  # another one was faster
+            claims = _claims(self._files)
+            if claims[-1:] == [name]:
+                self._files.remove(*(old for one in claims[:-1] for old in (one, _beat_of(one))))
+                self.fence = Fence(self.folder, name, data)
+                return None
+            self._files.remove(name)  # several have come and gone since this one looked
+
+    def _has_ended(self, name: str, data: bytes) -> bool:
+        """Raises: OwnerError: the owner runs."""
+        claim, beat = _parsed(data), _read(self._files, _beat_of(name))
+        self.taken_from = None if beat == _RELEASED else claim
+        if beat == _RELEASED:
+            return True
+        gone = None if claim is None else is_gone(claim.process)
+        if gone is None and claim is not None and set(claim.launchers) & set(self._claim.launchers):
+            gone = True
+        if gone is None:
+            if self._watched is None or self._watched[0] != name:
+                self._watched = name, beat, self._clock()
+            elif self._watched[1] != beat:
+                gone = False
+            elif self._clock() - self._watched[2] > GONE_SECONDS:
+                gone = True
+        if gone is False:
+            raise OwnerError(
+                f"{self.folder} belongs to a run that is still running: {claim or name}. Nothing was changed. Stop that run "
+                "first, or give this one directories of its own (training.run_dir, checkpoint.directory)"
+            )
+        return bool(gone)
+
+    def renew(self) -> None:
+        """Show that the owner runs.  Raises: OwnerError, it has lost the lease; OSError."""
+        assert self.fence is not None
+        self.fence()
+        self._beats += 1
+        self._files.write(_beat_of(self.fence.name), f"{self._beats}\n".encode())
+
+    def release(self) -> None:
+        """Let the next run take the folder at once; never raises."""
+        with suppress(OSError):
+            if self.fence is not None and self.fence.holds():
+                self._files.write(_beat_of(self.fence.name), _RELEASED)
+
+
+def _claims(files: Folder) -> list[str]:
+    return [name for name in files.files() if _CLAIM.fullmatch(name)]
+
+
+def _newest(files: Folder) -> tuple[str, bytes] | None:
+    """The newest claim, and what it says."""
+    claims = _claims(files)
+    return (claims[-1], _read(files, claims[-1])) if claims else None
+
+
+def _number(name: str) -> int:
+    return int(name.removesuffix(".json"))
+
+
+def _beat_of(name: str) -> str:
+    return name.removesuffix(".json") + ".beat"
+
+
+def _read(files: Folder, name: str) -> bytes:
+    try:
+        return files.read(name)
+    except FileNotFoundError:
+        return b""
+
+
+def _parsed(data: bytes) -> Claim | None:
+    try:
+        found = json.loads(data)
+        return Claim(**found | {"launchers": tuple(found["launchers"])})
+    except (ValueError, TypeError, KeyError):  # half written, or of another version
+        return None

@@ -1,0 +1,188 @@
+"""The directories of a run belong to it from its start to its end: its run_dir and the directory of its checkpoints.
+
+rank 0        takes a lease on both, renews them in a thread, releases them at the end
+every rank    sees the claim on the directory of the checkpoints, and looks for it before it writes there
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Self, TypeVar
+
+from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
+from megazero.checkpoint.index import CheckpointError, OwnerError
+from megazero.checkpoint.lease import GONE_SECONDS, RENEW_SECONDS, Fence, Lease, identity_of
+from megazero.comm.collectives import agree, gather_objects
+from megazero.config import RunConfig
+from megazero.parallel_state import ParallelState
+from megazero.training.callbacks.base import Callback
+from megazero.training.record import StepRecord
+from megazero.training.resuming import checkpoints_of
+from megazero.training.world import LAUNCH_FOLDER
+
+T = TypeVar("T")
+
+_APPEARS_SECONDS = 5.0  # a shared file system may show a new file a moment late
+_LOOK_SECONDS = 1.0  # between two looks at the lease of an owner elsewhere
+
+
+class Ownership(Callback):
+    """A context in which the run owns its directories.  On every rank; after a step it ends a run that has lost one.
+
+    Args:
+        say: takes lines for the terminal, on rank 0.
+
+    Attributes:
+        root: the directory of the checkpoints; whatever the run writes there goes through it.
+
+    Raises (when it is entered, on every rank):
+        OwnerError: another run owns one of the directories.
+        CheckpointError: the ranks do not share the directory of the checkpoints, or it cannot be written.
+    """
+
+    root: Folder
+
+    def __init__(self, config: RunConfig, state: ParallelState, say: Callable[[str], None]) -> None:
+        self._config, self._state, self._say = config, state, say
+        self._leases: list[Lease] = []  # on rank 0; the last one is that of `root`
+        self._error: OwnerError | None = None
+        self._confirmed = 0.0  # the last time at which the run owned everything
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self._own()
+        except BaseException:
+            self._release()
+            raise
+        if self._leases:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._leases:
+            self._thread.join(_APPEARS_SECONDS)
+        self._release()
+
+    def after_step(self, _: StepRecord) -> None:
+        """Raises: OwnerError, on rank 0: the run has lost a directory."""
+        if self._leases and time.monotonic() - self._confirmed > GONE_SECONDS:  # it may have been frozen until now
+            self._confirm()
+        if self._error is not None:
+            raise self._error
+
+    def _own(self) -> None:
+        world = self._state.world
+        root = agree(lambda: checkpoints_of(self._config), world, CheckpointError)
+        by_launcher = "TORCHELASTIC_RUN_ID" in os.environ
+        launchers = set(gather_objects(identity_of(os.getppid()) if by_launcher else "", world)) - {""}
+        if self._state.rank == 0:
+            folders = {_real(folder): folder for folder in (folder_at(self._config.training.run_dir), root)}
+            self._leases = [Lease(folder, launchers) for folder in folders.values()]
+        is_told = False
+        while waits_for := self._on_first(self._take):
+            if not is_told:
+                self._say(f"{waits_for}; waiting {GONE_SECONDS:.0f} s at most to see whether it still runs")
+            is_told = True
+            time.sleep(_LOOK_SECONDS)
+        fence = replace(self._on_first(self._fence), folder=root)
+        _check_shared(fence, self._state)
+        self.root = root.fenced(fence)
+
+    def _on_first(self, action: Callable[[], T]) -> T:
+        """What rank 0 finds, on all ranks.  Raises: CheckpointError, on all ranks."""
+        world = self._state.world
+        answer = agree(lambda: action() if self._state.rank == 0 else None, world, CheckpointError)
+        found = gather_objects(answer, world)[0]
+        assert found is not None
+        return found
+
+    def _take(self) -> str:
+        """Take the leases; "" if this run has all of them now, else the owner for which it has to wait."""
+        try:
+            for lease in self._leases:
+                if lease.fence is not None:
+                    lease.renew()
+                elif (owner := lease.try_to_take()) is not None:
+                    return f"{lease.folder} belongs to {owner}"
+                elif lease.taken_from is not None:
+                    self._say(f"{lease.folder} belonged to {lease.taken_from}, which has ended; taken over")
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{lease.folder} does not exist ({error}); correct checkpoint.directory or make the bucket"
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"{lease.folder} cannot be written ({error})") from error
+        except OwnerError as error:
+            tasks = os.environ.get("SLURM_NTASKS", "1")
+            if tasks == "1" or ("WORLD_SIZE" in os.environ and LAUNCH_FOLDER not in os.environ):
+                raise
+            raise OwnerError(
+                f"{error}. SLURM_NTASKS={tasks}: srun starts this command once in each task, as so many runs; let one task "
+                "of each node start torchrun (examples/pretrain.slurm)"
+            ) from error
+        self._confirmed = time.monotonic()
+        return ""
+
+    def _fence(self) -> Fence:
+        fence = self._leases[-1].fence
+        assert fence is not None
+        return fence
+
+    def _renew(self) -> None:
+        """The thread's work."""
+        while self._error is None and not self._over.wait(RENEW_SECONDS):
+            self._confirm()
+
+    def _confirm(self) -> None:
+        began = time.monotonic()
+        try:
+            for lease in self._leases:
+                lease.renew()
+            self._confirmed = began
+        except OwnerError as error:
+            self._error = error
+        except Exception:  # a storage that does not answer: whatever is written there looks again
+            return
+
+    def _release(self) -> None:
+        for lease in self._leases:
+            lease.release()
+
+
+def _real(folder: Folder) -> str:
+    return str(folder.path.resolve() if isinstance(folder, LocalFolder) else folder)
+
+
+def _check_shared(fence: Fence, state: ParallelState) -> None:
+    """Make sure that every rank sees the claim of rank 0.  Raises: CheckpointError naming those that do not."""
+    seen = gather_objects((_appears(fence), socket.gethostname()), state.world)
+    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
+    if blind:
+        shown = ", ".join(blind[:8]) + (f" and {len(blind) - 8} more" if len(blind) > 8 else "")
+        raise CheckpointError(
+            f"{shown} cannot see what rank 0 on {seen[0][1]} writes in {fence.folder}: checkpoints need a directory that "
+            "all ranks share. Set checkpoint.directory to a shared file system, or to a URL such as s3://bucket/run"
+        )
+
+
+def _appears(fence: Fence) -> bool:
+    end = time.monotonic() + _APPEARS_SECONDS
+    while True:
+        with suppress(OSError):
+            if fence.holds():
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)

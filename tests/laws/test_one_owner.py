@@ -1,0 +1,163 @@
+"""Law 2 and 5: whoever writes a run's directories owns them, and proves it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import run_command, run_world
+from quickstart import ONE_STAGE, QUICKSTART, TINY
+from worlds import state_on
+
+from megazero.checkpoint import lease
+from megazero.checkpoint.folder import LocalFolder, Output
+from megazero.checkpoint.index import CheckpointError, OwnerError, find_damage
+from megazero.checkpoint.lease import Lease
+from megazero.comm.collectives import LostPeerError
+from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.data.writer import IndexedWriter
+from megazero.training import ownership
+from megazero.training.loop import train
+
+ELSEWHERE = "a-boot pid:[1] 4711 1000"  # the identity of a process on another host
+
+
+def _run_in(folder: Path, world: int, **sections: dict[str, Any]) -> ResolvedRun:
+    config = {
+        "model": {"family": "llama", "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+        | {"ffn_hidden_size": 64, "vocab_size": 257, "seq_len": 16},
+        "precision": {"dtype": "fp32"},
+        "data": {"sources": [str(folder / "corpus")], "tokenizer": "byte"},
+        "logging": {"tensorboard": False, "every_steps": 1, "straggler_every_steps": 0},
+        "checkpoint": {"save_every_steps": 2, "asynchronous": False} | sections.get("checkpoint", {}),
+        "training": {"run_dir": str(folder / "run"), "steps": 6, "global_batch_size": 8, "compile": False},
+    }
+    return resolve(RunConfig.model_validate(config), world)
+
+
+def _write_data(folder: Path) -> None:
+    with IndexedWriter(folder / "corpus", np.uint16) as writer:
+        writer.add_document(np.random.default_rng(5).integers(0, 257, 4000))
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """What lies below a folder, but for leases and for files that are not finished."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".partial")
+    return {str(path): path.read_bytes() for path in found if path.parent.name != "owner"}
+
+
+def _losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_that_is_started_twice_is_one_run(tmp_path: Path, ranks: int) -> None:
+    """As by `srun -n 2 megazero train`; here the second start has another seed, which would show."""
+
+    def start(seed: int, run_dir: Path) -> Any:
+        words = [*TINY, *ONE_STAGE, f"launch.nproc_per_node={ranks}", f"training.seed={seed}", "training.steps=40"]
+        words += [f"training.run_dir={run_dir}", "checkpoint.save_every_steps=5", "checkpoint.keep_last=2"]
+        return run_command("train", QUICKSTART, *words, env={"SLURM_NTASKS": "2"})
+
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(start, (1, 2), [tmp_path / "run"] * 2))
+    assert sorted(done.returncode for done in both) == [0, 2], [done.stderr for done in both]
+    winner = [done.returncode for done in both].index(0)
+    said = both[1 - winner].stderr
+    assert "belongs to a run that is still running: process " in said
+    assert f"on {socket.gethostname()}, since 20" in said
+    assert "SLURM_NTASKS=2" in said
+    assert "the same command" not in said
+    assert start(winner + 1, tmp_path / "alone").returncode == 0
+    assert _losses(tmp_path / "run") == _losses(tmp_path / "alone")
+    for step in (35, 40):
+        directories = [tmp_path / name / "checkpoints" / f"step-{step:08d}" for name in ("run", "alone")]
+        assert find_damage(directories[0]) == []
+        weights = [{path.name: path.read_bytes() for path in one.glob("*.safetensors")} for one in directories]
+        assert weights[0] == weights[1]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    run = _run_in(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path / 'run'} cannot be written .*Not a directory|File exists"):
+        ownership.Ownership(run.config, state_on(0, run), print).__enter__()
+
+
+def _take_over(folder: Path) -> None:
+    """As a process on another host, which has seen no renewal for a minute."""
+    now = 0.0
+    owner = folder / "owner" / "00000001.json"
+    claim = owner.read_bytes()
+    owner.write_bytes(claim.replace(json.loads(claim)["process"].encode(), ELSEWHERE.encode()))
+    other = Lease(LocalFolder(folder), clock=lambda: now)
+    assert other.try_to_take() is not None
+    now = lease.GONE_SECONDS + 1
+    assert other.try_to_take() is None
+
+
+def _train_until_lost(
+    rank: int, run: ResolvedRun, watch: Callable[[Callable[[], None]], Callable[[str], None]], where: str
+) -> tuple[str, str, dict[str, bytes], dict[str, bytes]]:
+    """Train; when `watch` says so, another run takes over.  The error, and the files then and at the end."""
+    folder = Path(run.config.training.run_dir)
+    then: list[dict[str, bytes]] = []
+
+    def take_over() -> None:
+        if rank == 0:
+            _take_over(folder / where)
+            then.append(_files(folder))
+
+    ownership.GONE_SECONDS = -1.0  # look after every step
+    try:
+        train(run, state_on(rank, run), watch(take_over))
+    except (OwnerError, LostPeerError) as error:
+        return type(error).__name__, str(error), then[0] if then else {}, _files(folder)
+    return "went on", "", {}, {}
+
+
+def _after_step_3(take_over: Callable[[], None]) -> Callable[[str], None]:
+    return lambda line: take_over() if line.startswith("step 3/") else None
+
+
+def _while_saving_step_4(take_over: Callable[[], None]) -> Callable[[str], None]:
+    create = LocalFolder.create
+
+    def create_late(folder: LocalFolder, name: str) -> Output:
+        if folder.name == "step-00000004" and name.startswith("exp_avg-"):
+            take_over()
+        return create(folder, name)
+
+    LocalFolder.create = create_late  # type: ignore[method-assign]
+    return lambda _: None
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints"], ids=["run_dir", "checkpoints"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_has_lost_a_directory_ends_before_it_writes_anything(tmp_path: Path, world: int, where: str) -> None:
+    _write_data(tmp_path)
+    results = run_world(world, _train_until_lost, _run_in(tmp_path, world), _after_step_3, where)
+    kind, text, then, end = results[0]
+    assert kind == "OwnerError"
+    assert f"this run has lost {tmp_path / 'run' / where}" in text
+    assert f"on {socket.gethostname()}, since 20" in text
+    assert then == end
+    assert all("lost" in text for _, text, *_ in results)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_loses_its_checkpoints_while_it_saves_publishes_nothing_more(tmp_path: Path, world: int) -> None:
+    _write_data(tmp_path)
+    results = run_world(world, _train_until_lost, _run_in(tmp_path, world), _while_saving_step_4, "checkpoints")
+    assert [kind for kind, *_ in results] == ["OwnerError"] * world
+    _, _, then, end = results[0]
+    assert then == end
+    assert str(tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json") in end
+    assert str(tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json") not in end

@@ -1,0 +1,212 @@
+"""A directory has one owner: who takes it, who is refused, and who learns that it has lost it."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import uuid
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megazero.checkpoint import lease
+from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
+from megazero.checkpoint.index import OwnerError
+from megazero.checkpoint.lease import GONE_SECONDS, Lease, identity_of, is_gone
+
+ELSEWHERE = "a-boot pid:[1] 4711 1000"  # the identity of a process on another host
+_CONTEXT = mp.get_context("fork")
+
+
+@pytest.fixture(params=["disk", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    return folder_at(tmp_path / "run" if request.param == "disk" else f"memory://{uuid.uuid4().hex}/run")
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _elsewhere(folder: Folder, monkeypatch: pytest.MonkeyPatch, launchers: tuple[str, ...] = ()) -> Lease:
+    """A lease that a process on another host has taken."""
+    with monkeypatch.context() as there:
+        there.setattr(lease, "identity_of", lambda _: ELSEWHERE)
+        there.setattr(socket, "gethostname", lambda: "node-3")
+        owner = Lease(folder, launchers)
+        assert owner.try_to_take() is None
+    return owner
+
+
+def test_the_second_one_is_told_who_owns_it_since_when_and_where(folder: Folder) -> None:
+    owner, other = Lease(folder), Lease(folder)
+    assert owner.try_to_take() is None
+    with pytest.raises(OwnerError) as refusal:
+        other.try_to_take()
+    whose = f"process {os.getpid()} on {socket.gethostname()}, since 20"
+    assert f"{folder} belongs to a run that is still running: {whose}" in str(refusal.value)
+    assert "training.run_dir, checkpoint.directory" in str(refusal.value)
+    assert other.fence is None
+    assert owner.fence is not None
+    owner.renew()
+    owner.fence()
+    owner.release()
+    assert other.try_to_take() is None
+    assert other.taken_from is None
+    with pytest.raises(OwnerError, match="this run has lost"):
+        owner.fence()
+
+
+def test_no_process_has_the_identity_of_another() -> None:
+    mine = identity_of(os.getpid())
+    assert is_gone(mine) is False
+    kernel, _, started = mine.rsplit(" ", 2)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    theirs = identity_of(child)
+    assert is_gone(theirs) is False
+    assert is_gone(f"{kernel} {child} {int(started) - 1}") is True  # the PID of a process that has ended, used again
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert is_gone(theirs) is True  # a zombie writes nothing
+    os.waitpid(child, 0)
+    assert is_gone(theirs) is True
+    assert is_gone(ELSEWHERE) is None
+    assert is_gone("") is None
+
+
+def test_an_owner_that_was_killed_on_this_host_is_replaced_at_once(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        Lease(LocalFolder(tmp_path)).try_to_take()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    second = Lease(LocalFolder(tmp_path))
+    assert second.try_to_take() is None
+    assert second.taken_from is not None
+    assert second.taken_from.pid == child
+
+
+def test_an_owner_elsewhere_is_replaced_when_it_stands_still_by_our_clock(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, clock = _elsewhere(folder, monkeypatch), _Clock()
+    second = Lease(folder, clock=clock)
+    for seconds in (0.0, GONE_SECONDS):
+        clock.now += seconds
+        owner = second.try_to_take()
+        assert owner is not None
+        assert (owner.host, owner.pid) == ("node-3", os.getpid())
+    clock.now += 0.1
+    assert second.try_to_take() is None
+    with pytest.raises(
+        OwnerError, match=f"this run has lost .* to process {os.getpid()} on {socket.gethostname()}, since"
+    ):
+        first.renew()
+    assert second.fence is not None
+    second.fence()
+    first.release()  # and does not disturb
+    second.fence()
+
+
+def test_an_owner_elsewhere_that_renews_its_lease_keeps_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, clock = _elsewhere(folder, monkeypatch), _Clock()
+    first.renew()
+    second = Lease(folder, clock=clock)
+    assert second.try_to_take() is not None
+    clock.now += 10 * GONE_SECONDS  # this process was frozen; the owner was not
+    first.renew()
+    with pytest.raises(OwnerError, match="on node-3, since"):
+        second.try_to_take()
+
+
+def test_a_restart_by_the_same_elastic_launcher_takes_over_at_once(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _elsewhere(folder, monkeypatch, ("agent 1", "agent 2"))
+    assert Lease(folder, ("agent 3",)).try_to_take() is not None  # another job
+    assert Lease(folder, ("agent 2", "agent 3")).try_to_take() is None
+    assert first.fence is not None
+    assert not first.fence.holds()
+
+
+def test_a_claim_that_cannot_be_read_is_watched_like_one_elsewhere(tmp_path: Path) -> None:
+    files, clock = LocalFolder(tmp_path / "owner"), _Clock()
+    files.make()
+    files.write("00000003.json", b'{"run": ')
+    second = Lease(LocalFolder(tmp_path), clock=clock)
+    assert second.try_to_take() is not None
+    clock.now += GONE_SECONDS + 1
+    assert second.try_to_take() is None
+    assert files.files() == ["00000004.json"]
+
+
+def test_one_that_looked_long_ago_does_not_replace_a_later_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look and its claim two others have owned the folder: the number that it claims is free again."""
+    folder, later = LocalFolder(tmp_path), []
+    released = Lease(folder)
+    released.try_to_take()
+    released.release()
+    create = LocalFolder.create_new
+
+    def create_late(files: LocalFolder, name: str, data: bytes) -> bool:
+        monkeypatch.undo()
+        for _ in range(2):
+            later.append(Lease(folder))
+            assert later[-1].try_to_take() is None
+            if len(later) == 1:
+                later[-1].release()
+        return create(files, name, data)
+
+    monkeypatch.setattr(LocalFolder, "create_new", create_late)
+    with pytest.raises(OwnerError):
+        Lease(folder).try_to_take()
+    later[1].fence()
+    assert folder.child("owner").files() == ["00000003.json"]
+
+
+def _race(folder: LocalFolder, start: Connection, out: Connection) -> None:
+    start.recv()
+    mine = Lease(folder)
+    try:
+        out.send(mine.try_to_take() is None)
+    except OwnerError:
+        out.send(False)
+    start.recv()  # no one ends before all have tried
+    os._exit(0)
+
+
+@pytest.mark.parametrize("before", ["nobody", "released", "killed"])
+def test_of_many_that_start_at_once_one_owns_it(tmp_path: Path, before: str) -> None:
+    folder = LocalFolder(tmp_path)
+    if before != "nobody" and not (child := os.fork()):
+        first = Lease(folder)
+        first.try_to_take()
+        if before == "released":
+            first.release()
+        os._exit(0)
+    if before != "nobody":
+        os.waitpid(child, 0)
+    racers: list[Any] = []
+    for _ in range(8):
+        (start, started), (out, sent) = _CONTEXT.Pipe(), _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_race, args=(folder, started, sent), daemon=True)
+        process.start()
+        racers.append((process, start, out))
+    for number in range(2):
+        for _, start, _ in racers:
+            start.send(number)
+        if not number:
+            assert sorted(out.recv() for *_, out in racers) == [False] * 7 + [True]
+    for process, *_ in racers:
+        process.join()
