@@ -37,7 +37,7 @@ CHANGES: list[dict[str, Any]] = [
     },
     {
         "optimizer": {"lr": LR / 4},
-        "lr_schedule": {"name": "constant"},
+        "lr_schedule": {"name": "constant", "min_lr_ratio": 0.1},
         "training": {"steps": 7},
         "checkpoint": {"accept_changes": ["lr_schedule"]},
     },
