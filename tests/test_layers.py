@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megazero.layers.attention import causal_attention
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
+from megazero.layers.embedding import VocabParallelEmbedding
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import gated
@@ -157,6 +158,37 @@ def _head(rank: int, world: int, vocab: int, chunk: int) -> dict[str, Any]:
         "weight": head.weight.grad.numpy(),
         "logits": head(x, None).detach().numpy(),
     }
+
+
+def _outside(rank: int, world: int) -> list[str]:
+    """What is said of ids below, at and far above a vocabulary of 11, which is padded to 12 rows on two ranks."""
+    tp, said = ParallelState(RankGrid(tp=world), rank).tp, []
+    spec = ParamSpec((NamedRows("embedding", 11),), HIDDEN, 0, Initializer("normal", 1.0))
+    embedding = VocabParallelEmbedding(spec, tp, sequence_parallel=False)
+    _fill(embedding, tp)
+    head, x = _untied_head(11, 100, tp), _given((SEQ, BATCH, HIDDEN))
+    good = torch.full((SEQ, BATCH), 10)
+    head(x, good.index_fill(0, torch.tensor(3), IGNORED_LABEL)), embedding(good), embedding(good[:0])
+    for wrong in (-1, 11, 12, 70_000, IGNORED_LABEL):
+        ids = good.clone()
+        ids[2, 1] = wrong
+        for run in (lambda ids=ids: embedding(ids), lambda ids=ids: head(x, ids)):
+            try:
+                run()
+            except IndexError as error:
+                said.append(str(error))
+            else:
+                said.append("")
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ids_outside_of_the_vocabulary_are_refused_on_every_rank(world: int) -> None:
+    for said in run_world(world, _outside, world):
+        assert said.pop() == ""  # the label of a token that does not count
+        wrong = [-1, -1, 11, 11, 12, 12, 70_000, 70_000, IGNORED_LABEL]
+        for text, value, what in zip(said, wrong, ["token", "label"] * 5, strict=False):
+            assert text.startswith(f"{what} id {value} is outside of the vocabulary of 11")
 
 
 def _labels(vocab: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
 from megazero.comm.collectives import all_gather
+from megazero.layers.embedding import check_ids
 from megazero.layers.gemm import product_t
 from megazero.layers.linear import WeightGradQueue, sum_of_products
 from megazero.layers.spec import ParamSpec, drawn_parameter
@@ -94,6 +95,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits  # before the next chunk's
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), kept)
         ctx.head = head
+        ctx.parameter = None if head.wgrad_queue is None else weight  # what was saved may come back as another object
         return loss
 
     @staticmethod
@@ -104,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factors = _slopes(ctx.head, saved, grad, grad_x)
         if ctx.needs_input_grad[1]:
             queue = ctx.head.wgrad_queue
-            grad_weight = sum_of_products(weight, factors) if queue is None else queue.add_now(weight, factors)
+            grad_weight = sum_of_products(weight, factors) if queue is None else queue.add_now(ctx.parameter, factors)
         else:
             grad_weight = None
             for _ in factors:
@@ -183,10 +185,13 @@ class VocabParallelHead(nn.Module):
         """Loss summed over counted tokens (fp32), or logits [seq, batch, vocab] without labels; equal on every TP rank.
 
         x: [seq or seq / tp, batch, hidden]; labels: int64 [seq, batch], `IGNORED_LABEL` where a token does not count.
+
+        Raises: IndexError, a label is no row of the vocabulary; see `check_ids`.
         """
         x = self.enter(x, self.tp)
         if labels is None:
             return gather_features(F.linear(x, self.weight), self.tp)[..., : self.vocab_size]
+        check_ids(labels.where(labels != IGNORED_LABEL, 0), self.vocab_size, "label")
         return _LinearCrossEntropy.apply(x.flatten(0, 1), self.weight, labels.flatten(), self)
 
     def chunk_tokens(self, weight: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,10 +11,34 @@ from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parame
 from megazero.parallel_state import Axis
 
 
+def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
+    """Make sure that ids are rows of the vocabulary: an id that no tp rank holds would be an embedding of zeros.
+
+    Args:
+        ids: int64, any shape.
+        what: "token" or "label", for the message.
+
+    Raises:
+        IndexError: with an id that is none.  On CUDA the host does not wait: the device fails with an assertion.
+    """
+    if ids.device.type != "cpu":
+        torch._assert_async(((ids >= 0) & (ids < vocab_size)).all(), f"a {what} id is outside of the vocabulary")
+    elif ids.numel():
+        low, high = (int(one) for one in torch.aminmax(ids))
+        if low < 0 or high >= vocab_size:
+            raise IndexError(
+                f"{what} id {low if low < 0 else high} is outside of the vocabulary of {vocab_size}; the data was made with "
+                "another tokenizer, or model.vocab_size is too small"
+            )
+
+
 class VocabParallelEmbedding(nn.Module):
     """Rows of the embedding for the tokens.  tokens: int64 [seq, batch] -> [seq or seq / tp, batch, hidden].
 
     `sequence_parallel` returns this rank's part of the sequence.  Source: Shoeybi et al. 2019, section 3.
+
+    Raises:
+        IndexError: see `check_ids`.
     """
 
     def __init__(self, spec: ParamSpec, tp: Axis, *, sequence_parallel: bool) -> None:
@@ -22,9 +47,10 @@ class VocabParallelEmbedding(nn.Module):
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
-        self.first = tp.index * self.weight.shape[0]
+        self.first, self.vocab_size = tp.index * self.weight.shape[0], spec.sections[0].rows
 
     def forward(self, tokens: Tensor) -> Tensor:
+        check_ids(tokens, self.vocab_size, "token")
         if self.tp.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first

@@ -131,6 +131,7 @@ class _ParallelLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.entry, ctx.tp, ctx.wgrad_queue, ctx.has_bias = entry, tp, wgrad_queue, bias is not None
+        ctx.parameter = None if wgrad_queue is None else weight  # what was saved may come back as another object
         full = x
         if entry == "sequence":
             full, pending = start_gather_sequence(x, tp)
@@ -158,7 +159,7 @@ class _ParallelLinear(torch.autograd.Function):
         grad_weight, a = None, grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
             b, queue = x.reshape(-1, x.shape[-1]), ctx.wgrad_queue
-            grad_weight = sum_of_products(weight, [(a, b)]) if queue is None else queue.submit(weight, a, b)
+            grad_weight = sum_of_products(weight, [(a, b)]) if queue is None else queue.submit(ctx.parameter, a, b)
         grad_bias = a.sum(0) if ctx.has_bias else None
         exchanging.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
