@@ -23,7 +23,7 @@ from megazero.comm.collectives import (
     exchange,
     reduce_scatter,
 )
-from megazero.comm.shared_memory import HALF_BYTES, SharedMemoryBackend
+from megazero.comm.shared_memory import HALF_BYTES, OrderError, SharedMemoryBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from tests.harness import run_world
 
@@ -227,7 +227,7 @@ def _in_other_orders(rank: int) -> str:
     pendings[1].wait()
     assert total.unique().tolist() == [3.0]
     assert whole.view(2, -1).unique(dim=1).flatten().tolist() == [0.0, 1.0]
-    with pytest.raises(LostPeerError) as caught:
+    with pytest.raises(OrderError) as caught:
         all_reduce(torch.zeros(4 + rank), axis).wait()
     return str(caught.value)
 
@@ -235,6 +235,29 @@ def _in_other_orders(rank: int) -> str:
 def test_gathers_and_reductions_pair_up_separately_and_a_mismatch_is_an_error() -> None:
     said = run_world(2, _in_other_orders)
     assert "number 1 of the group is in all_reduce of 5 torch.float32 over dp, this one in all_reduce of 4" in said[0]
+
+
+def _gathers_of_different_things(rank: int, shares: bool) -> list[str]:
+    axis, said = _axis(rank, 3, shares=shares), []
+    for label in ("weights of a", "x" * 500, "weights of b" if rank == 1 else "weights of c"):
+        whole = torch.empty(12)
+        try:
+            all_gather(whole, torch.full((4,), float(rank)), axis, label).wait()
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        else:
+            assert whole.view(3, 4).unique(dim=1).flatten().tolist() == [0.0, 1.0, 2.0]
+    return said
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["memory", "gloo"])
+def test_gathers_of_the_same_length_that_are_of_different_things_are_an_error_that_names_both(shares: bool) -> None:
+    """At least the rank that differs, or the one after it, notices; nobody gets what is not meant."""
+    said = run_world(3, _gathers_of_different_things, shares)
+    found = [text for of_rank in said for text in of_rank if text.startswith("OrderError")]
+    assert found
+    assert all("weights of b" in text and "weights of c" in text for text in found)
+    assert said[1][0].startswith("OrderError")
 
 
 def _own_sum_fails(rank: int) -> None:

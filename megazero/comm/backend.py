@@ -8,13 +8,22 @@ tensors of other devices                 TorchBackend           torch's collecti
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.rendezvous import Gather, Poller, rendezvous
-from megazero.comm.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend, place_shard
+from megazero.comm.shared_memory import (
+    AREA_BYTES,
+    LABEL_BYTES,
+    Channel,
+    SharedMemoryBackend,
+    check_labels,
+    encoded,
+    place_shard,
+)
 from megazero.parallel_state import Axis, Backend, Group, Wait
 
 # torch 2.13 renamed both; 2.11 has the old names only.
@@ -22,7 +31,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_GATHER_TAG = 1  # keeps the messages of an all-gather apart from those of `exchange`
+_LABEL_TAG, _GATHER_TAG = (
+    1,
+    2,
+)  # keep messages of an all-gather (2 and above) and its label apart from those of `exchange`
 _MOST_SHARING_RANKS = 16  # every rank signals every other, which is slow among more
 
 
@@ -34,8 +46,9 @@ class TorchBackend:
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
         return dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.process_group, async_op=True).wait
 
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
-        return _all_gather(out, shard, group=axis.process_group, async_op=True).wait
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
+        check, work = _compare(label, axis), _all_gather(out, shard, group=axis.process_group, async_op=True)
+        return lambda: (check(), work.wait())
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         return _reduce_scatter(out, full, group=axis.process_group, async_op=True).wait
@@ -56,18 +69,42 @@ class GlooBackend(TorchBackend):
 
     needs_scratch = True
 
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         """Messages to and from every other rank, straight to their positions in the result."""
-        shards, group = place_shard(out, shard, axis), axis.process_group
+        check, shards, group = _compare(label, axis), place_shard(out, shard, axis), axis.process_group
+        # A message of another length would end the process, so those of different labels do not meet.
+        tag = _GATHER_TAG + (crc32(label.encode()) % 2**24 if label else 0)
         mine = shards[axis.index]
         others = [index for index in range(axis.size) if index != axis.index and mine.numel()]
-        works: list[Any] = [dist.irecv(shards[index], axis.ranks[index], group, _GATHER_TAG) for index in others]
-        works += [dist.isend(mine, axis.ranks[index], group, _GATHER_TAG) for index in others]
-        return lambda: [work.wait() for work in works]
+        works: list[Any] = [dist.irecv(shards[index], axis.ranks[index], group, tag) for index in others]
+        works += [dist.isend(mine, axis.ranks[index], group, tag) for index in others]
+        return lambda: (check(), [work.wait() for work in works])
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         """An all-to-all of the parts into `out`, which is as long as `full`; the caller sums them."""
         return dist.all_to_all_single(out, full, group=axis.process_group, async_op=True).wait
+
+
+def _compare(label: str, axis: Axis) -> Wait:
+    """Tell the next rank what this one starts; the wait compares it with what the rank before has told.
+
+    One message over host memory, however many ranks there are.  Without a label there is none.
+    """
+    if not label:
+        return lambda: None
+    mine, theirs = encoded(label), torch.empty(LABEL_BYTES, dtype=torch.uint8)
+    told, before = torch.frombuffer(bytearray(mine), dtype=torch.uint8), (axis.index - 1) % axis.size
+    works: list[Any] = [
+        dist.irecv(theirs, axis.ranks[before], axis.process_group, _LABEL_TAG),
+        dist.isend(told, axis.ranks[(axis.index + 1) % axis.size], axis.process_group, _LABEL_TAG),
+    ]
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+        check_labels({before: bytes(theirs.numpy())}, mine)
+
+    return wait
 
 
 def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gather) -> Backend:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.backend import choose_backend
-from megazero.comm.shared_memory import combine
+from megazero.comm.shared_memory import OrderError, combine
 from megazero.parallel_state import Axis, Backend, Wait
 
 T = TypeVar("T")
@@ -70,6 +70,8 @@ def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
     entered = axis.traffic.enter(axis, operation)
     try:
         return call()
+    except OrderError as error:
+        raise OrderError(f"{axis.name}, as rank {axis.ranks[axis.index]} of {axis.ranks}: {error}") from None
     except _OF_THE_DEVICE:
         raise
     except RuntimeError as error:  # gloo and NCCL report a lost peer and a time-out as RuntimeError
@@ -79,10 +81,16 @@ def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
 
 
 def _start(
-    operation: str, axis: Axis, sent_bytes: int, start: Callable[[], Wait], finish: Callable[[], None] | None = None
+    operation: str,
+    axis: Axis,
+    sent_bytes: int,
+    start: Callable[[], Wait],
+    finish: Callable[[], None] | None = None,
+    label: str = "",
 ) -> Pending:
     axis.traffic.add(axis.name, operation, sent_bytes)
-    return Pending(partial(_guarded, operation, axis, _guarded(operation, axis, start)), finish)
+    named = f"{operation} of {label}" if label else operation
+    return Pending(partial(_guarded, named, axis, _guarded(named, axis, start)), finish)
 
 
 def _backend(axis: Axis, device: torch.device) -> Backend:
@@ -136,12 +144,13 @@ def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
         )
 
 
-def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
+def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pending:
     """Concatenate every rank's `shard` into `out`, in rank order.
 
     Args:
         out: 1-D or leading dimension n * shard's; contiguous.
         shard: contiguous; may be this rank's own part of `out`.
+        label: what is gathered, the same on every rank; `wait` raises OrderError, with both, if it differs.
     """
     _check_parts(out, shard, axis)
     if axis.size == 1:
@@ -149,7 +158,8 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis) -> Pending:
             out.copy_(shard)
         return Pending()
     backend = _backend(axis, shard.device)
-    return _start("all_gather", axis, shard.nbytes * (axis.size - 1), lambda: backend.all_gather(out, shard, axis))
+    sent = shard.nbytes * (axis.size - 1)
+    return _start("all_gather", axis, sent, lambda: backend.all_gather(out, shard, axis, label), label=label)
 
 
 def arriving_elements(full: int, axis: Axis) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -29,8 +29,8 @@ from megazero.comm.rendezvous import Neighbours, Poller
 from megazero.parallel_state import Axis, Wait
 
 HALF_BYTES = 1 << 19
-_LABEL_BYTES = 64
-_LABELLED_BYTES = HALF_BYTES + _LABEL_BYTES
+LABEL_BYTES = 256
+_LABELLED_BYTES = HALF_BYTES + LABEL_BYTES
 AREA_BYTES = 2 * _LABELLED_BYTES
 
 _ONE_ROUND_BYTES = 1 << 16  # up to here every rank sums everything, which saves a round
@@ -38,6 +38,26 @@ _OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum
 
 # An operation: it asks for the areas of a round, writes its own, yields, reads the others', and so on.
 Rounds: TypeAlias = Generator[None, None, None]
+
+
+class OrderError(RuntimeError):
+    """Ranks have started different operations where each should have started the same one."""
+
+
+def encoded(label: str) -> bytes:
+    """A label as ranks compare it, `LABEL_BYTES` long; what identifies it comes first."""
+    return label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
+
+
+def check_labels(labels: Mapping[int, bytes], expected: bytes) -> None:
+    """Raises: OrderError: a rank, by its number in the group, is in an operation with another label."""
+    for index, found in labels.items():
+        if found != expected:
+            theirs, mine = (label.decode(errors="replace").strip() for label in (found, expected))
+            raise OrderError(
+                f"ranks differ in the order of their operations: number {index} of the group is in {theirs}, this one in "
+                f"{mine}; every rank must run the same modules in the same order"
+            )
 
 
 def place_shard(out: Tensor, shard: Tensor, axis: Axis) -> list[Tensor]:
@@ -87,9 +107,9 @@ class Channel:
     def start(self, label: str, rounds: Rounds) -> Wait:
         """Start an operation; if no other is under way, its first round is written at once.
 
-        Raises: RuntimeError: the ranks start operations with different labels.
+        Raises: OrderError: the ranks start operations with different labels.
         """
-        operation = _Operation(label.encode()[:_LABEL_BYTES].ljust(_LABEL_BYTES), rounds)
+        operation = _Operation(encoded(label), rounds)
         self._started.append(operation)
         self._progress()
         return lambda: self._finish(operation)
@@ -122,7 +142,7 @@ class Channel:
                     return
                 for peer in self.peers:
                     peer.signals -= 1
-                self._check_labels(first.label)
+                check_labels({at: bytes(area[self._label]) for at, area in enumerate(self._areas)}, first.label)
                 self._half = 1 - self._half  # an operation still reads the areas that it asked for before
             first.has_begun = True
             try:
@@ -140,15 +160,6 @@ class Channel:
         """Where the half of this round carries its label."""
         return slice(self._half * _LABELLED_BYTES + HALF_BYTES, (self._half + 1) * _LABELLED_BYTES)
 
-    def _check_labels(self, expected: bytes) -> None:
-        for index, area in enumerate(self._areas):
-            found = area[self._label]
-            if found != expected:
-                raise RuntimeError(
-                    f"ranks differ in the order of their operations: number {index} of the group is in "
-                    f"{found.decode().strip()}, this one in {expected.decode().strip()}"
-                )
-
 
 class SharedMemoryBackend:
     """Collectives of ranks that all run on this host, with a channel for each kind of operation."""
@@ -162,9 +173,9 @@ class SharedMemoryBackend:
         rounds = _all_reduce(self.reduce, tensor.detach().view(-1), _OPS[op])
         return self.reduce.start(_label("all_reduce", tensor, axis), rounds)
 
-    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis) -> Wait:
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         rounds = _all_gather(self.gather, place_shard(out, shard, axis))
-        return self.gather.start(_label("all_gather", shard, axis), rounds)
+        return self.gather.start(_label("all_gather", shard, axis, label), rounds)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         rounds = _reduce_scatter(self.reduce, out.detach().view(-1), full.detach().view(axis.size, -1).unbind(0))
@@ -182,8 +193,8 @@ class SharedMemoryBackend:
         self.poller.forget()
 
 
-def _label(operation: str, tensor: Tensor, axis: Axis) -> str:
-    return f"{operation} of {tensor.numel()} {tensor.dtype} over {axis.name}"
+def _label(operation: str, tensor: Tensor, axis: Axis, what: str = "") -> str:
+    return f"{operation} of {what}{', ' if what else ''}{tensor.numel()} {tensor.dtype} over {axis.name}"
 
 
 def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Rounds:
