@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import zero_worlds
 from harness import run_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +30,7 @@ from zero_worlds import (
     seeded,
 )
 
+from megazero.parallel_state import ParallelState
 from megazero.zero.file_store import FileStore
 from megazero.zero.gather import UnitGatherer
 
@@ -602,9 +607,6 @@ def test_a_copy_of_an_ungathered_parameter_is_a_plain_parameter() -> None:
     run_world(2, law)
 
 
-# ---- what cannot be followed is refused
-
-
 @dataclass
 class _Held:
     x: Tensor
@@ -615,19 +617,380 @@ class _ReturnsHeld(_Block):
         return _Held(super().forward(x))
 
 
-class _ReturnsHeldInTuple(_Block):
-    def forward(self, x: Tensor) -> Any:
-        return x.detach(), {"held": _Held(super().forward(x))}
+# ---- results and backwards that no hook on a result can follow
 
 
-@pytest.mark.parametrize("block", [_ReturnsHeld, _ReturnsHeldInTuple])
-def test_a_result_in_which_tensors_cannot_be_found_is_refused(block: type[nn.Module]) -> None:
+class _MakesViews(_Block):
+    how: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self.b(torch.tanh(self.a(x))))
+
+
+class _Results(_Chain):
+    """Results that the caller changes in place, of blocks that return views."""
+
+    hows: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: x.view(-1, WIDTH),
+        lambda x: x.transpose(0, 1).transpose(0, 1),
+        lambda x: x[:],
+        lambda x: x.flatten().view(-1, WIDTH),
+        lambda x: x,
+    )
+
+    def __init__(self) -> None:
+        super().__init__(_MakesViews)
+        for block, how in zip(self.blocks, self.hows, strict=True):
+            block.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = y
+        return x.square().mean()
+
+
+class _ViewsActivated(_Results):
+    """An activation in place follows every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.LeakyReLU(0.3, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.activation(block(x)) * 1.5
+        return x.square().mean()
+
+
+class _NarrowViews(_Chain):
+    """Parts of one result, of which one is changed in place and then another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            u, v = y.narrow(1, 0, WIDTH // 2), y[:, WIDTH // 2 :]
+            u += x[:, WIDTH // 2 :]
+            v *= 0.5
+            x = y
+        return x.square().mean()
+
+
+class _GradientPenalty(_Chain):
+    """Gradients of the input are in the loss (Gulrajani et al. 2017)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = super().forward(x)
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + (slope.norm(dim=1) - 0.1).square().mean()
+
+
+class _KeepsAside(_Block):
+    """What counts leaves by an attribute; the result only passes through the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aside = torch.sin(self.b(torch.tanh(self.a(x))))
+        return y.detach()
+
+
+class _Asides(_Chain):
+    def __init__(self) -> None:
+        super().__init__(_KeepsAside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return sum(block.aside.square().mean() for block in self.blocks)
+
+
+class _Leaves(_Chain):
+    """Results in an object that nobody can look into, on the way to the next block."""
+
+    def __init__(self) -> None:
+        super().__init__(_ReturnsHeld)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).x
+        return x.square().mean()
+
+
+class _CheckpointedViews(_Results):
+    """Recomputation around blocks two at a time, whose results are changed in place."""
+
+    def _two(self, index: int, x: Tensor) -> Tensor:
+        for block in self.blocks[index : index + 2]:
+            x = block(x)
+            x *= 0.7
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in range(0, 5, 2):
+            x = checkpoint(self._two, index, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class _CheckpointedWithin(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(checkpoint(lambda x: torch.tanh(self.a(x)), x, use_reentrant=False))
+
+
+class _SavedElsewhere(_Chain):
+    """What autograd saves goes through hooks of the script's own, around some blocks and within others."""
+
+    def __init__(self) -> None:
+        super().__init__(_CheckpointedWithin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            for block in self.blocks[:3]:
+                x = block(x)
+        for block in self.blocks[3:]:
+            x = block(x)
+        return x.square().mean()
+
+
+class _CallsAnother(_Block):
+    """Runs, within its own forward, a block that has the same buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: tuple[nn.Module, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        for other in self.others:
+            h = h + other(x).repeat(1, 2)[:, :12]
+        return x + self.b(h)
+
+
+class _CallOneAnother(_Chain):
+    def __init__(self) -> None:
+        super().__init__(_CallsAnother)
+        self.blocks[4].others = (self.blocks[2], self.blocks[0])
+        self.blocks[1].others = (self.blocks[3],)
+
+
+class _Forces(_Chain):
+    """A gradient within the forward, of which the loss knows nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (force,) = torch.autograd.grad(super().forward(x), x)
+        return super().forward(x.detach() + force)
+
+
+UNFOLLOWED = [
+    _Results,
+    _ViewsActivated,
+    _NarrowViews,
+    _GradientPenalty,
+    _Asides,
+    _Leaves,
+    _CheckpointedViews,
+    _SavedElsewhere,
+    _CallOneAnother,
+    _Forces,
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "policy"), [(0, "action"), (1, "action"), (2, "action"), (3, "action"), (3, "chunk"), (3, "step")]
+)
+def test_a_backward_finds_the_weights_of_its_own_unit(stage: int, policy: str) -> None:
     def law(rank: int) -> None:
-        sharded = Sharded(_Chain(block, 1), 3, rank, 2)
-        with pytest.raises(TypeError, match=block.__name__ + r".*(_Held|tuple)"):
+        for make in UNFOLLOWED:
+            try:
+                _trains(rank, make, stage, {"gather_policy": policy, "optimizer": _slow})
+            except Exception as error:
+                raise AssertionError(f"{make.__name__}: {error}") from error
+
+    run_world(2, law)
+
+
+class _ChangesWhatItSaved(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        y = self.b(h)
+        h.mul_(2)
+        return x + y
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_change_of_what_autograd_has_saved_is_refused_as_in_plain_torch(stage: int) -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(_Chain(_ChangesWhatItSaved), stage, rank, 2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            sharded.accumulate([numbers(4, WIDTH)])
+
+    run_world(2, law)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("policy", ["action", "step"])
+def test_a_backward_of_a_forward_before_the_last_update_is_refused(stage: int, policy: str) -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(seeded(_Chain), stage, rank, 2, gather_policy=policy)
+        old = sharded.module(numbers(4, WIDTH).requires_grad_())
+        sharded.step([numbers(4, WIDTH, seed=1)])
+        with pytest.raises(RuntimeError, match=r"have changed since|modified by an inplace operation"):
+            old.backward()
+
+    run_world(2, law)
+
+
+def test_what_a_forward_has_saved_is_freed_with_its_graph() -> None:
+    """Without the garbage collector: nothing that autograd saves refers to the node that holds it."""
+
+    def law(rank: int) -> None:
+        sharded = Sharded(seeded(_Chain), 3, rank, 2)
+        kept = []
+
+        def activate(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+            saved = torch.exp(y)  # autograd saves the result
+            kept.append(weakref.ref(saved))
+            return saved
+
+        for block in sharded.module.blocks:
+            block.a.register_forward_hook(activate)
+        gc.disable()
+        loss = sharded.module(numbers(4, WIDTH))
+        assert len(kept) == 5
+        del loss
+        assert [one() for one in kept] == [None] * 5
+        gc.enable()
+
+    run_world(2, law)
+
+
+class _KeepsItsWeights(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.a.weight.t()
+        return super().forward(x)
+
+
+class _UsesKept(_Chain):
+    def __init__(self) -> None:
+        super().__init__(_KeepsItsWeights)
+        self.blocks.append(_UsesAnother())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[2](self.blocks[0](x))
+        return self.blocks[5](x, self.blocks[0].kept).square().mean()
+
+
+class _UsesAnother(_Block):
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + (x @ kept)[:, :WIDTH]
+
+
+def test_a_view_of_weights_that_are_gone_is_refused_by_name() -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(seeded(_UsesKept), 3, rank, 2)
+        with pytest.raises(RuntimeError, match=r"bucket of blocks\.0\.a\.weight is used where .* bucket of blocks\.2"):
+            sharded.module(numbers(4, WIDTH).requires_grad_())
+
+    run_world(2, law)
+
+
+class _ReturnsHeldWeights(_Block):
+    def forward(self, x: Tensor) -> Any:
+        return _Held(self.a.weight.t())
+
+
+def test_weights_that_leave_in_an_object_are_refused() -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(_Chain(_ReturnsHeldWeights, 3), 3, rank, 2)
+        with pytest.raises(TypeError, match=r"_ReturnsHeldWeights returned its weights within a _Held"):
             sharded.module.blocks[0](numbers(4, WIDTH))
-        with torch.no_grad():  # nothing to follow
-            sharded.module.blocks[0](numbers(4, WIDTH))
+
+    run_world(2, law)
+
+
+# ---- ranks that use different units
+
+
+class _Routed(_Chain):
+    """A batch (order, x) goes through these blocks, of which one is larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[3].a, self.blocks[3].b = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+
+    def forward(self, batch: tuple[tuple[int, ...], Tensor]) -> Tensor:
+        order, x = batch
+        for index in order:
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+# By rank, the blocks that it runs; and two that differ, if that must be noticed: where all is gathered ahead or still there,
+# every block has its own weights nevertheless.
+ORDERS = {
+    "an expert of its own": (((0, 1, 4), (0, 3, 4)), (1, 3)),
+    "a skipped layer": (((0, 1, 2, 3, 4), (0, 1, 3, 4)), ()),
+    "a skipped last layer": (((0, 1, 2), (0, 1)), ()),
+    "a skipped first layer": (((0, 1), (1,)), (0, 1)),
+    "a layer too many": (((0, 1, 2, 3), (0, 1)), (3,)),
+    "another order": (((0, 1, 2, 3), (0, 2, 1, 3)), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("policy", ["action", "step"])
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["memory", "gloo"])
+@pytest.mark.parametrize(("orders", "differ"), ORDERS.values(), ids=ORDERS)
+def test_ranks_that_use_different_units_take_the_plain_step_or_are_told_both_and_no_weight_changes(
+    orders: Any, differ: tuple[int, ...], shares_memory: bool, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zero_worlds, "ParallelState", partial(ParallelState, shares_memory=shares_memory))
+    x = numbers(4, WIDTH)
+    steps = [[[((0, 1, 2, 3, 4), x)]] * 2, [[(order, x)] for order in orders]]
+
+    def law(rank: int) -> str:
+        plain = seeded(_Routed)
+        sharded = Sharded(copy.deepcopy(plain), 3, rank, 2, gather_policy=policy)
+        plain_steps(plain, steps[:1])
+        sharded.step(steps[0][rank])
+        before = [bucket.master.read(0, bucket.master.numel).clone() for bucket in sharded.parameters.buckets]
+        try:
+            sharded.accumulate(steps[1][rank])
+            gradients = sharded.whole("gradient")
+        except RuntimeError as error:
+            after = [bucket.master.read(0, bucket.master.numel) for bucket in sharded.parameters.buckets]
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            return f"{type(error).__name__}: {error}"
+        assert_same(gradients, plain_gradients(plain, steps[1]))
+        return ""
+
+    said = run_world(2, law, timeout=30)
+    named = [text for text in said if text.startswith("OrderError")]
+    assert named or not any(said)
+    assert all(any(f"blocks.{index}.a.weight" in text for text in said) for index in differ), said
+
+
+@pytest.mark.parametrize("persistent", [0, 10_000])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_frozen_or_unfrozen_later_is_refused_unless_it_is_undone_within_the_step(
+    stage: int, persistent: int
+) -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(seeded(_PartlyFrozen), stage, rank, 2, persistent_elements=persistent)
+        batch = [numbers(4, WIDTH)]
+        sharded.step(batch)
+        for name, trains in (("blocks.1.a.weight", True), ("blocks.2.b.bias", False)):
+            weight = dict(sharded.module.named_parameters())[name]
+            for change in (weight.requires_grad_, lambda to, weight=weight: setattr(weight, "requires_grad", to)):
+                change(not trains)
+                assert weight.requires_grad is not trains
+                was, now = ("trained", "frozen") if trains else ("frozen", "to be trained")
+                with pytest.raises(RuntimeError, match=f"{name} was {was} .* is {now}"):
+                    sharded.step(batch)
+                change(trains)
+                sharded.step(batch)
 
     run_world(2, law)
 

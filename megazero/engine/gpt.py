@@ -91,6 +91,7 @@ class Engine:
             _optimizer_of(config.optimizer),
             ties=ties,
             wgrad_queues=queue_of,
+            checks_order=False,
         )
         self.dtype = self.sharded_model.policy.dtype
         self.share = BatchShare(

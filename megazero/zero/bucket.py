@@ -291,6 +291,6 @@ class Bucket:
         """The slot's part of the whole weights, in the parameter's shape, for a module to compute with.
 
         `.data` gives the view a version counter of its own.  Gathering into the buffer again must not look to autograd
-        like a change of the weights it has saved, which come back to the same address with the same values.
+        like a change of weights it has saved: only an update is one.
         """
         return self.weights.data[slot.start : slot.stop].view(slot.info.shape)

@@ -10,14 +10,14 @@ A gather policy says which units share a buffer, and with it how long a gathered
 A parameter that several units use, or that is in use while other units run, has a buffer of its own.  An offloaded shard
 comes to the device first, into a staging buffer: `read_ahead`, then `unshard`, then `wait_for_unshard`.
 
-[Note: fixed addresses]  Autograd saves weights as views of the gather buffer.  Each unit therefore always comes back to the
-same buffer: even units to A, odd units to B.  Neighbours never collide, and between two uses of a unit its buffer may hold
-any other unit of the same parity.
+[Note: fixed addresses]  Even units come to buffer A, odd units to B.  Neighbours never collide, and between two uses of a
+unit its buffer may hold any other unit of the same parity.
 
 [Note: a unit's own results]  A unit's backward begins when the gradient of one of its results arrives, so a hook on the
-result gathers the unit.  A result that another unit has made, passed on or returned by an inner unit, gets a node of its
-own first: a hook on the maker's node would gather this unit's weights, and perhaps the next unit's, just before the maker
-runs.
+result gathers the unit in time, and the next one.  A result that another unit has made, passed on or returned by an inner
+unit, gets a node of its own first: a hook on the maker's node would gather this unit's weights, and perhaps the next unit's,
+just before the maker runs.  Where a change in place or a result in an attribute goes past the hook, the unit is gathered
+later, when autograd asks for its weights: `saved_weights.py`.
 
 [Note: what comes next]  The unit that follows is recorded as the model runs, keyed by the two visits before, and used from
 the second pass on.  A wrong guess costs one gather; all ranks make the same guesses, since they run the same code.  At the
@@ -26,6 +26,7 @@ edge of a pipeline's chunk the schedule knows better and says so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -38,6 +39,7 @@ from megazero.comm.collectives import Pending, all_gather
 from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
+from megazero.zero.saved_weights import SavingForward
 from megazero.zero.storage import PendingCopy
 from megazero.zero.units import Unit
 
@@ -72,16 +74,23 @@ def make_gather_buffers(
 
 
 class BucketGatherer:
-    """Gathers whole buckets, over the axis of `policy`, into their buffers."""
+    """Gathers whole buckets, over the axis of `policy`, into their buffers.
 
-    def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy) -> None:
-        self._axis = policy.shard
+    `checks_order`: what is gathered goes with the gather, so that ranks that gather different buckets raise an OrderError.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy, *, checks_order: bool) -> None:
+        self._axis, self._device, self._checks_order = policy.shard, policy.device, checks_order
+        # The number comes first, since a long label is cut.
+        self._labels = {bucket: f"weights {at}, {bucket.layout.name}" for at, bucket in enumerate(buckets)}
+        self._mark = Pending()
         storages = [bucket.weights.untyped_storage() for bucket in buckets]
         self._buffer_bytes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # by address
         self._gathered: dict[int, Bucket] = {}  # by address of a buffer: the bucket whose weights it holds or gets
         self._gathering: dict[int, tuple[Pending, Tensor | None]] = {}  # by address, with the staging it reads from
         self._reading: dict[Bucket, tuple[PendingCopy, Tensor]] = {}
         self._staging = BufferPool(policy.device)
+        self.generation = 0  # how often the shards have changed
         self._largest_shard = max((bucket.weight_shard.numel for bucket in buckets), default=0)
 
     @property
@@ -91,7 +100,13 @@ class BucketGatherer:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in a gather buffer."""
-        return tensor.untyped_storage().data_ptr() in self._buffer_bytes
+        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._buffer_bytes
+
+    def bucket_at(self, tensor: Tensor) -> Bucket | None:
+        """The bucket that the buffer in which a tensor lies holds now; None if the tensor lies in none."""
+        if tensor.layout is not torch.strided:
+            return None
+        return self._gathered.get(tensor.untyped_storage().data_ptr())
 
     def is_unsharded(self, bucket: Bucket) -> bool:
         """Whether a bucket's buffer holds its weights, or a gather that brings them is under way."""
@@ -112,7 +127,8 @@ class BucketGatherer:
         self._wait_for(address)
         self._gathered[address] = bucket
         shard, staging = self._shard_of(bucket)
-        self._gathering[address] = (all_gather(bucket.weights, shard, self._axis), staging)
+        label = self._labels[bucket] if self._checks_order else ""
+        self._gathering[address] = (all_gather(bucket.weights, shard, self._axis, label), staging)
 
     def wait_for_unshard(self, bucket: Bucket) -> None:
         """Wait for the gather into the bucket's buffer, if one is under way."""
@@ -129,13 +145,23 @@ class BucketGatherer:
         """A whole copy of one parameter, in memory of its own."""
         flat = torch.empty_like(bucket.weights)
         shard, staging = self._shard_of(bucket)
-        all_gather(flat, shard, self._axis).wait()
+        label = f"a copy of {slot.info.name}" if self._checks_order else ""
+        all_gather(flat, shard, self._axis, label).wait()
         if staging is not None:
             self._staging.release(staging)
         return flat[slot.start : slot.stop].view(slot.info.shape).clone()
 
+    def mark_end_of_pass(self) -> None:
+        """Let ranks that gather more in this forward and backward than this one find that out: they would wait for it."""
+        if not self._checks_order or self._axis.size == 1:
+            return
+        self._mark.wait()
+        nothing = torch.empty(0, device=self._device)
+        self._mark = all_gather(nothing, nothing.clone(), self._axis, "nothing, at the end of a backward")
+
     def forget(self) -> None:
         """The shards have changed: nothing that was gathered or read is valid any more."""
+        self._mark.wait()
         for address in list(self._gathering):
             self._wait_for(address)
         for copy, staging in self._reading.values():
@@ -143,6 +169,7 @@ class BucketGatherer:
             self._staging.release(staging)
         self._reading.clear()
         self._gathered.clear()
+        self.generation += 1
 
     def _shard_of(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
         """This rank's shard on the device, and the staging buffer that holds it where it is offloaded."""
@@ -173,7 +200,8 @@ class _VisitHistory:
     def expect(self, chunk: int, is_forward: bool) -> None:
         """Note the chunk that the schedule runs after the current one."""
         members = [index for index, owner in enumerate(self._chunk_of) if owner == chunk]
-        self.next_chunk_start = members[0] if is_forward else members[-1]
+        # None for a chunk without parameters: what runs after it is not known yet
+        self.next_chunk_start = (members[0] if is_forward else members[-1]) if members else None
         self._is_scheduled = True
 
     def record(self, visit: Visit) -> None:
@@ -212,11 +240,18 @@ class UnitGatherer:
         home: Mapping[str, Bucket],
         parameters: Mapping[str, nn.Parameter],
         policy: ShardingPolicy,
+        *,
+        checks_order: bool,
     ) -> None:
         gathered = [bucket for bucket in dict.fromkeys(home.values()) if not bucket.keeps_weights]
-        self._gatherer = BucketGatherer(gathered, policy)
+        self._gatherer = BucketGatherer(gathered, policy, checks_order=checks_order)
+        self.mark_end_of_pass = self._gatherer.mark_end_of_pass
         self._history = _VisitHistory([unit.chunk for unit in units])
         self._buckets: list[list[Bucket]] = []  # of each unit
+        self._owner: dict[int, Bucket] = {}  # by identity of a parameter
+        self._running: list[tuple[int, SavingForward | None]] = []  # the forwards under way, outermost first
+        users = Counter(bucket.weights.data_ptr() for bucket in gathered)
+        self._shares: list[bool] = []  # whether another unit may take a buffer of this one
         self._attributes: list[list[tuple[nn.Module, str, nn.Parameter, UngatheredParameter]]] = []
         names = {id(parameter): name for name, parameter in parameters.items()}
         proxies: dict[str, UngatheredParameter] = {}
@@ -233,8 +268,10 @@ class UnitGatherer:
                     copy = partial(self._gatherer.whole_copy, bucket, slot)
                     proxies[name] = UngatheredParameter.of(name, parameter, copy)
                 buckets.append(bucket)
+                self._owner[id(parameter)] = bucket
                 attributes.append((part, key, parameter, proxies[name]))
             self._buckets.append(list(dict.fromkeys(buckets)))
+            self._shares.append(any(users[bucket.weights.data_ptr()] > 1 for bucket in buckets))
             self._attributes.append(attributes)
             if buckets:
                 unit.module.register_forward_pre_hook(self._before_forward(index))
@@ -271,7 +308,8 @@ class UnitGatherer:
         following = self._history.next_unit()
         if following is None:
             return
-        in_use = {bucket.weights.data_ptr() for bucket in self._buckets[index]}
+        running = {index, *(one for one, _ in self._running)}
+        in_use = {bucket.weights.data_ptr() for one in running for bucket in self._buckets[one]}
         for bucket in self._buckets[following]:
             if bucket.weights.data_ptr() not in in_use:
                 self._gatherer.unshard(bucket)
@@ -295,12 +333,21 @@ class UnitGatherer:
             self._visit("forward" if torch.is_grad_enabled() else "evaluation", index)
             for part, key, parameter, _ in self._attributes[index]:
                 part._parameters[key] = parameter
+            bring = partial(self._visit, "backward", index)
+            saving = SavingForward(self._gatherer, self._owner, bring) if self._shares[index] else None
+            self._running.append((index, saving))
 
         return hook
 
     def _after_forward(self, index: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             self.reshard(index)
+            if self._running and self._running[-1][0] == index:  # else it has not begun
+                _, saving = self._running.pop()
+                if saving is not None:
+                    saving.leave()
+                if self._running:
+                    self.wait_for_unshard(self._running[-1][0])
             return tree_map(partial(self._watch, index, module), output)
 
         return hook
@@ -308,11 +355,11 @@ class UnitGatherer:
     def _watch(self, index: int, module: nn.Module, value: Any) -> Any:
         """Gather the unit again when the gradient of this result arrives; see [Note: a unit's own results]."""
         if not isinstance(value, Tensor):
-            if torch.is_grad_enabled() and any(map(_trains, getattr(value, "__dict__", {}).values())):
+            held = getattr(value, "__dict__", {}).values()
+            if any(isinstance(one, Tensor) and self._gatherer.holds(one) for one in held):
                 raise TypeError(
-                    f"{type(module).__name__} returned a {type(value).__name__}, in which no tensor can be found, so ZeRO-3 "
-                    "cannot tell when its backward begins; return tensors in tuples, lists, dicts, or a class registered "
-                    "with torch.utils._pytree"
+                    f"{type(module).__name__} returned its weights within a {type(value).__name__}; under ZeRO stage 3 they "
+                    "are there only within its forward: return a copy (weight.clone())"
                 )
             return value
         if self._gatherer.holds(value):
@@ -323,7 +370,3 @@ class UnitGatherer:
                 value.grad_fn.metadata[id(self)] = index
             value.register_hook(lambda _: self._visit("backward", index))
         return value
-
-
-def _trains(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

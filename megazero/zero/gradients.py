@@ -16,7 +16,7 @@ Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -162,6 +162,7 @@ class GradientReducer:
         buckets: those that train.
         pool: the working buffers through which gradients pass on their way to the shards.
         accumulate_only: while set, rounds add up in the buffers and nothing is sent.
+        on_close: called at the end of every micro-batch's backward.
         rounds: how many the step has; the last one starts what is reduced once per step.
     """
 
@@ -172,6 +173,7 @@ class GradientReducer:
         self.pool = BufferPool(self.buckets[0].policy.device)
         self._reductions = ReductionQueue(self.buckets, reduce_dtype, self.pool)
         self._every_round, self.rounds, self.accumulate_only = every_micro_batch, 1, False
+        self.on_close: Callable[[], None] = lambda: None
         largest = max(bucket.layout.padded_numel for bucket in self.buckets)
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
@@ -234,6 +236,7 @@ class GradientReducer:
 
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
+        self.on_close()
         if (order := self._orders.get(chunk)) is not None:
             order.close_pass()
             self._reduce_due(order)

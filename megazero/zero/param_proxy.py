@@ -74,6 +74,9 @@ class UngatheredParameter(nn.Parameter):
                 return f"UngatheredParameter({args[0].label}, {list(args[0].shape)}, {args[0].dtype})"
             if name == "__set__" and func.__self__.__name__ == "grad" and args[1] is None:
                 return None  # as zero_grad does; the engine has taken the gradient
+            if name == "requires_grad_" or (name == "__set__" and func.__self__.__name__ == "requires_grad"):
+                func(args[0].stands_for, *args[1:], **kwargs)  # what the forward uses; the end of a step checks it
+                return func(*args, **kwargs)
             _refuse_change(cls, name, args, kwargs)
             if name == "__set__" and not isinstance(args[0], cls):
                 raise RuntimeError("an ungathered parameter cannot be made another tensor's data; gather it first")

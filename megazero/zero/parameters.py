@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from megazero.comm.collectives import agree, all_gather, broadcast
 from megazero.config.schema import ZeroConfig
@@ -46,6 +47,7 @@ class ShardedParameters:
         moments: arrays of optimizer state per element, for which a file has space.
         rank: for the file's name.
         world: all ranks: they fail together if one cannot allocate.
+        checks_order: see `BucketGatherer`.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class ShardedParameters:
         moments: int = 0,
         rank: int = 0,
         world: Axis = _ALONE,
+        *,
+        checks_order: bool = True,
     ) -> None:
         self.policy = policy
         infos = _describe_parameters(units, described, zero.persistent_elements if policy.zero_stage == 3 else 0)
@@ -75,7 +79,9 @@ class ShardedParameters:
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)
         home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
-        self.gatherer = UnitGatherer(units, home, self.by_name, policy) if by_unit else None
+        self.gatherer: UnitGatherer | None = None
+        if by_unit:
+            self.gatherer = UnitGatherer(units, home, self.by_name, policy, checks_order=checks_order)
 
     def _make_buckets(
         self, layouts: Sequence[BucketLayout], buffers: Mapping[str, Tensor], ties: Mapping[str, Axis]
@@ -195,6 +201,7 @@ class ShardedParameters:
         ]
         for pending in pendings:
             pending.wait()
+        increment_version(self.by_name.values())  # a backward of an earlier forward must not use them
         if self.gatherer is not None:
             self.gatherer.forget()
 

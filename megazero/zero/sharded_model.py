@@ -36,6 +36,8 @@ class ShardedModel:
         described: every parameter once, in forward order, with its optimizer group.
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         wgrad_queues: by name of a parameter, the queue that takes its chunk's weight gradients past autograd.
+        checks_order: ranks that use modules in different orders under stage 3 raise an OrderError; it costs a message for
+            each gather between hosts or GPUs.  False where a proved schedule gives the order.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
@@ -56,6 +58,7 @@ class ShardedModel:
         *,
         ties: Mapping[str, Axis],
         wgrad_queues: Mapping[str, WeightGradQueue] | None = None,
+        checks_order: bool = True,
     ) -> None:
         self.state, self.ties = state, ties
         agree(lambda: _check_trains(described, state.at.pp), state.world, ValueError)
@@ -70,12 +73,17 @@ class ShardedModel:
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
         zero = zero.model_copy(update={"offload": offload})
-        self.parameters = ShardedParameters(units, described, self.policy, zero, ties, moments, state.rank, state.world)
+        ranks = state.rank, state.world
+        self.parameters = ShardedParameters(
+            units, described, self.policy, zero, ties, moments, *ranks, checks_order=checks_order
+        )
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         every_micro_batch = zero.reduce == "micro_batch"
         self.reducer = GradientReducer(buckets, every_micro_batch, DTYPES[precision.reduce_dtype])
         self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
+        if self.parameters.gatherer is not None:
+            self.reducer.on_close = self.parameters.gatherer.mark_end_of_pass
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
         self.sharded_state = ShardedState(buckets, self.optimizer)
         self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
@@ -93,12 +101,27 @@ class ShardedModel:
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
-        """Have the whole step's gradients, times `scale`, in the buckets."""
+        """Have the whole step's gradients, times `scale`, in the buckets.
+
+        Raises: RuntimeError: a parameter was frozen or unfrozen since the model was sharded.
+        """
         buckets = self.reducer.buckets
+        self._check_still_trains()
         self.reducer.finish()
         sum_over_replicas(buckets)
         sum_partial_over_tp(buckets, self.state.tp)
         sum_tied(buckets, self.ties)
+
+    def _check_still_trains(self) -> None:
+        for bucket in self.parameters.buckets:
+            for slot in bucket.layout.slots:
+                if self.parameters.by_name[slot.info.name].requires_grad != slot.info.trains:
+                    was, now = ("trained", "frozen") if slot.info.trains else ("frozen", "to be trained")
+                    raise RuntimeError(
+                        f"parameter {slot.info.name} was {was} when the model was sharded and is {now} at the end of a "
+                        "step: its gradient has no place to go, or its momentum would still move it. Set requires_grad "
+                        "before megazero.initialize; later, a group with lr=0 and weight_decay=0 stands still"
+                    )
 
     def square_sum(self) -> Tensor:
         """fp64 scalar: this rank's share of the squared norm of gradients times `scale`; see `gradient_square_sum`."""

@@ -187,6 +187,9 @@ TUPLES = (
 FIRST, SQUARE, LAST = Row(nn.Linear, (5, WIDTH)), Row(nn.Linear, (WIDTH, WIDTH)), Row(nn.Linear, (WIDTH, 3))
 WRITING = (FIRST, SQUARE, Row(AddsInPlace, (WIDTH,)), SQUARE, Row(torch.relu_), SQUARE, Row(nn.ReLU, (True,)), LAST)
 NORMED = (FIRST, Row(nn.BatchNorm1d, (WIDTH,)), Row(torch.tanh), SQUARE, Row(nn.BatchNorm1d, (WIDTH,)), LAST)
+BARE_SECOND = (FIRST, SQUARE, Row(torch.tanh), Row(torch.sin), SQUARE, Row(torch.tanh), SQUARE, LAST)
+BARE_THIRD = (FIRST, SQUARE, SQUARE, Row(torch.tanh), Row(torch.tanh), Row(torch.sin), SQUARE, LAST)
+BARE_LAST = (FIRST, SQUARE, SQUARE, SQUARE, Row(nn.Linear, (WIDTH, 3)), Row(torch.sin), Row(torch.tanh), Row(torch.sin))
 OVERFLOWING = (Row(Overflows, (5, WIDTH)), Row(torch.tanh), SQUARE, LAST)
 
 EMBED = Row(nn.Embedding, (VOCAB, WIDTH), "embed")
@@ -463,6 +466,11 @@ def test_any_partition_gives_the_same_run() -> None:
 
 def test_ready_made_modules_train_as_they_are() -> None:
     check_world(2, 2, [Case(ready_made=True, stage=stage) for stage in (0, 3)])
+
+
+def test_a_chunk_may_have_no_parameters() -> None:
+    bare = [Case(table, "interleaved", 3) for table in (BARE_SECOND, BARE_THIRD, BARE_LAST)]
+    check_world(2, 2, [*bare, Case(BARE_SECOND, "interleaved", 0), Case(BARE_LAST, "zbv", 3)])
 
 
 def test_layers_behind_a_cut_may_write_in_place() -> None:
