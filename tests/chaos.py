@@ -5,8 +5,10 @@
     round 3    dp 4, stage 2            | . . save prun X                       while an older checkpoint is removed
     at last    tp 2 pp 2, stage 0                   | . . . . save . . . save   as the run that nobody disturbed
 
-Every rank is a forked process in the real loop; a kill happens at a counted event, see `fault_injection`.  All choices come
-from one seed, so that a round that fails can be repeated.
+Every rank is a forked process in the real loop; a kill happens at a counted event, see `fault_injection`.  Between the
+kills come rounds with a trouble of another kind, see `TROUBLES`: the run is started twice, its disk is full for a while, a
+bit flips in a checkpoint or in the data, one rank has other data.  All choices come from one seed, so that a round that
+fails can be repeated.
 
     python tests/chaos.py --rounds 50 --seed 7          (or CHAOS_ROUNDS, CHAOS_SEED)
 """
@@ -26,7 +28,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -38,7 +40,7 @@ import numpy as np
 import torch
 import torch._dynamo  # imported by every optimizer; once here instead of once per rank
 import torch.distributed as dist
-from fault_injection import MOMENTS, Fault, FaultInjector
+from fault_injection import MOMENTS, Fault, FaultInjector, FullDisk
 
 from megazero.checkpoint import retention
 from megazero.checkpoint.folder import LocalFolder, partial_of
@@ -46,6 +48,8 @@ from megazero.checkpoint.index import (
     LATEST,
     MANIFEST,
     UNFINISHED,
+    CheckpointError,
+    OwnerError,
     find_damage,
     is_complete,
     read_manifest,
@@ -57,23 +61,39 @@ from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.training.batches import DataError
 from megazero.training.callbacks.metrics import METRICS_FILE
 from megazero.training.loop import train
 
 TOLERANCE = 1e-4
 VOCAB, SAMPLES, STEPS_PER_ROUND, MOST_STEPS = 257, 8, 2, 12
+HOLD = "hold"  # while this file exists, a run that was started twice makes no step
 MOST_SECONDS = 60.0  # that the surviving ranks may take to end by themselves
 LONGEST_ROUND_SECONDS = 600.0
-DONE, LOST, FAILED = 0, 3, 4  # how a rank ends that is not killed
+DONE, LOST, FAILED, REFUSED = 0, 3, 4, 5  # how a rank ends that is not killed
+ENDS = {DONE: "done", LOST: "lost", REFUSED: "refused", None: "killed", -signal.SIGKILL: "killed"}
+TWICE, FULL, FLIPPED_CHECKPOINT, FLIPPED_DATA, OTHER_DATA = TROUBLES = (
+    "started twice",
+    "full disk",
+    "flipped bit in a checkpoint",
+    "flipped bit in the data",
+    "other data on one rank",
+)
 
 
 @dataclass(frozen=True)
 class Round:
-    """A part of the run: its shape and how it ends.  Without a fault it continues until the run is done."""
+    """A part of the run: its shape and how it ends.  With neither fault nor trouble it continues until the run is done."""
 
     number: int
     run: ResolvedRun
     fault: Fault | None = None
+    trouble: str | None = None
+
+    @property
+    def random(self) -> random.Random:
+        """What decides the details of the trouble."""
+        return random.Random(f"{self.number} {self.trouble}")
 
     def __str__(self) -> str:
         parallel, checkpoint, run = self.run.config.parallel, self.run.config.checkpoint, self.run
@@ -82,7 +102,7 @@ class Round:
         text += f" | save every {checkpoint.save_every_steps}, keep {checkpoint.keep_last}"
         text += ", behind" if checkpoint.asynchronous else ", waiting"
         if self.fault is None:
-            return text
+            return text if self.trouble is None else f"{text} | {self.trouble}"
         who = "all" if self.fault.kills_all else f"rank {self.fault.rank}"
         return f"{text} | {who} in {self.fault.moment} {self.fault.occurrence}, event {self.fault.event}"
 
@@ -102,7 +122,7 @@ def _resolved(folder: Path, name: str, steps: int, world: int, **sections: dict[
         },
         "precision": {"dtype": "fp32"},
         "optimizer": {"lr": 1e-3, "eps": 1e-5},
-        "data": {"sources": [str(folder / "corpus")], "tokenizer": "byte"},
+        "data": {"sources": ["corpus"], "tokenizer": "byte"},  # below the rank's working directory
         "logging": {"tensorboard": False, "loss_spike_sigmas": 0.0, "straggler_every_steps": 0},
         "parallel": {"timeout_seconds": 60} | sections.get("parallel", {}),
         "zero": sections.get("zero", {}),
@@ -141,16 +161,21 @@ def _random_run(folder: Path, steps: int, random_: random.Random) -> ResolvedRun
 
 
 def rounds_of(seed: int, folder: Path, steps: int) -> Iterator[Round]:
-    """Rounds without end; each is a function of the seed and its number.  Every moment comes once before any comes again."""
+    """Rounds without end; each is a function of the seed and its number.  Every kind comes once before any comes again."""
     number = 0
     while True:
-        moments = list(MOMENTS)
-        if number:
-            random.Random(f"{seed} turns {number}").shuffle(moments)
-        for moment in moments:
+        kinds = [*MOMENTS, *TROUBLES]
+        random.Random(f"{seed} turns {number}").shuffle(kinds)
+        for kind in kinds:
             number += 1
             random_ = random.Random(f"{seed} round {number}")
-            run, limits = _random_run(folder, steps, random_), MOMENTS[moment]
+            run = _random_run(folder, steps, random_)
+            if kind in TROUBLES:
+                while kind == OTHER_DATA and run.world_size == 1:
+                    run = _random_run(folder, steps, random_)
+                yield Round(number, run, trouble=kind)
+                continue
+            moment, limits = kind, MOMENTS[kind]
             fault = Fault(
                 moment,
                 random_.randint(1, limits.occurrences),
@@ -162,40 +187,50 @@ def rounds_of(seed: int, folder: Path, steps: int) -> Iterator[Round]:
             yield Round(number, run, fault)
 
 
-def _run_rank(rank: int, round_: Round, store: Path, log: Callable[[str], None]) -> int:
+def _run_rank(rank: int, round_: Round, scratch: Path, log: Callable[[str], None]) -> int:
     """Run one rank; how it ends."""
-    run, world, limit = round_.run, round_.run.world_size, MOST_STEPS if round_.fault else None
+    run, world, limit = round_.run, round_.run.world_size, MOST_STEPS if round_.fault or round_.trouble else None
     asked = 0
 
     def wants_stop() -> bool:
         nonlocal asked
         asked += 1
+        while round_.trouble == TWICE and (scratch / HOLD).exists():  # a second start is under way
+            time.sleep(0.01)
         return asked == limit
 
     try:
         torch.set_num_threads(1)
         if world > 1:
             given = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=MOST_SECONDS)}
-            dist.init_process_group("gloo", init_method=f"file://{store}", **given)
+            dist.init_process_group("gloo", init_method=f"file://{scratch / 'store'}", **given)
         if round_.fault is not None and rank == round_.fault.rank:
             FaultInjector(round_.fault, log).arm()
+        if round_.trouble == FULL:
+            FullDisk(round_.random).arm()
         parallel = run.config.parallel
         grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
         train(run, ParallelState(grid, rank, timeout_seconds=MOST_SECONDS), log, wants_stop)
     except LostPeerError as error:
         log(f"LOST rank {rank}: {error}")
         return LOST
+    except (OwnerError, CheckpointError, DataError) as error:
+        log(f"REFUSED rank {rank}: {error}")
+        return REFUSED
     except BaseException:
         log(f"FAILED rank {rank}: {traceback.format_exc()}")
         return FAILED
     return DONE
 
 
-def _main(rank: int, leader: int, round_: Round, store: Path, log: Path) -> None:
+def _main(rank: int, leader: int, round_: Round, scratch: Path) -> None:
     os.setpgid(0, leader)  # so that one signal reaches all of them, and no other process
     gc.freeze()  # what was forked stays shared: collecting it would copy its pages
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    ended = _run_rank(rank, round_, store, lambda line: os.write(file, (line + "\n").encode()) and None)
+    folder = Path(round_.run.config.training.run_dir).parent
+    has_other = round_.trouble == OTHER_DATA and rank == round_.random.randrange(round_.run.world_size)
+    os.chdir(folder / "other" if has_other else folder)
+    file = os.open(scratch / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    ended = _run_rank(rank, round_, scratch, lambda line: os.write(file, (line + "\n").encode()) and None)
     os._exit(ended)  # no interpreter shutdown: gloo's threads may still be waiting for lost peers
 
 
@@ -221,27 +256,66 @@ class Outcome:
         return [int(step) for step in re.findall(pattern, self.log, re.MULTILINE)]
 
 
-def play(round_: Round) -> Outcome:
-    """Run one round: all ranks until they end, or until the fault was injected and the grace time is over."""
-    context = mp.get_context("fork")
-    processes: list[Any] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        store, log = Path(scratch) / "store", Path(scratch) / "log"
-        try:
-            for rank in range(round_.run.world_size):
-                leader = processes[0].pid if processes else 0
-                process = context.Process(target=_main, args=(rank, leader, round_, store, log), daemon=True)
-                process.start()
-                with suppress(OSError):  # it has done so itself, and may have ended already
-                    os.setpgid(process.pid, leader)
-                processes.append(process)
-            _attend(processes, round_)
-            exits = [process.exitcode for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        return Outcome(log.read_text() if log.exists() else "", exits)
+class _Ranks:
+    """The processes of a round.
+
+    Args:
+        scratch: an empty directory for what they share.
+    """
+
+    def __init__(self, round_: Round, scratch: Path) -> None:
+        self._round, self._log = round_, scratch / "log"
+        self.processes: list[Any] = []
+        context = mp.get_context("fork")
+        for rank in range(round_.run.world_size):
+            leader = self.processes[0].pid if self.processes else 0
+            process = context.Process(target=_main, args=(rank, leader, round_, scratch), daemon=True)
+            process.start()
+            with suppress(OSError):  # it has done so itself, and may have ended already
+                os.setpgid(process.pid, leader)
+            self.processes.append(process)
+
+    def wait_for(self, text: str) -> None:
+        """Until the log has this, or all ranks have ended."""
+        while text not in self.log and any(process.exitcode is None for process in self.processes):
+            time.sleep(0.02)
+
+    def attend(self) -> Outcome:
+        """Until all have ended, or until a fault was injected and its grace time is over."""
+        _attend(self.processes, self._round)
+        return Outcome(self.log, [process.exitcode for process in self.processes])
+
+    def kill(self) -> None:
+        """End all ranks."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    @property
+    def log(self) -> str:
+        """What they have said so far."""
+        return self._log.read_text() if self._log.exists() else ""
+
+
+def play(round_: Round, second: Round | None = None) -> tuple[Outcome, Outcome | None]:
+    """Run one round; once it trains, start a second one, during which it stands still."""
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as ending:
+
+        def start(one: Round, name: str) -> _Ranks:
+            folder = Path(scratch) / name
+            folder.mkdir()
+            if second is not None and one is round_:
+                (folder / HOLD).touch()
+            ranks = _Ranks(one, folder)
+            ending.callback(ranks.kill)
+            return ranks
+
+        first, refused = start(round_, "first"), None
+        if second is not None:
+            first.wait_for("| global batch")
+            refused = start(second, "second").attend()
+            (Path(scratch) / "first" / HOLD).unlink()
+        return first.attend(), refused
 
 
 def _attend(processes: list[Any], round_: Round) -> None:
@@ -270,6 +344,7 @@ class Chaos:
 
     Attributes:
         planned, killed: rounds by moment.
+        troubled: rounds by trouble.
         worlds: ranks of the rounds in which a fault was injected.
         worst_loss: largest relative difference of a reported loss from the undisturbed one.
         worst_weight: largest relative difference of a tensor of the last checkpoint.
@@ -282,6 +357,7 @@ class Chaos:
     say: Callable[[str], None] = print
     planned: Counter[str] = field(default_factory=Counter)
     killed: Counter[str] = field(default_factory=Counter)
+    troubled: Counter[str] = field(default_factory=Counter)
     worlds: Counter[int] = field(default_factory=Counter)
     worst_loss: float = 0.0
     worst_weight: float = 0.0
@@ -291,12 +367,13 @@ class Chaos:
         self.steps = STEPS_PER_ROUND * self.rounds
         self.root = LocalFolder(self.folder / "run" / "checkpoints")
         self._promised = 0  # the newest step that a round has called saved
+        self._unrecorded: set[int] = set()  # done while the disk was full
 
     def run(self) -> None:
         """All rounds, a last one that is left alone, and every comparison.  Raises: AssertionError."""
         _write_data(self.folder)
         undisturbed = _resolved(self.folder, "undisturbed", self.steps, 1)
-        self._check_ends(Round(0, undisturbed), play(Round(0, undisturbed)))
+        self._check_ends(Round(0, undisturbed), play(Round(0, undisturbed))[0])
         self.expected = _metrics(self.folder / "undisturbed")
         assert list(self.expected) == list(range(1, self.steps + 1))
         for round_ in islice(rounds_of(self.seed, self.folder, self.steps), self.rounds):
@@ -312,32 +389,75 @@ class Chaos:
         return max(map(step_of, filter(is_complete, step_folders(self.root))), default=0)
 
     def _play(self, round_: Round) -> None:
-        before, started = self._newest(), time.monotonic()
-        outcome = play(round_)
+        before, started, second = self._newest(), time.monotonic(), None
+        with self._damage(round_) as refusal:
+            if round_.trouble == TWICE:
+                run = _random_run(self.folder, self.steps, round_.random)
+                second = Round(round_.number, run, trouble="the second start")
+            elif round_.trouble == FLIPPED_CHECKPOINT and refusal is None:
+                before = self._promised = max([0, *(step for step in self._complete() if step < before)])
+            outcome, refused = play(round_, second)
+        if round_.trouble == FULL:
+            self._unrecorded |= set(outcome.steps(r"^step +(\d+)/\d+ \|"))
         try:
-            self._check_ends(round_, outcome)
+            if refused is not None:
+                _check_refusal(refused, "still running")
+            if refusal is not None:
+                _check_refusal(outcome, refusal)
+            else:
+                self._check_ends(round_, outcome)
             self._check_progress(round_, outcome, before)
             self._check_files()
             self._check_metrics()
         except Exception as error:
-            error.add_note(f"seed {self.seed}, {round_}\n{outcome.log}")
+            error.add_note(f"seed {self.seed}, {round_}\n{outcome.log}\n{'' if refused is None else refused.log}")
             raise
+        if round_.trouble is not None:
+            self.troubled[round_.trouble] += 1
         if round_.fault is not None:
             self.planned[round_.fault.moment] += 1
             if outcome.killed:
                 self.killed[round_.fault.moment] += 1
                 self.worlds[round_.run.world_size] += 1
         found = re.findall(r"^KILLED .*?: (.*)", outcome.log, re.MULTILINE)
-        ended = ", ".join("killed" if code in (None, -9) else ("done", "lost")[code == LOST] for code in outcome.exits)
+        ended = ", ".join(ENDS[code] for code in outcome.exits)
         self.say(
             f"{round_}\n    step {before} -> {self._newest()}, {time.monotonic() - started:.1f} s, ranks {ended}"
             + "".join(f" | {line}" for line in found)
         )
 
+    def _complete(self) -> list[int]:
+        return [step_of(folder) for folder in step_folders(self.root) if is_complete(folder)]
+
+    @contextmanager
+    def _damage(self, round_: Round) -> Iterator[str | None]:
+        """Flip a bit for the round, and back after it if the run could not go on.
+
+        Yields: what a run says that must refuse to go on; None for one that must go on.
+        """
+        random_ = round_.random
+        if round_.trouble == OTHER_DATA:
+            yield "the ranks do not read the same data"
+        elif round_.trouble == FLIPPED_DATA:
+            with _flipped(self.folder / f"corpus{random_.choice(('.bin', '.idx'))}", random_):
+                yield "corpus"
+        elif round_.trouble == FLIPPED_CHECKPOINT and (steps := self._complete()):
+            folder = self.folder / "run" / "checkpoints" / f"step-{max(steps):08d}"
+            with _flipped(random_.choice(sorted(folder.iterdir())), random_) as restore:
+                if len(steps) > 1:
+                    yield None
+                    restore.clear()  # it was set aside, or removed
+                else:
+                    yield folder.name
+        else:
+            yield None
+
     def _check_ends(self, round_: Round, outcome: Outcome) -> None:
         assert FAILED not in outcome.exits, outcome.log
         if not outcome.killed:
-            assert set(outcome.exits) == {DONE}, f"ranks ended with {outcome.exits}\n{outcome.log}"
+            # A run whose disk is full at its very last save says so and ends with an error.
+            allowed = {DONE, REFUSED} if round_.trouble == FULL else {DONE}
+            assert set(outcome.exits) <= allowed, f"ranks ended with {outcome.exits}\n{outcome.log}"
         elif round_.fault is not None and round_.fault.grace_seconds is None:
             assert None not in outcome.exits, f"survivors did not end by themselves: {outcome.exits}"
 
@@ -351,7 +471,9 @@ class Chaos:
         assert after >= self._promised, f"step {self._promised} was complete, the newest is {after}"
         done, keys = outcome.steps(r"^step +(\d+)/\d+ \|"), round_.run.config.checkpoint
         limit = keys.save_every_steps * (2 if keys.asynchronous else 1)  # one save may be under way
-        assert not done or done[-1] - after <= limit, f"step {done[-1]} was done, the newest checkpoint is {after}"
+        assert round_.trouble == FULL or not done or done[-1] - after <= limit, (
+            f"step {done[-1]} was done, the newest checkpoint is {after}"
+        )
 
     def _check_files(self) -> None:
         """A directory with a manifest holds what that lists, and `latest` names such a one."""
@@ -365,8 +487,9 @@ class Chaos:
     def _check_metrics(self) -> dict[int, dict[str, Any]]:
         """Every step that is reported is the undisturbed one."""
         reported = _metrics(self.folder / "run")
-        assert list(reported) == list(range(1, len(reported) + 1))
-        assert len(reported) >= self._newest()
+        last = max(reported, default=0)
+        assert list(reported) == sorted(reported)
+        assert set(range(1, max(last, self._newest()) + 1)) - set(reported) <= self._unrecorded
         for step, line in reported.items():
             expected = self.expected[step]
             assert (line["lr"], line["tokens"]) == (expected["lr"], expected["tokens"])
@@ -378,7 +501,7 @@ class Chaos:
 
     def _check_last(self, keep_last: int) -> None:
         """The run is done, its weights are those of the undisturbed one, and old checkpoints are removed."""
-        assert len(self._check_metrics()) == self._newest() == self.steps
+        assert max(self._check_metrics()) == self._newest() == self.steps
         last, expected = (
             StoredTensors(self.folder / name / "checkpoints" / f"step-{self.steps:08d}", "model")
             for name in ("run", "undisturbed")
@@ -400,6 +523,7 @@ class Chaos:
         """Rounds by moment, and the worst differences."""
         lines = ["moment     rounds  killed"]
         lines += [f"{moment:<10} {self.planned[moment]:>6} {self.killed[moment]:>7}" for moment in MOMENTS]
+        lines += [f"{trouble}: {self.troubled[trouble]} rounds" for trouble in TROUBLES]
         lines += [
             f"worlds of those killed: {dict(sorted(self.worlds.items()))}",
             f"{self.losses_compared:,} losses compared, the worst {self.worst_loss:.1e} off; "
@@ -408,11 +532,34 @@ class Chaos:
         return "\n".join(lines)
 
 
+def _check_refusal(outcome: Outcome, text: str) -> None:
+    assert set(outcome.exits) == {REFUSED}, f"ranks ended with {outcome.exits}\n{outcome.log}"
+    assert text in outcome.log, outcome.log
+
+
+@contextmanager
+def _flipped(path: Path, random_: random.Random) -> Iterator[list[bytes]]:
+    """A bit of a file is another one meanwhile.  Yields: what is written back at the end; nothing if the list is cleared."""
+    data = path.read_bytes()
+    changed, position = bytearray(data), random_.randrange(len(data) * 8)
+    changed[position // 8] ^= 1 << position % 8
+    path.write_bytes(changed)
+    restore = [data]
+    try:
+        yield restore
+    finally:
+        for content in restore:
+            path.write_bytes(content)
+
+
 def _write_data(folder: Path) -> None:
-    tokens = np.random.default_rng(5).integers(0, VOCAB, 4000)
-    tokens[1::2] = (tokens[::2] * 7 + 3) % VOCAB  # something to learn
-    with IndexedWriter(folder / "corpus", np.uint16) as writer:
-        writer.add_document(tokens)
+    """A corpus, and another one of the same name and length that one rank may find in its stead."""
+    for seed, where in ((5, folder), (6, folder / "other")):
+        tokens = np.random.default_rng(seed).integers(0, VOCAB, 4000)
+        tokens[1::2] = (tokens[::2] * 7 + 3) % VOCAB  # something to learn
+        where.mkdir(exist_ok=True)
+        with IndexedWriter(where / "corpus", np.uint16) as writer:
+            writer.add_document(tokens)
 
 
 def _metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
@@ -424,8 +571,10 @@ def _metrics(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def main() -> None:
-    """The long version: every moment must have killed at least twice."""
-    parser = argparse.ArgumentParser(description="Kill ranks of a training run at random moments.")
+    """The long version: every moment must have killed at least twice, and every trouble come twice."""
+    parser = argparse.ArgumentParser(
+        description="Disturb a training run in every way and compare it with an undisturbed one."
+    )
     parser.add_argument("--rounds", type=int, default=int(os.environ.get("CHAOS_ROUNDS") or 50))
     parser.add_argument("--seed", type=int, default=int(os.environ.get("CHAOS_SEED") or time.time()))
     given = parser.parse_args()
@@ -435,9 +584,9 @@ def main() -> None:
         chaos = Chaos(Path(folder), given.seed, given.rounds, lambda line: print(line, flush=True))
         chaos.run()
     print(f"{chaos.table()}\n{time.monotonic() - started:.0f} s", flush=True)
-    few = [moment for moment in MOMENTS if chaos.killed[moment] < min(2, given.rounds // len(MOMENTS))]
-    if few:
-        raise SystemExit(f"too few were killed in {', '.join(few)}; take more rounds")
+    came, least = chaos.killed + chaos.troubled, min(2, given.rounds // (len(MOMENTS) + len(TROUBLES)))
+    if few := [kind for kind in (*MOMENTS, *TROUBLES) if came[kind] < least]:
+        raise SystemExit(f"too few rounds with: {', '.join(few)}; take more rounds")
 
 
 if __name__ == "__main__":

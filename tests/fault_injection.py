@@ -9,6 +9,7 @@ a write, and the file operations that Python reports to its audit hooks.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 from megazero.checkpoint import retention, saver
@@ -69,6 +71,33 @@ class Fault:
     rank: int
     kills_all: bool
     grace_seconds: float | None
+
+
+class FullDisk:
+    """A disk on which a while of this process's writes finds no space: checkpoints and metrics.
+
+    Args:
+        random_: chooses the while.
+    """
+
+    def __init__(self, random_: Random) -> None:
+        self._first, self._count, self._writes = random_.randint(1, 40), random_.randint(1, 60), 0
+
+    def arm(self) -> None:
+        """From now on writes count."""
+        for owner, name in ((Output, "write"), (MetricsFile, "_write")):
+            self._refuse(owner, name)
+
+    def _refuse(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any) -> None:
+            self._writes += 1
+            if self._first <= self._writes < self._first + self._count:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            original(*args)
+
+        setattr(owner, name, wrapped)
 
 
 @dataclass
