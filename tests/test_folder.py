@@ -29,9 +29,10 @@ from megazero.checkpoint.index import (
 )
 from megazero.checkpoint.lease import Lease
 from megazero.checkpoint.tensor_file import SafetensorsWriter, open_tensors
+from megazero.config import RunConfig
 from megazero.engine import Position
 from megazero.parallel_state import ParallelState, RankGrid
-from megazero.training.resuming import check_shared
+from megazero.training.ownership import Ownership
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +185,19 @@ def test_files_and_folders_are_listed_and_removed(folder: Folder) -> None:
         folder.open("x")
 
 
-def test_a_typo_in_the_name_of_a_bucket_does_not_make_one(bucket: str) -> None:
-    folder = folder_at(bucket.replace("runs", "rnus")).child("a")
+def test_a_typo_in_the_name_of_a_bucket_does_not_make_one(bucket: str, tmp_path: Path) -> None:
+    url = f"{bucket.replace('runs', 'rnus')}/a"
+    folder = folder_at(url)
     folder.make()
     with pytest.raises(FileNotFoundError):
         folder.write("x", b"1")
-    with pytest.raises(CheckpointError, match=r"rnus/a does not exist .* correct checkpoint\.directory or make"):
-        check_shared(folder, ParallelState(RankGrid()))
+    sections = {"training": {"run_dir": str(tmp_path)}, "checkpoint": {"directory": url}}
+    ownership = Ownership(RunConfig.model_validate(sections), ParallelState(RankGrid()), print)
+    with (
+        pytest.raises(CheckpointError, match=r"rnus/a does not exist .* correct checkpoint\.directory or make"),
+        ownership,
+    ):
+        pass
     assert [bucket["Name"] for bucket in boto3.client("s3").list_buckets()["Buckets"]] == ["runs"]
 
 

@@ -184,7 +184,10 @@ def test_a_run_that_changes_data_length_rope_batch_and_schedule_is_the_plain_tra
         phases = read_trainer_state(newest).phases
         if first == 0:
             listed = run_command("checkpoint", "inspect", newest).stdout
-            assert "phase 3, after step 5: lr_schedule.name, optimizer.lr, training.steps changed" in listed
+            assert (
+                "phase 3, after step 5: lr_schedule.name, lr_schedule.min_lr_ratio, optimizer.lr, training.steps changed"
+                in listed
+            )
         assert [phase["step"] for phase in phases] == [2, 5]
         assert [phase["first_sample"] for phase in phases] == [16, 16]
         assert [phase["schedule_step"] for phase in phases] == [2, 5]
