@@ -135,9 +135,12 @@ class Lease:
             number = 1 + (0 if newest is None else _number(newest[0]))
             name, data = f"{number:08d}.json", to_json(asdict(self._claim))
             self._files.make()
-            with suppress(FileNotFoundError):  # a later owner has removed it again
+            try:
                 if not self._files.create_new(name, data):
                     continue  # another one was faster
+            except FileNotFoundError:
+                if not _claims(self._files):
+                    raise  # there is no such bucket; otherwise a later owner has removed the claim again
             claims = _claims(self._files)
             if claims[-1:] == [name]:
                 self._files.remove(*(old for one in claims[:-1] for old in (one, _beat_of(one))))

@@ -198,6 +198,7 @@ def test_a_run_that_changes_data_length_rope_batch_and_schedule_is_the_plain_tra
         assert phases[1]["changed"] == {
             "optimizer.lr": [LR / 2, LR / 4],
             "lr_schedule.name": ["linear", "constant"],
+            "lr_schedule.min_lr_ratio": [0.5, 0.1],
             "training.steps": [5, 7],
         }
 
