@@ -66,7 +66,7 @@ from megazero.training.callbacks.metrics import METRICS_FILE
 from megazero.training.loop import train
 
 TOLERANCE = 1e-4
-VOCAB, SAMPLES, STEPS_PER_ROUND, MOST_STEPS = 257, 8, 2, 12
+VOCAB, SAMPLES, STEPS_PER_ROUND, MOST_STEPS, TROUBLED_STEPS = 257, 8, 2, 12, 3
 HOLD = "hold"  # while this file exists, a run that was started twice makes no step
 MOST_SECONDS = 60.0  # that the surviving ranks may take to end by themselves
 LONGEST_ROUND_SECONDS = 600.0
@@ -189,7 +189,8 @@ def rounds_of(seed: int, folder: Path, steps: int) -> Iterator[Round]:
 
 def _run_rank(rank: int, round_: Round, scratch: Path, log: Callable[[str], None]) -> int:
     """Run one rank; how it ends."""
-    run, world, limit = round_.run, round_.run.world_size, MOST_STEPS if round_.fault or round_.trouble else None
+    run, world = round_.run, round_.run.world_size
+    limit = MOST_STEPS if round_.fault else TROUBLED_STEPS if round_.trouble else None
     asked = 0
 
     def wants_stop() -> bool:

@@ -57,7 +57,8 @@ def _plain(model: str) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_takes_every_zero_stage(schedule: str, tp: int, dp: int) -> None:
     world = 2 * tp * dp
-    models = [("untied", "tied", "gpt2")[(zero_stage + dp) % 3] for zero_stage in range(4)]
+    stages = range(4) if world < 8 else (2, 3)
+    models = [("untied", "tied", "gpt2")[(zero_stage + dp) % 3] for zero_stage in stages]
     policy = ("action", "chunk", "step")[(tp + dp) % 3]
     runs = [
         run_of(
@@ -67,10 +68,10 @@ def test_every_schedule_takes_every_zero_stage(schedule: str, tp: int, dp: int) 
             zero={"stage": zero_stage} | ({"gather_policy": policy} if zero_stage == 3 else {}),
             training={"accumulation": 4},
         )
-        for zero_stage, model in enumerate(models)
+        for zero_stage, model in zip(stages, models, strict=True)
     ]
     results = run_world(world, on_one_state, runs, train_on, True)[0]
-    for zero_stage, (model, got) in enumerate(zip(models, results, strict=True)):
+    for zero_stage, model, got in zip(stages, models, results, strict=True):
         _assert_agrees(got, _plain(model), f"{model} at stage {zero_stage}")
 
 
@@ -84,7 +85,7 @@ def test_tied_or_not_on_two_ranks_and_two_replicas(schedule: str, model: str) ->
 def _gradients(rank: int, runs: dict[str, ResolvedRun]) -> dict[int, dict[str, Any]]:
     """By number of micro-batches, of one sample each, and by schedule: the gradients; on rank 0."""
     state = state_on(rank, runs["gpipe"])
-    found: dict[int, dict[str, Any]] = {microbatches: {} for microbatches in range(1, 10)}
+    found: dict[int, dict[str, Any]] = {microbatches: {} for microbatches in (1, 2, 4, 5, 8)}
     for schedule, run in runs.items():
         engine = initialize(run.config, state)
         model = run.config.model

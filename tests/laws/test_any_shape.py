@@ -50,12 +50,15 @@ def _assert_agrees(got: dict[str, Any], wanted: dict[str, Any], case: str = "") 
 @pytest.mark.parametrize("zero_stage", range(4))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_shape_gives_the_plain_models_gradients_and_weights(shape: str, zero_stage: int) -> None:
-    """Every schedule, accumulation and model of a shape and stage in one world, one engine after the other."""
+    """Every schedule, accumulation and model of a shape and stage in one world, one engine after the other; of the largest
+    shapes each of them, but not each with each."""
     world, parallel = SHAPES[shape]
     # without a pipeline, or with one micro-batch, both schedules are the same list of actions
     orders = [("1f1b", 1), ("1f1b", 4)] + [("gpipe", 4)] * ("pp" in parallel)
     models = {"untied": UNTIED, "tied": TIED, "gpt2": GPT2}
     cases = [(*order, name) for order in orders for name in models]
+    if world == 8:
+        cases = cases[::2]
     runs = [
         run_of(
             world,
