@@ -19,7 +19,7 @@ test: $(VENV)/.test ## set up, then run the whole suite (under ten minutes on tw
 test-fast: $(VENV)/.test ## the laws in small: one shape of each kind (under two minutes on two cores)
 	$(BIN)/python -m pytest --small
 
-chaos: $(VENV)/.test ## 50 rounds of runs that are killed at random moments and resumed on other shapes
+chaos: $(VENV)/.test ## 50 rounds of runs that are killed, started twice, given full disks and flipped bits, and resumed on other shapes
 	$(BIN)/python tests/chaos.py
 
 lint: $(VENV)/.dev ## ruff: rules and format
