@@ -77,7 +77,13 @@ def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or 
 
 def _list_steps(steps: Sequence[Folder]) -> None:
     """A line for each step of a run."""
-    from megazero.checkpoint.index import CheckpointError, is_complete, read_manifest, read_trainer_state
+    from megazero.checkpoint.index import (
+        CheckpointError,
+        is_complete,
+        read_manifest,
+        read_trainer_state,
+        val_loss_of,
+    )
 
     table = Table("checkpoint", "samples", "tokens", "validation loss", "", box=None)
     for step in steps:
@@ -89,7 +95,7 @@ def _list_steps(steps: Sequence[Folder]) -> None:
         except CheckpointError as error:
             table.add_row(step.name, *"---", str(error))
             continue
-        loss = "-" if trainer.val_loss is None else f"{trainer.val_loss:.4f}"
+        loss = "-" if (found := val_loss_of(step)) is None else f"{found:.4f}"
         table.add_row(step.name, f"{trainer.consumed_samples:,}", f"{trainer.consumed_tokens:,}", loss, size)
     print_table(table)
 

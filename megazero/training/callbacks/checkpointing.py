@@ -13,7 +13,6 @@ from megazero.checkpoint.index import (
     DamagedError,
     OwnerError,
     discard,
-    find_newest,
     is_complete,
     note_val_loss,
     read_trainer_state,
@@ -179,7 +178,9 @@ class Checkpointing(Callback):
                 raise
             older = self._look(lambda: self._set_aside(origin))
             if older is None:
-                raise CheckpointError(f"{error}\nno older checkpoint is left in {self._root}") from error
+                raise CheckpointError(
+                    f"{error}\nno older checkpoint is left in {self._root}; nothing was changed"
+                ) from error
             self._say(f"{error}\n{origin.name} is marked as damaged; going back to {older.name} (checkpoint.on_damage)")
             return self._load(older)
         self._last = self._origin = origin
@@ -187,12 +188,17 @@ class Checkpointing(Callback):
         return position
 
     def _set_aside(self, damaged: Folder) -> Folder | None:
-        """Mark a damaged checkpoint; return the next one to try, which may be where this run began."""
-        mark_damaged(damaged)
-        newest, wish = find_newest(self._root), self._config.resume
-        if wish in ("auto", "never") or (newest is not None and resume_setting_of(newest) == without_passwords(wish)):
-            return newest
-        return folder_at(wish)
+        """Mark a damaged checkpoint; return the next one to try, which may be where this run began.
+
+        The last one is not marked: without any checkpoint the same command would begin the run anew.
+        """
+        older = [one for one in step_folders(self._root) if is_complete(one) and one.name != damaged.name]
+        found, wish = older[-1] if older else None, self._config.resume
+        if wish not in ("auto", "never") and (found is None or resume_setting_of(found) != without_passwords(wish)):
+            found = folder_at(wish)
+        if found is not None:
+            mark_damaged(damaged)
+        return found
 
     # Saving
 
