@@ -19,6 +19,7 @@ from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, re
 from megazero.config.schema import ValidationSource
 from megazero.data import open_corpus
 from megazero.engine import Position, StepStatistics
+from megazero.training.batches import DataError, open_corpus_of
 from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.tensorboard import TensorBoard
 from megazero.training.loop import train
@@ -73,7 +74,7 @@ def _plainly(run: ResolvedRun) -> dict[int, dict[str, float]]:
         seq_len=SEQ,
         seed=SEED,
         validation_fraction=0.25,
-        cache_dir=".",
+        cache_dir=Path(run.config.training.run_dir).parent / "cache",
         vocab_size=VOCABULARY,
     )
 
@@ -119,6 +120,25 @@ def test_each_source_has_the_plain_models_loss_at_its_own_interval(
     assert told.endswith(
         f"| validation loss {wanted[5]['']:.4f} | held loss {wanted[5]['held']:.4f} | other loss {wanted[5]['other']:.4f}"
     )
+
+
+def test_a_source_that_is_trained_on_is_known_by_its_tokens_under_every_path(tmp_path: Path) -> None:
+    run = _run(tmp_path, 1, {}, 0)
+    one = Path(run.config.data.sources[0].path)
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"link{suffix}").symlink_to(f"{one}{suffix}")
+    paths = [str(one), f"{one.parent}/./{one.name}", str(tmp_path / "link")]
+    wanted = len(open_corpus_of(_with_validation(run.config, paths[0])).named_validation["v"])
+    for path in paths:
+        assert len(open_corpus_of(_with_validation(run.config, path)).named_validation["v"]) == wanted
+        unheld = _with_validation(run.config, path, validation_fraction=0.0)
+        with pytest.raises(DataError, match=r"the same tokens as one of data\.sources"):
+            open_corpus_of(unheld)
+
+
+def _with_validation(config: RunConfig, path: str, **more: Any) -> RunConfig:
+    source = ValidationSource(path=path, name="v", every_steps=1)
+    return config.model_copy(update={"data": config.data.model_copy(update={"validation_sources": (source,), **more})})
 
 
 def test_tensorboard_has_a_curve_for_each_source_and_the_terminal_a_line_when_one_is_due(tmp_path: Path) -> None:

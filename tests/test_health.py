@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from math import nan
 from pathlib import Path
@@ -14,10 +15,13 @@ from harness import run_world
 from torch import Tensor
 from worlds import state_on
 
+from megazero.checkpoint.folder import Folder
 from megazero.checkpoint.index import find_newest, read_trainer_state, step_folders, step_of, val_loss_of
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
+from megazero.models.gpt import MicroBatch
+from megazero.training.callbacks import checkpointing
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
 from megazero.training.callbacks.metrics import MetricsFile
@@ -370,6 +374,32 @@ def test_a_validation_loss_that_comes_after_the_save_decides_what_is_kept(tmp_pa
     kept = {step_of(folder): val_loss_of(folder) for folder in step_folders(tmp_path / "checkpoints")}
     best = sorted(losses, key=lambda step: losses[step])[:2]
     assert kept == {step: losses[step] for step in {6, *best}}
+
+
+def _train_with_slow_evaluations(rank: int, run: ResolvedRun, breaks: bool) -> dict[str, Any]:
+    """An evaluation ends when the save before it has; a note of its loss is refused if `breaks`."""
+    evaluate, note = Engine.evaluate, checkpointing.note_val_loss
+
+    def after_the_save(engine: Engine, batches: list[MicroBatch]) -> StepStatistics:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join(60)
+        return evaluate(engine, batches)
+
+    def refuses(folder: Folder, val_loss: float) -> None:
+        if breaks:
+            raise RuntimeError("503 Slow Down")
+        note(folder, val_loss)
+
+    Engine.evaluate, checkpointing.note_val_loss = after_the_save, refuses  # type: ignore[method-assign]
+    return _train(rank, run)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_an_evaluation_that_outlasts_its_save_and_a_note_that_fails_end_no_run(breaks: bool, tmp_path: Path) -> None:
+    run = _run(2, tmp_path, steps=4, save=2, eval_every_steps=2, checkpoint={"keep_last": 1, "timeout_seconds": 30})
+    run_world(2, _train_with_slow_evaluations, run, breaks)
+    assert [folder.name for folder in step_folders(tmp_path / "checkpoints")] == ["step-00000004"]
 
 
 class _RollsBack(Callback):

@@ -29,14 +29,20 @@ class DataError(ValueError):
 def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: None) -> Corpus:
     """The data that a resolved configuration names, as this rank sees it; see `open_corpus` for `say` and the errors."""
     corpus = _open(config, [(source.path, source.weight) for source in config.data.sources], say=say)
-    trained_on = {source.path for source in config.data.sources}
+    trained_on = set(corpus.contents.values())  # by content: a source may have several paths
     named: dict[str, ValidationStream] = {}
     contents = dict(corpus.contents)
     for source in config.data.validation_sources:
-        fraction = config.data.validation_fraction if source.path in trained_on else 0.0
-        alone = _open(config, [(source.path, 1.0)], fraction, say)
-        named[source.label] = alone.validation or alone.train.in_order()
+        alone = _open(config, [(source.path, 1.0)], 0.0, say)
         contents |= alone.contents
+        if alone.contents[source.path] in trained_on:
+            if not config.data.validation_fraction:
+                raise DataError(
+                    f"data.validation_sources: {source.path} holds the same tokens as one of data.sources, and "
+                    "data.validation_fraction = 0 holds nothing of it out; set it, or leave the source out"
+                )
+            alone = _open(config, [(source.path, 1.0)], config.data.validation_fraction, say)
+        named[source.label] = alone.validation or alone.train.in_order()
     return replace(corpus, contents=contents, named_validation=named)
 
 

@@ -67,7 +67,10 @@ class Checkpointing(Callback):
         self._loaded_step = 0
         self._saver: Saver | None = None
         self._last: Folder | None = None  # what was loaded, or saved last, or is being saved
-        self._val_losses: deque[tuple[Folder, float]] = deque()  # of steps evaluated after their save, to be noted
+        # Of steps evaluated after their save, to be noted.  The saving threads of the ranks may take them at other times, so
+        # whether there were any is a thing of its own.
+        self._val_losses: deque[tuple[Folder, float]] = deque()
+        self._has_late_losses = False
 
     @property
     def newest(self) -> str | None:
@@ -86,8 +89,9 @@ class Checkpointing(Callback):
         if not (record.is_last or self._is_due(record.step)):
             return
         if self._last == step_folder(self._root, record.step):
-            if record.val_loss is not None and self._state.rank == 0:
+            if record.val_loss is not None:
                 self._val_losses.append((self._last, record.val_loss))
+                self._has_late_losses = True
         else:
             self.save(record.position, record.val_loss)
 
@@ -104,7 +108,7 @@ class Checkpointing(Callback):
         self._watchdog.at(position.step, SAVING)
         if self._saver is not None:
             self._saver.finish()
-            if self._val_losses:
+            if self._has_late_losses:
                 self._prune()
             # All ranks leave together: a launcher that sees the first one end with 75 kills the others.
             gather_objects(None, self._axes.world)
@@ -232,13 +236,15 @@ class Checkpointing(Callback):
         return saver
 
     def _note_val_losses(self) -> None:
-        """Write the validation losses that came after their checkpoints, where those are complete."""
+        """Write the validation losses that came after their checkpoints, where those are complete.  Not collective."""
         while self._val_losses:
             folder, val_loss = self._val_losses.popleft()
-            with suppress(OSError):  # it only helps `keep_best`
-                note_val_loss(folder, val_loss)
+            with suppress(Exception):  # it only helps `keep_best`, and whatever writes next finds a lost directory
+                if self._state.rank == 0:
+                    note_val_loss(folder, val_loss)
 
     def _prune(self) -> None:
+        """Every rank calls this."""
         self._note_val_losses()
         try:
             removed, damage = self._pruner.prune()
