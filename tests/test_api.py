@@ -262,6 +262,7 @@ def _groups_stay_apart(rank: int, world: int, folder: Path, ways: Sequence[str],
             assert_equal(engine, plain, (stage, way))
 
 
+@pytest.mark.slow
 def test_groups_keep_their_settings_through_training_saving_and_another_number_of_ranks(tmp_path: Path) -> None:
     run_world(2, _groups_stay_apart, 2, tmp_path, ("object", "config"), False)
     run_world(1, _groups_stay_apart, 1, tmp_path, ("object", "config"), True)
@@ -611,6 +612,7 @@ def _goes_on(
             engine.save_checkpoint(folder / saves / str(stage))
 
 
+@pytest.mark.slow
 def test_two_ranks_save_one_goes_on_and_then_four(tmp_path: Path) -> None:
     same = [(stage, stage) for stage in STAGES]
     run_world(2, _saves, tmp_path, STAGES)
@@ -778,6 +780,7 @@ print("the script is done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ends", "status"), [("well", 0), ("fails", 1)])
 def test_a_script_whose_last_checkpoint_fails_behind_its_back_fails(tmp_path: Path, ends: str, status: int) -> None:
     script = tmp_path / "script.py"

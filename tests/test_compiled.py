@@ -52,6 +52,7 @@ def _check(pairs: list[list[list[float]]]) -> None:
         assert with_[1] != with_[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_blocks_of_all_stages_share_their_pieces(world: int) -> None:
     """A block is cut by its four linear layers, once more for evaluation; the loss has two passes."""
@@ -61,6 +62,7 @@ def test_all_blocks_of_all_stages_share_their_pieces(world: int) -> None:
         assert graphs == (5 + 2) + 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("parallel", "graphs"),

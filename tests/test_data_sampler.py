@@ -84,6 +84,7 @@ def tolerance(weights):
 WEIGHTS = st.lists(st.one_of(st.integers(1, 1000), st.floats(1e-6, 1e6)), min_size=1, max_size=9)
 
 
+@pytest.mark.slow
 @given(weights=WEIGHTS)
 def test_shares_stay_within_the_bound_and_indices_have_no_gap(weights):
     source, within = Blend(weights).locate(np.arange(500))

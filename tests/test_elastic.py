@@ -420,9 +420,9 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_uninterrupted_one(
 ) -> None:
     run_dir = tmp_path / "run"
     # as torchrun is by default: it keeps one store over its restarts
-    with _agent(run_dir, 4, "parallel.tp=2", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0") as agent:
+    with _agent(run_dir, 2, "parallel.tp=2", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0") as agent:
         _wait_for(agent, run_dir, 10)
-        _kill(_children(agent.pid)[2])
+        _kill(_children(agent.pid)[1])
         log = _end(agent)
     assert "resumed" in log
     assert _losses(run_dir) == pytest.approx(uninterrupted, rel=1e-4)

@@ -253,6 +253,7 @@ def _go_on(rank: int, root: str) -> float:
     return engine.train_step(micro_batches(run, engine.state, 1), 1e-3).loss
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_object_store_on_another_shape(bucket: str) -> None:
     losses = run_world(2, _write_checkpoints, f"{bucket}/run")[0]
     root = folder_at(f"{bucket}/run")

@@ -295,6 +295,7 @@ def test_too_many_health_in_a_row_stop_every_rank(tmp_path: Path) -> None:
         assert "2 such steps in a row" in out["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("back", [4, 3])
 def test_a_rollback_leaves_the_samples_out_and_every_step_once_in_the_metrics(tmp_path: Path, back: int) -> None:
     """From step 4 or 3 on the run is one that skips what lies between that step and the samples behind step 5."""

@@ -373,6 +373,7 @@ def test_closing_waits_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         array.read(0, 1)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_leaves_no_file(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, torch; from pathlib import Path; from megazero.zero.file_store import FileStore;"
@@ -383,6 +384,7 @@ def test_a_process_that_dies_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_process_ends_though_a_disk_does_not_answer(tmp_path: Path) -> None:
     program = (
         "import os, sys, threading, torch; from pathlib import Path; from megazero.zero.file_store import FileStore;"

@@ -222,6 +222,7 @@ def _one_hangs(rank: int, run: ResolvedRun, stuck: int, folder: Path) -> str:
     return "nothing was noticed"
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_as_alive_and_is_ended_once_the_others_gave_up(tmp_path: Path) -> None:
     """Pairs of ranks have groups of their own, with a short limit; the whole world's is that of the test."""
     run = run_of(4, model=LLAMA, parallel={"pp": 2})

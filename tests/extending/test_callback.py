@@ -87,6 +87,7 @@ def _steps(run: ResolvedRun) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run.config.training.run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_callback_measures_every_step_and_decides_while_the_other_steps_stay_the_same(tmp_path: Path) -> None:
     with_callback = _steps(_run(tmp_path, "with", 'callbacks = ["seen"]'))
     without = _steps(_run(tmp_path, "without", "skip_steps = [3]"))
@@ -136,6 +137,7 @@ CALLBACKS.register("closing", lambda context: Closing())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["factory", "hook"])
 def test_callbacks_are_closed_after_an_error_which_theirs_do_not_hide(tmp_path: Path, where: str) -> None:
     closing, failing, closed = tmp_path / "closing.py", tmp_path / "failing.py", tmp_path / "closed"

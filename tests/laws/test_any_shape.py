@@ -81,6 +81,7 @@ def test_one_rank_is_the_plain_model() -> None:
             _assert_agrees(got, _plain(model["family"], tied, CLIP), f"stage {zero_stage}")
 
 
+@pytest.mark.slow
 def test_clipping_is_by_the_norm_over_all_ranks() -> None:
     clips = (0.0, 0.1)
     runs = [
@@ -91,6 +92,7 @@ def test_clipping_is_by_the_norm_over_all_ranks() -> None:
         _assert_agrees(got, _plain("llama", True, clip), f"clip {clip}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "parallel"), [(4, {}), (4, {"pp": 3, "dp": 1}), (8, {"tp": 2}), (4, {"pp": 2})])
 def test_more_shapes_give_the_plain_models_run(world: int, parallel: dict[str, Any]) -> None:
     world = 3 if parallel.get("pp") == 3 else world
@@ -121,6 +123,7 @@ def test_bf16_follows_fp32_within_its_rounding_on_every_stage() -> None:
     assert losses[0] == pytest.approx(_plain("llama", True, CLIP)["loss"], rel=2e-2)
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_elements_on_every_shape() -> None:
     model = TIED | {"dropout": 0.3}
     alone = run_world(1, train, run_of(1, model=model))[0]

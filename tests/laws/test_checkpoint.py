@@ -104,6 +104,7 @@ def _of(name: str, model: dict[str, Any], **sections: Any) -> tuple[int, Resolve
     return world, run_of(world, model=model, parallel=parallel, zero={"stage": stage}, **sections)
 
 
+@pytest.mark.slow
 def test_step_0_is_bit_equal_from_every_shape(tmp_path: Path) -> None:
     wanted = {model: initial_weights(_of("one rank", given)[1]) for model, given in MODELS.items()}
     for name in SHAPES:
@@ -118,6 +119,7 @@ def test_step_0_is_bit_equal_from_every_shape(tmp_path: Path) -> None:
                 assert not stored["exp_avg"][key].any()
 
 
+@pytest.mark.slow
 def test_equal_states_of_any_shape_are_equal_tensors(tmp_path: Path) -> None:
     """Loading on another shape and saving again changes no bit of weights and moments."""
     _run_models("tp 2 pp 2 dp 2, stage 1", range(2), save_to=tmp_path / "origin")
@@ -141,6 +143,7 @@ def test_a_run_resumed_on_any_shape_goes_on_as_if_uninterrupted(tmp_path: Path) 
             assert of_models[model] == pytest.approx(losses[3:], rel=1e-5), (model, name)
 
 
+@pytest.mark.slow
 def test_masters_carry_a_run_between_precisions(tmp_path: Path) -> None:
     """bf16 saves its fp32 masters; fp32 resumes from them, and bf16 from fp32, without loss."""
     bf16 = {"precision": {"dtype": "bf16"}}

@@ -66,6 +66,7 @@ DESTINATIONS: list[tuple[int, dict[str, Any], int, str, int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterrupted(
     origin: str, tmp_path: Path
@@ -95,6 +96,7 @@ def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterru
                     assert torch.equal(again[kind][name], tensor), f"{kind} of {name}, {(world, parallel, zero)}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_run_goes_on_over_two_then_one_then_four_ranks(zero_stage: int, tmp_path: Path) -> None:
     wanted = _losses(1, run_of(1, model=TIED), None, range(6))
@@ -107,6 +109,7 @@ def test_a_run_goes_on_over_two_then_one_then_four_ranks(zero_stage: int, tmp_pa
         origin = tmp_path / f"after {world}"
 
 
+@pytest.mark.slow
 def test_every_precision_goes_on_from_every_other(tmp_path: Path) -> None:
     """Masters and moments are fp32 in all of them, so that nothing is lost on the way."""
     precisions = [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "fp16", "initial_scale_power": 8}]
@@ -121,6 +124,7 @@ def test_every_precision_goes_on_from_every_other(tmp_path: Path) -> None:
                 assert losses == pytest.approx(wanted, rel=2.0**-12), (precision, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["none", "nvme"])
 @pytest.mark.parametrize(("name", "momentum", "state"), [("sgd", 0.9, "momentum_buffer"), ("lion", 0.0, "exp_avg")])
 def test_another_optimizer_than_the_one_that_wrote_is_refused_with_what_each_keeps(

@@ -74,6 +74,7 @@ def _plain_sgd(run: ResolvedRun) -> tuple[list[dict[str, Tensor]], list[float]]:
     return updates, norms
 
 
+@pytest.mark.slow
 def test_every_step_of_a_growing_scale_is_the_plain_step() -> None:
     """With window 1 the scale doubles at each step.  Unscaling with the new scale would halve each; a stage that did not
     unscale, or did twice, would be off by 2^8.  A constant scale gives the same run but for fp16's smallest numbers."""
@@ -141,6 +142,7 @@ def _from_too_large_a_scale(engine: Engine, run: ResolvedRun, count: int) -> dic
     return out | {"count": engine.sharded_model.skipped_steps, "steps": engine.sharded_model.optimizer.steps_taken}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2, "pp": 2}], ids=["dp4", "tp2 pp2"])
 def test_a_run_that_begins_with_overflows_skips_until_the_scale_has_fallen(
     parallel: dict[str, Any], tmp_path: Path
@@ -285,6 +287,7 @@ def _scaled_run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [2, 7])
 def test_the_loss_scale_goes_on_where_a_checkpoint_left_it(after: int, tmp_path: Path) -> None:
     """Saved with the tolerance half used up, and a step before a growth."""

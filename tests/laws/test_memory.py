@@ -209,6 +209,7 @@ def _peak(profile: torch.profiler.profile) -> int:
     )
 
 
+@pytest.mark.slow
 def test_while_a_step_runs_each_parameter_takes_what_the_formula_says_and_no_more() -> None:
     """bf16 over 2 ranks, really allocated bytes: 18, 12, 10 and 9 for each parameter that a deeper model has more.  Above
     state and working buffers, as `memory_bytes` tells them, there is at most a layer of fp32 (gradients on their way from

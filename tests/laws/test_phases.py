@@ -203,6 +203,7 @@ def test_a_run_that_changes_data_length_rope_batch_and_schedule_is_the_plain_tra
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "parallel", "stage"), [(2, {}, 3), (2, {"pp": 2}, 1)])
 def test_the_same_command_goes_on_within_the_phase_bit_by_bit(
     world: int, parallel: dict[str, Any], stage: int, corpora: Path, tmp_path: Path

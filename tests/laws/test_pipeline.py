@@ -164,6 +164,7 @@ def _peak(schedule: str, microbatches: int) -> int:
     return max(run_world(2, _peak_bytes, run, microbatches))
 
 
+@pytest.mark.slow
 def test_peak_memory_of_1f1b_does_not_grow_with_the_micro_batches() -> None:
     """Under gpipe the same model grows with each micro-batch."""
     few, many = _peak("1f1b", 2), _peak("1f1b", 12)
@@ -171,5 +172,6 @@ def test_peak_memory_of_1f1b_does_not_grow_with_the_micro_batches() -> None:
     assert _peak("gpipe", 12) > 3 * few
 
 
+@pytest.mark.slow
 def test_zb_h1_has_the_peak_memory_of_1f1b() -> None:
     assert _peak("zb-h1", 8) < 1.05 * _peak("1f1b", 8)

@@ -491,6 +491,7 @@ def test_tied_layers_of_one_stage_train_as_one_weight() -> None:
     check_world(2, 2, [Case(TIED_TOGETHER, stage=stage) for stage in range(4)])
 
 
+@pytest.mark.slow
 def test_a_weight_tied_in_three_places_trains_as_one() -> None:
     """On three ranks, and in a V with two copies on one rank and the third on the other."""
     check_world(4, 2, [Case(TIED_THRICE, stage=stage) for stage in range(4)])
@@ -578,6 +579,7 @@ def load_and_go_on(rank: int, pp: int, dp: int, case: Case, directory: Path) -> 
     return out
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_on_any_shape(tmp_path: Path) -> None:
     run_world(4, save_and_go_on, tmp_path)
     names: list[str] = []
