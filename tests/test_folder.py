@@ -19,15 +19,18 @@ from worlds import LLAMA, engine_on, micro_batches, run_of
 
 from megazero.checkpoint.folder import FileRecord, Folder, LocalFolder, folder_at
 from megazero.checkpoint.index import (
+    UNFINISHED,
     CheckpointError,
     OwnerError,
     find_damage,
     find_newest,
     is_complete,
     step_folders,
+    to_json,
     versions,
 )
 from megazero.checkpoint.lease import Lease
+from megazero.checkpoint.save import _prepare
 from megazero.checkpoint.tensor_file import SafetensorsWriter, open_tensors
 from megazero.config import RunConfig
 from megazero.engine import Position
@@ -290,3 +293,29 @@ def test_a_package_that_is_not_installed_still_saves(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(importlib.metadata, "version", unknown)
     assert versions() == {"megazero": "not installed", "torch": torch.__version__}
+
+
+class _Name(str):
+    """A name that counts how often it is compared."""
+
+    __slots__ = ()
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        _Name.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_what_a_killed_save_has_left_is_removed_without_comparing_all_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, files, count = LocalFolder(tmp_path), LocalFolder.files, 500
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    for name in names:
+        (tmp_path / name).touch()
+    folder.write(UNFINISHED, to_json({"files": names}))
+    monkeypatch.setattr(LocalFolder, "files", lambda where: [_Name(name) for name in files(where)])
+    _prepare(folder, ["model"], [f"00001-of-{count:05d}"], {})
+    assert [str(name) for name in files(folder)] == [UNFINISHED]
+    assert _Name.compared < 20 * count

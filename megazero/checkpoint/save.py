@@ -123,7 +123,7 @@ def _prepare(folder: Folder, kinds: Sequence[str], numbers: Iterable[str], files
     try:
         if is_complete(folder):
             raise CheckpointError(f"{folder} already holds a complete checkpoint")
-        ours = own_files(folder)
+        ours = set(own_files(folder))
         foreign = [name for name in folder.files() if name not in ours] + folder.folders()
         if foreign:
             raise CheckpointError(
