@@ -112,9 +112,11 @@ class RankGrid:
         steps = ([(i - getattr(at, axis)) * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
         return tuple(sorted(rank + sum(combination) for combination in itertools.product(*steps)))
 
-    def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Every group over `axes`: a partition of all ranks, ordered by first rank.  Raises: as `group_of`."""
-        return sorted({self.group_of(rank, *axes) for rank in range(self.world_size)})
+    def lies_within(self, axis: str, block: int) -> bool:
+        """Whether no group over `axis` has ranks in two blocks of so many neighbouring ranks."""
+        # Groups fill stretches of stride x size ranks, and any cut inside a stretch parts one of its groups.
+        stretch = self._strides[axis] * self.size(axis)
+        return self.size(axis) == 1 or self.world_size <= block or block % stretch == 0
 
 
 class Call(NamedTuple):

@@ -113,6 +113,14 @@ def test_a_grid_of_16384_ranks_lists_all_its_groups_in_a_second():
     assert groups["pp"][0] == tuple(range(0, 16384, 1024))
 
 
+@settings(deadline=None)
+@given(grid=grids, block=st.integers(1, 40))
+def test_an_axis_lies_within_blocks_of_ranks_if_each_of_its_groups_does(grid, block):
+    for axis in AXES:
+        inside = all(group[0] // block == group[-1] // block for group in groups_of(grid, axis))
+        assert grid.lies_within(axis, block) == inside
+
+
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("degree", [0, -3])
 def test_a_degree_below_one_is_an_error_with_the_number(axis, degree):

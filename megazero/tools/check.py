@@ -157,7 +157,7 @@ def _shape(run: ResolvedRun, ranks_per_node: int) -> str:
     parts = []
     for axis in parallel.order.split("-"):
         if (size := grid.size(axis)) > 1:
-            inside = all(len({rank // ranks_per_node for rank in group}) == 1 for group in grid.groups(axis))
+            inside = grid.lies_within(axis, ranks_per_node)
             parts.append(f"{axis} {size} ({'within a node' if inside else 'across nodes'})")
     where = f"{nodes} nodes of {'up to ' if rest else ''}{ranks_per_node}" if nodes > 1 else "one node"
     return f"{run.world_size} ranks on {where}: {' x '.join(parts) or 'nothing is split'}"
