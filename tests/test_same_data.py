@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -100,6 +102,22 @@ def test_another_tokenizer_or_order_on_a_rank_is_named(tmp_path: Path, tokenizer
     assert found[0] == found[1]
     assert ("the tokenizer (data.tokenizer" in found[0]) == tokenizer
     assert ("the order of the samples" in found[0]) != tokenizer
+
+
+def test_ranks_that_agree_exchange_as_little_for_many_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = {f"/datasets/shard-{n:04d}/tokens": f"{n:032x}" for n in range(500)}
+    corpus, told = SimpleNamespace(fingerprint="2-a-b-c", contents=contents), []
+
+    def gather(value: object, _: Axis) -> list[object]:
+        told.append(value)
+        return [value]
+
+    monkeypatch.setattr(same_data, "open_corpus_of", lambda *_: corpus)
+    monkeypatch.setattr(same_data, "gather_objects", gather)
+    run = load_config(QUICKSTART, [*TINY, "parallel.tp=1", "parallel.pp=1"], 1)
+    assert open_same_corpus(run.config, Axis("world")) is corpus
+    assert told
+    assert len(pickle.dumps(told)) < 100
 
 
 def _train_with(rank: int, folder: Path, steps: int, tokenizer: str) -> str:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+import xxhash
+
 from megazero.comm.collectives import agree, gather_objects
 from megazero.config import RunConfig
 from megazero.data import Corpus
@@ -37,7 +39,8 @@ def open_same_corpus(config: RunConfig, world: Axis, say: Callable[[str], None] 
     """
     seconds = min(_MEET_SECONDS, config.parallel.timeout_seconds / 4)
     corpus = _agree_in_time(lambda: open_corpus_of(config, say), world, DataError, seconds)
-    if len(set(gather_objects((corpus.fingerprint, *corpus.contents.items()), world))) > 1:
+    own = repr((corpus.fingerprint, *corpus.contents.items()))  # long, where there are many sources
+    if len(set(gather_objects(xxhash.xxh3_128_digest(own.encode()), world))) > 1:
         order, tokenizer, _ = parts_of(corpus.fingerprint).items()
         parts = dict([order, tokenizer, *corpus.contents.items()])
         raise DataError(_differences(gather_objects((socket.gethostname(), parts), world)))
