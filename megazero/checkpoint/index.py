@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -184,19 +184,19 @@ def read_manifest(location: Location) -> dict[str, FileRecord]:
         return {name: FileRecord(**record) for name, record in listed.items()}
 
 
-def find_damage(location: Location, names: Sequence[str] | None = None, *, by_hash: bool = True) -> list[str]:
+def find_damage(
+    location: Location, files: Mapping[str, FileRecord] | None = None, *, by_hash: bool = True
+) -> list[str]:
     """One line for every file that is missing, or whose size or hash is not that of the manifest.
 
-    Checks the files in `names`, or all of the manifest; only their sizes unless `by_hash`.
+    Checks `files`, or all of the manifest; only their sizes unless `by_hash`.
 
     Raises:
         CheckpointError: the manifest is missing or damaged, or the storage does not answer, which says nothing of files.
     """
     folder = folder_at(location)
-    files = read_manifest(folder)
     damage = []
-    for name in sorted(files) if names is None else names:
-        record = files[name]
+    for name, record in sorted(read_manifest(folder).items()) if files is None else files.items():
         try:
             size = folder.size(name)
             if size is None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapreplace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.folder import Folder, LocalFolder, Location, folder_at
+from megazero.checkpoint.folder import FileRecord, Folder, LocalFolder, Location, folder_at
 from megazero.checkpoint.index import (
     CheckpointError,
     DamagedError,
@@ -120,16 +121,22 @@ def find_damage_together(folder: Folder, world: Axis, *, by_hash: bool = True) -
             files = read_manifest(folder)
         except DamagedError as error:
             return [str(error)]
-        load, mine = [0] * world.size, []  # all ranks have about as many bytes to check
-        for name, record in sorted(files.items(), key=lambda file: -file[1].bytes):
-            rank = load.index(min(load))
-            load[rank] += record.bytes
-            if rank == world.index:
-                mine.append(name)
-        return find_damage(folder, mine, by_hash=by_hash)
+        return find_damage(folder, _share_of(files, world), by_hash=by_hash)
 
     found = gather_objects(agree(look, world, CheckpointError), world)
     return list(dict.fromkeys(line for lines in found for line in lines))
+
+
+def _share_of(files: Mapping[str, FileRecord], world: Axis) -> dict[str, FileRecord]:
+    """The files that this rank checks: all ranks have about as many bytes."""
+    mine = {}
+    loads = [(0, rank) for rank in range(world.size)]  # a heap
+    for name, record in sorted(files.items(), key=lambda file: -file[1].bytes):
+        load, rank = loads[0]
+        heapreplace(loads, (load + record.bytes, rank))
+        if rank == world.index:
+            mine[name] = record
+    return mine
 
 
 def _open_kinds(folder: Folder, step: int, moments: Sequence[str] | None) -> dict[str, StoredTensors]:

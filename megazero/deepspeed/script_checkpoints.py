@@ -312,10 +312,11 @@ def _read(directory: Folder) -> tuple[TrainerState, dict[str, Any], dict[str, An
     trainer = read_trainer_state(directory)
     if not trainer.script:
         raise CheckpointError(f"{directory} was written by `megazero train`, not by an engine of a script")
-    names = [name for name in (CLIENT_STATE, SCHEDULE, BUFFERS) if name in read_manifest(directory)]
-    if damage := find_damage(directory, names):
+    listed = read_manifest(directory)
+    records = {name: listed[name] for name in (CLIENT_STATE, SCHEDULE, BUFFERS) if name in listed}
+    if damage := find_damage(directory, records):
         raise DamagedError("; ".join(damage))
-    files = {name: directory.read(name) for name in names}
+    files = {name: directory.read(name) for name in records}
     return (
         trainer,
         _from_bytes(files[CLIENT_STATE]) if CLIENT_STATE in files else {},
