@@ -12,8 +12,9 @@ import pytest
 from harness import run_world
 from hypothesis import given
 from hypothesis import strategies as st
+from quickstart import ONE_STAGE, QUICKSTART, TINY
 
-from megazero.checkpoint.folder import Folder, LocalFolder
+from megazero.checkpoint.folder import FileRecord, Folder, LocalFolder
 from megazero.checkpoint.index import (
     MANIFEST,
     UNFINISHED,
@@ -29,8 +30,11 @@ from megazero.checkpoint.index import (
     to_json,
     write_manifest,
 )
+from megazero.checkpoint.load import _share_of, find_damage_together
 from megazero.checkpoint.retention import Pruner, Retention, kept_steps, mark_damaged, reading
+from megazero.config import load_config
 from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.training.loop import train
 
 
 def _write(root: Path, step: int, val_loss: float | None = None) -> Folder:
@@ -232,6 +236,68 @@ def test_the_ranks_share_the_work_of_verifying(tmp_path: Path) -> None:
     assert removed == also == ["step-00000001"]
     assert min(first, second) > 0
     assert first + second == sum(record.bytes for record in read_manifest(step_folder(tmp_path, 2)).values())
+
+
+def test_the_manifest_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, read, names = _write(tmp_path, 1), LocalFolder.read, []
+
+    def counted(where: LocalFolder, name: str) -> bytes:
+        names.append(name)
+        return read(where, name)
+
+    monkeypatch.setattr(LocalFolder, "read", counted)
+    assert find_damage_together(folder, Axis("world")) == []
+    assert names == [MANIFEST]
+
+
+class _Counted(int):
+    """A number of bytes; sums of it are, too.  Counts how often one is compared."""
+
+    compared = 0
+
+    def __add__(self, other: int) -> _Counted:
+        return _Counted(int(self) + int(other))
+
+    __radd__ = __add__
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        _Counted.compared += 1
+        return int(self) == other
+
+    def __lt__(self, other: int) -> bool:
+        _Counted.compared += 1
+        return int(self) < int(other)
+
+    def __gt__(self, other: int) -> bool:
+        _Counted.compared += 1
+        return int(self) > int(other)
+
+
+def test_shares_are_even_and_found_without_a_look_at_every_rank_for_every_file() -> None:
+    ranks = 256
+    files = {f"{n:04d}": FileRecord(_Counted(1000 + n % 7), "") for n in range(4 * ranks)}
+    shares = [_share_of(files, Axis("world", tuple(range(ranks)), index)) for index in (0, 5, ranks - 1)]
+    assert [len(share) for share in shares] == [4] * 3
+    assert not shares[0].keys() & shares[1].keys()
+    assert _Counted.compared < len(shares) * len(files) * ranks / 4
+    few = dict(list(files.items())[:100])
+    everyone = [name for index in range(7) for name in _share_of(few, Axis("world", tuple(range(7)), index))]
+    assert sorted(everyone) == sorted(few)
+
+
+def test_sizes_alone_are_compared_where_the_run_asks_for_no_more(tmp_path: Path) -> None:
+    def train_without_hashes(_: int) -> list[int]:
+        def refuse(folder: LocalFolder, name: str) -> str:
+            raise AssertionError(f"{folder}/{name} was hashed")
+
+        words = [*TINY, *ONE_STAGE, "training.steps=2", f"training.run_dir={tmp_path}", "checkpoint.asynchronous=false"]
+        words += ["checkpoint.save_every_steps=1", "checkpoint.keep_last=1", "checkpoint.verify=size"]
+        LocalFolder.hash = refuse  # type: ignore[method-assign]
+        train(load_config(QUICKSTART, words, 1), ParallelState(RankGrid()), lambda _: None)
+        return _steps(tmp_path / "checkpoints")
+
+    assert run_world(1, train_without_hashes) == [[2]]
 
 
 @pytest.mark.parametrize("operation", range(1, 9))

@@ -95,12 +95,20 @@ class Pruner:
     Args:
         world: all ranks; rank 0 of them removes, all of them verify.
         clock: in seconds.
+        by_hash: compare the hashes of one to keep, not only the sizes of its files.
     """
 
     def __init__(
-        self, root: Location, policy: Retention, world: Axis, clock: Callable[[], float] = time.monotonic
+        self,
+        root: Location,
+        policy: Retention,
+        world: Axis,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        by_hash: bool = True,
     ) -> None:
         self._root, self._policy, self._world, self._clock = folder_at(root), policy, world, clock
+        self._by_hash = by_hash
         self._seen: dict[str, float] = {}  # markers of readers elsewhere, and when this process saw them first
 
     def prune(self) -> tuple[list[Folder], list[str]]:
@@ -116,7 +124,7 @@ class Pruner:
         keep, remove, unfinished = self._on_first(self._plan)
         damage: list[str] = []
         for name in reversed(keep if remove else []):
-            if not (found := find_damage_together(self._root.child(name), self._world)):
+            if not (found := find_damage_together(self._root.child(name), self._world, by_hash=self._by_hash)):
                 break
             damage += found
         else:

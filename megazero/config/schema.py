@@ -343,7 +343,7 @@ class CheckpointConfig(Section):
     timeout_seconds: Count = 3600
     """How long the ranks may wait for one another while a checkpoint is written."""
     verify: Literal["hash", "size"] = "hash"
-    """What is checked of every file before it is loaded: size and hash, or the size alone."""
+    """What is checked of every file before it is loaded, or older ones are removed: size and hash, or the size alone."""
     on_damage: Literal["stop", "fallback"] = "stop"
     """If the newest checkpoint of the run is damaged: stop, or take the newest that is not."""
     keep_last: CountOrZero = 0

@@ -61,7 +61,7 @@ class Checkpointing(Callback):
         self._watchdog, self._root = watchdog, root
         self._axes = state.saving_axes(config.checkpoint.timeout_seconds)
         keep = Retention(self._config.keep_last, self._config.keep_every_steps, self._config.keep_best)
-        self._pruner = Pruner(root, keep, self._axes.world)
+        self._pruner = Pruner(root, keep, self._axes.world, by_hash=self._config.verify == "hash")
         self._engine: Engine  # from `resume` on
         self._origin: Folder | None = None  # what was found, then what was loaded last
         self._loaded_step = 0
