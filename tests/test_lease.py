@@ -132,10 +132,19 @@ def test_a_restart_by_the_same_elastic_launcher_takes_over_at_once(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = _elsewhere(folder, monkeypatch, ("agent 1", "agent 2"))
+    assert Lease(folder).try_to_take() is not None  # without a launcher
     assert Lease(folder, ("agent 3",)).try_to_take() is not None  # another job
     assert Lease(folder, ("agent 2", "agent 3")).try_to_take() is None
+    assert folder.child("owner").files() == ["00000002.by", "00000002.json"]
     assert first.fence is not None
     assert not first.fence.holds()
+
+
+def test_the_claim_that_every_writer_reads_again_is_as_small_on_many_nodes(folder: Folder) -> None:
+    owner = Lease(folder, [f"{node:08x} {identity_of(os.getpid())}" for node in range(2048)])
+    assert owner.try_to_take() is None
+    assert owner.fence is not None
+    assert len(owner.fence.claim) < 1000
 
 
 def test_a_claim_that_cannot_be_read_is_watched_like_one_elsewhere(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
     owner/00000007.json     the claim of the owner: run, process, host, since when; written once, never replaced
     owner/00000007.beat     a count that the owner raises while it runs; "released" when it has ended
+    owner/00000007.by       identities of the elastic launchers that have started the run; one of each node, so not in the
+                            claim, which every writer reads again and again
 
 To claim is to create the file of the next number, which only one process can do.  The new owner then removes the claim of
 the old one.  A process owns the directory as long as its own claim is there, so every process of a run can look, before it
@@ -43,7 +45,6 @@ class Claim:
     pid: int
     process: str  # see `identity_of`
     since: str  # a date, for people
-    launchers: tuple[str, ...] = ()  # identities of the elastic launchers that have started the run
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since} (run {self.run})"
@@ -113,8 +114,8 @@ class Lease:
     ) -> None:
         self.folder, self._files, self._clock = folder, folder.child(_OWNER), clock
         since, pid = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), os.getpid()
-        run = uuid.uuid4().hex[:12]
-        self._claim = Claim(run, socket.gethostname(), pid, identity_of(pid), since, tuple(sorted(launchers)))
+        self._claim = Claim(uuid.uuid4().hex[:12], socket.gethostname(), pid, identity_of(pid), since)
+        self._launchers = set(launchers)
         self._watched: tuple[str, bytes, float] | None = None  # a claim, its count, and when that was first seen
         self._beats = 0
         self.fence: Fence | None = None  # once it is taken
@@ -143,7 +144,9 @@ class Lease:
                     raise  # there is no such bucket; otherwise a later owner has removed the claim again
             claims = _claims(self._files)
             if claims[-1:] == [name]:
-                self._files.remove(*(old for one in claims[:-1] for old in (one, _beat_of(one))))
+                if self._launchers:
+                    self._files.write(_launchers_of(name), to_json(sorted(self._launchers)))
+                self._files.remove(*(old for one in claims[:-1] for old in (one, _beat_of(one), _launchers_of(one))))
                 self.fence = Fence(self.folder, name, data)
                 return None
             self._files.remove(name)  # several have come and gone since this one looked
@@ -155,7 +158,7 @@ class Lease:
         if beat == _RELEASED:
             return True
         gone = None if claim is None else is_gone(claim.process)
-        if gone is None and claim is not None and set(claim.launchers) & set(self._claim.launchers):
+        if gone is None and self._launchers and self._launchers & _launchers(self._files, name):
             gone = True
         if gone is None:
             if self._watched is None or self._watched[0] != name:
@@ -203,6 +206,16 @@ def _beat_of(name: str) -> str:
     return name.removesuffix(".json") + ".beat"
 
 
+def _launchers_of(name: str) -> str:
+    return name.removesuffix(".json") + ".by"
+
+
+def _launchers(files: Folder, name: str) -> set[str]:
+    with suppress(ValueError, TypeError):  # there is none, or it is of another version
+        return set(json.loads(_read(files, _launchers_of(name))))
+    return set()
+
+
 def _read(files: Folder, name: str) -> bytes:
     try:
         return files.read(name)
@@ -212,7 +225,6 @@ def _read(files: Folder, name: str) -> bytes:
 
 def _parsed(data: bytes) -> Claim | None:
     try:
-        found = json.loads(data)
-        return Claim(**found | {"launchers": tuple(found["launchers"])})
-    except (ValueError, TypeError, KeyError):  # half written, or of another version
+        return Claim(**json.loads(data))
+    except (ValueError, TypeError):  # half written, or of another version
         return None
