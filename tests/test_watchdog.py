@@ -19,7 +19,7 @@ import torch.distributed as dist
 from harness import run_world
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 
-from megazero.comm.collectives import LostPeerError, all_reduce, gather_objects
+from megazero.comm.collectives import LostPeerError, all_reduce, from_first, gather_objects
 from megazero.config import ResolvedRun
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.training.heartbeat import (
@@ -387,3 +387,24 @@ def test_errors_of_the_device_are_not_blamed_on_a_peer() -> None:
         _guarded("all_reduce", axis, out_of_memory)
     with pytest.raises(LostPeerError, match="all_reduce over dp, as rank 0 of"):
         _guarded("all_reduce", axis, nothing_to_say)
+
+
+def _tell(rank: int) -> tuple[object, object, str]:
+    """What the first rank has, over all ranks and over the last two; then the first one is lost."""
+    state = ParallelState(RankGrid(pp=3), rank, timeout_seconds=5)
+    told = from_first({"of": "x" * 5000} if rank == 0 else lambda: None, state.world)  # a lambda cannot be sent
+    group = dist.new_group([1, 2])
+    pair = replace(state.world, ranks=(1, 2), index=rank - 1, group=replace(state.world.group, process_group=group))
+    told_by_1 = from_first(rank, pair) if rank else None
+    gather_objects(None, state.world)
+    if rank == 0:
+        os._exit(0)
+    with pytest.raises(LostPeerError, match=f"from_first over world, as rank {rank} of") as lost:
+        from_first(None, state.world)
+    return told, told_by_1, lost.value.operation
+
+
+def test_the_first_rank_alone_sends_what_all_are_told() -> None:
+    first, *others = run_world(3, _tell, may_die=(0,))
+    assert first is None
+    assert others == [({"of": "x" * 5000}, 1, "from_first")] * 2

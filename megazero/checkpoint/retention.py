@@ -46,7 +46,7 @@ from megazero.checkpoint.index import (
 )
 from megazero.checkpoint.lease import identity_of, is_gone
 from megazero.checkpoint.load import find_damage_together
-from megazero.comm.collectives import agree, gather_objects
+from megazero.comm.collectives import agree, from_first
 from megazero.parallel_state import Axis
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class Pruner:
 
     def _on_first(self, action: Callable[[], T]) -> T:
         answer = agree(lambda: action() if self._world.index == 0 else None, self._world, CheckpointError)
-        found = gather_objects(answer, self._world)[0]
+        found = from_first(answer, self._world)
         assert found is not None
         return found
 

@@ -199,6 +199,19 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     return values
 
 
+def from_first(value: T, axis: Axis) -> T:
+    """The `value` of the axis's first rank, on every rank; no other one is sent.  For picklable values."""
+    if axis.size == 1:
+        return value
+    values = [value]
+    axis.traffic.add(axis.name, "from_first", 0)
+    send = partial(
+        dist.broadcast_object_list, values, src=axis.ranks[0], group=axis.process_group
+    )  # length, then bytes
+    _guarded("from_first", axis, send)
+    return values[0]
+
+
 def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
     """Run an action that may fail on some ranks only; if it fails on any, every rank raises.
 

@@ -19,7 +19,7 @@ from typing import Self, TypeVar
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
 from megazero.checkpoint.index import CheckpointError, OwnerError
 from megazero.checkpoint.lease import GONE_SECONDS, RENEW_SECONDS, Fence, Lease, identity_of
-from megazero.comm.collectives import agree, gather_objects
+from megazero.comm.collectives import agree, from_first, gather_objects
 from megazero.config import RunConfig
 from megazero.parallel_state import ParallelState
 from megazero.training.callbacks.base import Callback
@@ -104,7 +104,7 @@ class Ownership(Callback):
         """What rank 0 finds, on all ranks.  Raises: CheckpointError, on all ranks."""
         world = self._state.world
         answer = agree(lambda: action() if self._state.rank == 0 else None, world, CheckpointError)
-        found = gather_objects(answer, world)[0]
+        found = from_first(answer, world)
         assert found is not None
         return found
 

@@ -22,7 +22,7 @@ from megazero.checkpoint.index import (
 )
 from megazero.checkpoint.retention import Pruner, Retention, mark_damaged, reading
 from megazero.checkpoint.saver import Saver, SaveReport
-from megazero.comm.collectives import LostPeerError, agree, gather_objects
+from megazero.comm.collectives import LostPeerError, agree, from_first, gather_objects
 from megazero.config import RunConfig
 from megazero.data.identity import is_of_earlier_release
 from megazero.engine import Engine, Position
@@ -123,7 +123,7 @@ class Checkpointing(Callback):
     def _look(self, look: Callable[[], Folder | None]) -> Folder | None:
         """What rank 0 finds, on all ranks."""
         found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, CheckpointError)
-        path = gather_objects(None if found is None else str(found), self._state.world)[0]
+        path = from_first(None if found is None else str(found), self._state.world)
         folder = None if path is None else folder_at(path)
         return self._root.child(folder.name) if folder is not None and folder.parent == self._root else folder
 
