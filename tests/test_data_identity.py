@@ -1,4 +1,4 @@
-"""What a pair holds is known to the byte, read once on a machine, and part of the identity of a run."""
+"""What a pair holds is known to the byte, read once, and part of the identity of a run."""
 
 import json
 import multiprocessing
@@ -99,6 +99,46 @@ def test_a_pair_without_identity_gets_one_at_its_first_use_where_it_can_be_writt
     assert not identity_path(prefix).exists()
 
 
+def test_machines_that_share_files_read_them_once_and_each_of_many_copies_is_read_once(tmp_path, monkeypatch, reads):
+    prefix, cache = write_pair(tmp_path / "x", np.arange(20, dtype="<u2")), tmp_path / "cache"
+    reads.clear()
+    for machine in range(5):
+        monkeypatch.setattr("platform.node", lambda machine=machine: f"pod-{machine}")
+        verify(prefix, cache)
+    assert len(reads) == 1
+    files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")]
+    for machine in range(100):  # each has its own files under this path, as a new inode shows
+        local = tmp_path / f"machine-{machine}"
+        local.mkdir()
+        for file in files:
+            (local / file.name).write_bytes(file.read_bytes())
+    held = tmp_path / "held"
+    for _ in range(2):
+        for machine in range(100):
+            (tmp_path / f"machine-{machine}").rename(held)
+            verify(held / "x", cache)
+            held.rename(tmp_path / f"machine-{machine}")
+    assert len(reads) == 101
+
+
+def test_who_waits_for_another_process_to_verify_a_large_pair_says_so_first(tmp_path, monkeypatch):
+    prefix, cache, told = write_pair(tmp_path / "x", np.arange(20, dtype="<u2")), tmp_path / "cache", []
+    monkeypatch.setattr(identity, "_LARGE_BYTES", 1)
+
+    def acquire(self, *_, **__):
+        """Another process has the lock, and has verified the pair when it gives it up."""
+        assert len(told) == 1
+        monkeypatch.undo()
+        verify(prefix, cache)
+        return self.acquire()
+
+    monkeypatch.setattr("filelock.FileLock.acquire", acquire)
+    verified_identity(IndexedDataset(prefix), cache, told.append)
+    verified_identity(IndexedDataset(prefix), cache, told.append)
+    assert len(told) == 1
+    assert told[0].startswith(f"verifying {prefix}, 0.0 GB, once")
+
+
 def test_what_stands_in_the_way_is_named(tmp_path, monkeypatch):
     prefix = write_pair(tmp_path / "x", np.arange(20, dtype="<u2"))
     (tmp_path / "file").write_text("")
@@ -126,7 +166,7 @@ def _verify_when_all_are_ready(prefix: Path, cache: Path, barrier, results) -> N
     results.put((verified_identity(dataset, cache), len(reads)))
 
 
-def test_of_many_processes_of_a_machine_one_reads(tmp_path):
+def test_of_many_processes_one_reads(tmp_path):
     prefix = write_pair(tmp_path / "x", np.arange(500_000, dtype="<i4"))
     fork = multiprocessing.get_context("fork")
     barrier, results = fork.Barrier(5), fork.Queue()

@@ -52,7 +52,7 @@ def open_corpus(
         tokenizer, eod_token: arguments of `load_tokenizer`.
         seq_len: tokens that a sample predicts.
         validation_fraction: part of each source's windows, the last ones, that is held out; 0 for none.
-        cache_dir: a directory for "python-stdlib" and for what this machine has verified.
+        cache_dir: a directory for "python-stdlib" and for what has been verified.
         vocab_size: rows of the model's embedding.
         say: takes a line before much is read.
 

@@ -1,11 +1,13 @@
-"""What a token pair holds: a hash of all of it and its range of ids, stored beside it and remembered on each machine.
+"""What a token pair holds: a hash of all of it and its range of ids, stored beside it and remembered in the cache.
 
     prefix.bin, prefix.idx    every byte, in blocks --threads--> hash of the content, smallest and largest id
     prefix.identity.json      what its writer found; beside a pair of Megatron's tools, what its first reader found
-    cache_dir/identities/     what this machine has verified: size, times and inode of both files, and the identity
+    cache_dir/identities/     what has been verified, a file for each state of a pair: size, times and inode of both files
 
-A start reads one small file for each source.  The pair itself is read only if this machine has not verified it, or its files
-have changed since; of all processes of a machine one reads, and the others wait for it.
+A start reads one small file for each source.  The pair itself is read only if it has not been verified in this state.
+Machines that share a file system see the same state: of all their processes with one cache one reads, and the others wait
+for it, and a machine that comes later, or under another name, reads nothing.  A copy on a machine's own disk has a state of
+its own, which is verified beside the others.  Where file locks end at the machine, several may read, harmlessly.
 """
 
 import json
@@ -24,6 +26,7 @@ from megazero.data.indexed import IndexedDataset, pair_paths
 
 _BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a hash of the blocks' hashes
 _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
+_LOOK_SECONDS: Final = 2.0  # between two attempts to take the lock of a large pair, for which a whole cluster may wait
 _PARTS: Final = (  # of a fingerprint, after its version
     "the order of the samples (weights of data.sources, data.validation_fraction, model.seq_len, training.seed)",
     "the tokenizer (data.tokenizer, data.eod_token)",
@@ -83,11 +86,11 @@ def write_identity(path: Path, identity: Identity) -> None:
 def verified_identity(
     dataset: IndexedDataset, cache_dir: str | os.PathLike[str], say: Callable[[str], None] = lambda _: None
 ) -> Identity:
-    """The identity of a pair, verified once on this machine and again when its files have changed.
+    """The identity of a pair, verified once and again when its files have changed.
 
     Args:
-        cache_dir: a directory of this machine, or one that machines share: each has its own files in it.
-        say: takes a line before much is read.
+        cache_dir: a directory of this machine, or one that machines share.
+        say: takes a line before much is read, be it by another process, for which this one waits.
 
     Raises:
         ValueError: the pair is not what its writer wrote, or changes while it is read.
@@ -97,24 +100,23 @@ def verified_identity(
 
     pair = pair_paths(dataset.prefix)
     before = _state_of(pair)
-    name = f"{platform.node()}-{xxhash.xxh3_64_hexdigest(before['path'].encode())}.json"
-    memory = Path(cache_dir) / "identities" / name
+    memory = Path(cache_dir) / "identities" / f"{xxhash.xxh3_128_hexdigest(repr(before).encode())}.json"
     if (known := _remembered(memory, before)) is not None:
         return known
+    size = sum(state[0] for state in before["files"])
+    if is_large := size >= _LARGE_BYTES:
+        say(f"verifying {dataset.prefix}, {size / 1e9:,.1f} GB, once; {memory.parent} remembers it")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{memory}.lock").acquire()
+        lock = FileLock(f"{memory}.lock").acquire(poll_interval=_LOOK_SECONDS if is_large else 0.05)
     except OSError as error:
         raise OSError(
-            f"{memory.parent} cannot be written ({error}), where this machine remembers which data it has verified; "
+            f"{memory.parent} cannot be written ({error}), where verified data is remembered; "
             "set data.cache_dir to a directory that can"
         ) from error
     with lock:
         if (known := _remembered(memory, before)) is not None:  # another process has read it meanwhile
             return known
-        size = sum(state[0] for state in before["files"])
-        if size >= _LARGE_BYTES:
-            say(f"verifying {dataset.prefix}, {size / 1e9:,.1f} GB, once on this machine")
         identity = _verify(dataset, pair)
         if _state_of(pair) != before:
             raise ValueError(f"{dataset.prefix} changed while it was read; start again when it is complete")
@@ -132,7 +134,7 @@ def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
             raise ValueError("it is of a later release")
         stored = Identity(**stored)
     except FileNotFoundError:
-        with suppress(OSError):  # the directory may be read-only: then only this machine remembers it
+        with suppress(OSError):  # the directory may be read-only: then only the cache remembers it
             write_identity(path, found)
         return found
     except (ValueError, TypeError, KeyError, AttributeError) as error:
