@@ -96,6 +96,14 @@ def test_an_extension_is_loaded_and_named(tmp_path: Path) -> None:
     assert "0.0015 at step 1, 0.0015 at step 6, 0.0015 at step 10" in done.stdout
 
 
+def test_it_says_before_it_reads_much(corpus: Path, tmp_path: Path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("megazero.data.identity._LARGE_BYTES", 1)
+    _lines(f"data.sources=['{corpus}']", f"data.cache_dir={tmp_path}")
+    out, told = capfd.readouterr()
+    assert told.count(f"verifying {corpus}, 0.0 GB, once") == 1
+    assert not out
+
+
 def test_data_that_is_there_must_fit_the_model(tmp_path: Path, corpus: Path) -> None:
     sources = f"data.sources=['{corpus}']"
     (told,) = _problems(sources, "model.vocab_size=200")

@@ -8,6 +8,7 @@ A file that is not on this machine is said to be unchecked; one that is there mu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -110,6 +111,7 @@ def _open(config: RunConfig, sources: list[tuple[str, float]]) -> Corpus:
         cache_dir=cache_directory(config.data),
         vocab_size=config.model.vocab_size,
         eod_token=config.data.eod_token,
+        say=lambda line: print(line, file=sys.stderr, flush=True),  # what follows on stdout may be long in coming
     )
 
 
