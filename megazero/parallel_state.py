@@ -194,6 +194,9 @@ class Backend(Protocol):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait: ...
 
+    def check_order(self) -> None:
+        """Compare the labels of gathers that their waits have not compared.  Raises: OrderError."""
+
     def progress(self) -> bool:
         """Continue the operations under way; False if they need no call for that."""
 

@@ -30,6 +30,8 @@ from zero_worlds import (
     seeded,
 )
 
+from megazero.comm.backend import GlooBackend, TorchBackend
+from megazero.comm.shared_memory import OrderError
 from megazero.parallel_state import ParallelState
 from megazero.zero.file_store import FileStore
 from megazero.zero.gather import UnitGatherer
@@ -970,6 +972,30 @@ def test_ranks_that_use_different_units_take_the_plain_step_or_are_told_both_and
     named = [text for text in said if text.startswith("OrderError")]
     assert named or not any(said)
     assert all(any(f"blocks.{index}.a.weight" in text for text in said) for index in differ), said
+
+
+class _AsOnGPUs(GlooBackend):
+    all_gather = TorchBackend.all_gather
+
+
+def test_where_labels_wait_for_the_end_of_a_pass_wrong_weights_reach_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on GPUs: gathers of different units of one size meet, and what they bring is computed with."""
+    monkeypatch.setattr("megazero.comm.collectives.choose_backend", lambda *_: _AsOnGPUs())
+    orders, x = ((0, 1, 2), (0, 2, 1)), numbers(4, WIDTH)
+
+    def law(rank: int) -> str:
+        sharded = Sharded(seeded(_Routed), 3, rank, 2)
+        sharded.zero.begin_step(1)
+        sharded.module((orders[rank], x)).backward()  # to its end, without an error
+        with pytest.raises(OrderError) as caught:
+            sharded.reducer.close_pass(0)
+        return str(caught.value)
+
+    for text in run_world(2, law, timeout=30):
+        assert "blocks.1.a.weight" in text
+        assert "blocks.2.a.weight" in text
 
 
 @pytest.mark.parametrize("persistent", [0, 10_000])

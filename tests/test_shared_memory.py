@@ -7,20 +7,23 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megazero.comm import backend, collectives, rendezvous
-from megazero.comm.backend import GlooBackend
+from megazero.comm.backend import GlooBackend, TorchBackend
 from megazero.comm.collectives import (
     LostPeerError,
     Pending,
     all_gather,
     all_reduce,
     arriving_elements,
+    check_order,
     exchange,
+    gather_objects,
     reduce_scatter,
 )
 from megazero.comm.shared_memory import HALF_BYTES, OrderError, SharedMemoryBackend
@@ -258,6 +261,45 @@ def test_gathers_of_the_same_length_that_are_of_different_things_are_an_error_th
     assert found
     assert all("weights of b" in text and "weights of c" in text for text in found)
     assert said[1][0].startswith("OrderError")
+
+
+def _gathers_whose_hosts_run_apart(rank: int) -> list[str]:
+    """NCCL's gathers on the host: they start, and their waits return at once; others start when rank 0 has waited."""
+    axis, shard = _axis(rank, 3, shares=False), torch.zeros(4)
+    assert axis.group is not None
+    axis.group.backends["cpu"] = of_a_gpu = TorchBackend()
+    backend._MOST_UNCHECKED = 9
+    backend._all_gather = lambda *_, **__: SimpleNamespace(wait=lambda: None)
+    others = [1, 2] if rank == 0 else [0]
+    said = []
+    for step in range(2):
+        if rank > 0:
+            exchange([], [(torch.empty(1), 0)], axis)[0].wait()
+        for at in range(9):
+            label = f"weights {at}{' of another' if (step, at, rank) == (1, 4, 1) else ''}"
+            all_gather(torch.empty(12), shard, axis, label).wait()
+        if rank == 0:
+            for pending in exchange([(torch.zeros(1), other) for other in others], [], axis):
+                pending.wait()
+        for _ in range(20):  # an evaluation, at whose end nothing is compared
+            if step == 0:
+                all_gather(torch.empty(12), shard, axis, "the same").wait()
+        assert len(of_a_gpu._unchecked) == 9
+        try:
+            check_order(axis)
+        except OrderError as error:
+            said.append(f"{step}: {error}")
+    gather_objects(None, axis)
+    return said
+
+
+def test_labels_of_gathers_on_a_gpu_hold_no_host_and_are_compared_when_asked_for() -> None:
+    said = run_world(3, _gathers_whose_hosts_run_apart)
+    assert said[0] == []
+    for text in (*said[1], *said[2]):
+        assert text.startswith("1: ")
+        assert "weights 4 of another" in text
+    assert len(said[1]) == len(said[2]) == 1
 
 
 def _own_sum_fails(rank: int) -> None:

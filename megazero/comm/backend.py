@@ -7,6 +7,7 @@ tensors of other devices                 TorchBackend           torch's collecti
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 from zlib import crc32
 
@@ -35,23 +36,40 @@ _LABEL_TAG, _GATHER_TAG = (
     1,
     2,
 )  # keep messages of an all-gather (2 and above) and its label apart from those of `exchange`
+_MOST_UNCHECKED = 1000  # gathers whose labels wait to be compared; the oldest ones' arrived long ago
 _MOST_SHARING_RANKS = 16  # every rank signals every other, which is slow among more
 
 
 class TorchBackend:
-    """torch's own collectives, for NCCL."""
+    """torch's own collectives, for NCCL.
+
+    [Note: labels of a GPU's gathers]  The wait for a collective orders the GPU's work and returns; the host goes on and
+    keeps the GPU busy.  The wait for a label would hold the host until its neighbour's host has started the same gather,
+    so that every delay of one host would become a delay of all.  So labels are compared together, in `check_order`, which
+    comes at the end of every backward pass: what wrong weights have computed until then has not reached a weight.
+    """
 
     needs_scratch = False
+
+    def __init__(self) -> None:
+        self._unchecked: deque[Wait] = deque()  # in the order of their gathers
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
         return dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.process_group, async_op=True).wait
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
-        check, work = _compare(label, axis), _all_gather(out, shard, group=axis.process_group, async_op=True)
-        return lambda: (check(), work.wait())
+        if label:
+            if len(self._unchecked) == _MOST_UNCHECKED:
+                self._unchecked.popleft()()
+            self._unchecked.append(_compare(label, axis))
+        return _all_gather(out, shard, group=axis.process_group, async_op=True).wait
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         return _reduce_scatter(out, full, group=axis.process_group, async_op=True).wait
+
+    def check_order(self) -> None:
+        while self._unchecked:
+            self._unchecked.popleft()()
 
     def progress(self) -> bool:
         """torch's threads make progress."""

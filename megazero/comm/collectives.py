@@ -150,7 +150,8 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
     Args:
         out: 1-D or leading dimension n * shard's; contiguous.
         shard: contiguous; may be this rank's own part of `out`.
-        label: what is gathered, the same on every rank; `wait` raises OrderError, with both, if it differs.
+        label: what is gathered, the same on every rank; if it differs, `wait`, or on a GPU the next `check_order`, raises
+            OrderError, with both.
     """
     _check_parts(out, shard, axis)
     if axis.size == 1:
@@ -160,6 +161,15 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
     backend = _backend(axis, shard.device)
     sent = shard.nbytes * (axis.size - 1)
     return _start("all_gather", axis, sent, lambda: backend.all_gather(out, shard, axis, label), label=label)
+
+
+def check_order(axis: Axis) -> None:
+    """Compare what the ranks have gathered since the last call, as far as the waits have not; see `comm/backend.py`.
+
+    Raises: OrderError.
+    """
+    for backend in axis.group.backends.values() if axis.group is not None else ():
+        _guarded("all_gather", axis, backend.check_order)
 
 
 def arriving_elements(full: int, axis: Axis) -> int:

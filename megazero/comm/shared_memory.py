@@ -181,6 +181,9 @@ class SharedMemoryBackend:
         rounds = _reduce_scatter(self.reduce, out.detach().view(-1), full.detach().view(axis.size, -1).unbind(0))
         return self.reduce.start(_label("reduce_scatter", full, axis), rounds)
 
+    def check_order(self) -> None:
+        """Labels are compared with every gather."""
+
     def progress(self) -> bool:
         """Run all operations under way as far as the peers' signals allow."""
         self.poller.poll(0.0)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megazero.comm.collectives import Pending, all_gather
+from megazero.comm.collectives import Pending, all_gather, check_order
 from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
@@ -147,6 +147,7 @@ class BucketGatherer:
         shard, staging = self._shard_of(bucket)
         label = f"a copy of {slot.info.name}" if self._checks_order else ""
         all_gather(flat, shard, self._axis, label).wait()
+        check_order(self._axis)  # a copy may go anywhere
         if staging is not None:
             self._staging.release(staging)
         return flat[slot.start : slot.stop].view(slot.info.shape).clone()
@@ -156,12 +157,14 @@ class BucketGatherer:
         if not self._checks_order or self._axis.size == 1:
             return
         self._mark.wait()
+        check_order(self._axis)
         nothing = torch.empty(0, device=self._device)
         self._mark = all_gather(nothing, nothing.clone(), self._axis, "nothing, at the end of a backward")
 
     def forget(self) -> None:
         """The shards have changed: nothing that was gathered or read is valid any more."""
         self._mark.wait()
+        check_order(self._axis)
         for address in list(self._gathering):
             self._wait_for(address)
         for copy, staging in self._reading.values():
