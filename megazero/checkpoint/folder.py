@@ -270,10 +270,17 @@ class LocalFolder(Folder):
         return _LocalOutput(self.path / name, self.fence)
 
     def create_new(self, name: str, data: bytes) -> bool:
-        with suppress(FileExistsError), (self.path / name).open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        path = self.path / name
+        partial = path.with_name(f"{name}.{secrets.token_hex(4)}{_PARTIAL}")
+        try:
+            _write_new(partial, data)
+            with suppress(FileExistsError):
+                os.link(partial, path)
+        except OSError:  # a file system without links, where the file is seen while it is written; or one that is full
+            with suppress(FileExistsError):
+                _write_new(path, data)
+        finally:
+            partial.unlink(missing_ok=True)
         return self.read(name) == data
 
     def open(self, name: str) -> ReadBytes:
@@ -298,6 +305,18 @@ class LocalFolder(Folder):
         with suppress(OSError):
             return shutil.disk_usage(self.path).free
         return None
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Raises: FileExistsError, OSError; nothing is left then."""
+    with path.open("xb") as file:
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 class _LocalOutput(Output):
