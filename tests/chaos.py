@@ -444,7 +444,8 @@ class Chaos:
                 yield "corpus"
         elif round_.trouble == FLIPPED_CHECKPOINT and (steps := self._complete()):
             folder = self.folder / "run" / "checkpoints" / f"step-{max(steps):08d}"
-            with _flipped(random_.choice(sorted(folder.iterdir())), random_) as restore:
+            names = [MANIFEST, *read_manifest(folder)]  # a killed round may have left other files there
+            with _flipped(folder / random_.choice(names), random_) as restore:
                 if len(steps) > 1:
                     yield None
                     restore.clear()  # it was set aside, or removed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
 import os
 import signal
 import socket
 import uuid
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,18 @@ def _elsewhere(folder: Folder, monkeypatch: pytest.MonkeyPatch, launchers: tuple
         owner = Lease(folder, launchers)
         assert owner.try_to_take() is None
     return owner
+
+
+def _wait_for(waiting: Lease, clock: _Clock) -> None:
+    while waiting.try_to_take() is not None:
+        clock.now += 1
+
+
+def _fail(error: OSError) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 def test_the_second_one_is_told_who_owns_it_since_when_and_where(folder: Folder) -> None:
@@ -100,12 +114,11 @@ def test_an_owner_elsewhere_is_replaced_when_it_stands_still_by_our_clock(
 ) -> None:
     first, clock = _elsewhere(folder, monkeypatch), _Clock()
     second = Lease(folder, clock=clock)
-    for seconds in (0.0, GONE_SECONDS):
-        clock.now += seconds
+    for _ in range(int(GONE_SECONDS)):
         owner = second.try_to_take()
         assert owner is not None
         assert (owner.host, owner.pid) == ("node-3", os.getpid())
-    clock.now += 0.1
+        clock.now += 1
     assert second.try_to_take() is None
     with pytest.raises(
         OwnerError, match=f"this run has lost .* to process {os.getpid()} on {socket.gethostname()}, since"
@@ -126,6 +139,17 @@ def test_an_owner_elsewhere_that_renews_its_lease_keeps_it(folder: Folder, monke
     first.renew()
     with pytest.raises(OwnerError, match="on node-3, since"):
         second.try_to_take()
+
+
+def test_a_time_without_answers_does_not_end_an_owner(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage stands still for both, and answers the other one first."""
+    first, clock = _elsewhere(folder, monkeypatch), _Clock()
+    second = Lease(folder, clock=clock)
+    for _ in range(2):
+        assert second.try_to_take() is not None
+        clock.now += 2 * GONE_SECONDS
+    assert second.try_to_take() is not None
+    first.renew()
 
 
 def test_a_restart_by_the_same_elastic_launcher_takes_over_at_once(
@@ -152,10 +176,106 @@ def test_a_claim_that_cannot_be_read_is_watched_like_one_elsewhere(tmp_path: Pat
     files.make()
     files.write("00000003.json", b'{"run": ')
     second = Lease(LocalFolder(tmp_path), clock=clock)
-    assert second.try_to_take() is not None
-    clock.now += GONE_SECONDS + 1
-    assert second.try_to_take() is None
+    _wait_for(second, clock)
     assert files.files() == ["00000004.json"]
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_claim_that_cannot_be_read_does_not_hide_its_elder(tmp_path: Path, lives: bool) -> None:
+    """A start on a full disk has left one that is empty."""
+    folder = LocalFolder(tmp_path)
+    first = Lease(folder)
+    assert first.try_to_take() is None
+    (tmp_path / "owner" / "00000002.json").touch()
+    first.renew()
+    if lives:
+        with pytest.raises(OwnerError, match=f"still running: process {os.getpid()}"):
+            Lease(folder).try_to_take()
+        first.renew()
+        return
+    first.release()
+    assert Lease(folder).try_to_take() is None
+    assert folder.child("owner").files() == ["00000003.json"]
+
+
+def test_a_start_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = LocalFolder(tmp_path)
+    first = Lease(folder)
+    assert first.try_to_take() is None
+    first.release()
+    before = folder.child("owner").files()
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", _fail(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            Lease(folder).try_to_take()
+    assert folder.child("owner").files() == before
+    assert Lease(folder).try_to_take() is None
+
+
+def test_a_disk_without_links_has_one_owner_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", _fail(OSError(errno.EPERM, "Operation not permitted")))
+    folder = LocalFolder(tmp_path)
+    assert Lease(folder).try_to_take() is None
+    with pytest.raises(OwnerError):
+        Lease(folder).try_to_take()
+    assert folder.child("owner").files() == ["00000001.json"]
+
+
+def test_an_owner_whose_claim_was_removed_claims_again(folder: Folder) -> None:
+    """As by `rm -r owner`, or by moving the directory."""
+    first = Lease(folder)
+    assert first.try_to_take() is None
+    assert first.renew()
+    assert first.fence is not None
+    files = folder.child("owner")
+    files.remove(*files.files())
+    files.remove_empty()
+    first.fence()
+    assert not first.fence.is_there()
+    assert not first.renew()
+    assert first.fence.is_there()
+    assert first.renew()
+    with pytest.raises(OwnerError, match="still running"):
+        Lease(folder).try_to_take()
+
+
+def test_an_owner_whose_claim_was_removed_has_lost_to_one_that_came_since(folder: Folder) -> None:
+    for _ in range(2):
+        first = Lease(folder)
+        assert first.try_to_take() is None
+        first.release()
+    files = folder.child("owner")
+    files.remove(*files.files())
+    second = Lease(folder)
+    assert second.try_to_take() is None
+    with pytest.raises(OwnerError, match="this run has lost"):
+        first.renew()
+    assert second.renew()
+    assert files.files() == ["00000001.beat", "00000001.json"]
+
+
+def test_of_an_owner_that_claims_again_and_one_that_comes_one_owns_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one comes between the look of the owner and its new claim."""
+    folder = LocalFolder(tmp_path)
+    for _ in range(2):
+        first, second = Lease(folder), Lease(folder)
+        assert first.try_to_take() is None
+        first.release()
+    files, create = folder.child("owner"), LocalFolder.create_new
+    files.remove(*files.files())
+
+    def create_late(files: LocalFolder, name: str, data: bytes) -> bool:
+        monkeypatch.undo()
+        assert second.try_to_take() is None
+        return create(files, name, data)
+
+    monkeypatch.setattr(LocalFolder, "create_new", create_late)
+    assert not first.renew()
+    assert first.renew()
+    with pytest.raises(OwnerError, match="this run has lost"):
+        second.renew()
 
 
 def test_one_that_looked_long_ago_does_not_replace_a_later_owner(

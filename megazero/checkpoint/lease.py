@@ -6,12 +6,14 @@
                             claim, which every writer reads again and again
 
 To claim is to create the file of the next number, which only one process can do.  The new owner then removes the claim of
-the old one.  A process owns the directory as long as its own claim is there, so every process of a run can look, before it
-writes anything, whether the run still owns it (`Fence`).
+the old one.  A run owns the directory until another claim has replaced its own, so every process of a run can look, before
+it writes anything, whether the run still owns it (`Fence`).  Where there is no claim at all, someone has removed or moved it:
+the owner claims the directory again.
 
 A claim is taken over if its owner has ended.  On this host its process is gone.  Elsewhere, it was started by the same
-elastic launcher, which has stopped it; or its count stands still for `GONE_SECONDS` of this process's clock.  No two clocks
-are compared.
+elastic launcher, which has stopped it; or its count stands still for `GONE_SECONDS`, looked at once a second: of a time in
+which the storage did not answer a look only one second counts, as the owner could not write either.  No two clocks are
+compared.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ from megazero.checkpoint.index import OwnerError, to_json
 
 RENEW_SECONDS = 10.0  # between two renewals
 GONE_SECONDS = 60.0  # an owner that has not renewed its lease for so long has ended
+LOOK_SECONDS = 1.0  # between two looks at the lease of an owner elsewhere
 _OWNER, _RELEASED = "owner", b"released\n"
 _CLAIM = re.compile(r"\d{8}\.json")
 
@@ -89,16 +92,19 @@ class Fence:
 
     def __call__(self) -> None:
         if not self.holds():
-            newest = _newest(self.folder.child(_OWNER))
+            files = self.folder.child(_OWNER)
+            newest = _newest(files, _claims(files))
             by = "" if newest is None else f" to {_parsed(newest[1]) or newest[0]}"
             raise OwnerError(f"this run has lost {self.folder}{by}; it ends without writing anything more")
 
     def holds(self) -> bool:
-        """Whether the claim is still there.  Raises: OSError, the storage does not say."""
-        try:
-            return self.folder.child(_OWNER).read(self.name) == self.claim
-        except FileNotFoundError:
-            return False
+        """Whether no other claim has replaced the run's own.  Raises: OSError, the storage does not say."""
+        # asked again: the owner may have made its claim anew since
+        return self.is_there() or not _claims(self.folder.child(_OWNER)) or self.is_there()
+
+    def is_there(self) -> bool:
+        """Whether the claim can be seen.  Raises: OSError, the storage does not say."""
+        return _read(self.folder.child(_OWNER), self.name) == self.claim
 
 
 class Lease:
@@ -116,7 +122,8 @@ class Lease:
         since, pid = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), os.getpid()
         self._claim = Claim(uuid.uuid4().hex[:12], socket.gethostname(), pid, identity_of(pid), since)
         self._launchers = set(launchers)
-        self._watched: tuple[str, bytes, float] | None = None  # a claim, its count, and when that was first seen
+        # a claim, its count, for how many seconds that has stood still, and when it was looked at
+        self._watched: tuple[str, bytes, float, float] | None = None
         self._beats = 0
         self.fence: Fence | None = None  # once it is taken
         self.taken_from: Claim | None = None  # the owner before, if it has ended without releasing the folder
@@ -130,26 +137,33 @@ class Lease:
         Raises: OwnerError: its owner runs.
         """
         while True:
-            newest = _newest(self._files)
+            claims = _claims(self._files)
+            newest = _newest(self._files, claims)
             if newest is not None and not self._has_ended(*newest):
                 return _parsed(newest[1]) or Claim("unknown", "an unknown host", 0, "", "an unknown time")
-            number = 1 + (0 if newest is None else _number(newest[0]))
-            name, data = f"{number:08d}.json", to_json(asdict(self._claim))
-            self._files.make()
-            try:
-                if not self._files.create_new(name, data):
-                    continue  # another one was faster
-            except FileNotFoundError:
-                if not _claims(self._files):
-                    raise  # there is no such bucket; otherwise a later owner has removed the claim again
-            claims = _claims(self._files)
-            if claims[-1:] == [name]:
-                if self._launchers:
-                    self._files.write(_launchers_of(name), to_json(sorted(self._launchers)))
-                self._files.remove(*(old for one in claims[:-1] for old in (one, _beat_of(one), _launchers_of(one))))
-                self.fence = Fence(self.folder, name, data)
+            number = 1 + max(map(_number, claims), default=0)
+            fence = Fence(self.folder, f"{number:08d}.json", to_json(asdict(self._claim)))
+            if self._create(fence):
+                self.fence = fence
                 return None
-            self._files.remove(name)  # several have come and gone since this one looked
+
+    def _create(self, fence: Fence) -> bool:
+        """Create a claim and remove the older ones; whether it is the newest."""
+        self._files.make()
+        try:
+            if not self._files.create_new(fence.name, fence.claim):
+                return False  # another one was faster
+        except FileNotFoundError:
+            if not _claims(self._files):
+                raise  # there is no such bucket; otherwise a later owner has removed the claim again
+        claims = _claims(self._files)
+        if claims[-1:] != [fence.name]:
+            self._files.remove(fence.name)  # several have come and gone since this one looked
+            return False
+        if self._launchers:
+            self._files.write(_launchers_of(fence.name), to_json(sorted(self._launchers)))
+        self._files.remove(*(old for one in claims[:-1] for old in (one, _beat_of(one), _launchers_of(one))))
+        return True
 
     def _has_ended(self, name: str, data: bytes) -> bool:
         """Raises: OwnerError: the owner runs."""
@@ -161,11 +175,15 @@ class Lease:
         if gone is None and self._launchers and self._launchers & _launchers(self._files, name):
             gone = True
         if gone is None:
+            now = self._clock()
             if self._watched is None or self._watched[0] != name:
-                self._watched = name, beat, self._clock()
-            elif self._watched[1] != beat:
+                self._watched = name, beat, 0.0, now
+            _, before, still, looked = self._watched
+            still += min(now - looked, LOOK_SECONDS)
+            self._watched = name, before, still, now
+            if before != beat:
                 gone = False
-            elif self._clock() - self._watched[2] > GONE_SECONDS:
+            elif still >= GONE_SECONDS:
                 gone = True
         if gone is False:
             raise OwnerError(
@@ -174,17 +192,24 @@ class Lease:
             )
         return bool(gone)
 
-    def renew(self) -> None:
-        """Show that the owner runs.  Raises: OwnerError, it has lost the lease; OSError."""
+    def renew(self) -> bool:
+        """Show that the owner runs; whether its claim was still there, else it was made again.
+
+        Raises: OwnerError, it has lost the lease; OSError.
+        """
         assert self.fence is not None
-        self.fence()
+        if not (was_there := self.fence.is_there()):
+            self.fence()
+            if not self._create(self.fence):
+                self.fence()
         self._beats += 1
         self._files.write(_beat_of(self.fence.name), f"{self._beats}\n".encode())
+        return was_there
 
     def release(self) -> None:
         """Let the next run take the folder at once; never raises."""
         with suppress(OSError):
-            if self.fence is not None and self.fence.holds():
+            if self.fence is not None and self.fence.is_there():
                 self._files.write(_beat_of(self.fence.name), _RELEASED)
 
 
@@ -192,10 +217,10 @@ def _claims(files: Folder) -> list[str]:
     return [name for name in files.files() if _CLAIM.fullmatch(name)]
 
 
-def _newest(files: Folder) -> tuple[str, bytes] | None:
-    """The newest claim, and what it says."""
-    claims = _claims(files)
-    return (claims[-1], _read(files, claims[-1])) if claims else None
+def _newest(files: Folder, names: Sequence[str]) -> tuple[str, bytes] | None:
+    """The newest claim, and what it says.  One that cannot be understood does not hide another one."""
+    claims = [(name, _read(files, name)) for name in reversed(names)]
+    return next((one for one in claims if _parsed(one[1])), claims[0] if claims else None)
 
 
 def _number(name: str) -> int:
