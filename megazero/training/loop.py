@@ -68,7 +68,7 @@ def train(
     with ExitStack() as closing:
         watchdog = closing.enter_context(Watchdog(state, config.parallel.timeout_seconds, run_dir))
         corpus = open_same_corpus(config, state.world, say)
-        ownership = closing.enter_context(Ownership(config, state, say))
+        ownership = closing.enter_context(Ownership(config, state, say, wants_stop))
         fingerprint, fingerprint_at = corpus.fingerprint, partial(fingerprint_of, config)
         checkpointing = Checkpointing(
             config, ownership.root, state, fingerprint, say, watchdog, fingerprint_at=fingerprint_at

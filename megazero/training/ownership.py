@@ -2,6 +2,8 @@
 
 rank 0        takes a lease on both, renews them in a thread, releases them at the end
 every rank    sees the claim on the directory of the checkpoints, and looks for it before it writes there
+
+Between two saves only the thread talks to the storage: a step does not wait for one that does not answer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Self, TypeVar
 
 from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
 from megazero.checkpoint.index import CheckpointError, OwnerError
-from megazero.checkpoint.lease import GONE_SECONDS, RENEW_SECONDS, Fence, Lease, identity_of
+from megazero.checkpoint.lease import GONE_SECONDS, LOOK_SECONDS, RENEW_SECONDS, Fence, Lease, identity_of
 from megazero.comm.collectives import agree, from_first, gather_objects
 from megazero.config import RunConfig
 from megazero.parallel_state import ParallelState
@@ -30,7 +32,7 @@ from megazero.training.world import LAUNCH_FOLDER
 T = TypeVar("T")
 
 _APPEARS_SECONDS = 5.0  # a shared file system may show a new file a moment late
-_LOOK_SECONDS = 1.0  # between two looks at the lease of an owner elsewhere
+_ANSWER_SECONDS = 10.0  # a step waits so long, once, for the first answer after this process was frozen
 
 
 class Ownership(Callback):
@@ -38,6 +40,7 @@ class Ownership(Callback):
 
     Args:
         say: takes lines for the terminal, on rank 0.
+        wants_stop: asked while the run waits to see whether another owner still runs.
 
     Attributes:
         root: the directory of the checkpoints; whatever the run writes there goes through it.
@@ -49,13 +52,23 @@ class Ownership(Callback):
 
     root: Folder
 
-    def __init__(self, config: RunConfig, state: ParallelState, say: Callable[[str], None]) -> None:
-        self._config, self._state, self._say = config, state, say
+    def __init__(
+        self,
+        config: RunConfig,
+        state: ParallelState,
+        say: Callable[[str], None],
+        wants_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._config, self._state, self._say, self._wants_stop = config, state, say, wants_stop
         self._leases: list[Lease] = []  # on rank 0; the last one is that of `root`
         self._error: OwnerError | None = None
-        self._confirmed = 0.0  # the last time at which the run owned everything
-        self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._over, self._wakes = False, threading.Event()  # the thread is to end, or to ask the storage now
+        self._answers = threading.Condition()
+        self._asked = self._answered = 0  # how often the thread has asked the storage; the last time that has an answer
+        self._moved = self._waited = (
+            0.0  # when the thread began to wait or to ask; when it had, as a step waited for it
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -64,23 +77,33 @@ class Ownership(Callback):
             self._release()
             raise
         if self._leases:
+            self._moved = _now()
             self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._over = True
+        self._wakes.set()
         if self._leases:
             self._thread.join(_APPEARS_SECONDS)
         self._release()
 
     def after_step(self, _: StepRecord) -> None:
         """Raises: OwnerError, on rank 0: the run has lost a directory."""
-        if self._leases and time.monotonic() - self._confirmed > GONE_SECONDS:  # it may have been frozen until now
-            self._confirm()
+        if self._leases and _now() - (moved := self._moved) > GONE_SECONDS and moved != self._waited:
+            self._waited = moved  # the process may have been frozen until now; or a request hangs: then wait once
+            self._await_answer()
         if self._error is not None:
             raise self._error
+
+    def _await_answer(self) -> None:
+        """Wait for the answer to a request that begins from now on."""
+        with self._answers:
+            asked = self._asked
+            self._wakes.set()
+            self._answers.wait_for(lambda: self._answered > asked or self._error is not None, _ANSWER_SECONDS)
 
     def _own(self) -> None:
         world = self._state.world
@@ -93,9 +116,11 @@ class Ownership(Callback):
         is_told = False
         while waits_for := self._on_first(self._take):
             if not is_told:
-                self._say(f"{waits_for}; waiting {GONE_SECONDS:.0f} s at most to see whether it still runs")
+                self._say(f"{waits_for}; waiting about {GONE_SECONDS:.0f} s to see whether it still runs")
             is_told = True
-            time.sleep(_LOOK_SECONDS)
+            if any(gather_objects(self._wants_stop(), world)):
+                raise OwnerError(f"{waits_for}; this run was asked to stop before it knew whether that one still runs")
+            time.sleep(LOOK_SECONDS)
         fence = replace(self._on_first(self._fence), folder=root)
         _check_shared(fence, self._state)
         self.root = root.fenced(fence)
@@ -132,7 +157,6 @@ class Ownership(Callback):
                 f"{error}. SLURM_NTASKS={tasks}: srun starts this command once in each task, as so many runs; let one task "
                 "of each node start torchrun (examples/pretrain.slurm)"
             ) from error
-        self._confirmed = time.monotonic()
         return ""
 
     def _fence(self) -> Fence:
@@ -142,23 +166,36 @@ class Ownership(Callback):
 
     def _renew(self) -> None:
         """The thread's work."""
-        while self._error is None and not self._over.wait(RENEW_SECONDS):
+        while self._error is None:
+            self._wakes.wait(RENEW_SECONDS)
+            self._wakes.clear()
+            if self._over:
+                return
+            with self._answers:
+                self._asked, self._moved = self._asked + 1, _now()
             self._confirm()
+            with self._answers:
+                self._answered, self._moved = self._asked, _now()
+                self._answers.notify_all()
 
     def _confirm(self) -> None:
-        began = time.monotonic()
-        try:
-            for lease in self._leases:
-                lease.renew()
-            self._confirmed = began
-        except OwnerError as error:
-            self._error = error
-        except Exception:  # a storage that does not answer: whatever is written there looks again
-            return
+        for lease in self._leases:
+            try:
+                if not lease.renew():
+                    self._say(f"{lease.folder}: the claim of this run had been removed or moved away; made again")
+            except OwnerError as error:
+                self._error = error
+            except Exception:  # a storage that does not answer: whatever is written there looks again
+                continue
 
     def _release(self) -> None:
         for lease in self._leases:
             lease.release()
+
+
+def _now() -> float:
+    """Seconds, with those in which the machine was suspended, where the system counts them."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _real(folder: Folder) -> str:
@@ -181,7 +218,7 @@ def _appears(fence: Fence) -> bool:
     end = time.monotonic() + _APPEARS_SECONDS
     while True:
         with suppress(OSError):
-            if fence.holds():
+            if fence.is_there():
                 return True
         if time.monotonic() > end:
             return False

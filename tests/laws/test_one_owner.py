@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +23,13 @@ from megazero.checkpoint.lease import Lease
 from megazero.comm.collectives import LostPeerError
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.data.writer import IndexedWriter
+from megazero.engine.trainer_state import Position
 from megazero.training import ownership
 from megazero.training.loop import train
+from megazero.training.record import SampleRange, StepRecord
 
 ELSEWHERE = "a-boot pid:[1] 4711 1000"  # the identity of a process on another host
+RECORD = StepRecord(Position(1, 8), SampleRange(0, 7))
 
 
 def _run_in(folder: Path, world: int, **sections: dict[str, Any]) -> ResolvedRun:
@@ -99,8 +103,8 @@ def _take_over(folder: Path) -> None:
     owner.write_bytes(claim.replace(json.loads(claim)["process"].encode(), ELSEWHERE.encode()))
     other = Lease(LocalFolder(folder), clock=lambda: now)
     assert other.try_to_take() is not None
-    now = lease.GONE_SECONDS + 1
-    assert other.try_to_take() is None
+    while other.try_to_take() is not None:
+        now += lease.LOOK_SECONDS
 
 
 def _train_until_lost(
@@ -161,3 +165,102 @@ def test_a_run_that_loses_its_checkpoints_while_it_saves_publishes_nothing_more(
     assert then == end
     assert str(tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json") in end
     assert str(tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json") not in end
+
+
+def _ownership(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    say: Callable[[str], None] = print,
+    wants_stop: Callable[[], bool] = lambda: False,
+) -> tuple[ownership.Ownership, list[float]]:
+    """Of one rank, and its clock."""
+    run, now = _run_in(tmp_path, 1), [1000.0]
+    monkeypatch.setattr(ownership, "_now", lambda: now[0])
+    return ownership.Ownership(run.config, state_on(0, run), say, wants_stop), now
+
+
+def test_a_step_does_not_wait_for_a_storage_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.001)
+    owner, now = _ownership(tmp_path, monkeypatch)
+    read, asked = LocalFolder.read, threading.Semaphore(0)
+
+    def refuse(folder: LocalFolder, name: str) -> bytes:
+        assert threading.current_thread() is not threading.main_thread()
+        asked.release()
+        raise TimeoutError
+
+    with owner:
+        monkeypatch.setattr(LocalFolder, "read", refuse)
+        monkeypatch.setattr(owner, "_await_answer", lambda: pytest.fail("a step waits"))
+        for _ in range(5):
+            now[0] += 50
+            for _ in range(5):  # at least one whole turn of the thread
+                assert asked.acquire(timeout=30)
+            owner.after_step(RECORD)
+        monkeypatch.setattr(LocalFolder, "read", read)
+
+
+def test_a_request_that_hangs_costs_one_step_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "RENEW_SECONDS", 0.001)
+    monkeypatch.setattr(ownership, "_ANSWER_SECONDS", 0.01)
+    owner, now = _ownership(tmp_path, monkeypatch)
+    read, hangs, goes_on = LocalFolder.read, threading.Event(), threading.Event()
+    wait, waits = owner._await_answer, []
+
+    def count() -> None:
+        waits.append(1)
+        wait()
+
+    def hang(folder: LocalFolder, name: str) -> bytes:
+        hangs.set()
+        assert goes_on.wait(30)
+        return read(folder, name)
+
+    with owner:
+        monkeypatch.setattr(owner, "_await_answer", count)
+        monkeypatch.setattr(LocalFolder, "read", hang)
+        assert hangs.wait(30)
+        for _ in range(5):
+            now[0] += 100
+            owner.after_step(RECORD)
+        assert waits == [1]
+        monkeypatch.setattr(LocalFolder, "read", read)
+        goes_on.set()
+
+
+def test_a_process_that_was_frozen_looks_before_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, now = _ownership(tmp_path, monkeypatch)
+    with owner:
+        owner.after_step(RECORD)
+        _take_over(tmp_path / "run" / "checkpoints")
+        owner.after_step(RECORD)  # nobody has looked yet
+        now[0] += lease.GONE_SECONDS + 1
+        with pytest.raises(OwnerError, match="this run has lost"):
+            owner.after_step(RECORD)
+
+
+def test_a_run_whose_claim_was_removed_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    owner, now = _ownership(tmp_path, monkeypatch, say=said.append)
+    with owner:
+        (tmp_path / "run").rename(tmp_path / "other")
+        now[0] += lease.GONE_SECONDS + 1
+        owner.after_step(RECORD)
+        owner.root.write("x", b"")
+    assert [line.split(":")[0] for line in said] == [str(tmp_path / "run"), str(tmp_path / "run" / "checkpoints")]
+
+
+def test_a_start_that_waits_for_an_owner_hears_that_it_is_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wants = iter([False, True])
+    monkeypatch.setattr(ownership, "LOOK_SECONDS", 0.0)
+    first, _ = _ownership(tmp_path, monkeypatch)
+    second, _ = _ownership(tmp_path, monkeypatch, wants_stop=lambda: next(wants))
+    with first:
+        monkeypatch.setattr(lease, "is_gone", lambda _: None)
+        with pytest.raises(OwnerError, match="asked to stop"):
+            second.__enter__()
+        first.after_step(RECORD)
