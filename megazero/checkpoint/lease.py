@@ -7,8 +7,8 @@
 
 To claim is to create the file of the next number, which only one process can do.  The new owner then removes the claim of
 the old one.  A run owns the directory until another claim has replaced its own, so every process of a run can look, before
-it writes anything, whether the run still owns it (`Fence`).  Where there is no claim at all, someone has removed or moved it:
-the owner claims the directory again.
+it writes anything, whether the run still owns it (`Fence`).  Where there is no claim at all, someone has removed it: the
+owner claims the directory again.
 
 A claim is taken over if its owner has ended.  On this host its process is gone.  Elsewhere, it was started by the same
 elastic launcher, which has stopped it; or its count stands still for `GONE_SECONDS`, looked at once a second: of a time in
