@@ -17,7 +17,6 @@ from quickstart import ONE_STAGE, QUICKSTART, TINY
 from megazero.checkpoint.folder import FileRecord, Folder, LocalFolder
 from megazero.checkpoint.index import (
     MANIFEST,
-    UNFINISHED,
     CheckpointError,
     TrainerState,
     find_damage,
@@ -29,6 +28,7 @@ from megazero.checkpoint.index import (
     step_of,
     to_json,
     write_manifest,
+    write_unfinished,
 )
 from megazero.checkpoint.load import _share_of, find_damage_together
 from megazero.checkpoint.retention import Pruner, Retention, kept_steps, mark_damaged, reading
@@ -94,7 +94,7 @@ def test_pruning_removes_the_others_and_what_was_left_half_written(tmp_path: Pat
     half, being_written = step_folder(tmp_path, 25), step_folder(tmp_path, 70)
     for folder in (half, being_written):
         folder.make()
-        folder.write(UNFINISHED, to_json({"files": ["model-00001-of-00001.safetensors"]}))
+        write_unfinished(folder, ["model-00001-of-00001.safetensors"])
         folder.write("model-00001-of-00001.safetensors.0a1b2c3d.partial", b"x")
         folder.write("manifest.json.0a1b2c3d.partial", b"{")
     (tmp_path / "notes").mkdir()
@@ -351,3 +351,44 @@ def test_what_is_mark_damaged_no_longer_counts_but_is_still_there(tmp_path: Path
     _write(tmp_path, 3)
     _prune(tmp_path, Retention(keep_last=1))
     assert [folder.name for folder in step_folders(tmp_path)] == ["step-00000003"]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damaged", [MANIFEST, "model-00001-of-00001.safetensors"])
+def test_what_a_user_has_put_beside_a_damaged_checkpoint_stays(tmp_path: Path, damaged: str) -> None:
+    for step in (1, 2):
+        _write(tmp_path, step)
+    folder = step_folder(tmp_path, 2)
+    folder.write("model.safetensors.index.json", b"{}")
+    write_manifest(folder, read_manifest(folder) | {"model.safetensors.index.json": folder.write("a", b"{}")})
+    folder.remove("a")
+    for name in ("lora.safetensors", "lora-00001-of-00001.safetensors", "adapter.safetensors.index.json"):
+        folder.write(name, b"mine")
+    _flip(tmp_path / folder.name / damaged)
+    mark_damaged(folder)
+    assert find_newest(tmp_path) == step_folder(tmp_path, 1)
+    _write(tmp_path, 3)
+    _prune(tmp_path, Retention(keep_last=1))
+    assert folder.files() == ["adapter.safetensors.index.json", "lora-00001-of-00001.safetensors", "lora.safetensors"]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "unfinished.json", "damaged-manifest.json"])
+def test_a_list_of_another_program_names_no_files_of_ours(tmp_path: Path, name: str) -> None:
+    foreign = step_folder(tmp_path, 3)
+    foreign.make()
+    for file, data in {"data.csv": b"mine", name: to_json({"name": "dvc", "files": {"data.csv": 1}})}.items():
+        foreign.write(file, data)
+    for step in (4, 8):
+        _write(tmp_path, step)
+    removed = _prune(tmp_path, Retention(keep_last=1))
+    assert [folder.name for folder in removed] == ["step-00000004"]
+    assert foreign.files() == sorted(["data.csv", name])
+    if name == MANIFEST:
+        with pytest.raises(CheckpointError, match="no checkpoint of ours has written"):
+            mark_damaged(foreign)
+        assert foreign.files() == ["data.csv", MANIFEST]

@@ -11,7 +11,8 @@
     latest                                     the name of the newest complete directory, for people and scripts
 
 A file appears with all its bytes or not at all; see `folder`.  Only files that the manifest or `unfinished.json` names are
-ever removed: others in the directory are not ours.
+ever removed: others in the directory are not ours.  Each of the two has a checksum: one that another program has written
+under the same name names nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.jso
 UNFINISHED, DAMAGED_MANIFEST, EVALUATION = "unfinished.json", "damaged-manifest.json", "evaluation.json"
 _LISTS = (MANIFEST, DAMAGED_MANIFEST, UNFINISHED)  # each names files that are ours
 _STEP_NAME = re.compile(r"step-\d+")
+_TENSOR_FILE = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 
 
 class CheckpointError(RuntimeError):
@@ -99,7 +101,7 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _checksum(version: int, files: Mapping[str, Any]) -> str:
+def _checksum(version: int, files: Mapping[str, Any] | Sequence[str]) -> str:
     """Of all a manifest says; that of format 1 leaves the version out."""
     return xxhash.xxh3_128_hexdigest(json.dumps(files if version == 1 else [version, files], sort_keys=True).encode())
 
@@ -111,13 +113,53 @@ def write_manifest(location: Location, files: Mapping[str, FileRecord]) -> None:
     folder_at(location).write(MANIFEST, to_json(manifest))
 
 
+def write_unfinished(folder: Folder, names: Iterable[str]) -> None:
+    """Name the files of a checkpoint that has no manifest: not yet, or not any more.  Raises: OSError."""
+    listed = sorted(names)
+    folder.write(UNFINISHED, to_json({"checksum": _checksum(1, listed), "files": listed}))
+
+
+def _named_in(folder: Folder, name: str) -> set[str]:
+    """The files that a list of ours names; nothing if there is none, it is damaged, or another program's."""
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        found = json.loads(folder.read(name))
+        if found["checksum"] == _checksum(found.get("format", 1), found["files"]):
+            return {*_LISTS, EVALUATION, *found["files"]}
+    return set()
+
+
 def own_files(folder: Folder) -> list[str]:
     """The files in a step directory that checkpoints of ours have left there: those that its lists name, and the lists."""
-    named = {UNFINISHED}
-    for name in _LISTS:
-        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # what is damaged names nothing
-            named |= {*_LISTS, EVALUATION, *json.loads(folder.read(name))["files"]}
-    return [name for name in folder.files() if partial_of(name) in named]
+    named = set().union(*(_named_in(folder, name) for name in _LISTS))
+    return [name for name in folder.files() if partial_of(name) in named or _is_begun(name)]
+
+
+def _is_begun(name: str) -> bool:
+    """The first file of a save, half written."""
+    return name != UNFINISHED and partial_of(name) == UNFINISHED
+
+
+def files_of_save(folder: Folder) -> list[str]:
+    """The own files of a directory that has a manifest.  If that is damaged, those with names that only a save gives.
+
+    Raises: CheckpointError: the storage fails, or no checkpoint of ours has written the manifest.
+    """
+    with read_errors(f"{folder}/{MANIFEST}"):
+        if _named_in(folder, MANIFEST):
+            return own_files(folder)
+    files = folder.files()
+    is_ours = False
+    with suppress(DamagedError):
+        is_ours = TRAINER_STATE in files and read_trainer_state(folder).step >= 0
+    if not is_ours:
+        raise CheckpointError(
+            f"{folder} has a {MANIFEST} that no checkpoint of ours has written, or a damaged one and no {TRAINER_STATE} of "
+            "ours: nothing was changed. Move that directory to another place, or remove it"
+        )
+    kinds = kinds_of(files)
+    tensors = {name: match[1] for name in files if (match := _TENSOR_FILE.fullmatch(name)) and match[1] in kinds}
+    names = {*tensors, *map(index_name, tensors.values()), TRAINER_STATE, HF_CONFIG, EVALUATION, *_LISTS}
+    return sorted({*own_files(folder), *names.intersection(files)})
 
 
 def remove_own_files(folder: Folder) -> None:
@@ -133,7 +175,7 @@ def remove_own_files(folder: Folder) -> None:
 
 def discard(folder: Folder) -> None:
     """Remove a complete checkpoint; one that is removed in part is none."""
-    folder.write(UNFINISHED, to_json({"files": own_files(folder)}))
+    write_unfinished(folder, files_of_save(folder))
     folder.remove(MANIFEST)
     remove_own_files(folder)
 

@@ -28,12 +28,11 @@ from typing import TypeVar
 from megazero.checkpoint.folder import Folder, Location, folder_at
 from megazero.checkpoint.index import (
     DAMAGED_MANIFEST,
-    HF_CONFIG,
     MANIFEST,
-    TRAINER_STATE,
     UNFINISHED,
     CheckpointError,
     TrainerState,
+    files_of_save,
     is_complete,
     is_step_name,
     own_files,
@@ -41,8 +40,8 @@ from megazero.checkpoint.index import (
     remove_own_files,
     step_folders,
     step_of,
-    to_json,
     val_loss_of,
+    write_unfinished,
 )
 from megazero.checkpoint.lease import identity_of, is_gone
 from megazero.checkpoint.load import find_damage_together
@@ -52,7 +51,6 @@ from megazero.parallel_state import Axis
 T = TypeVar("T")
 
 READING = "reading"
-_OURS = (".safetensors", ".safetensors.index.json", TRAINER_STATE, HF_CONFIG)
 _MARKER_SECONDS = 24 * 3600
 
 
@@ -165,11 +163,15 @@ class Pruner:
         )
 
     def _remove(self, folder: Folder) -> bool:
-        """Remove a complete checkpoint unless it is being read; returns whether it was removed."""
+        """Remove a complete checkpoint unless it is being read or not ours; returns whether it was removed."""
         if self._is_read(folder):
             return False
+        try:
+            names = files_of_save(folder)
+        except CheckpointError:  # another program's; or the storage fails, then it is removed another time
+            return False
         manifest = folder.read(MANIFEST)
-        folder.write(UNFINISHED, to_json({"files": own_files(folder)}))
+        write_unfinished(folder, names)
         folder.remove(MANIFEST)
         if self._is_read(folder):
             folder.write(MANIFEST, manifest)
@@ -234,12 +236,11 @@ def reading(location: Location) -> Iterator[Folder]:
 def mark_damaged(folder: Folder) -> None:
     """Rename the manifest, so that the checkpoint no longer counts; its files stay until it is saved again or pruned.
 
-    Raises: CheckpointError: the directory is a link, so it is not this run's.
+    Raises: CheckpointError: the directory is a link, so it is not this run's; or see `files_of_save`.
     """
     if folder.is_link:
         raise CheckpointError(f"{folder} is a link and belongs elsewhere: it is not marked as damaged; remove the link")
-    names = [name for name in folder.files() if name.endswith(_OURS)]  # where the manifest itself is damaged
-    folder.write(UNFINISHED, to_json({"files": names}))
+    write_unfinished(folder, files_of_save(folder))
     with suppress(FileNotFoundError):
         folder.write(DAMAGED_MANIFEST, folder.read(MANIFEST))
     folder.remove(MANIFEST)

@@ -24,6 +24,7 @@ from megazero.checkpoint.index import (
     to_index,
     to_json,
     write_manifest,
+    write_unfinished,
 )
 from megazero.checkpoint.tensor_file import SafetensorsWriter
 from megazero.comm.collectives import agree, gather_objects
@@ -132,7 +133,7 @@ def _prepare(folder: Folder, kinds: Sequence[str], numbers: Iterable[str], files
             )
         remove_own_files(folder)
         folder.make()
-        folder.write(UNFINISHED, to_json({"files": names}))
+        write_unfinished(folder, names)
     except OSError as error:
         raise CheckpointError(_FAILED.format(folder.name, error)) from error
 

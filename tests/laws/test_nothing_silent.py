@@ -17,12 +17,11 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import (
     MANIFEST,
-    UNFINISHED,
     CheckpointError,
     TrainerState,
     find_damage,
     find_newest,
-    to_json,
+    write_unfinished,
 )
 from megazero.checkpoint.load import load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
@@ -145,7 +144,7 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(saved: Path, tmp_pat
     shutil.copytree(saved, older)
     shutil.copytree(saved, newer)
     names = [path.name for path in newer.iterdir() if path.name != MANIFEST]
-    (newer / UNFINISHED).write_bytes(to_json({"files": [*names, "model-00009-of-00009.safetensors"]}))
+    write_unfinished(folder_at(newer), [*names, "model-00009-of-00009.safetensors"])
     (newer / MANIFEST).unlink()
     (newer / "model-00009-of-00009.safetensors.0a1b2c3d.partial").write_bytes(b"half")
     assert find_newest(tmp_path) == folder_at(older)
