@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner, Result
 from worlds import GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, plain_config, run_of
 
-from megazero.checkpoint.folder import LocalFolder, folder_at
+from megazero.checkpoint.folder import Folder, LocalFolder, folder_at
 from megazero.checkpoint.hugging_face.exporter import export_model
 from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import (
     HF_CONFIG,
     MANIFEST,
     TRAINER_STATE,
+    UNFINISHED,
     CheckpointError,
     TrainerState,
     find_damage,
@@ -35,7 +36,7 @@ from megazero.checkpoint.index import (
     to_json,
 )
 from megazero.checkpoint.save import save_checkpoint
-from megazero.checkpoint.shards import cut, parse_size
+from megazero.checkpoint.shards import cut, new_folder, parse_size
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli import app
 from megazero.config import ResolvedRun, load_config
@@ -467,13 +468,36 @@ def test_a_stopped_conversion_leaves_nothing_that_looks_complete(
     convert(source, tmp_path / "whole", max_shard_bytes=SMALL)
     last, before = begun[-1]
     assert last == (HF_CONFIG if direction == "out" else MANIFEST)
-    assert sorted([last, *before]) == sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert sorted({last, *before} - {UNFINISHED}) == sorted(path.name for path in (tmp_path / "whole").iterdir())
     files = len(begun)
     for allowed[0] in (0, 1, files - 1):
         begun.clear()
         with pytest.raises(CheckpointError, match=r"could not be written \(.*No space left.*nothing was left there"):
             convert(source, tmp_path / "stopped", max_shard_bytes=SMALL)
         assert list((tmp_path / "stopped").iterdir()) == []
+
+
+def test_a_stopped_conversion_removes_only_what_it_has_written(tmp_path: Path) -> None:
+    def fill(folder: Folder) -> None:
+        folder.write("model.safetensors", b"x")
+        (tmp_path / "README.md").write_text("my model card")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="could not be written"), new_folder(tmp_path) as folder:
+        fill(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+@pytest.mark.parametrize("protocol", ["", "memory://"])
+def test_two_conversions_into_one_directory_do_not_meet(protocol: str, tmp_path: Path) -> None:
+    out = f"{protocol}{tmp_path}/out"
+    with new_folder(out) as folder:
+        for files in (["unfinished.json"], ["model.safetensors", "unfinished.json"]):
+            with pytest.raises(CheckpointError, match=r"is being written by another|is not empty"), new_folder(out):
+                pass
+            assert folder.files() == files
+            folder.write("model.safetensors", b"x")
+    assert folder_at(out).files() == ["model.safetensors"]
 
 
 class _LiveBytes(TorchDispatchMode):

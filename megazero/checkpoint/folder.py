@@ -95,10 +95,19 @@ class Folder(ABC):
     """Files and folders by name.  Every method raises OSError if the storage refuses."""
 
     fence: Fence
+    created: list[str] | None  # names of files, as they are begun; None where nobody asks
 
     def fenced(self, fence: Fence) -> Folder:
         """This folder, and those within it, with a fence."""
         return replace(self, fence=fence)  # type: ignore[type-var]  # every folder is a dataclass
+
+    def noting(self, created: list[str]) -> Folder:
+        """This folder; it adds to the list the name of every file that it begins."""
+        return replace(self, created=created)  # type: ignore[type-var]
+
+    def _note(self, name: str) -> None:
+        if self.created is not None:
+            self.created.append(name)
 
     @abstractmethod
     def __str__(self) -> str:
@@ -233,6 +242,7 @@ class LocalFolder(Folder):
 
     path: Path
     fence: Fence = field(default=_no_fence, compare=False, repr=False)
+    created: list[str] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -267,6 +277,7 @@ class LocalFolder(Folder):
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def create(self, name: str) -> Output:
+        self._note(name)
         return _LocalOutput(self.path / name, self.fence)
 
     def create_new(self, name: str, data: bytes) -> bool:
@@ -363,6 +374,7 @@ class RemoteFolder(Folder):
     system: Any  # an `fsspec.AbstractFileSystem`
     path: str  # without the protocol
     fence: Fence = field(default=_no_fence, compare=False, repr=False)
+    created: list[str] | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(self.system.unstrip_protocol(self.path))
@@ -405,6 +417,7 @@ class RemoteFolder(Folder):
         return None if found["type"] == "directory" else int(found["size"])
 
     def create(self, name: str) -> Output:
+        self._note(name)
         file = self.system.open(self._at(name), "wb", autocommit=False, block_size=_PART_BYTES)
         return _RemoteOutput(file, self.fence)
 

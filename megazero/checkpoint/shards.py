@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
-from megazero.checkpoint.index import CheckpointError, to_index
+from megazero.checkpoint.index import UNFINISHED, CheckpointError, to_index, to_json
 from megazero.checkpoint.tensor_file import SafetensorsWriter
 
 Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -22,6 +23,7 @@ CHUNK_ELEMENTS = 1 << 22  # compared or checked at a time
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+_REMEDY = "choose another name, or remove it"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -113,24 +115,33 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def new_folder(location: Location) -> Iterator[Folder]:
-    """A folder that is filled within the block, and emptied again if that raises.
+    """A folder that is filled within the block.  If that raises, the files that were begun in it are removed.
+
+    `unfinished.json` claims it until the block ends, so no other process fills it.
 
     Raises: CheckpointError: it is not empty, or the storage refuses.
     """
-    folder = folder_at(location)
+    folder, created = folder_at(location), list[str]()
     try:
-        names = folder.files() + folder.folders()
-        if names:
-            raise CheckpointError(f"{folder} is not empty: it holds {names[0]}; choose another name, or remove it")
+        _check_empty(folder)
         folder.make()
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written ({error})") from error
-    try:
-        yield folder
+        claim = to_json({"writer": uuid.uuid4().hex})
+        if not folder.create_new(UNFINISHED, claim):
+            raise CheckpointError(f"{folder} is being written by another process, or was left unfinished; {_REMEDY}")
+        created.append(UNFINISHED)
+        _check_empty(folder)  # another process may have filled it between the check above and the claim
+        yield folder.noting(created)
     except BaseException as error:
         with suppress(OSError):  # the error that led here says more
-            for name in folder.files():
-                folder.remove(name)
+            folder.remove(*created)
         if isinstance(error, OSError):
             raise CheckpointError(f"{folder} could not be written ({error}); nothing was left there") from error
         raise
+    with suppress(OSError):  # it is whole
+        folder.remove(UNFINISHED)
+
+
+def _check_empty(folder: Folder) -> None:
+    names = [name for name in folder.files() + folder.folders() if name != UNFINISHED]
+    if names:
+        raise CheckpointError(f"{folder} is not empty: it holds {names[0]}; {_REMEDY}")
