@@ -19,9 +19,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 # No count of a run comes near it, and below it the search for divisors is short.
 LARGEST_COUNT = 2**40
 
-# In a URL: what follows `user:` up to the host, which no port begins; and what a key of its query names as secret.
-_PASSWORD = re.compile(r"(://[^/?#:@]*:)(?!\d+/)(?:[^/]*@|.*?@)")
-_SECRET = re.compile(r"([?&;][\w.-]*(?:token|secret|passw|pwd|sig|key|credential)[\w.-]*=)[^&;#]+", re.IGNORECASE)
+# A URL in a text: a password may hold quotes and spaces, and ends before an `@`; no port is one.
+_URL = re.compile(
+    r"""\w[\w+.-]*://(?:[^\s/?#:@"']*:(?=\S)(?!\d+(?:[/\s"',;)]|$))[^\n]*?@)?[^\s"']*""",
+)
+# What a key of a URL's query names as secret, and user names that are tokens.
+_SECRET = re.compile(
+    r"([?&;#][\w.-]*(?:token|secret|passw|pwd|sig|key|credential|auth(?!or)|code)[\w.-]*=)[^&;#]+", re.IGNORECASE
+)
+_TOKEN = re.compile(r"(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox\w-).+|(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w-]{20,}")
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
@@ -101,7 +107,7 @@ class Problem:
     def __str__(self) -> str:
         text = self.key
         if self.value is not None:
-            shown = without_passwords(toml_value(self.value))
+            shown = toml_value(hide_passwords(self.value))
             text += f" = {shown if len(shown) <= 80 else shown[:80] + '…'}"
         return f"{text}: {self.rule}" + (f"; {self.hint}" if self.hint else "")
 
@@ -135,7 +141,44 @@ def without_passwords(text: str) -> str:
     s3://key:secret@bucket/run      s3://key:***@bucket/run
     https://host/run?token=secret   https://host/run?token=***
     """
-    return re.sub(r"\w://[^\s\"']+", lambda url: _SECRET.sub(r"\1***", _PASSWORD.sub(r"\1***@", url[0])), text)
+    return _URL.sub(lambda url: _url_without_password(url[0]), text)
+
+
+def hide_passwords(value: Any) -> Any:
+    """A value of a run file, or a whole run's, with *** in its URLs as above: where each begins and ends is known here."""
+    match value:
+        case str():
+            return _url_without_password(value)
+        case list() | tuple():
+            return [hide_passwords(one) for one in value]
+        case dict():
+            return {key: hide_passwords(one) for key, one in value.items()}
+        case BaseModel():
+            return hide_passwords(value.model_dump())
+        case _:
+            return value
+
+
+def _url_without_password(url: str) -> str:
+    return _SECRET.sub(r"\1***", _without_user_info(url)) if "://" in url else url
+
+
+def _without_user_info(url: str) -> str:
+    """Of the URL, and of those in its query."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return url
+    host = re.split("[/?#]", rest, maxsplit=1)[0]
+    has_port = scheme.endswith(("http", "https")) and re.search(r":\d+$", host)
+    if "@" in host:
+        user_info = host.rpartition("@")[0]
+    elif ":" in host and "@" in rest and not has_port:  # the password has a slash
+        user_info = rest.partition("@")[0]
+    else:
+        return scheme + mark + _without_user_info(rest)
+    user, colon, _ = user_info.partition(":")
+    shown = "***" if _TOKEN.fullmatch(user) else user
+    return scheme + mark + shown + (":***" if colon else "") + _without_user_info(rest[len(user_info) :])
 
 
 def read_text(path: Path) -> str:

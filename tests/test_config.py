@@ -20,7 +20,7 @@ from megazero.config.schema import DataConfig, DataSource, OffloadConfig, keys, 
 from megazero.models.config import ModelConfig
 from megazero.optim.registry import BUILT_IN_KEYS, LR_SCHEDULES, OPTIMIZERS
 from megazero.registry import keywords_of
-from megazero.settings import ActsWhere, AtMost
+from megazero.settings import ActsWhere, AtMost, Problem
 
 MODEL_KEYS = ", ".join(ModelConfig.model_fields)
 
@@ -837,6 +837,22 @@ def test_saving_replaces_the_file_whole_and_leaves_nothing_beside_it(tmp_path):
 
 
 # The schema itself
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ('https://h/run?token=s3"c ret', "https://h/run?token=***"),
+        ('ftp://u:s3"c\\ret@h/run', "ftp://u:***@h/run"),
+        ("s3://u:2024/s3c@h/run", "s3://u:***@h/run"),
+    ],
+)
+def test_a_password_of_any_characters_leaves_a_run_file_valid_and_is_not_in_it(url, shown):
+    run = RunConfig.model_validate({"checkpoint": {"directory": url}, "data": {"sources": [url]}})
+    read = tomllib.loads(to_toml(run))
+    assert read["checkpoint"]["directory"] == shown
+    assert read["data"]["sources"] == [shown]
+    assert "s3c" not in str(Problem("checkpoint.directory", [url], "must be shorter"))
 
 
 def test_every_key_is_documented_and_every_default_stands():

@@ -153,6 +153,11 @@ def test_ranks_of_one_machine_and_their_launcher_listen_on_loopback_only(tmp_pat
         ("abfs://box@account.dfs/run", "abfs://box@account.dfs/run"),
         ("http://host:9000/a@b and me:x@y", "http://host:9000/a@b and me:x@y"),
         ("runs/a:b@c", "runs/a:b@c"),
+        ("error: ftp://u:it's-me@host/d is gone", "error: ftp://u:***@host/d is gone"),
+        ("webdav://u:a b@host/d, not this", "webdav://u:***@host/d, not this"),
+        ("sftp://u:2024/x@host/d", "sftp://u:***@host/d"),
+        ("s3://k:s@b?endpoint=http://a:p@h/", "s3://k:***@b?endpoint=http://a:***@h/"),
+        ("https://ghp_abc@host/x?code=a&author=b", "https://***@host/x?code=***&author=b"),
     ],
 )
 def test_the_password_of_a_url_is_not_shown(text: str, shown: str) -> None:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from megazero.config.load import ResolvedRun
 from megazero.config.schema import RunConfig, is_section, keys, sections
 from megazero.registry import NameIn
-from megazero.settings import LARGEST_COUNT, ActsWhere, Spelling, toml_value, without_passwords
+from megazero.settings import LARGEST_COUNT, ActsWhere, Spelling, hide_passwords, toml_value
 
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -28,9 +28,9 @@ def to_toml(run: RunConfig | ResolvedRun) -> str:
     config = run.written if isinstance(run, ResolvedRun) else run
     tables = []
     for section, fields in keys().items():
-        values = attrgetter(section)(config).model_dump(include=set(fields), exclude_none=True)
+        values = hide_passwords(attrgetter(section)(config).model_dump(include=set(fields), exclude_none=True))
         tables.append(f"[{section}]\n" + "".join(f"{key} = {toml_value(value)}\n" for key, value in values.items()))
-    return without_passwords("\n".join(tables))
+    return "\n".join(tables)
 
 
 def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> None:

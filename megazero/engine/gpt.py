@@ -41,7 +41,7 @@ from megazero.schedules.executor import Executor, Message
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import Timeline
 from megazero.schedules.registry import SCHEDULES
-from megazero.settings import without_passwords
+from megazero.settings import hide_passwords
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
@@ -229,7 +229,7 @@ class Engine:
             position,
             data_fingerprint=data_fingerprint,
             model=config.model.model_dump(),
-            config=json.loads(without_passwords(config.model_dump_json())),
+            config=hide_passwords(json.loads(config.model_dump_json())),
             val_loss=val_loss,
         )
         files = {

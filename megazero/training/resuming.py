@@ -28,7 +28,7 @@ from megazero.config import RunConfig
 from megazero.engine import Position
 from megazero.engine.phases import KEYS_OF, begins_anew, changes, current, learning_rate, recorded_phases
 from megazero.optim.config import LrScheduleConfig
-from megazero.settings import toml_value, without_passwords
+from megazero.settings import hide_passwords, toml_value
 
 CHECKPOINTS = "checkpoints"
 # These keys say where a run is, not what it does; a URL may hold a password.
@@ -75,14 +75,14 @@ def resume_setting_of(folder: Folder) -> str | None:
     """`checkpoint.resume` of the run that wrote a checkpoint, without passwords; None where that is unknown."""
     with suppress(DamagedError):
         resume = read_trainer_state(folder).config.get("checkpoint", {}).get("resume")
-        return None if resume is None else without_passwords(str(resume))
+        return None if resume is None else hide_passwords(str(resume))
     return None
 
 
 def _was_interrupted(root: Folder, wish: str) -> bool:
     """Whether the run in a directory began at `wish`.  The newest step that can be read decides."""
     settings = (resume_setting_of(folder) for folder in reversed(step_folders(root)) if is_complete(folder))
-    return next((setting for setting in settings if setting is not None), None) == without_passwords(wish)
+    return next((setting for setting in settings if setting is not None), None) == hide_passwords(wish)
 
 
 def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -> list[str]:

@@ -27,7 +27,7 @@ from megazero.config import RunConfig
 from megazero.data.identity import is_of_earlier_release
 from megazero.engine import Engine, Position
 from megazero.parallel_state import ParallelState
-from megazero.settings import without_passwords
+from megazero.settings import hide_passwords
 from megazero.training.callbacks.base import Callback
 from megazero.training.heartbeat import BETWEEN, SAVING
 from megazero.training.record import StepRecord
@@ -198,7 +198,7 @@ class Checkpointing(Callback):
         """
         older = [one for one in step_folders(self._root) if is_complete(one) and one.name != damaged.name]
         found, wish = older[-1] if older else None, self._config.resume
-        if wish not in ("auto", "never") and (found is None or resume_setting_of(found) != without_passwords(wish)):
+        if wish not in ("auto", "never") and (found is None or resume_setting_of(found) != hide_passwords(wish)):
             found = folder_at(wish)
         if found is not None:
             mark_damaged(damaged)
