@@ -121,6 +121,24 @@ def test_a_resumed_run_drops_the_steps_it_will_do_again_and_a_half_written_line(
     assert "skipped" not in lines[0]
 
 
+@pytest.mark.parametrize(("text", "after_step"), [('{"epoch": 1}\n', 0), ('{"step": 1}\n', 0), ('{"epoch": 1}\n', 3)])
+def test_what_another_program_or_run_has_left_under_the_name_stays_beside_it(
+    tmp_path: Path, text: str, after_step: int
+) -> None:
+    path, said = tmp_path / "metrics.jsonl", list[str]()
+    for number in (1, 2):
+        path.write_text(text)
+        file = MetricsFile(path, after_step, said.append)
+        file.after_step(_record(after_step + 1))
+        file.on_rollback(Position(0))
+        file.after_step(_record(1))
+        file.close()
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1]
+        assert (tmp_path / f"metrics.jsonl.before-{number}").read_text() == text
+        assert said[number - 1].endswith(f"see {path}.before-{number}")
+    assert len(said) == len(list(tmp_path.iterdir())) - 1 == 2
+
+
 class _Disk:
     """A disk with so many bytes left: files cannot grow beyond them."""
 
