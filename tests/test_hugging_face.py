@@ -651,6 +651,13 @@ def test_verify_has_a_line_for_each_step_and_names_damage(steps: Path, tmp_path:
     shutil.copytree(steps, root)
     whole = command("verify", root)
     assert (whole.exit_code, whole.output.count("intact")) == (0, 2)
+    note = root / "step-00000003" / "evaluation.json"
+    note.write_text('{"val_loss": 1.5, "checksum": ""}')
+    noted = command("verify", root)
+    assert (noted.exit_code, noted.output.count("intact")) == (1, 1)
+    assert f"{note} is damaged" in noted.output
+    assert "unknown: evaluation.json is damaged" in command("inspect", root).output
+    note.unlink()
     (root / "step-00000003" / MANIFEST).unlink()
     (root / "notes").mkdir()
     unfinished = command("verify", root)

@@ -18,15 +18,18 @@ from megazero.checkpoint.folder import FileRecord, Folder, LocalFolder
 from megazero.checkpoint.index import (
     MANIFEST,
     CheckpointError,
+    DamagedError,
     TrainerState,
     find_damage,
     find_newest,
     is_complete,
+    note_val_loss,
     read_manifest,
     step_folder,
     step_folders,
     step_of,
     to_json,
+    val_loss_of,
     write_manifest,
     write_unfinished,
 )
@@ -392,3 +395,20 @@ def test_a_list_of_another_program_names_no_files_of_ours(tmp_path: Path, name: 
         with pytest.raises(CheckpointError, match="no checkpoint of ours has written"):
             mark_damaged(foreign)
         assert foreign.files() == ["data.csv", MANIFEST]
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_one_whose_validation_loss_is_damaged_counts_as_one_of_the_best(tmp_path: Path, bit: int) -> None:
+    for step, loss in enumerate((1.0, 2.0, 3.0), start=1):
+        note_val_loss(_write(tmp_path, step), loss)
+    path = tmp_path / "step-00000001" / "evaluation.json"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"1.0")] ^= 1 << bit
+    path.write_bytes(bytes(data))
+    with pytest.raises(DamagedError, match=r"evaluation\.json is damaged"):
+        val_loss_of(step_folder(tmp_path, 1))
+    _prune(tmp_path, Retention(keep_last=1, keep_best=1))
+    assert _steps(tmp_path) == [1, 2, 3]
+    path.unlink()
+    _prune(tmp_path, Retention(keep_last=1, keep_best=1))
+    assert _steps(tmp_path) == [2, 3]

@@ -264,16 +264,30 @@ def read_trainer_state(location: Location) -> TrainerState:
 def note_val_loss(folder: Folder, val_loss: float) -> None:
     """Note the validation loss of a step beside its checkpoint, if that is complete.  Raises: OSError."""
     if is_complete(folder):
-        folder.write(EVALUATION, to_json({"val_loss": val_loss}))
+        folder.write(EVALUATION, _note(float(val_loss)))
+
+
+def _note(val_loss: float) -> bytes:
+    return to_json({"val_loss": val_loss, "checksum": xxhash.xxh3_128_hexdigest(json.dumps(val_loss).encode())})
 
 
 def val_loss_of(folder: Folder) -> float | None:
-    """Mean nats per token of a step's own evaluation; None where there was none, or it cannot be read."""
-    with suppress(CheckpointError, FileNotFoundError, ValueError, KeyError, TypeError):
-        if folder.has(EVALUATION):
-            return float(json.loads(folder.read(EVALUATION))["val_loss"])
+    """Mean nats per token of a step's own evaluation; None where there was none.
+
+    Raises: CheckpointError: it cannot be read; DamagedError: it is not what was written.
+    """
+    path = f"{folder}/{EVALUATION}"
+    with read_errors(path):
+        data = folder.read(EVALUATION) if folder.has(EVALUATION) else None
+    if data is None:
         return read_trainer_state(folder).val_loss
-    return None
+    with suppress(ValueError, KeyError, TypeError):
+        val_loss = float(json.loads(data)["val_loss"])
+        if _note(val_loss) == data:
+            return val_loss
+    raise DamagedError(
+        f"{path} is damaged: the validation loss of this step is unknown, so checkpoint.keep_best keeps it"
+    )
 
 
 def step_folder(root: Location, step: int) -> Folder:

@@ -153,8 +153,13 @@ class Pruner:
         ranked = complete if self._policy.keep_best else {}
         states = {step: _state(folder) for step, folder in ranked.items()}
         data = {step: state.data_fingerprint for step, state in states.items() if state}
-        losses = {step: val_loss_of(folder) if step in ranked else None for step, folder in complete.items()}
-        kept = kept_steps(losses, self._policy, data)
+        losses, unknown = dict[int, float | None].fromkeys(complete), set()
+        for step, folder in ranked.items():
+            try:
+                losses[step] = val_loss_of(folder)
+            except CheckpointError:
+                unknown.add(step)  # it may be the best
+        kept = kept_steps(losses, self._policy, data) | unknown
         old = [folder for folder in folders if complete and step_of(folder) < max(complete)]
         return (
             [folder.name for step, folder in complete.items() if step in kept],

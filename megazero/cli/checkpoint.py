@@ -78,6 +78,7 @@ def inspect(directory: Annotated[str, typer.Argument(help="A step directory, or 
 def _list_steps(steps: Sequence[Folder]) -> None:
     """A line for each step of a run."""
     from megazero.checkpoint.index import (
+        EVALUATION,
         CheckpointError,
         is_complete,
         read_manifest,
@@ -95,7 +96,10 @@ def _list_steps(steps: Sequence[Folder]) -> None:
         except CheckpointError as error:
             table.add_row(step.name, *"---", str(error))
             continue
-        loss = "-" if (found := val_loss_of(step)) is None else f"{found:.4f}"
+        try:
+            loss = "-" if (found := val_loss_of(step)) is None else f"{found:.4f}"
+        except CheckpointError:
+            loss = f"unknown: {EVALUATION} is damaged"
         table.add_row(step.name, f"{trainer.consumed_samples:,}", f"{trainer.consumed_tokens:,}", loss, size)
     print_table(table)
 
@@ -123,7 +127,15 @@ def verify(directory: Annotated[str, typer.Argument(help="A step directory, or o
 
 def _verify(folder: Folder) -> bool | None:
     """Print a step's line; True: intact, False: damaged, None: never finished."""
-    from megazero.checkpoint.index import MANIFEST, CheckpointError, find_damage, is_complete, read_manifest
+    from megazero.checkpoint.index import (
+        MANIFEST,
+        CheckpointError,
+        DamagedError,
+        find_damage,
+        is_complete,
+        read_manifest,
+        val_loss_of,
+    )
     from megazero.checkpoint.retention import reading
 
     if not is_complete(folder):
@@ -132,6 +144,10 @@ def _verify(folder: Folder) -> bool | None:
     try:
         with reading(folder):
             files, damage = read_manifest(folder), find_damage(folder)
+            try:
+                val_loss_of(folder)
+            except DamagedError as error:  # a note that no manifest names; a damaged trainer state is named above
+                damage = damage or [str(error)]
     except CheckpointError as error:
         print(f"{folder}: DAMAGED\n  {error}")
         return False
