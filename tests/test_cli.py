@@ -189,6 +189,24 @@ def test_five_mistakes_give_five_messages_and_exit_code_2(tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", "2>&-", "<&- 2>&-"])
+def test_no_file_takes_the_number_of_a_closed_standard_stream(tmp_path: Path, closed: str) -> None:
+    """A daemon may start a run without them; what a library prints would go into a checkpoint."""
+    code = """if True:
+        import os, sys
+        from megazero import cli
+        def app():
+            with open(sys.argv[1], "wb") as file:
+                os.system("echo a line of a library; echo another >&2")
+                file.write(b"%d" % file.fileno())
+        cli.app = app
+        cli.main()
+    """
+    words = [sys.executable, "-c", code, str(tmp_path / "file")]
+    subprocess.run(["bash", "-c", f"{shlex.join(words)} {closed}"], check=True, capture_output=True)
+    assert int((tmp_path / "file").read_text()) > 2
+
+
 def test_a_missing_config_and_a_directory_that_is_no_checkpoint_are_told(tmp_path: Path) -> None:
     missing = whole_process("train", tmp_path / "none.toml")
     assert missing.returncode == 2

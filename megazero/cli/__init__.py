@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from megazero.cli import checkpoint, data, schedule
@@ -20,7 +22,20 @@ app.add_typer(schedule.app, name="schedule")
 
 def main() -> None:
     """Entry point."""
+    _open_closed_streams()
     app()
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null where this process was started without standard streams.
+
+    Otherwise the next file gets such a number, and with it whatever a library prints.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, so this one
 
 
 __all__ = ["app", "main", "memory_report"]
