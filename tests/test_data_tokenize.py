@@ -309,6 +309,35 @@ def test_after_a_bad_file_was_mended_only_its_shard_is_tokenized_again(tmp_path,
     assert len(again) == 3  # nothing is kept once the pair is complete
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".lengths", ".json"])
+def test_a_kept_shard_of_which_a_bit_flipped_is_tokenized_again(tmp_path, suffix):
+    (tmp_path / "a.txt").write_text("hello world")
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    with pytest.raises(ValueError, match=r"b\.txt"):
+        tokenize_files(inputs, tmp_path / "out", "byte")
+    (kept,) = (tmp_path / "out.tokenizing").glob(f"*{suffix}")
+    whole = kept.read_bytes()
+    for at in range(len(whole)):
+        kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"b\.txt"):
+            tokenize_files(inputs, tmp_path / "out", "byte")
+        assert kept.read_bytes() == whole
+
+
+def test_a_kept_shard_of_which_a_bit_flips_during_the_command_ends_it(tmp_path):
+    (tmp_path / "a.txt").write_text("hello world")
+
+    def flip(*_) -> None:
+        (kept,) = (tmp_path / "out.tokenizing").glob("*.bin")
+        kept.write_bytes(b"j" + kept.read_bytes()[1:])
+
+    with pytest.raises(ValueError, match=r"\.bin is not what was written; the same command writes it again"):
+        tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte", on_progress=flip)
+    tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+    assert texts_of(tmp_path / "out") == ["hello world"]
+
+
 def test_what_an_io_error_hid_is_read_at_the_next_start(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "x.jsonl", ["one", "two"])
 

@@ -8,13 +8,16 @@ Every document ends with the tokenizer's end-of-document id; an empty document i
 """
 
 import functools
+import hashlib
 import json
 import os
+import secrets
 import signal
 import threading
 import time
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,11 +30,14 @@ from numpy.typing import NDArray
 from megazero.data.documents import Piece, Problem, cut_into_pieces, documents_of, find_files
 from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
+from megazero.data.sealed import seal, unseal
 from megazero.data.tokenizer import load_tokenizer
 from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
 
 _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
 _SHARD_BITS: Final = (20, 28)
+_CONTENTS: Final = (".bin", ".lengths")  # of a shard; its `.json` says what they hold
+_CHECKS: Final = 8  # kept shards that are read at once
 _NAMED: Final = 20  # problems that a message names; the others are counted
 
 T = TypeVar("T")
@@ -80,6 +86,7 @@ class _Tokenized:
 
     documents: int = 0
     tokens: int = 0
+    hashes: dict[str, str] = field(default_factory=dict)  # of its `.bin` and `.lengths`
     unread: int = 0
     empty: int = 0
     is_final: bool = True  # False after an I/O error, which the next start may not meet
@@ -149,9 +156,9 @@ def tokenize_files(
         documents, tokens = sum(one.documents for one in done), sum(one.tokens for one in done)
         if not documents:
             raise ValueError(f"no text in {len(files):,} files under {[os.fspath(i) for i in inputs]}")
-        for shard in shards:
-            lengths = array("i", job.path(shard, ".lengths").read_bytes())
-            writer.add_documents(np.fromfile(job.path(shard, ".bin"), dtype), lengths)
+        for shard, one in zip(shards, done, strict=True):
+            ids, lengths = (_read_whole(job.path(shard, suffix), one.hashes[suffix]) for suffix in _CONTENTS)
+            writer.add_documents(np.frombuffer(ids, dtype), array("i", lengths))
     _remove(folder)
     empty = sum(one.empty for one in done)
     counts = {
@@ -201,7 +208,9 @@ def _tokenize_shards(
 ) -> list[_Tokenized]:
     """What became of each shard, after those that are not done yet have been tokenized."""
     job.folder.mkdir(exist_ok=True)
-    missing = [shard for shard in shards if not _is_done(job.path(shard, ".json"))]
+    with ThreadPoolExecutor(min(workers, _CHECKS)) as pool:
+        are_done = list(pool.map(functools.partial(_is_done, job=job), shards))
+    missing = [shard for shard, is_done in zip(shards, are_done, strict=True) if not is_done]
     total = sum(shard.bytes for shard in shards)
     finished = total - sum(shard.bytes for shard in missing)
     missing.sort(key=lambda shard: -shard.bytes)  # nobody waits for a large one at the end
@@ -258,15 +267,19 @@ _tokenizer_of_process = functools.cache(load_tokenizer)
 def _tokenize_shard(shard: Shard, job: _Job) -> int:
     """Tokenize a shard into its files, the `.json` last; its bytes of input."""
     done, lengths = _Tokenized(), array("i")
-    own = f".{os.getpid()}.partial"  # a worker whose command was killed may still be writing
-    names = {suffix: job.path(shard, suffix + own) for suffix in (".bin", ".lengths", ".json")}
+    own = f".{secrets.token_hex(4)}.partial"  # a worker whose command was killed may still be writing
+    names = {suffix: job.path(shard, suffix + own) for suffix in (*_CONTENTS, ".json")}
+    written = xxhash.xxh3_128()
     with names[".bin"].open("wb") as file:
         for ids in _encoded(shard, job, done):
-            file.write(ids.astype(job.dtype).data)
+            content = ids.astype(job.dtype).data
+            written.update(content)
+            file.write(content)
             lengths.append(len(ids))
         flush_to_disk(file)
     done.documents, done.tokens = len(lengths), sum(lengths)
-    for suffix, content in ((".lengths", lengths.tobytes()), (".json", json.dumps(asdict(done)).encode())):
+    done.hashes = {".bin": written.hexdigest(), ".lengths": xxhash.xxh3_128_hexdigest(lengths.tobytes())}
+    for suffix, content in ((".lengths", lengths.tobytes()), (".json", json.dumps(seal(asdict(done))).encode())):
         with names[suffix].open("wb") as file:
             file.write(content)
             flush_to_disk(file)
@@ -314,12 +327,31 @@ def _encoded(shard: Shard, job: _Job, done: _Tokenized) -> Iterator[NDArray[np.i
                     done.named_empty.append(Problem(piece.path, position, "empty"))
 
 
-def _is_done(path: Path) -> bool:
-    return path.exists() and _read_tokenized(path).is_final
+def _is_done(shard: Shard, job: _Job) -> bool:
+    """Whether a shard is kept as it was written: disks are not, and an earlier command may have ended weeks ago."""
+    try:
+        known = _read_tokenized(job.path(shard, ".json"))
+        for suffix, written in known.hashes.items():
+            with job.path(shard, suffix).open("rb") as file:
+                if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != written:
+                    return False
+    except (OSError, ValueError):
+        return False
+    return known.is_final
+
+
+def _read_whole(path: Path, written: str) -> bytes:
+    content = path.read_bytes()
+    if xxhash.xxh3_128_hexdigest(content) != written:
+        raise ValueError(f"{path} is not what was written; the same command writes it again")
+    return content
 
 
 def _read_tokenized(path: Path) -> _Tokenized:
-    known = json.loads(path.read_bytes())
+    try:
+        known = unseal(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); the same command writes it again") from None
     named = {key: [Problem(*each) for each in known[key]] for key in ("named_unread", "named_empty")}
     return _Tokenized(**{**known, **named})
 
