@@ -338,6 +338,22 @@ def test_a_kept_shard_of_which_a_bit_flips_during_the_command_ends_it(tmp_path):
     assert texts_of(tmp_path / "out") == ["hello world"]
 
 
+def test_a_file_that_is_exchanged_during_the_command_is_refused(tmp_path, shard_bytes):
+    path = write_jsonl(tmp_path / "x.jsonl", ["old"] * 40)
+    write_jsonl(tmp_path / "new", ["new!"] * 40)
+    shard_bytes(100)
+
+    def exchange(*_) -> None:
+        if (tmp_path / "new").exists():
+            (tmp_path / "new").replace(path)
+
+    with pytest.raises(ValueError, match=r"x\.jsonl changed while it was read; start again"):
+        tokenize_files([path], tmp_path / "out", "byte", on_progress=exchange)
+    assert not (tmp_path / "out.idx").exists()
+    tokenize_files([path], tmp_path / "out", "byte")
+    assert texts_of(tmp_path / "out") == ["new!"] * 40
+
+
 def test_what_an_io_error_hid_is_read_at_the_next_start(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "x.jsonl", ["one", "two"])
 

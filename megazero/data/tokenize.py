@@ -74,6 +74,7 @@ class Shard(NamedTuple):
 
     key: str  # a hash: equal for equal text, tokenizer and settings
     pieces: tuple[Piece, ...]
+    states: tuple[tuple[int, int], ...]  # size and time of the file of each piece, as they are part of the key
 
     @property
     def bytes(self) -> int:
@@ -126,7 +127,7 @@ def tokenize_files(
         FileNotFoundError: an input does not exist.
         FileExistsError: the pair exists, or another process is writing it.
         ModuleNotFoundError: a file needs a package that is not installed.
-        ValueError: files or documents that cannot be read, or no text at all.
+        ValueError: files or documents that cannot be read, a file that changes meanwhile, or no text at all.
         RuntimeError: a worker died.
     """
     if workers < 1:
@@ -178,11 +179,11 @@ def _listed(count: int, named: Sequence[Problem]) -> str:
 
 def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Problem]]:
     """Shards of the files, in order, and the files that cannot be read."""
-    stats: dict[str, os.stat_result] = {}
+    states: dict[str, tuple[int, int]] = {}
     for path in files:
         with suppress(OSError):  # which `cut_into_pieces` reports
-            stats[str(path)] = path.stat()
-    total = sum(about.st_size for about in stats.values())
+            states[str(path)] = _state_of(path)
+    total = sum(size for size, _ in states.values())
     low, high = _SHARD_BITS
     limit = 1 << max(low, min(high, (total // _SHARDS).bit_length()))
     pieces, unread = cut_into_pieces(files, limit)
@@ -197,10 +198,16 @@ def make_shards(files: Sequence[Path], job: _Job) -> tuple[list[Shard], list[Pro
     settings = (1, job.fingerprint, job.dtype, job.key)
 
     def shard(group: list[Piece]) -> Shard:
-        states = [(os.path.abspath(p.path), stats[p.path].st_size, stats[p.path].st_mtime_ns, *p[1:]) for p in group]
-        return Shard(xxhash.xxh3_128_hexdigest(repr((settings, states)).encode()), tuple(group))
+        found = [(os.path.abspath(p.path), *states[p.path], *p[1:]) for p in group]
+        key = xxhash.xxh3_128_hexdigest(repr((settings, found)).encode())
+        return Shard(key, tuple(group), tuple(states[p.path] for p in group))
 
     return [shard(group) for group in groups], unread
+
+
+def _state_of(path: str | Path) -> tuple[int, int]:
+    about = os.stat(path)
+    return about.st_size, about.st_mtime_ns
 
 
 def _tokenize_shards(
@@ -277,6 +284,9 @@ def _tokenize_shard(shard: Shard, job: _Job) -> int:
             file.write(content)
             lengths.append(len(ids))
         flush_to_disk(file)
+    for piece, state in zip(shard.pieces, shard.states, strict=True):
+        if _state_of(piece.path) != state:  # two versions of it would be in one pair
+            raise ValueError(f"{piece.path} changed while it was read; start again when it is complete")
     done.documents, done.tokens = len(lengths), sum(lengths)
     done.hashes = {".bin": written.hexdigest(), ".lengths": xxhash.xxh3_128_hexdigest(lengths.tobytes())}
     for suffix, content in ((".lengths", lengths.tobytes()), (".json", json.dumps(seal(asdict(done))).encode())):
