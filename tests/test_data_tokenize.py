@@ -407,6 +407,26 @@ def test_of_two_commands_with_one_output_the_second_is_refused(tmp_path):
     assert IndexedDataset(tmp_path / "out").tokens.tolist() == [*b"theirs", EOD]
 
 
+def test_where_locks_do_not_work_two_writers_keep_to_their_own_files(tmp_path, monkeypatch):
+    def refuse(*_) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("megazero.data.writer.fcntl.flock", refuse)
+    with IndexedWriter(tmp_path / "out", np.uint16) as first:
+        first.add_document(np.full(9, 1))
+        second = IndexedWriter(tmp_path / "out", np.uint16).__enter__()
+        second.add_document(np.full(5, 2))
+        assert second._bin is not None
+        second._bin.close()  # and it is killed
+        first.add_document(np.full(9, 1))
+    assert IndexedDataset(tmp_path / "out").tokens.tolist() == [1] * 18
+    assert len(list(tmp_path.glob("*.partial"))) == 1
+    monkeypatch.undo()
+    with IndexedWriter(tmp_path / "out", np.uint16) as third:
+        third.add_document(np.full(1, 3))
+    assert sorted(os.listdir(tmp_path)) == ["out.bin", "out.identity.json", "out.idx"]
+
+
 def test_the_output_is_no_input_of_the_next_command(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     for _ in range(2):

@@ -28,7 +28,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from megazero.data.documents import Piece, Problem, cut_into_pieces, documents_of, find_files
-from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
 from megazero.data.sealed import seal, unseal
 from megazero.data.tokenizer import load_tokenizer
@@ -143,11 +142,10 @@ def tokenize_files(
             raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
 
     with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
-        own = [*pair_paths(out_prefix), identity_path(out_prefix)]
-        if not overwrite and any(path.exists() for path in own[:2]):
+        own = pair_paths(out_prefix)
+        if not overwrite and any(path.exists() for path in own):
             raise FileExistsError(f"{own[0]} or .idx exists; name another output, or replace it with --overwrite")
-        ours = {folder, *own, *(path.with_name(f"{path.name}.partial") for path in own)}
-        files, unread, hidden = find_files(inputs, ours)
+        files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
         unread += uncut
         ask(len(unread), unread, "files or directories")

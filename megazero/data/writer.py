@@ -1,11 +1,14 @@
 """Writing token files: the `.bin`/`.idx` pair that `indexed` describes and reads, and the identity beside it.
 
-Invariant: a pair under its final name is whole.  The writer uses `.partial` names and renames at the end, `.idx` last.  It
-locks its `.idx.partial`, so no other process writes the same pair meanwhile.
+Invariant: a pair under its final name is whole.  The writer uses `.partial` names of its own and renames at the end, `.idx`
+last.  A lock on `.idx.partial`, which stays empty, refuses a second writer; on a file system without locks both write, and
+neither into the other's files.
 """
 
 import fcntl
+import glob
 import os
+import secrets
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -36,7 +39,7 @@ class IndexedWriter:
     """Writes a `.bin`/`.idx` pair, document by document; a context manager.
 
     Leaving the block renames the files into place; leaving it by an exception removes them. A process that is killed
-    leaves at most `.partial` files, which the next writer overwrites.
+    leaves at most `.partial` files, which the next writer removes.
 
     Args:
         prefix: path of the pair without `.bin` or `.idx`; its directory is made when missing.
@@ -45,6 +48,9 @@ class IndexedWriter:
 
     Raises:
         FileExistsError: another process is writing this pair.
+
+    Attributes:
+        paths: every file that it writes, under its final and its partial names.
 
     Source: Megatron-LM, indexed_dataset.py (`IndexedDatasetBuilder`).
     """
@@ -57,14 +63,22 @@ class IndexedWriter:
         self._code, self._tokenizer = codes[0], tokenizer
         self._bin_path, self._idx_path = pair_paths(prefix)
         self._identity_path = identity_path(prefix)
+        finals = (self._bin_path, self._identity_path, self._idx_path)  # in the order in which they appear
+        own = secrets.token_hex(4)
+        self._partials = {path: path.with_name(f"{path.name}.{own}.partial") for path in finals}
+        self._lock_path = self._idx_path.with_name(f"{self._idx_path.name}.partial")
+        self.paths = (*self._partials, *self._partials.values(), self._lock_path)
         self._sizes = array("i")
         self._bin: BufferedWriter | None = None
-        self._idx: BufferedWriter
+        self._lock: BufferedWriter
 
     def __enter__(self) -> Self:
         self._bin_path.parent.mkdir(parents=True, exist_ok=True)
-        self._idx = _open_alone(_partial(self._idx_path))
-        self._bin = _partial(self._bin_path).open("wb")
+        self._lock, is_alone = _open_alone(self._lock_path)
+        for path in self._partials if is_alone else ():  # left by a writer that was killed
+            for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.partial"):
+                left.unlink(missing_ok=True)
+        self._bin = self._partials[self._bin_path].open("wb")
         return self
 
     def add_document(self, tokens: NDArray[Any]) -> None:
@@ -98,16 +112,14 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._bin is not None
-        is_published = False
-        with self._idx, self._bin:  # locked until all is in its place or removed
+        with self._lock, self._bin:  # locked until all is in its place or removed
             try:
                 if kind is None:
                     self._publish(self._bin)
-                    is_published = True
             finally:
                 self._bin = None
-                for path in () if is_published else (self._bin_path, self._identity_path, self._idx_path):
-                    _partial(path).unlink(missing_ok=True)
+                for path in (*self._partials.values(), self._lock_path):
+                    path.unlink(missing_ok=True)
 
     def _publish(self, bin_file: BufferedWriter) -> None:
         sizes = np.array(self._sizes, "<i4")
@@ -116,28 +128,27 @@ class IndexedWriter:
         pointers *= self.dtype.itemsize
         document_indices = np.arange(len(sizes) + 1, dtype="<i8")
         flush_to_disk(bin_file)
-        self._idx.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(document_indices)))
-        for values in (sizes, pointers, document_indices):
-            self._idx.write(values.data)
-        flush_to_disk(self._idx)
-        written = [_partial(path) for path in (self._bin_path, self._idx_path)]
-        write_identity(
-            _partial(self._identity_path), read_identity(written[0], written[1], self.dtype, self._tokenizer)
-        )
+        bin_path, own_identity, idx_path = self._partials.values()
+        with idx_path.open("wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(document_indices)))
+            for values in (sizes, pointers, document_indices):
+                file.write(values.data)
+            flush_to_disk(file)
+        write_identity(own_identity, read_identity(bin_path, idx_path, self.dtype, self._tokenizer))
         # An old index or identity must never describe new tokens, so they go first, and the new index comes last.
         self._idx_path.unlink(missing_ok=True)
         self._identity_path.unlink(missing_ok=True)
-        for path in (self._bin_path, self._identity_path, self._idx_path):
-            _partial(path).replace(path)
+        for path, partial in self._partials.items():
+            partial.replace(path)
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(path.name + ".partial")
+def _open_alone(path: Path) -> tuple[BufferedWriter, bool]:
+    """A file that no other process has open so, as far as the file system has locks, and whether it has.
 
-
-def _open_alone(path: Path) -> BufferedWriter:
-    """A file, emptied, that no other process has open so; the lock ends with the process.  Raises: FileExistsError."""
+    The lock ends with the process.  Raises: FileExistsError.
+    """
     while True:
+        has_locks = True
         file = path.open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,13 +157,12 @@ def _open_alone(path: Path) -> BufferedWriter:
             raise FileExistsError(
                 f"another process is writing {path}; wait until it ends, or name another output"
             ) from None
-        except OSError:  # a file system without locks
-            pass
+        except OSError:
+            has_locks = False
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                file.truncate(0)
-                return file
-        file.close()  # its writer has renamed or removed it since it was opened here: that one is not ours to empty
+                return file, has_locks
+        file.close()  # its writer has removed it since it was opened here
 
 
 def flush_to_disk(file: BufferedWriter) -> None:
