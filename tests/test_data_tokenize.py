@@ -290,6 +290,37 @@ def test_a_command_that_was_killed_goes_on_with_what_is_missing(tmp_path, monkey
     assert not (tmp_path / "out.tokenizing").exists()
 
 
+def _die_after_rename(path: Path, out: Path, renames: int) -> None:
+    done, inner = [], Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        inner(self, target)
+        if target.name in ("out.bin", "out.identity.json"):
+            done.append(target)
+            if len(done) == renames:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return target
+
+    Path.replace = replace
+    tokenize_files([path], out, "byte", overwrite=True)
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_command_that_was_killed_before_the_last_rename_goes_on(tmp_path, renames):
+    (tmp_path / "a.txt").write_text("old")
+    tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+    (tmp_path / "a.txt").write_text("new")
+    arguments = (tmp_path / "a.txt", tmp_path / "out", renames)
+    process = multiprocessing.get_context("fork").Process(target=_die_after_rename, args=arguments)
+    process.start()
+    process.join(timeout=30)
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "out.idx").exists()
+    tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+    assert texts_of(tmp_path / "out") == ["new"]
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "out.bin", "out.identity.json", "out.idx"]
+
+
 def test_after_a_bad_file_was_mended_only_its_shard_is_tokenized_again(tmp_path, monkeypatch, shard_bytes):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 9)
@@ -390,7 +421,7 @@ def test_an_existing_pair_is_replaced_only_on_request(tmp_path):
     tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
     (tmp_path / "a.txt").write_text("new")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(FileExistsError, match=r"out\.bin or \.idx exists; .*--overwrite"):
+    with pytest.raises(FileExistsError, match=r"out\.bin exists; .*--overwrite"):
         tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte", overwrite=True)

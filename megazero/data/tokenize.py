@@ -142,9 +142,10 @@ def tokenize_files(
             raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
 
     with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
-        own = pair_paths(out_prefix)
-        if not overwrite and any(path.exists() for path in own):
-            raise FileExistsError(f"{own[0]} or .idx exists; name another output, or replace it with --overwrite")
+        taken = [path for path in pair_paths(out_prefix) if path.exists()]
+        # A `.bin` alone is no pair: it is left of a command that was killed between its renames, which left shards as well.
+        if taken and not overwrite and (taken[-1].suffix == ".idx" or not folder.exists()):
+            raise FileExistsError(f"{taken[0]} exists; name another output, or replace it with --overwrite")
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
         unread += uncut
