@@ -421,11 +421,21 @@ def test_an_existing_pair_is_replaced_only_on_request(tmp_path):
     tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
     (tmp_path / "a.txt").write_text("new")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(FileExistsError, match=r"out\.bin exists; .*--overwrite"):
+    with pytest.raises(FileExistsError, match=r"out\.idx exists; .*--overwrite"):
         tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte", overwrite=True)
     assert texts_of(tmp_path / "out") == ["new"]
+
+
+@pytest.mark.parametrize("name", ["out.bin", "out.idx", "out.identity.json"])
+def test_a_file_of_the_user_under_a_name_of_the_output_stays(tmp_path, name):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / name).write_text("my own")
+    with pytest.raises(FileExistsError, match=rf"{re.escape(name)} exists; .*--overwrite"):
+        tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+    assert (tmp_path / name).read_text() == "my own"
+    assert sorted(os.listdir(tmp_path)) == sorted(["a.txt", name])
 
 
 def test_of_two_commands_with_one_output_the_second_is_refused(tmp_path):

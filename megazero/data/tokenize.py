@@ -28,6 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megazero.data.documents import Piece, Problem, cut_into_pieces, documents_of, find_files
+from megazero.data.identity import identity_path
 from megazero.data.indexed import pair_paths
 from megazero.data.sealed import seal, unseal
 from megazero.data.tokenizer import load_tokenizer
@@ -124,7 +125,7 @@ def tokenize_files(
 
     Raises:
         FileNotFoundError: an input does not exist.
-        FileExistsError: the pair exists, or another process is writing it.
+        FileExistsError: the pair or a file under one of its names exists, or another process is writing it.
         ModuleNotFoundError: a file needs a package that is not installed.
         ValueError: files or documents that cannot be read, a file that changes meanwhile, or no text at all.
         RuntimeError: a worker died.
@@ -142,10 +143,10 @@ def tokenize_files(
             raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
 
     with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
-        taken = [path for path in pair_paths(out_prefix) if path.exists()]
-        # A `.bin` alone is no pair: it is left of a command that was killed between its renames, which left shards as well.
+        taken = [path for path in (identity_path(out_prefix), *pair_paths(out_prefix)) if path.exists()]
+        # Without an `.idx` it is no pair: a command that was killed between its renames leaves that, and shards with it.
         if taken and not overwrite and (taken[-1].suffix == ".idx" or not folder.exists()):
-            raise FileExistsError(f"{taken[0]} exists; name another output, or replace it with --overwrite")
+            raise FileExistsError(f"{taken[-1]} exists; name another output, or replace it with --overwrite")
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
         unread += uncut
