@@ -81,6 +81,20 @@ def test_a_pair_is_read_once_and_again_when_its_files_change(tmp_path, reads):
     assert len(reads) == 4
 
 
+def test_the_identity_is_that_of_the_files_that_are_mapped(tmp_path):
+    old = write_pair(tmp_path / "x", np.arange(20, dtype="<u2"))
+    new = write_pair(tmp_path / "new", np.arange(20, 40, dtype="<u2"))
+    cache, dataset = tmp_path / "cache", IndexedDataset(old)
+    first = verified_identity(dataset, tmp_path / "other machine")
+    for path in (".bin", ".idx", ".identity.json"):
+        os.replace(f"{new}{path}", f"{old}{path}")
+    assert dataset.tokens[0] == 0
+    with pytest.raises(ValueError, match="x changed while it was read"):
+        verified_identity(dataset, cache)
+    assert verify(old, cache).smallest_id == 20
+    assert first.smallest_id == 0
+
+
 def test_a_pair_without_identity_gets_one_at_its_first_use_where_it_can_be_written(tmp_path, monkeypatch, reads):
     prefix = write_pair(tmp_path / "x", np.arange(20, dtype="<u2"), "mine")
     identity_path(prefix).unlink()  # as Megatron's tools leave it

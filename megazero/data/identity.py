@@ -99,7 +99,7 @@ def verified_identity(
     from filelock import FileLock
 
     pair = pair_paths(dataset.prefix)
-    before = _state_of(pair)
+    before = _state_of(pair, dataset.stats)  # of what is mapped
     memory = Path(cache_dir) / "identities" / f"{xxhash.xxh3_128_hexdigest(repr(before).encode())}.json"
     if (known := _remembered(memory, before)) is not None:
         return known
@@ -118,7 +118,7 @@ def verified_identity(
         if (known := _remembered(memory, before)) is not None:  # another process has read it meanwhile
             return known
         identity = _verify(dataset, pair)
-        if _state_of(pair) != before:
+        if _state_of(pair, [path.stat() for path in pair]) != before:
             raise ValueError(f"{dataset.prefix} changed while it was read; start again when it is complete")
         _write(memory, {**before, "identity": asdict(identity)})
     return identity
@@ -150,9 +150,8 @@ def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
     return Identity(found.content, found.smallest_id, found.largest_id, stored.tokenizer)
 
 
-def _state_of(paths: Sequence[Path]) -> dict[str, Any]:
+def _state_of(paths: Sequence[Path], found: Sequence[os.stat_result]) -> dict[str, Any]:
     """What changes when a file is written, copied or exchanged."""
-    found = [path.stat() for path in paths]
     files = [[each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for each in found]
     return {"path": os.path.abspath(paths[0]), "files": files}
 

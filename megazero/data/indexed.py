@@ -12,6 +12,7 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, 
 
 import os
 import struct
+from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -41,6 +42,7 @@ class IndexedDataset:
         sizes: int32 [sequences], tokens of each sequence.
         document_indices: int64 [documents + 1], the sequence at which each document starts, then the number of sequences.
         tokens: [total tokens] of `dtype`, all sequences end to end, read-only.
+        stats: of the `.bin` and the `.idx` that are mapped; other files may have taken their names since.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
@@ -58,10 +60,16 @@ class IndexedDataset:
                 hint = f"; name it by its prefix, {self.prefix[:-4]}" if named else ""
                 rule = f"a token source is a pair {self.prefix}.bin and {self.prefix}.idx"
                 raise FileNotFoundError(f"no {path}: {rule}{hint}")
-        self.dtype, self.sizes, self._pointers, self.document_indices = _read_index(idx_path)
+        with bin_path.open("rb") as bin_file, idx_path.open("rb") as idx_file:
+            self.stats = (os.fstat(bin_file.fileno()), os.fstat(idx_file.fileno()))
+            self._map(bin_file, idx_file)
+
+    def _map(self, bin_file: BufferedReader, idx_file: BufferedReader) -> None:
+        bin_path = bin_file.name
+        self.dtype, self.sizes, self._pointers, self.document_indices = _read_index(idx_file)
         # Where the last sequence ends.
         expected = int(self._pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
-        found = bin_path.stat().st_size
+        found = self.stats[0].st_size
         if found != expected:
             fault = "truncated" if found < expected else "longer than its index says"
             raise ValueError(
@@ -70,7 +78,7 @@ class IndexedDataset:
             )
         # An empty file cannot be mapped.
         self.tokens: NDArray[Any] = (
-            np.asarray(np.memmap(bin_path, dtype=self.dtype, mode="r")) if found else np.empty(0, self.dtype)
+            np.asarray(np.memmap(bin_file, dtype=self.dtype, mode="r")) if found else np.empty(0, self.dtype)
         )
 
     def __len__(self) -> int:
@@ -83,12 +91,12 @@ class IndexedDataset:
         return self.tokens[start : start + int(self.sizes[i])]
 
 
-def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+def _read_index(file: BufferedReader) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
     """(dtype, sizes, pointers, document indices), as far as the file's own numbers agree."""
-    found = path.stat().st_size
+    path, found = file.name, os.fstat(file.fileno()).st_size
     if found < HEADER.size:
         raise ValueError(f"{path} is truncated: the header takes {HEADER.size} bytes, found {found}")
-    raw = np.memmap(path, dtype=np.uint8, mode="r")
+    raw = np.memmap(file, dtype=np.uint8, mode="r")
     magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
         raise ValueError(f"{path} is no token index: expected it to start with {MAGIC!r}, found {magic!r}")
