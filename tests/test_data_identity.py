@@ -95,6 +95,16 @@ def test_the_identity_is_that_of_the_files_that_are_mapped(tmp_path):
     assert first.smallest_id == 0
 
 
+def test_a_bit_that_flips_in_what_a_machine_remembers_makes_it_read_again(tmp_path):
+    prefix, cache = write_pair(tmp_path / "x", np.arange(20, dtype="<u2")), tmp_path / "cache"
+    first = verify(prefix, cache)
+    (memory,) = (cache / "identities").glob("*.json")
+    whole = memory.read_bytes()
+    for at in range(len(whole)):
+        memory.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        assert verify(prefix, cache) == first
+
+
 def test_a_pair_without_identity_gets_one_at_its_first_use_where_it_can_be_written(tmp_path, monkeypatch, reads):
     prefix = write_pair(tmp_path / "x", np.arange(20, dtype="<u2"), "mine")
     identity_path(prefix).unlink()  # as Megatron's tools leave it

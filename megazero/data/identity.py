@@ -23,6 +23,7 @@ import numpy as np
 import xxhash
 
 from megazero.data.indexed import IndexedDataset, pair_paths
+from megazero.data.sealed import seal, unseal
 
 _BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a hash of the blocks' hashes
 _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
@@ -120,7 +121,7 @@ def verified_identity(
         identity = _verify(dataset, pair)
         if _state_of(pair, [path.stat() for path in pair]) != before:
             raise ValueError(f"{dataset.prefix} changed while it was read; start again when it is complete")
-        _write(memory, {**before, "identity": asdict(identity)})
+        _write(memory, seal({**before, "identity": asdict(identity)}))
     return identity
 
 
@@ -158,7 +159,7 @@ def _state_of(paths: Sequence[Path], found: Sequence[os.stat_result]) -> dict[st
 
 def _remembered(memory: Path, state: dict[str, Any]) -> Identity | None:
     with suppress(OSError, ValueError, TypeError, KeyError):
-        known = json.loads(memory.read_bytes())
+        known = unseal(memory.read_bytes())
         identity = Identity(**known.pop("identity"))
         return identity if known == state else None
     return None
