@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from filelock import FileLock
 
 from megazero.data import IndexedDataset, identity
 from megazero.data.identity import Identity, changes_between, fingerprint_of, identity_path, verified_identity
@@ -203,6 +204,19 @@ def test_of_many_processes_one_reads(tmp_path):
         process.join(timeout=20)
     assert len({answer for answer, _ in answers}) == 1
     assert sum(reads for _, reads in answers) == 1
+
+
+def test_who_waits_for_another_process_says_for_which_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(identity, "_TURN_SECONDS", 0.01)
+    path, said = str(tmp_path / "lock"), []
+    held = FileLock(path, thread_local=False).acquire()
+
+    def say(line: str) -> None:
+        said.append(line)
+        held.lock.release()
+
+    with identity._locked(path, say):
+        assert said == [f"waiting for the process that holds {path}: it verifies the same data"]
 
 
 def test_what_differs_between_two_fingerprints_is_named():

@@ -175,6 +175,26 @@ def test_ranks_meet_while_one_is_slow_and_leave_at_once_when_one_fails(fails: bo
     assert run_world(2, _wait_for_a_slow_rank, fails) == [("no such file" if fails else "done")] * 2
 
 
+class _Panic(BaseException):
+    pass
+
+
+def _panic_on_rank_1(rank: int) -> str:
+    def action() -> str:
+        if rank == 1:
+            raise _Panic("at src/lib.rs")
+        return "done"
+
+    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=60)
+    with pytest.raises(DataError) as caught:
+        _agree_in_time(action, state.world, DataError, 0.01)
+    return str(caught.value)
+
+
+def test_a_panic_of_a_library_on_one_rank_ends_all() -> None:
+    assert run_world(2, _panic_on_rank_1) == ["_Panic('at src/lib.rs')"] * 2
+
+
 def test_a_single_rank_opens_its_data_itself() -> None:
     assert _agree_in_time(lambda: 5, Axis("world"), DataError, 1.0) == 5
     with pytest.raises(DataError, match="division"):

@@ -14,7 +14,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +28,7 @@ from megazero.data.sealed import seal, unseal
 _BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a hash of the blocks' hashes
 _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
 _LOOK_SECONDS: Final = 2.0  # between two attempts to take the lock of a large pair, for which a whole cluster may wait
+_TURN_SECONDS: Final = 1.0  # of waiting for another process, until it is told
 _PARTS: Final = (  # of a fingerprint, after its version
     "the order of the samples (weights of data.sources, data.validation_fraction, model.seq_len, training.seed)",
     "the tokenizer (data.tokenizer, data.eod_token)",
@@ -97,8 +98,6 @@ def verified_identity(
         ValueError: the pair is not what its writer wrote, or changes while it is read.
         OSError: the pair cannot be read, or `cache_dir` not be written.
     """
-    from filelock import FileLock
-
     pair = pair_paths(dataset.prefix)
     before = _state_of(pair, dataset.stats)  # of what is mapped
     memory = Path(cache_dir) / "identities" / f"{xxhash.xxh3_128_hexdigest(repr(before).encode())}.json"
@@ -109,7 +108,7 @@ def verified_identity(
         say(f"verifying {dataset.prefix}, {size / 1e9:,.1f} GB, once; {memory.parent} remembers it")
     try:
         memory.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{memory}.lock").acquire(poll_interval=_LOOK_SECONDS if is_large else 0.05)
+        lock = _locked(f"{memory}.lock", say, _LOOK_SECONDS if is_large else 0.05)
     except OSError as error:
         raise OSError(
             f"{memory.parent} cannot be written ({error}), where verified data is remembered; "
@@ -123,6 +122,20 @@ def verified_identity(
             raise ValueError(f"{dataset.prefix} changed while it was read; start again when it is complete")
         _write(memory, seal({**before, "identity": asdict(identity)}))
     return identity
+
+
+def _locked(path: str, say: Callable[[str], None], poll_seconds: float) -> AbstractContextManager[object]:
+    """A lock that is held; who waits longer for it says so."""
+    from filelock import FileLock, Timeout
+
+    lock, is_said = FileLock(path), False
+    while True:
+        try:
+            return lock.acquire(timeout=max(_TURN_SECONDS, poll_seconds), poll_interval=poll_seconds)
+        except Timeout:
+            if not is_said:
+                say(f"waiting for the process that holds {path}: it verifies the same data")
+            is_said = True
 
 
 def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:

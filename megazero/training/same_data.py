@@ -52,12 +52,12 @@ def _agree_in_time(action: Callable[[], T], axis: Axis, raises: type[Exception],
     if axis.size == 1:
         return agree(action, axis, raises)
     answers: list[T] = []
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     def act() -> None:
         try:
             answers.append(action())
-        except Exception as error:
+        except BaseException as error:  # also a panic of a library: the others wait for an answer
             failures.append(error)
 
     thread = threading.Thread(target=act, daemon=True)
@@ -69,8 +69,8 @@ def _agree_in_time(action: Callable[[], T], axis: Axis, raises: type[Exception],
         is_over = any(failed for _, failed in now) or all(answered for answered, _ in now)
 
     def outcome() -> T | None:
-        if failures:
-            raise failures[0]
+        for error in failures:
+            raise error if isinstance(error, Exception) else raises(repr(error)) from error
         return answers[0] if answers else None  # None only where another rank has failed
 
     answer = agree(outcome, axis, raises)
