@@ -279,9 +279,9 @@ def _tokenize_shard(shard: Shard, job: _Job) -> int:
     written = xxhash.xxh3_128()
     with names[".bin"].open("wb") as file:
         for ids in _encoded(shard, job, done):
-            content = ids.astype(job.dtype).data
-            written.update(content)
-            file.write(content)
+            tokens = ids.astype(job.dtype)
+            written.update(tokens.data)
+            file.write(tokens.data)
             lengths.append(len(ids))
         flush_to_disk(file)
     for piece, state in zip(shard.pieces, shard.states, strict=True):
