@@ -8,7 +8,7 @@ Errors here are the user's, so each names the source and the numbers.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -79,6 +79,7 @@ def open_corpus(
         dataset = IndexedDataset(prefix)
         windows = Windows.over(dataset.tokens, seq_len, name)
         identity = verified_identity(dataset, cache_dir, say)
+        windows = replace(windows, content=identity.content)
         _check_ids(name, identity, vocab_size)
         if identity.tokenizer not in ("", own.fingerprint):
             raise ValueError(

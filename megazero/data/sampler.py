@@ -12,7 +12,7 @@ There is no state and no rank: a resumed run, on any cluster shape, asks for the
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -32,6 +32,7 @@ class Windows:
     seq_len: int  # tokens that a sample predicts; it has one more
     first: int
     count: int
+    content: str = ""  # hash of the tokens
 
     @classmethod
     def over(cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source") -> "Windows":
@@ -45,6 +46,16 @@ class Windows:
                 "use more data or a shorter seq_len"
             )
         return cls(tokens, seq_len, 0, count)
+
+    @property
+    def end(self) -> int:
+        """The token whose window is the next one; the last target."""
+        return (self.first + self.count) * self.seq_len
+
+    def behind(self, end: int) -> "Windows":
+        """Those of the windows that have no target up to the token `end`."""
+        first = max(self.first, -(-end // self.seq_len))
+        return replace(self, first=first, count=max(self.first + self.count - first, 0))
 
     def read(self, position: int) -> NDArray[Any]:
         """The sample at `position` in [0, count): [seq_len + 1], a view in the dtype of the file."""
@@ -121,6 +132,10 @@ class SampleStream(Stream):
         pairs = zip(self._blend.weights, self._sources, strict=True)
         return [samples * weight / (total * source.count) for weight, source in pairs]
 
+    def ends(self) -> dict[str, int]:
+        """Where the windows of each source end, in tokens, by its content."""
+        return {source.content: source.end for source in self._sources}
+
     def in_order(self) -> "ValidationStream":
         """The same windows, each once."""
         return ValidationStream(self._sources)
@@ -148,6 +163,11 @@ class ValidationStream(Stream):
 
     def __len__(self) -> int:
         return self.num_windows
+
+    def behind(self, ends: Mapping[str, int]) -> "ValidationStream | None":
+        """The windows behind the given end of each source, in tokens, by its content; None if none is left."""
+        left = [source.behind(ends.get(source.content, 0)) for source in self._sources]
+        return ValidationStream([source for source in left if source.count]) if any(one.count for one in left) else None
 
     def locate(self, indices: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         checked = _sample_indices(indices)

@@ -264,7 +264,7 @@ class Engine:
         )
         self.sharded_model.loaded(trainer.loss_scaler, gathers=not fills_weights(path, self.state))
         phases = phases_after(trainer, self.config, data_fingerprint)
-        return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens, phases)
+        return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens, phases, trainer.trained)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank and of ZeRO's working buffers, by kind; host and disk are named."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megazero.checkpoint.folder import Location
@@ -26,6 +26,7 @@ class Position:
     samples: int = 0
     tokens: int = 0
     phases: tuple[Phase, ...] = ()
+    trained: Mapping[str, int] = field(default_factory=dict)  # the token up to which any phase trains on a source
 
     @property
     def phase(self) -> Phase:
@@ -42,6 +43,7 @@ def trainer_state(sharded: ShardedModel, position: Position, **more: Any) -> Tra
         consumed_samples=position.samples,
         consumed_tokens=position.tokens,
         phases=[asdict(phase) for phase in position.phases],
+        trained=dict(position.trained),
         optimizer_steps=sharded.optimizer.steps_taken,
         shape={"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "zero_stage": stage},
         versions=versions(),

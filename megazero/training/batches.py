@@ -6,7 +6,7 @@ one that is not divisible [ dp 0 | dp 1 | dp 2 | dp]        samples beyond the e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +44,31 @@ def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: Non
             alone = _open(config, [(source.path, 1.0)], config.data.validation_fraction, say)
         named[source.label] = alone.validation or alone.train.in_order()
     return replace(corpus, contents=contents, named_validation=named)
+
+
+def without_trained(corpus: Corpus, ends: Mapping[str, int], say: Callable[[str], None]) -> Corpus:
+    """A corpus that evaluates nothing that an earlier phase has trained on.
+
+    Args:
+        ends: the token up to which the run has trained on a source, by content.
+
+    Raises: DataError: nothing is left of what is to be evaluated.
+    """
+
+    def left(key: str, stream: ValidationStream) -> ValidationStream:
+        found = stream.behind(ends)
+        if found is None:
+            raise DataError(
+                f"{key}: an earlier phase of the run has trained on all {len(stream):,} samples that are to be evaluated; "
+                "leave it out, or name data that the run has not trained on in data.validation_sources"
+            )
+        if len(found) < len(stream):
+            say(f"{key}: {len(found):,} of {len(stream):,} samples are evaluated; an earlier phase trained on the others")
+        return found
+
+    named = {name: left(f"data.validation_sources: {name}", one) for name, one in corpus.named_validation.items()}
+    held_out = None if corpus.validation is None else left("data.validation_fraction", corpus.validation)
+    return replace(corpus, validation=held_out, named_validation=named)
 
 
 def fingerprint_of(config: RunConfig, seq_len: int) -> str:

@@ -27,7 +27,7 @@ from megazero.schedules.action import Schedule
 from megazero.schedules.kind import GivenSchedule
 from megazero.schedules.proof import ScheduleError, program
 from megazero.schedules.table import read_schedule
-from megazero.training.batches import fingerprint_of, read_batches
+from megazero.training.batches import fingerprint_of, read_batches, without_trained
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.checkpointing import Checkpointing
 from megazero.training.callbacks.progress import describe
@@ -56,7 +56,7 @@ def train(
 
     Raises:
         ConfigError: `training.callbacks` names a callback that nobody has registered.
-        DataError: the corpus cannot be opened, or is not the same on all ranks.
+        DataError: the corpus cannot be opened, is not the same on all ranks, or all to be evaluated was trained on.
         OwnerError: another run owns the directories of this one, or has taken them.
         CheckpointError: the checkpoint that `checkpoint.resume` names cannot be used, or none can be written.
         NonFiniteError, LostPeerError: see `Engine.train_step`.
@@ -80,7 +80,11 @@ def train(
         closing.callback(engine.sharded_model.close)
         closing.push(lambda _kind, error, _trace: checkpointing.finish_save(error))
         engine.wants_stop = wants_stop
-        context = RunContext(run, engine, corpus, checkpointing.resume(engine), say)
+        start = checkpointing.resume(engine)
+        corpus = without_trained(corpus, start.trained, say)
+        own, trained = corpus.train.ends(), start.trained
+        start = replace(start, trained={**trained, **{key: max(end, trained.get(key, 0)) for key, end in own.items()}})
+        context = RunContext(run, engine, corpus, start, say)
         agree(lambda: _prepare_run_dir(run, say) if state.rank == 0 else None, state.world, OSError)
         made: list[Callback] = []  # to be closed, also where making another one fails
         closing.push(lambda _kind, error, _trace: _close(made, error, say))
@@ -93,7 +97,8 @@ def train(
         others = agree(lambda: callbacks_of(context, tuple(made), checkpointing, watchdog), state.world, OSError)
         made[:] = [ownership, *others]
         say(describe(run, engine))
-        samples = config.training.steps * run.global_batch_size
+        samples = start.samples - start.phase.first_sample  # of this phase
+        samples += (config.training.steps - start.step) * run.global_batch_size
         for line in repeats([source.path for source in config.data.sources], corpus.train, samples):
             say(line)
         with explained(run, state, engine):

@@ -19,7 +19,9 @@ from worlds import EPS, LLAMA, LR, difference, initial_weights, plain_config, st
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.data import open_corpus
+from megazero.data.indexed import IndexedDataset
 from megazero.engine import Engine
+from megazero.training.batches import DataError, open_corpus_of, without_trained
 from megazero.training.loop import train
 
 VOCABULARY, SEED = 257, 7
@@ -107,7 +109,7 @@ def _train(rank: int, run: ResolvedRun, stop_at: int = 0, bad_sample: int | None
     Engine._run = spoiled  # type: ignore[method-assign]
     try:
         train(run, state_on(rank, run), shown.append, wants_stop)
-    except CheckpointError as error:
+    except (CheckpointError, DataError) as error:
         return {"shown": shown, "error": str(error)}
     return {"shown": shown, "error": ""}
 
@@ -292,3 +294,36 @@ def test_a_rollback_to_where_the_phase_began_reads_on_behind_the_bad_samples(cor
     }
     (recorded,) = read_trainer_state(tmp_path / "back" / "checkpoints" / "step-00000005").phases
     assert (recorded["step"], recorded["first_sample"]) == (2, 16)
+
+
+def test_what_any_phase_has_trained_on_is_not_evaluated_in_a_later_one(corpora: Path, tmp_path: Path) -> None:
+    """4,096 tokens: 255 windows of 16 or 127 of 32.  Phase 1 trains on 192 of `one`, so on its targets up to token 3,072."""
+    source = {"path": str(corpora / "one"), "name": "old", "every_steps": 1, "samples": 2}
+    held = {"data": {"validation_fraction": 0.25}}
+    run_world(1, _train, _run(corpora, tmp_path / "a", 0, **held))
+    state = read_trainer_state(tmp_path / "a/checkpoints/step-00000002")
+    assert list(state.trained.values()) == [3072]
+
+    def phase(name: str, start: str, step: int = 2, seq_len: int = 16, **data: Any) -> ResolvedRun:
+        origin = {"resume": str(tmp_path / f"{start}/checkpoints/step-{step:08d}"), "accept_changes": EVERYTHING}
+        more = {"data": data, "model": {"seq_len": seq_len}, "training": {"steps": step + 1}, "checkpoint": origin}
+        return _run(corpora, tmp_path / name, 0, **more)
+
+    other = {"sources": ["two"], "validation_sources": [source], "validation_fraction": 0.1}
+    key = "data.validation_sources: old"
+    for seq_len, told in ((16, "63 of 255"), (32, "31 of 127")):
+        run = phase(f"b{seq_len}", "a", seq_len=seq_len, **other)
+        out = run_world(1, _train, run)[0]
+        assert f"{key}: {told} samples are evaluated; an earlier phase trained on the others" in out["shown"]
+        old = without_trained(open_corpus_of(run.config), state.trained, print).named_validation["old"]
+        tokens = IndexedDataset(corpora / "one").tokens
+        np.testing.assert_array_equal(old.batch([0])[0], tokens[3072 : 3072 + seq_len + 1])
+        assert len(read_trainer_state(tmp_path / f"b{seq_len}/checkpoints/step-00000003").trained) == 2
+    # what is held out again may not grow into it, nor may a third phase forget the first
+    out = run_world(1, _train, phase("c", "a", validation_fraction=0.5))[0]
+    assert "data.validation_fraction: 63 of 127 samples are evaluated; an earlier phase trained on the others" in out["shown"]
+    out = run_world(1, _train, phase("d", "b16", 3, **other | {"validation_fraction": 0.2}))[0]
+    assert f"{key}: 63 of 255 samples are evaluated; an earlier phase trained on the others" in out["shown"]
+    run_world(1, _train, _run(corpora, tmp_path / "all", 0))
+    out = run_world(1, _train, phase("e", "all", **other))[0]
+    assert f"{key}: an earlier phase of the run has trained on all 255 samples" in out["error"]
