@@ -106,6 +106,21 @@ def test_the_page_of_keys_is_the_schemas() -> None:
     assert keys == to_markdown(), "docs/config.md is out of date: run the command at its top"
 
 
+def test_every_phase_of_the_page_can_be_loaded(tmp_path: Path) -> None:
+    """Each is the run file before it with the sections of a block in their place, whole."""
+
+    def sections(text: str) -> dict[str, str]:
+        return {part.split("]")[0]: part for part in re.split(r"(?m)^(?=\[)", text) if part}
+
+    found = sections((EXAMPLES / "quickstart.toml").read_text(encoding="utf-8"))
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "phases.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        found |= sections(block)
+        (tmp_path / "run.toml").write_text("\n".join(found.values()))
+        assert load_config(tmp_path / "run.toml").config.checkpoint.accept_changes
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_names_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
