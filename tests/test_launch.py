@@ -47,6 +47,16 @@ def test_every_rank_learns_what_keeps_any_rank_from_starting(tmp_path: Path) -> 
         assert run_world(3, _meet, tmp_path / name, problems) == [wanted] * 3
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_device_that_is_not_there_is_refused_like_a_wrong_key(ranks: int, tmp_path: Path) -> None:
+    words = [*TINY, *ONE_STAGE, f"launch.nproc_per_node={ranks}", f"training.run_dir={tmp_path / 'run'}"]
+    done = run_command("train", QUICKSTART, *words, "launch.device=cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2
+    assert f"launch.device=cuda needs a CUDA device for each of {ranks} ranks" in done.stderr
+    assert "the run ended early" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def _alone(rank: int, folder: Path) -> str:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
     store = dist.PrefixStore("start", dist.FileStore(str(folder / "meeting"), 2))

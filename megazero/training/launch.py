@@ -61,10 +61,6 @@ T = TypeVar("T")
 Work = Callable[[ResolvedRun, ParallelState], T]  # what each rank does; picklable, as is its result
 
 
-class StartError(RuntimeError):
-    """Some rank cannot start."""
-
-
 # Errors whose text says everything; any other is shown with its traceback.
 _WITHOUT_TRACEBACK = (
     CheckpointError,
@@ -77,7 +73,6 @@ _WITHOUT_TRACEBACK = (
     OutOfMemoryError,
     ScheduleError,
     SpareRankError,
-    StartError,
     StorageError,
 )
 # Files in which ranks that are started here report why they failed.
@@ -140,7 +135,8 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
         if store is not None and LAUNCH_FOLDER not in os.environ and (problems := meet(store, timeout, problem)):
             return refuse(problems)
         if problem is not None:
-            raise StartError(problem)
+            _report(problem, is_cause=True)
+            return Failed(EXIT_REFUSED)
         if store is not None and this_rank() >= run.world_size:
             raise SystemExit(wait_as_spare(store))
         answer = work(run, join_world(run, store))
@@ -228,8 +224,7 @@ def _launch(run: ResolvedRun, work: Work[T], stop: StopRequest | None) -> T | Fa
     try:
         on_cpu = device_type(run.config, count) == "cpu"
     except DeviceError as error:
-        warn(str(error))
-        return Failed()
+        return refuse([str(error)])
     if on_cpu:
         import torch._dynamo  # noqa: F401  every optimizer imports it: once here instead of once per rank
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
