@@ -109,6 +109,23 @@ def test_three_workers_write_the_same_bytes_as_one(tmp_path, shard_bytes):
         assert (tmp_path / f"out1{suffix}").read_bytes() == (tmp_path / f"out3{suffix}").read_bytes()
 
 
+def test_a_folder_stands_for_its_texts_and_not_for_pairs_that_were_written_there(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "model.bin").write_text("a file that is no pair")
+    tokenize_files([tmp_path / "a.txt"], tmp_path / "first", "byte")
+    (tmp_path / "other.tokenizing").mkdir()
+    (tmp_path / "other.tokenizing" / "shard.json").write_text("{}")
+    assert tokenize_files([tmp_path], tmp_path / "second", "byte").documents == 2
+
+
+@pytest.mark.parametrize(("out", "better"), [("new/", "new/corpus"), ("c.bin", "c"), ("c.idx", "c")])
+def test_a_prefix_that_is_none_is_refused_with_one_that_is(tmp_path, out, better):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=rf"write {tmp_path}/{better}$"):
+        tokenize_files([tmp_path / "a.txt"], f"{tmp_path}/{out}", "byte")
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
 def write_parquet(path: Path, texts: list[str], **options) -> Path:
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install 'megazero[data]'")
     import pyarrow

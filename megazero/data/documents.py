@@ -57,7 +57,8 @@ def find_files(
     """The files that inputs stand for, what among them cannot be read, and how many hidden names were passed over.
 
     Args:
-        inputs: files and directories; a directory stands for its files in sorted order, without names that start with a dot.
+        inputs: files and directories; a directory stands for its files in sorted order, without names that start with a dot
+            and without what `tokenize_files` has written: whole pairs with their identity, and folders of shards.
         without: paths to pass over.
 
     Raises:
@@ -82,8 +83,9 @@ def find_files(
             links = [Path(folder, name) for name in names if Path(folder, name).is_symlink()]
             why = "a link to a directory, which is not followed; name it as an input to read it"
             problems += [Problem(str(path), -1, why) for path in links]
-            found += [Path(folder, name) for name in inside if not name.startswith(".")]
+            found += [Path(folder, name) for name in _without_pairs(inside) if not name.startswith(".")]
             names[:] = [name for name in names if os.path.abspath(Path(folder, name)) not in own]
+            names[:] = [name for name in names if not name.endswith(".tokenizing")]
         files += sorted(path for path in found if os.path.abspath(path) not in own)
     if not files and not problems:
         raise FileNotFoundError(f"no files to tokenize in {[os.fspath(entry) for entry in inputs]}")
@@ -92,6 +94,15 @@ def find_files(
             if importlib.util.find_spec(package) is None:
                 raise ModuleNotFoundError(f"{path} needs the package {package}: pip install 'megazero[data]'")
     return files, problems, hidden
+
+
+def _without_pairs(names: Sequence[str]) -> list[str]:
+    """The names of a folder's files that are not of a `.bin`/`.idx` pair of tokens."""
+    found = {*names}
+    pairs = [name.removesuffix(".idx") for name in names if name.endswith(".idx")]
+    pairs = [prefix for prefix in pairs if f"{prefix}.bin" in found]
+    ours = {f"{prefix}{suffix}" for prefix in pairs for suffix in (".bin", ".idx", ".identity.json")}
+    return [name for name in names if name not in ours]
 
 
 def cut_into_pieces(files: Sequence[Path], piece_bytes: int) -> tuple[list[Piece], list[Problem]]:

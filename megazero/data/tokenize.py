@@ -127,11 +127,16 @@ def tokenize_files(
         FileNotFoundError: an input does not exist.
         FileExistsError: the pair or a file under one of its names exists, or another process is writing it.
         ModuleNotFoundError: a file needs a package that is not installed.
-        ValueError: files or documents that cannot be read, a file that changes meanwhile, or no text at all.
+        ValueError: a prefix that is none, files or documents that cannot be read, a file that changes meanwhile, or no text at
+            all.
         RuntimeError: a worker died.
     """
     if workers < 1:
         raise ValueError(f"workers={workers}; at least 1 process has to do the work")
+    prefix = os.fspath(out_prefix)
+    if prefix.endswith(("/", ".bin", ".idx")):
+        better = f"{prefix}corpus" if prefix.endswith("/") else prefix[:-4]
+        raise ValueError(f"{prefix} must be the path of the pair without .bin or .idx; write {better}")
     began = time.monotonic()
     encoder = load_tokenizer(os.fspath(tokenizer), eod_token)
     dtype, folder = token_dtype(encoder.vocab_size), Path(f"{os.fspath(out_prefix)}.tokenizing")
