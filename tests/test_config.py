@@ -361,12 +361,13 @@ def test_the_order_names_every_axis_once(write, order):
             "zero.shard_group_size=2 zero.stage=0",
             2,
             "zero.shard_group_size = 2: must be 0 where zero.stage = 0: it has no effect where nothing is sharded; "
-            "write 0, or zero.stage = 1 or 2 or 3",
+            "leave it out or write 0, or zero.stage = 1 or 2 or 3",
         ),
         (
             "zero.persistent_elements=9 zero.stage=2",
             1,
-            "zero.persistent_elements = 9: must be 0 where zero.stage = 2: only stage 3 gathers parameters; write 0, or",
+            "zero.persistent_elements = 9: must be 0 where zero.stage = 2: only stage 3 gathers parameters; "
+            "leave it out or write 0, or",
         ),
         (
             "zero.offload.parameters=cpu",
@@ -402,7 +403,7 @@ def test_the_order_names_every_axis_once(write, order):
             "precision.loss_scale=128",
             1,
             'precision.loss_scale = 128.0: must be 0.0 where precision.dtype = "bf16": only fp16 scales the loss; '
-            'write 0.0, or precision.dtype = "fp16"',
+            'leave it out or write 0.0, or precision.dtype = "fp16"',
         ),
         (
             "precision.dtype=fp16 precision.min_loss_scale=9 precision.initial_scale_power=3",
@@ -413,7 +414,7 @@ def test_the_order_names_every_axis_once(write, order):
             "optimizer.momentum=0.9",
             1,
             'optimizer.momentum = 0.9: must be 0.0 where optimizer.name = "adamw": it does not read this key; '
-            'write 0.0, or optimizer.name = "sgd"',
+            'leave it out or write 0.0, or optimizer.name = "sgd"',
         ),
         ("parallel.tp=2 parallel.pp=3", 8, "world_size = 8: must be divisible by tp*pp=6; the nearest are 6 and 12"),
         (

@@ -122,8 +122,8 @@ def _conditions_of_set_keys(config: RunConfig) -> Iterator[tuple[str, Any, objec
 
 
 def _refused(key: str, value: object, default: object, condition: ActsWhere, where: str, config: RunConfig) -> Problem:
-    hint = "leave it out" if default == () else f"write {toml_value(default)}"
     values, other = condition.values_in(config), condition.keys.split()[0]
+    hint = "leave it out" + ("" if default == () else f" or write {toml_value(default)}")
     hint += f", or leave {other} out" if values == (None,) else f", or {other} = {' or '.join(map(_written, values))}"
     rule = f"must be {_written(default)} where {where}: {condition.why}"
     return Problem(key, value, rule, hint)
