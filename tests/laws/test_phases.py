@@ -321,7 +321,10 @@ def test_what_any_phase_has_trained_on_is_not_evaluated_in_a_later_one(corpora: 
         assert len(read_trainer_state(tmp_path / f"b{seq_len}/checkpoints/step-00000003").trained) == 2
     # what is held out again may not grow into it, nor may a third phase forget the first
     out = run_world(1, _train, phase("c", "a", validation_fraction=0.5))[0]
-    assert "data.validation_fraction: 63 of 127 samples are evaluated; an earlier phase trained on the others" in out["shown"]
+    assert (
+        "data.validation_fraction: 63 of 127 samples are evaluated; an earlier phase trained on the others"
+        in out["shown"]
+    )
     out = run_world(1, _train, phase("d", "b16", 3, **other | {"validation_fraction": 0.2}))[0]
     assert f"{key}: 63 of 255 samples are evaluated; an earlier phase trained on the others" in out["shown"]
     run_world(1, _train, _run(corpora, tmp_path / "all", 0))
