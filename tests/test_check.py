@@ -54,10 +54,14 @@ def test_the_command_says_what_64_gpus_would_do() -> None:
     gib = float(re.search(r"([0-9.]+) GiB of model state on a rank", told)[1])  # type: ignore[index]
     assert gib == pytest.approx((6 + 12 / 32) * 6.738e9 / 2 / 2**30, rel=1e-3)
     assert "not on this machine, not checked: data/tokenizer.json, data/corpus" in told
-    assert "can run on 64 ranks" in told
+    assert told.endswith("can run on 64 ranks, if what was not checked is there\n")
+    wide = megazero("check", QUICKSTART, "--world-size", "64").stdout
+    assert wide.endswith("can run on 64 ranks\n")
+    assert "nproc_per_node" not in wide
     alone = megazero("check", ROOT / "examples" / "llama_70b_512gpu.toml")
     assert alone.returncode == 2
-    assert "start the ranks with torchrun" in alone.stderr
+    assert "torchrun" not in alone.stderr
+    assert "say --world-size 32, or as many as there are" in alone.stderr
     assert "nproc_per_node = 32" not in alone.stderr
 
 
@@ -126,8 +130,28 @@ def test_the_data_line_counts_samples_and_epochs(corpus: Path) -> None:
     assert few[0] == f"{corpus}: 106 samples to train on, 1 for evaluation"
     assert few[1] == "tokenizer byte: 257 ids, of 257 rows"
     assert len(few) == 2
+    phases = "checkpoint.accept_changes=['data']"
+    assert len(_lines(f"data.sources=['{corpus}']", "training.steps=100", phases)["data"]) == 2
     many = _lines(f"data.sources=['{corpus}']", "training.steps=100")["data"]
     assert many[2].startswith(f"data.sources: {corpus} is read {800 / 106:.1f} times by the run's 800 samples")
+
+
+def test_validation_sources_and_a_checkpoint_to_resume_are_looked_at_too(tmp_path: Path, corpus: Path) -> None:
+    copy = tmp_path / "copy"
+    for suffix in (".bin", ".idx"):
+        copy.with_suffix(suffix).write_bytes(corpus.with_suffix(suffix).read_bytes())
+    sources, named = f"data.sources=['{corpus}']", "data.validation_sources=[{{path='{}',name='v',every_steps=1}}]"
+    assert _lines(sources, named.format(copy))["data"][2] == "v: 1 samples for evaluation"
+    (told,) = _problems(sources, named.format(copy), "data.validation_fraction=0")
+    assert told.startswith(f'data.validation_sources = "{copy}": must not hold the tokens of one of data.sources')
+    (tmp_path / "cut.idx").write_bytes(corpus.with_suffix(".idx").read_bytes())
+    (tmp_path / "cut.bin").write_bytes(corpus.with_suffix(".bin").read_bytes()[:-2])
+    (told,) = _problems(sources, named.format(tmp_path / "cut"))
+    assert told.startswith(f'data.validation_sources = "{tmp_path / "cut"}": cannot be used')
+    (line,) = _lines(sources, named.format(tmp_path / "none"))["data"]
+    assert line == f"not on this machine, not checked: {tmp_path / 'none'}"
+    (told,) = _problems(sources, f"checkpoint.resume={tmp_path / 'step-00000001'}")
+    assert told.startswith(f'checkpoint.resume = "{tmp_path / "step-00000001"}": must be a complete checkpoint')
 
 
 def test_a_schedule_file_is_proved_and_must_be_for_this_run(tmp_path: Path) -> None:

@@ -378,6 +378,9 @@ def test_a_callback_or_an_extension_that_does_not_exist_ends_the_command_before_
     assert (
         'training.callbacks = "mien": must be the name of a registered callback; registered are mine' in unknown.stderr
     )
+    both = megazero("train", QUICKSTART, *words, "training.step=3", "zero.gather_policy=step")
+    assert both.returncode == 2
+    assert all(key in both.stderr for key in ("training.callbacks", "training.step =", "zero.gather_policy"))
     script.write_text("\n1 / 0\n")
     broken = megazero("train", QUICKSTART, *words, f'launch.extensions=["{script}", "no_such_module"]')
     assert broken.returncode == 2

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
-from megazero.settings import without_passwords
+from megazero.settings import Problem, without_passwords
+
+if TYPE_CHECKING:
+    from megazero.config import RunConfig
+    from megazero.config.rules import Rule
 
 EXIT_CONFIG = 2
 
@@ -27,6 +31,20 @@ def load_extensions(names: list[str] | None) -> None:
 
     if problems := import_extensions(names):
         raise ConfigError([replace(problem, key="--extension") for problem in problems], "the command")
+
+
+def callback_rule() -> Rule:
+    """What is wrong with the names in `training.callbacks`; torch is loaded only where there are some."""
+    from megazero.config.rules import Rule
+
+    def problems(config: RunConfig, _: int) -> list[Problem]:
+        if not config.training.callbacks:
+            return []
+        from megazero.training.callbacks.registry import name_problems
+
+        return name_problems(config.training)
+
+    return Rule(("training.callbacks", "launch.extensions"), problems)
 
 
 def print_table(table: Table) -> None:

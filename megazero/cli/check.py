@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from megazero.cli._common import EXIT_CONFIG
+from megazero.cli._common import EXIT_CONFIG, callback_rule
 
 
 def check(
@@ -22,16 +22,14 @@ def check(
 ) -> None:
     """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
     from megazero.config import ConfigError, load_config
-    from megazero.config.rules import Rule
-    from megazero.tools.check import FILE_RULES, describe
-    from megazero.training.callbacks.registry import name_problems
+    from megazero.tools.check import FILE_RULES, describe, not_here
 
-    callbacks = Rule(("training.callbacks", "launch.extensions"), lambda run, _: name_problems(run.training))
     try:
-        run = load_config(config, overrides or [], world_size, rules=(callbacks, *FILE_RULES))
+        run = load_config(config, overrides or [], world_size, rules=(callback_rule(), *FILE_RULES), is_plan=True)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(EXIT_CONFIG) from None
     for subject, text in describe(run, min(nproc_per_node, run.world_size)):
         print(f"{subject:<9} {text}")
-    print(f"{os.fspath(config)} can run on {run.world_size} ranks")
+    condition = ", if what was not checked is there" if not_here(run.config) else ""
+    print(f"{os.fspath(config)} can run on {run.world_size} ranks{condition}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megazero.cli._common import EXIT_CONFIG
+from megazero.cli._common import EXIT_CONFIG, callback_rule
 
 if TYPE_CHECKING:
     from megazero.config import ResolvedRun
@@ -33,10 +33,7 @@ def train(
 
     world = os.environ.get("WORLD_SIZE")
     try:
-        run = load_config(config, overrides or [], int(world) if world else None)
-        from megazero.training.callbacks.registry import check_names
-
-        check_names(run.config.training)
+        run = load_config(config, overrides or [], int(world) if world else None, rules=[callback_rule()])
     except ConfigError as error:
         if world is None:  # torch is not loaded yet
             warn(str(error))

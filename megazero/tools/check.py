@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from megazero.checkpoint.folder import folder_at
+from megazero.checkpoint.index import is_complete
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.derive import batch_sizes, cache_directory
 from megazero.config.rules import BATCH, WORLD, Rule
@@ -37,7 +39,7 @@ from megazero.tools.memory_report import formula_of
 def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
     """The tokenizer is one, and the model has a row for each of its ids."""
     name, rows = config.data.tokenizer, config.model.vocab_size
-    if name in _missing(config):
+    if name in not_here(config):
         return
     try:
         ids = load_tokenizer(name).vocab_size
@@ -49,16 +51,33 @@ def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _source_problems(config: RunConfig, _: int) -> Iterator[Problem]:
-    """Every source that is here can be read by this model, one by one."""
-    missing = _missing(config)
+    """Every source that is here, to train on or to evaluate, can be read by this model, one by one."""
+    missing = not_here(config)
     if config.data.tokenizer in missing or any(_tokenizer_problems(config, 1)):
         return
-    for source in config.data.sources:
-        if source.path not in missing:
-            try:
-                _open(config, [(source.path, source.weight)])
-            except (ValueError, OSError) as error:
-                yield Problem("data.sources", source.path, "cannot be used", str(error))
+    data = config.data
+    trained, contents = {source.path for source in data.sources if source.path not in missing}, set[str]()
+    for path in trained:
+        try:
+            contents |= {*_open(config, [(path, 1.0)]).contents.values()}
+        except (ValueError, OSError) as error:
+            yield Problem("data.sources", path, "cannot be used", str(error))
+    for path in {source.path for source in data.validation_sources} - {*trained, *missing}:
+        try:
+            found = _open(config, [(path, 1.0)], 0.0).contents[path]
+        except (ValueError, OSError) as error:
+            yield Problem("data.validation_sources", path, "cannot be used", str(error))
+            continue
+        if found in contents and not data.validation_fraction:
+            rule = "must not hold the tokens of one of data.sources where data.validation_fraction = 0"
+            yield Problem("data.validation_sources", path, rule, "set it, or leave the source out")
+
+
+def _resume_problems(config: RunConfig, _: int) -> Iterator[Problem]:
+    wish = config.checkpoint.resume
+    if wish not in ("auto", "never") and "://" not in wish and not is_complete(folder_at(wish)):
+        rule = "must be a complete checkpoint, a directory with a manifest.json"
+        yield Problem("checkpoint.resume", wish, rule, "write auto, or the directory of a step")
 
 
 def _schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
@@ -87,27 +106,33 @@ def _schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
 _OF_DATA = ("data.tokenizer", "data.cache_dir", "model.vocab_size")
 FILE_RULES = (
     Rule(_OF_DATA, _tokenizer_problems),
-    Rule((*_OF_DATA, "data.sources", "data.validation_fraction", "model.seq_len"), _source_problems),
+    Rule(
+        (*_OF_DATA, "data.sources", "data.validation_sources", "data.validation_fraction", "model.seq_len"),
+        _source_problems,
+    ),
+    Rule(("checkpoint.resume",), _resume_problems),
     Rule((*WORLD, *BATCH, "parallel.schedule_file", "parallel.schedule_placement"), _schedule_problems),
 )
 
 
-def _missing(config: RunConfig) -> list[str]:
-    """Give the tokenizer and the sources that are not on this machine."""
-    tokenizer, sources = config.data.tokenizer, dict.fromkeys(source.path for source in config.data.sources)
+def not_here(config: RunConfig) -> list[str]:
+    """The tokenizer and the sources, to train on and to evaluate, that are not on this machine."""
+    data, tokenizer = config.data, config.data.tokenizer
+    sources = dict.fromkeys([*(one.path for one in data.sources), *(one.path for one in data.validation_sources)])
     missing = [
         name for name in sources if name != PYTHON_STDLIB and not all(path.exists() for path in pair_paths(name))
     ]
     return missing if tokenizer == "byte" or Path(tokenizer).exists() else [tokenizer, *missing]
 
 
-def _open(config: RunConfig, sources: list[tuple[str, float]]) -> Corpus:
+def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fraction: float | None = None) -> Corpus:
+    fraction = config.data.validation_fraction if validation_fraction is None else validation_fraction
     return open_corpus(
         sources,
         tokenizer=config.data.tokenizer,
         seq_len=config.model.seq_len,
         seed=config.training.seed,
-        validation_fraction=config.data.validation_fraction,
+        validation_fraction=fraction,
         cache_dir=cache_directory(config.data),
         vocab_size=config.model.vocab_size,
         eod_token=config.data.eod_token,
@@ -221,7 +246,7 @@ def _bytes(count: float) -> str:
 def _data(run: ResolvedRun) -> Iterator[str]:
     config = run.config
     sources = [(source.path, source.weight) for source in config.data.sources]
-    if missing := _missing(config):
+    if missing := not_here(config):
         yield f"not on this machine, not checked: {', '.join(missing)}"
         return
     corpus = _open(config, sources)
@@ -230,4 +255,8 @@ def _data(run: ResolvedRun) -> Iterator[str]:
     names = [name for name, _ in sources]
     yield f"{', '.join(names)}: {corpus.train.num_windows:,} samples to train on{held_out}"
     yield f"tokenizer {config.data.tokenizer}: {ids:,} ids, of {config.model.vocab_size:,} rows"
-    yield from repeats(names, corpus.train, config.training.steps * run.global_batch_size)
+    for source in config.data.validation_sources:
+        stream = _open(config, [(source.path, 1.0)], 0.0).train.in_order().behind(corpus.train.ends())
+        yield f"{source.label}: {len(stream) if stream else 0:,} samples for evaluation"
+    if not config.checkpoint.accept_changes:  # else a phase may begin: its samples are known where it does
+        yield from repeats(names, corpus.train, config.training.steps * run.global_batch_size)
