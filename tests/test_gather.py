@@ -786,6 +786,23 @@ class _Forces(_Chain):
         return super().forward(x.detach() + force)
 
 
+class _Conjugate(nn.Module):
+    """A complex weight, kept as pairs, of which the conjugate and its imaginary part are used: torch only notes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        conjugate = torch.view_as_complex(self.weight).conj()
+        return torch.fft.ifft(torch.fft.fft(x) * conjugate).real + torch.tanh(x * conjugate.imag)
+
+
+class _Conjugates(_Chain):
+    def __init__(self) -> None:
+        super().__init__(_Conjugate)
+
+
 UNFOLLOWED = [
     _Results,
     _ViewsActivated,
@@ -797,6 +814,7 @@ UNFOLLOWED = [
     _SavedElsewhere,
     _CallOneAnother,
     _Forces,
+    _Conjugates,
 ]
 
 

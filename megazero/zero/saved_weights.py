@@ -29,6 +29,8 @@ class _SavedWeight(NamedTuple):
     size: Sequence[int]
     stride: Sequence[int]
     offset: int
+    conjugated: bool  # what torch notes beside the numbers in memory
+    negated: bool
 
 
 class SavingForward:
@@ -89,7 +91,10 @@ class SavingForward:
                 "ZeRO stage 3 a module's weights are there only within its forward; keep a copy (weight.clone()) instead"
             )
         offset = int(tensor.storage_offset())
-        return _SavedWeight(bucket, self._gatherer.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        lies = tensor.size(), tensor.stride(), offset
+        return _SavedWeight(
+            bucket, self._gatherer.generation, tensor.dtype, *lies, conjugated=tensor.is_conj(), negated=tensor.is_neg()
+        )
 
     def _weight_of(self, saved: _SavedWeight) -> Tensor:
         """The weights that were saved, gathered again if necessary.  Raises: RuntimeError: they have changed."""
@@ -104,4 +109,6 @@ class SavingForward:
             self._gatherer.unshard(bucket)  # of a unit around this one
         self._gatherer.wait_for_unshard(bucket)
         weight = bucket.weights.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        weight = torch._conj(weight) if saved.conjugated else weight
+        weight = torch._neg_view(weight) if saved.negated else weight
         return weight.clone() if torch.is_grad_enabled() else weight  # autograd saves it once more if it may
