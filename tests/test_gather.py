@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import zero_worlds
 from harness import run_world
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from zero_worlds import (
     CLOSE,
@@ -803,6 +804,18 @@ class _Conjugates(_Chain):
         super().__init__(_Conjugate)
 
 
+class _ForwardMode(_Chain):
+    """The slope along a direction is in the loss, differentiated forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            y = forward_ad.make_dual(x, torch.ones_like(x))
+            for block in self.blocks:
+                y = block(y)
+            y, slope = forward_ad.unpack_dual(y)
+        return y.square().mean() + slope.square().mean()
+
+
 UNFOLLOWED = [
     _Results,
     _ViewsActivated,
@@ -815,6 +828,7 @@ UNFOLLOWED = [
     _CallOneAnother,
     _Forces,
     _Conjugates,
+    _ForwardMode,
 ]
 
 

@@ -100,13 +100,12 @@ class BucketGatherer:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in a gather buffer."""
-        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._buffer_bytes
+        return _address_of(tensor) in self._buffer_bytes
 
     def bucket_at(self, tensor: Tensor) -> Bucket | None:
         """The bucket that the buffer in which a tensor lies holds now; None if the tensor lies in none."""
-        if tensor.layout is not torch.strided:
-            return None
-        return self._gathered.get(tensor.untyped_storage().data_ptr())
+        address = _address_of(tensor)
+        return None if address is None else self._gathered.get(address)
 
     def is_unsharded(self, bucket: Bucket) -> bool:
         """Whether a bucket's buffer holds its weights, or a gather that brings them is under way."""
@@ -183,6 +182,13 @@ class BucketGatherer:
         copy, staging = self._reading.pop(bucket)
         copy.wait()
         return staging[: bucket.weight_shard.numel], staging
+
+
+def _address_of(tensor: Tensor) -> int | None:
+    """Where a tensor's memory begins; None if it has none, like the zeros of forward-mode differentiation."""
+    if tensor.layout is not torch.strided or tensor._is_zerotensor() or not torch._C._has_storage(tensor):
+        return None
+    return tensor.untyped_storage().data_ptr()
 
 
 def _is_on_device(bucket: Bucket) -> bool:
