@@ -816,6 +816,16 @@ class _ForwardMode(_Chain):
         return y.square().mean() + slope.square().mean()
 
 
+class _OthersWeights(_Chain):
+    """A block runs with weights made of another one's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        weights = {name: 0.5 * weight for name, weight in self.blocks[1].named_parameters()}
+        x = torch.func.functional_call(self.blocks[2], weights, (x,))
+        return self.blocks[4](self.blocks[3](self.blocks[2](x))).square().mean()
+
+
 UNFOLLOWED = [
     _Results,
     _ViewsActivated,
@@ -829,6 +839,7 @@ UNFOLLOWED = [
     _Forces,
     _Conjugates,
     _ForwardMode,
+    _OthersWeights,
 ]
 
 

@@ -329,8 +329,9 @@ class UnitGatherer:
 
     def reshard(self, index: int) -> None:
         """Hide a unit's weights from its modules; another unit may take their buffers."""
-        for part, key, _, proxy in self._attributes[index]:
-            part._parameters[key] = proxy
+        for part, key, parameter, proxy in self._attributes[index]:
+            if part._parameters[key] is parameter:
+                part._parameters[key] = proxy
 
     def _visit(self, direction: str, index: int) -> None:
         self.wait_for_unshard(index)
@@ -340,8 +341,9 @@ class UnitGatherer:
     def _before_forward(self, index: int) -> Any:  # a function, since a deep copy of the module must not copy `self`
         def hook(module: nn.Module, args: Any) -> None:
             self._visit("forward" if torch.is_grad_enabled() else "evaluation", index)
-            for part, key, parameter, _ in self._attributes[index]:
-                part._parameters[key] = parameter
+            for part, key, parameter, proxy in self._attributes[index]:
+                if part._parameters[key] is proxy:  # else a script has put a tensor of its own there (functional_call)
+                    part._parameters[key] = parameter
             bring = partial(self._visit, "backward", index)
             saving = SavingForward(self._gatherer, self._owner, bring) if self._shares[index] else None
             self._running.append((index, saving))
