@@ -826,6 +826,16 @@ class _OthersWeights(_Chain):
         return self.blocks[4](self.blocks[3](self.blocks[2](x))).square().mean()
 
 
+class _GradientNorm(_Chain):
+    """The gradient of a block's weights is in the loss (GradNorm, Chen et al. 2018)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        weights = list(self.blocks[2].parameters())
+        gradients = torch.autograd.grad(y, weights, create_graph=True, allow_unused=True)
+        return y + 0.1 * sum(one.square().sum() for one in gradients if one is not None)
+
+
 UNFOLLOWED = [
     _Results,
     _ViewsActivated,
@@ -840,6 +850,7 @@ UNFOLLOWED = [
     _Conjugates,
     _ForwardMode,
     _OthersWeights,
+    _GradientNorm,
 ]
 
 

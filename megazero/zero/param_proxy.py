@@ -65,6 +65,8 @@ class UngatheredParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if func is torch.autograd.grad:  # the parameter is what a graph knows
+            return func(*_pytree.tree_map(_known, args), **_pytree.tree_map(_known, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             field = func.__self__.__name__ if name == "__get__" else None
             asks_type = name == "type" and len(args) + len(kwargs) == 1  # with a dtype it converts the values
@@ -141,6 +143,10 @@ def _warn(value: Any) -> None:
             "once more (zero.persistent_elements keeps small ones whole)",
             stacklevel=3,
         )
+
+
+def _known(value: Any) -> Any:
+    return value.stands_for if isinstance(value, UngatheredParameter) else value
 
 
 def _whole(value: Any) -> Any:
