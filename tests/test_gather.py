@@ -582,6 +582,35 @@ def test_a_change_of_an_ungathered_parameter_is_refused_by_name(change: Callable
     run_world(2, law)
 
 
+class _Clamps(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class _Renormalizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, WIDTH, max_norm=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.embed(torch.arange(4))
+
+
+@pytest.mark.parametrize("policy", ["action", "step"])
+@pytest.mark.parametrize("block", [_Clamps, _Renormalizes])
+def test_a_change_of_a_weight_within_its_forward_is_refused_by_name(
+    block: Callable[[], nn.Module], policy: str
+) -> None:
+    def law(rank: int) -> None:
+        sharded = Sharded(seeded(lambda: _Chain(block)), 3, rank, 2, gather_policy=policy)
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.(a|embed)\.weight was changed in place within a forward"):
+            sharded.accumulate([numbers(4, WIDTH)])
+
+    run_world(2, law)
+
+
 def test_the_type_of_an_ungathered_parameter_is_told_and_a_conversion_has_its_values() -> None:
     def law(rank: int) -> None:
         plain = seeded(_Chain)

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -237,6 +237,14 @@ class _VisitHistory:
         return None if visit is None else visit[1]
 
 
+class _Running(NamedTuple):
+    """A forward of a unit that is under way."""
+
+    unit: int
+    saving: SavingForward | None
+    versions: list[int]  # of its parameters when it began
+
+
 class UnitGatherer:
     """Gathers weights into their buffers in time, and hides them from modules at all other times.
 
@@ -258,7 +266,7 @@ class UnitGatherer:
         self._history = _VisitHistory([unit.chunk for unit in units])
         self._buckets: list[list[Bucket]] = []  # of each unit
         self._owner: dict[int, Bucket] = {}  # by identity of a parameter
-        self._running: list[tuple[int, SavingForward | None]] = []  # the forwards under way, outermost first
+        self._running: list[_Running] = []  # the forwards under way, outermost first
         users = Counter(bucket.weights.data_ptr() for bucket in gathered)
         self._shares: list[bool] = []  # whether another unit may take a buffer of this one
         self._attributes: list[list[tuple[nn.Module, str, nn.Parameter, UngatheredParameter]]] = []
@@ -317,7 +325,7 @@ class UnitGatherer:
         following = self._history.next_unit()
         if following is None:
             return
-        running = {index, *(one for one, _ in self._running)}
+        running = {index, *(one.unit for one in self._running)}
         in_use = {bucket.weights.data_ptr() for one in running for bucket in self._buckets[one]}
         for bucket in self._buckets[following]:
             if bucket.weights.data_ptr() not in in_use:
@@ -346,22 +354,35 @@ class UnitGatherer:
                     part._parameters[key] = parameter
             bring = partial(self._visit, "backward", index)
             saving = SavingForward(self._gatherer, self._owner, bring) if self._shares[index] else None
-            self._running.append((index, saving))
+            versions = [parameter._version for _, _, parameter, _ in self._attributes[index]]
+            self._running.append(_Running(index, saving, versions))
 
         return hook
 
     def _after_forward(self, index: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             self.reshard(index)
-            if self._running and self._running[-1][0] == index:  # else it has not begun
-                _, saving = self._running.pop()
-                if saving is not None:
-                    saving.leave()
+            if self._running and self._running[-1].unit == index:  # else it has not begun
+                ended = self._running.pop()
+                if ended.saving is not None:
+                    ended.saving.leave()
                 if self._running:
-                    self.wait_for_unshard(self._running[-1][0])
+                    self.wait_for_unshard(self._running[-1].unit)
+                self._refuse_changes(index, ended.versions)
             return tree_map(partial(self._watch, index, module), output)
 
         return hook
+
+    def _refuse_changes(self, index: int, versions: Sequence[int]) -> None:
+        """Raises: RuntimeError, a forward has changed a weight in place: only its copy in the gather buffer."""
+        for (_, _, parameter, proxy), version in zip(self._attributes[index], versions, strict=True):
+            if parameter._version != version:
+                self.forget()  # what the buffers hold
+                raise RuntimeError(
+                    f"{proxy.label} was changed in place within a forward; its weights are spread over the ranks (ZeRO stage "
+                    "3): the change would be lost. Change a copy, or change it between steps inside `with "
+                    "megazero.zero.gathered_parameters(engine, ...)`"
+                )
 
     def _watch(self, index: int, module: nn.Module, value: Any) -> Any:
         """Gather the unit again when the gradient of this result arrives; see [Note: a unit's own results]."""
