@@ -18,7 +18,7 @@ import zero_worlds
 from harness import run_world
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from zero_worlds import (
     CLOSE,
     Sharded,
@@ -865,6 +865,21 @@ class _GradientNorm(_Chain):
         return y + 0.1 * sum(one.square().sum() for one in gradients if one is not None)
 
 
+def _saves_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _CheckpointedInPart(_Chain):
+    """Recomputation of all but matrix products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            contexts = partial(create_selective_checkpoint_contexts, _saves_products)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        return x.square().mean()
+
+
 UNFOLLOWED = [
     _Results,
     _ViewsActivated,
@@ -880,6 +895,7 @@ UNFOLLOWED = [
     _ForwardMode,
     _OthersWeights,
     _GradientNorm,
+    _CheckpointedInPart,
 ]
 
 

@@ -27,9 +27,9 @@ edge of a pipeline's chunk the schedule knows better and says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from megazero.zero.saved_weights import SavingForward
 from megazero.zero.storage import PendingCopy
 from megazero.zero.units import Unit
 
+P, R = ParamSpec("P"), TypeVar("R")
 Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation" or "backward", unit)
 
 
@@ -71,6 +72,17 @@ def make_gather_buffers(
         buffer = torch.zeros(largest, dtype=policy.dtype, device=policy.device)
         buffers.update({layout.name: buffer[: layout.padded_numel] for layout in members})
     return buffers
+
+
+def _beneath_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Let no dispatch mode of a script see the operations of a gather: a recomputation gathers other things."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            return function(*args, **kwargs)
+
+    return run
 
 
 class BucketGatherer:
@@ -111,6 +123,7 @@ class BucketGatherer:
         """Whether a bucket's buffer holds its weights, or a gather that brings them is under way."""
         return self._gathered.get(bucket.weights.data_ptr()) is bucket
 
+    @_beneath_modes
     def read_ahead(self, bucket: Bucket) -> None:
         """Start copying an offloaded shard to the device."""
         shard = bucket.weight_shard
@@ -118,6 +131,7 @@ class BucketGatherer:
             staging = self._staging.acquire(self._largest_shard, shard.dtype)
             self._reading[bucket] = (shard.start_read(staging[: shard.numel], 0), staging)
 
+    @_beneath_modes
     def unshard(self, bucket: Bucket) -> None:
         """Start gathering a bucket's weights, unless its buffer holds them."""
         if self.is_unsharded(bucket):
@@ -129,6 +143,7 @@ class BucketGatherer:
         label = self._labels[bucket] if self._checks_order else ""
         self._gathering[address] = (all_gather(bucket.weights, shard, self._axis, label), staging)
 
+    @_beneath_modes
     def wait_for_unshard(self, bucket: Bucket) -> None:
         """Wait for the gather into the bucket's buffer, if one is under way."""
         self._wait_for(bucket.weights.data_ptr())
@@ -140,6 +155,7 @@ class BucketGatherer:
             if staging is not None:
                 self._staging.release(staging)
 
+    @_beneath_modes
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
         """A whole copy of one parameter, in memory of its own."""
         flat = torch.empty_like(bucket.weights)
