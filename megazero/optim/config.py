@@ -32,8 +32,7 @@ def _of_optimizers(key: str) -> ActsWhere:
 
 
 def _of_lr_schedules(key: str) -> ActsWhere:
-    why = "it does not read this key"
-    return ActsWhere("lr_schedule.name", lambda run: lr_schedules_reading(key, run.lr_schedule), why)
+    return ActsWhere("lr_schedule.name", lambda _: lr_schedules_reading(key), "it does not read this key")
 
 
 Options = Annotated[tuple[tuple[str, object], ...], BeforeValidator(_pairs), PlainSerializer(dict), Spelling("table")]

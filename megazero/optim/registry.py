@@ -7,7 +7,7 @@ LR_SCHEDULES.register("inverse-sqrt", lambda step, steps, section: (step + 1) **
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from megazero.registry import Registry
 
@@ -29,11 +29,15 @@ OPTIMIZERS: Registry[ElementwiseOptimizer] = Registry(
     "optimizer", {name: f"megazero.optim.optimizers:{name.upper()}" for name in BUILT_IN_KEYS}
 )
 
-_WATCHED_STEPS = 64
-
+# The keys of [lr_schedule] that each of the package's shapes reads, besides warmup_steps.
+LR_SCHEDULE_KEYS: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "linear": ("min_lr_ratio",),
+    "cosine": ("min_lr_ratio",),
+    "wsd": ("min_lr_ratio", "decay_fraction"),
+}
 LR_SCHEDULES: Registry[LrShape] = Registry(
-    "learning-rate schedule",
-    {name: f"megazero.optim.lr_schedule:{name}" for name in ("constant", "linear", "cosine", "wsd")},
+    "learning-rate schedule", {name: f"megazero.optim.lr_schedule:{name}" for name in LR_SCHEDULE_KEYS}
 )
 """(step from 0, steps of the run, section) -> factor on the peak rate; the warm-up is applied to every one of them."""
 
@@ -44,22 +48,6 @@ def optimizers_reading(key: str) -> tuple[str, ...]:
     return tuple(name for name, keys in read.items() if key in keys)
 
 
-def lr_schedules_reading(key: str, section: LrScheduleConfig) -> tuple[str, ...]:
-    """Give the learning-rate schedules that read a key of [lr_schedule], found by watching each over a short run."""
-    return tuple(name for name in LR_SCHEDULES if key in _keys_read(LR_SCHEDULES[name], section))
-
-
-def _keys_read(shape: LrShape, section: LrScheduleConfig) -> set[str]:
-    every, read = set(type(section).model_fields), set[str]()
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            read.update({name} if name in every else every)
-            return getattr(section, name)
-
-    try:
-        for step in range(_WATCHED_STEPS):
-            shape(step, _WATCHED_STEPS, Watched())  # type: ignore[arg-type]
-    except Exception:  # it fails in the run, too, and says there why
-        return every
-    return read
+def lr_schedules_reading(key: str) -> tuple[str, ...]:
+    """Give the learning-rate schedules that read a key of [lr_schedule]; a script's own may read each of them."""
+    return tuple(name for name in LR_SCHEDULES if key in LR_SCHEDULE_KEYS.get(name, (key,)))
