@@ -140,12 +140,12 @@ class TrainingEngine(CheckpointedEngine):
         Raises: NonFiniteError (on every rank, before any weight has changed), LossScaleError, StorageError.
         """
         model = self.sharded_model
-        with self._report.timed("reduce"):
-            model.finish_gradients()
-            measured = sum_over_ranks(model, model.square_sum(), loss_sum, losses)
-        # A script's loss may be infinite while its gradients are finite; only the gradients decide.
-        measured = replace(measured, finite=model.scaler is not None or isfinite(measured.grad_norm))
         try:
+            with self._report.timed("reduce"):
+                model.finish_gradients()
+                measured = sum_over_ranks(model, model.square_sum(), loss_sum, losses)
+            # A script's loss may be infinite while its gradients are finite; only the gradients decide.
+            measured = replace(measured, finite=model.scaler is not None or isfinite(measured.grad_norm))
             self._last_step = check_finite(measured)
             with self._report.timed("step"):
                 changed = model.update(measured.grad_norm, self.config.keys.gradient_clipping)
