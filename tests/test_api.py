@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import RankFailedError, run_world
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -734,6 +735,52 @@ def test_tags_name_checkpoints_and_none_is_overwritten(tmp_path: Path) -> None:
 
 class Secret:
     """Not to be unpickled."""
+
+
+class _Wrapped(Normed):
+    """Its state dict names the parts without the wrapper, and leaves a buffer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = checkpoint_wrapper(self.net)
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+
+def test_buffers_within_a_checkpoint_wrapper_are_saved(tmp_path: Path) -> None:
+    engine = bring(_Wrapped, settings(3))
+    train(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    other = bring(_Wrapped, settings(3))
+    other.module.scratch += 5
+    other.load_checkpoint(tmp_path)
+    for (name, saved), loaded in zip(engine.module.named_buffers(), other.module.buffers(), strict=True):
+        assert torch.equal(saved, loaded) is (name != "scratch"), name
+
+
+class _Counts(Normed):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+
+def test_extra_state_of_a_module_is_refused_by_name(tmp_path: Path) -> None:
+    engine = bring(lambda: nn.Sequential(Normed(), _Counts()), settings(1))
+    refuses(CheckpointError, "module 1 has a get_extra_state", lambda: engine.save_checkpoint(tmp_path))
+
+
+def _frozen_and_undone(rank: int) -> None:
+    for stage in STAGES:
+        plain, engine = bring(Net, settings(stage)), bring(Net, settings(stage))
+        train(plain, range(1))
+        weight = next(engine.module.parameters())
+        weight.requires_grad_(False)
+        refuses(RuntimeError, "is frozen at the end of a step", lambda engine=engine: train(engine, range(1)))
+        weight.requires_grad_(True)
+        train(engine, range(1))
+        assert_equal(engine, plain.module, stage, **EXACT)
+
+
+def test_a_step_after_a_refused_freeze_is_the_plain_one() -> None:
+    run_world(2, _frozen_and_undone)
 
 
 def _unsafe(rank: int, folder: Path) -> None:

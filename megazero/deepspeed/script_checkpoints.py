@@ -123,6 +123,7 @@ class CheckpointedEngine(nn.Module):
         """
         model, state = self.sharded_model, self.parallel_state
         agree(self._check_between_steps, state.world, CheckpointError)
+        agree(self._check_no_extra_state, state.world, CheckpointError)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
         groups = [_plain_settings(group) for group in self.optimizer.param_groups]
@@ -237,6 +238,15 @@ class CheckpointedEngine(nn.Module):
     def _check_between_steps(self) -> None:
         """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""
 
+    def _check_no_extra_state(self) -> None:
+        """Refuse to save without what a module adds to its `state_dict`.  Raises: CheckpointError."""
+        for path, part in self.module.named_modules():
+            if type(part).get_extra_state is not nn.Module.get_extra_state:
+                raise CheckpointError(
+                    f"module {path or type(part).__name__} has a get_extra_state(), which a checkpoint does not hold: keep "
+                    "the state in a buffer, or give it in client_state and remove the method"
+                )
+
     def _check_tag(self, tag: str) -> None:
         tags = gather_objects(tag, self.parallel_state.world)
         if tag in ("", ".", "..", LATEST) or Path(tag).name != tag:
@@ -269,10 +279,12 @@ class CheckpointedEngine(nn.Module):
 
     def _named_buffers(self) -> list[tuple[str, Tensor]]:
         """The persistent buffers."""
-        if next(self.module.buffers(), None) is None:
-            return []  # `state_dict` would gather the weights under stage 3
-        persistent = self.module.state_dict(keep_vars=True).keys()
-        return [(path, buffer) for path, buffer in self.module.named_buffers() if path in persistent]
+        found: dict[int, tuple[str, Tensor]] = {}  # by identity: a shared buffer counts once
+        for path, part in self.module.named_modules():
+            for key, buffer in part._buffers.items():
+                if buffer is not None and key not in part._non_persistent_buffers_set:
+                    found.setdefault(id(buffer), (f"{path}.{key}" if path else key, buffer))
+        return list(found.values())
 
     def _gather_buffers(self) -> dict[str, Tensor]:
         """The buffers of all stages, as the first rank of each stage has them, on every rank."""
