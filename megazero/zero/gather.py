@@ -43,7 +43,8 @@ from megazero.zero.saved_weights import SavingForward
 from megazero.zero.storage import PendingCopy
 from megazero.zero.units import Unit
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation" or "backward", unit)
 
 
@@ -79,7 +80,7 @@ def _beneath_modes(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             return function(*args, **kwargs)
 
     return run
@@ -395,8 +396,8 @@ class UnitGatherer:
             if parameter._version != version:
                 self.forget()  # what the buffers hold
                 raise RuntimeError(
-                    f"{proxy.label} was changed in place within a forward; its weights are spread over the ranks (ZeRO stage "
-                    "3): the change would be lost. Change a copy, or change it between steps inside `with "
+                    f"{proxy.label} was changed in place within a forward; its weights are spread over the ranks (ZeRO "
+                    "stage 3): the change would be lost. Change a copy, or change it between steps inside `with "
                     "megazero.zero.gathered_parameters(engine, ...)`"
                 )
 

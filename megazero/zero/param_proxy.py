@@ -63,7 +63,7 @@ class UngatheredParameter(nn.Parameter):
         return copied
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: PLR0911
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if func is torch.autograd.grad:  # the parameter is what a graph knows
             return func(*_pytree.tree_map(_known, args), **_pytree.tree_map(_known, kwargs))
