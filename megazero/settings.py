@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 # No count of a run comes near it, and below it the search for divisors is short.
 LARGEST_COUNT = 2**40
@@ -36,7 +37,15 @@ PositiveOrZero = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # "~/x" is a path in the home directory, as in a shell
+
+
+def _expanded(path: str) -> str:
+    if "\0" in path:
+        raise PydanticCustomError("path", "be a path without a null byte")
+    return os.path.expanduser(path)
+
+
+PathText = Annotated[Text, AfterValidator(_expanded)]  # "~/x" is a path in the home directory, as in a shell
 
 
 class Section(BaseModel):

@@ -124,7 +124,7 @@ def verified_identity(
     return identity
 
 
-def _locked(path: str, say: Callable[[str], None], poll_seconds: float) -> AbstractContextManager[object]:
+def _locked(path: str, say: Callable[[str], None], poll_seconds: float = 0.05) -> AbstractContextManager[object]:
     """A lock that is held; who waits longer for it says so."""
     from filelock import FileLock, Timeout
 

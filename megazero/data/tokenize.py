@@ -127,8 +127,7 @@ def tokenize_files(
         FileNotFoundError: an input does not exist.
         FileExistsError: the pair or a file under one of its names exists, or another process is writing it.
         ModuleNotFoundError: a file needs a package that is not installed.
-        ValueError: a prefix that is none, files or documents that cannot be read, a file that changes meanwhile, or no text at
-            all.
+        ValueError: a prefix that is none, files or documents that cannot be read, a file that changes meanwhile, or no text.
         RuntimeError: a worker died.
     """
     if workers < 1:
