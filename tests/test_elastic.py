@@ -133,7 +133,7 @@ def test_a_shard_group_that_does_not_divide_dp_is_given_up_with_a_notice() -> No
             {"training": {"global_batch_size": 8, "accumulation": 4}},
             2,
             'training.accumulation = 4: must be "auto" where elastic.enabled = true: it follows dp, which changes; '
-            'write "auto", or elastic.enabled = false',
+            'leave it out or write "auto", or elastic.enabled = false',
         ),
         (
             {"training": {"global_batch_size": 8}, "parallel": {"schedule_file": "a.csv"}},
