@@ -26,8 +26,8 @@ from megazero.checkpoint.index import (
     find_newest,
     is_complete,
     step_folders,
-    to_json,
     versions,
+    write_unfinished,
 )
 from megazero.checkpoint.lease import Lease
 from megazero.checkpoint.save import _prepare
@@ -314,7 +314,7 @@ def test_what_a_killed_save_has_left_is_removed_without_comparing_all_names(
     names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     for name in names:
         (tmp_path / name).touch()
-    folder.write(UNFINISHED, to_json({"files": names}))
+    write_unfinished(folder, names)
     monkeypatch.setattr(LocalFolder, "files", lambda where: [_Name(name) for name in files(where)])
     _prepare(folder, ["model"], [f"00001-of-{count:05d}"], {})
     assert [str(name) for name in files(folder)] == [UNFINISHED]
