@@ -18,9 +18,10 @@ import torch
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import is_complete
 from megazero.config import ConfigError, ResolvedRun, RunConfig
-from megazero.config.derive import batch_sizes, cache_directory
+from megazero.config.corpus import open_sources
+from megazero.config.derive import batch_sizes
 from megazero.config.rules import BATCH, WORLD, Rule
-from megazero.data import Corpus, load_tokenizer, open_corpus
+from megazero.data import Corpus, load_tokenizer
 from megazero.data.corpus import PYTHON_STDLIB, repeats
 from megazero.data.indexed import pair_paths
 from megazero.models.gpt import BuildContext, GPTStage
@@ -126,18 +127,8 @@ def not_here(config: RunConfig) -> list[str]:
 
 
 def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fraction: float | None = None) -> Corpus:
-    fraction = config.data.validation_fraction if validation_fraction is None else validation_fraction
-    return open_corpus(
-        sources,
-        tokenizer=config.data.tokenizer,
-        seq_len=config.model.seq_len,
-        seed=config.training.seed,
-        validation_fraction=fraction,
-        cache_dir=cache_directory(config.data),
-        vocab_size=config.model.vocab_size,
-        eod_token=config.data.eod_token,
-        say=lambda line: print(line, file=sys.stderr, flush=True),  # what follows on stdout may be long in coming
-    )
+    # what follows on stdout may be long in coming
+    return open_sources(config, sources, validation_fraction, lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def describe(run: ResolvedRun, ranks_per_node: int) -> Iterator[tuple[str, str]]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megazero.config import RunConfig
-from megazero.config.derive import cache_directory
-from megazero.data import Corpus, open_corpus
+from megazero.config.corpus import open_sources
+from megazero.data import Corpus
 from megazero.data.sampler import Stream, ValidationStream
 from megazero.engine import BatchShare
 from megazero.layers.cross_entropy import IGNORED_LABEL
@@ -28,12 +28,12 @@ class DataError(ValueError):
 
 def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: None) -> Corpus:
     """The data that a resolved configuration names, as this rank sees it; see `open_corpus` for `say` and the errors."""
-    corpus = _open(config, [(source.path, source.weight) for source in config.data.sources], say=say)
+    corpus = open_sources(config, [(source.path, source.weight) for source in config.data.sources], say=say)
     trained_on = set(corpus.contents.values())  # by content: a source may have several paths
     named: dict[str, ValidationStream] = {}
     contents = dict(corpus.contents)
     for source in config.data.validation_sources:
-        alone = _open(config, [(source.path, 1.0)], 0.0, say)
+        alone = open_sources(config, [(source.path, 1.0)], 0.0, say)
         contents |= alone.contents
         if alone.contents[source.path] in trained_on:
             if not config.data.validation_fraction:
@@ -41,7 +41,7 @@ def open_corpus_of(config: RunConfig, say: Callable[[str], None] = lambda _: Non
                     f"data.validation_sources: {source.path} holds the same tokens as one of data.sources, and "
                     "data.validation_fraction = 0 holds nothing of it out; set it, or leave the source out"
                 )
-            alone = _open(config, [(source.path, 1.0)], config.data.validation_fraction, say)
+            alone = open_sources(config, [(source.path, 1.0)], config.data.validation_fraction, say)
         named[source.label] = alone.validation or alone.train.in_order()
     return replace(corpus, contents=contents, named_validation=named)
 
@@ -77,27 +77,7 @@ def fingerprint_of(config: RunConfig, seq_len: int) -> str:
     """Of the training data that a resolved configuration names, cut into samples of `seq_len`.  Raises: as above."""
     model = config.model.model_copy(update={"seq_len": seq_len})
     sources = [(source.path, source.weight) for source in config.data.sources]
-    return _open(config.model_copy(update={"model": model}), sources).fingerprint
-
-
-def _open(
-    config: RunConfig,
-    sources: list[tuple[str, float]],
-    validation_fraction: float | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> Corpus:
-    fraction = config.data.validation_fraction if validation_fraction is None else validation_fraction
-    return open_corpus(
-        sources,
-        tokenizer=config.data.tokenizer,
-        seq_len=config.model.seq_len,
-        seed=config.training.seed,
-        validation_fraction=fraction,
-        cache_dir=cache_directory(config.data),
-        vocab_size=config.model.vocab_size,
-        eod_token=config.data.eod_token,
-        say=say,
-    )
+    return open_sources(config.model_copy(update={"model": model}), sources).fingerprint
 
 
 def read_batches(
