@@ -151,6 +151,15 @@ def test_a_lost_rank_is_named(dies: bool, reason: str) -> None:
     assert reason in said
 
 
+def _assert_sums_over(rank: int, wanted: type) -> None:
+    """Two ranks sum over a new axis, whose backend is of this kind."""
+    axis = _axis(rank, 2)
+    got = torch.full((3,), rank + 1.0)
+    all_reduce(got, axis).wait()
+    assert got.tolist() == [3.0] * 3
+    assert isinstance(axis.group.backends["cpu"], wanted)
+
+
 def _apart(rank: int, breaks: str) -> None:
     if breaks == "other machine":
         listen = rendezvous._listen
@@ -169,11 +178,7 @@ def _apart(rank: int, breaks: str) -> None:
             raise ConnectionRefusedError
 
         rendezvous._connections = refused
-    axis = _axis(rank, 2)
-    got = torch.full((3,), rank + 1.0)
-    all_reduce(got, axis).wait()
-    assert got.tolist() == [3.0] * 3
-    assert isinstance(axis.group.backends["cpu"], GlooBackend)
+    _assert_sums_over(rank, GlooBackend)
 
 
 @pytest.mark.parametrize("breaks", ["other machine", "no such system", "no connection"])
@@ -197,11 +202,7 @@ def _with_a_stranger(rank: int) -> bool:
 
     called: list[int] = []
     backend.rendezvous = call_first
-    axis = _axis(rank, 2)
-    got = torch.full((3,), rank + 1.0)
-    all_reduce(got, axis).wait()
-    assert got.tolist() == [3.0] * 3
-    assert isinstance(axis.group.backends["cpu"], SharedMemoryBackend)
+    _assert_sums_over(rank, SharedMemoryBackend)
     return called == [0] if rank == 1 else True
 
 

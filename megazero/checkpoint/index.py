@@ -29,6 +29,7 @@ import torch
 import xxhash
 
 from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at, partial_of
+from megazero.data.sealed import seal
 
 FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
@@ -271,7 +272,7 @@ def note_val_loss(folder: Folder, val_loss: float) -> None:
 
 
 def _note(val_loss: float) -> bytes:
-    return to_json({"val_loss": val_loss, "checksum": xxhash.xxh3_128_hexdigest(json.dumps(val_loss).encode())})
+    return to_json(seal({"val_loss": val_loss}))
 
 
 def val_loss_of(folder: Folder) -> float | None:

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, and how an error or a table is printed."""
+"""What the commands share: how an error or a table is printed, and what a run file is checked for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from megazero.settings import Problem, without_passwords
 if TYPE_CHECKING:
     from megazero.config import RunConfig
     from megazero.config.rules import Rule
-
-EXIT_CONFIG = 2
 
 
 def fail(message: str, status: int) -> NoReturn:

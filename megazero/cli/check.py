@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from megazero.cli._common import EXIT_CONFIG, callback_rule
+from megazero.cli._common import callback_rule
+from megazero.training.signals import EXIT_REFUSED
 
 
 def check(
@@ -28,7 +29,7 @@ def check(
         run = load_config(config, overrides or [], world_size, rules=(callback_rule(), *FILE_RULES), is_plan=True)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        raise SystemExit(EXIT_CONFIG) from None
+        raise SystemExit(EXIT_REFUSED) from None
     for subject, text in describe(run, min(nproc_per_node, run.world_size)):
         print(f"{subject:<9} {text}")
     condition = ", if what was not checked is there" if not_here(run.config) else ""

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from megazero.cli._common import EXIT_CONFIG
+from megazero.training.signals import EXIT_REFUSED
 
 
 def memory_report(
@@ -47,7 +47,7 @@ def memory_report(
     except (ConfigError, ValueError, OSError) as error:
         if prints:
             print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(EXIT_CONFIG) from None
+        raise SystemExit(EXIT_REFUSED) from None
     work = partial(measure, runs=runs, steps=steps, iterations=iterations)
     report = run_ranks(next(iter(runs.values())), work)
     if isinstance(report, Failed):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from megazero.cli._common import EXIT_CONFIG, fail, load_extensions, print_table
+from megazero.cli._common import fail, load_extensions, print_table
+from megazero.training.signals import EXIT_REFUSED
 
 if TYPE_CHECKING:
     from megazero.schedules.action import Schedule
@@ -64,7 +65,7 @@ def show(
             width = max(shutil.get_terminal_size(fallback=(100, 24)).columns, MIN_WIDTH)
             print(draw_text(timeline, width, colour))
     except (ValueError, OSError) as error:
-        fail(str(error), EXIT_CONFIG)
+        fail(str(error), EXIT_REFUSED)
     if compare:
         _print_comparison(pp, microbatches, virtual_stages, times, shown if file else None)
     try:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megazero.cli._common import EXIT_CONFIG, callback_rule
+from megazero.cli._common import callback_rule
+from megazero.training.signals import EXIT_REFUSED, EXIT_STOPPED, StopRequest
 
 if TYPE_CHECKING:
     from megazero.config import ResolvedRun
@@ -25,7 +26,6 @@ def train(
 ) -> None:
     """Train a GPT.  Joins torchrun where it started this process; otherwise starts launch.nproc_per_node ranks itself."""
     from megazero.terminal import Terminal, drain, warn
-    from megazero.training.signals import EXIT_STOPPED, StopRequest
 
     stop = StopRequest()
     stop.listen()  # from here on: torch takes seconds to load
@@ -37,7 +37,7 @@ def train(
     except ConfigError as error:
         if world is None:  # torch is not loaded yet
             warn(str(error))
-            raise SystemExit(EXIT_CONFIG) from None
+            raise SystemExit(EXIT_REFUSED) from None
         from megazero.training.launch import tell_others
 
         raise SystemExit(tell_others(str(error)).status) from None
@@ -47,7 +47,7 @@ def train(
     stop.close()
     is_first = os.environ.get("RANK", "0") == "0"
     if isinstance(summary, Failed):
-        if is_first and summary.status != EXIT_CONFIG:
+        if is_first and summary.status != EXIT_REFUSED:
             warn(_failure(run, summary.has_cause))
         leave_at_once(summary.status)
     if is_first:
