@@ -62,11 +62,10 @@ def check_labels(labels: Mapping[int, bytes], expected: bytes) -> None:
 
 def place_shard(out: Tensor, shard: Tensor, axis: Axis) -> list[Tensor]:
     """Copy this rank's shard to its position in the result of an all-gather.  Returns: all positions by rank, 1-D."""
-    shard = shard.detach()
-    shards = [one.view(-1) for one in out.detach().view(axis.size, *shard.shape).unbind(0)]
+    shards = list(out.detach().view(axis.size, shard.numel()).unbind(0))
     mine = shards[axis.index]
     if mine.data_ptr() != shard.data_ptr():
-        mine.copy_(shard.view(-1))
+        mine.copy_(shard.detach().view(-1))
     return shards
 
 
@@ -96,13 +95,17 @@ class Channel:
         self._timeout, self._poller = timeout_seconds, poller
         wholes = [torch.frombuffer(area, dtype=torch.uint8) for area in self._areas]
         self._halves = [[whole[half * _LABELLED_BYTES :][:HALF_BYTES] for whole in wholes] for half in range(2)]
+        self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._half = 0
         self._started: deque[_Operation] = deque()
         poller.add(self._progress, self.peers)
 
     def areas(self, dtype: torch.dtype) -> list[Tensor]:
         """Every rank's half of this round, 1-D."""
-        return [half.view(dtype) for half in self._halves[self._half]]
+        key = self._half, dtype
+        if key not in self._views:
+            self._views[key] = [half.view(dtype) for half in self._halves[self._half]]
+        return self._views[key]
 
     def start(self, label: str, rounds: Rounds) -> Wait:
         """Start an operation; if no other is under way, its first round is written at once.
@@ -119,6 +122,7 @@ class Channel:
         for peer in self.peers:
             peer.close()
         self.peers, self._areas, self._halves = [], [], []
+        self._views.clear()
         self._started.clear()
 
     def _finish(self, operation: _Operation) -> None:
@@ -142,7 +146,8 @@ class Channel:
                     return
                 for peer in self.peers:
                     peer.signals -= 1
-                check_labels({at: bytes(area[self._label]) for at, area in enumerate(self._areas)}, first.label)
+                label = self._label
+                check_labels({at: area[label] for at, area in enumerate(self._areas)}, first.label)
                 self._half = 1 - self._half  # an operation still reads the areas that it asked for before
             first.has_begun = True
             try:
@@ -200,11 +205,17 @@ def _label(operation: str, tensor: Tensor, axis: Axis, what: str = "") -> str:
     return f"{operation} of {what}{', ' if what else ''}{tensor.numel()} {tensor.dtype} over {axis.name}"
 
 
+def _pieces(elements: int, longest: int) -> list[slice]:
+    """What a round carries, of a tensor that is longer than an area."""
+    return [slice(start, min(start + longest, elements)) for start in range(0, elements, longest)]
+
+
 def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Rounds:
     """Replace a 1-D tensor by its combination over all ranks."""
     me = channel.index
-    for piece in flat.split(HALF_BYTES // flat.element_size()):
-        areas = [area[: len(piece)] for area in channel.areas(flat.dtype)]
+    for at in _pieces(flat.numel(), HALF_BYTES // flat.element_size()):
+        piece, mine = flat[at], slice(at.stop - at.start)
+        areas = [area[mine] for area in channel.areas(flat.dtype)]
         areas[me].copy_(piece)
         yield
         if channel.size == 2 or piece.nbytes <= _ONE_ROUND_BYTES:
@@ -212,7 +223,7 @@ def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Ro
             continue
         parts = piece.tensor_split(channel.size)
         combine(parts[me], [area.tensor_split(channel.size)[me] for area in areas], op)
-        areas = [area[: len(piece)] for area in channel.areas(flat.dtype)]
+        areas = [area[mine] for area in channel.areas(flat.dtype)]
         sums = [area.tensor_split(channel.size)[index] for index, area in enumerate(areas)]
         sums[me].copy_(parts[me])
         yield
@@ -230,26 +241,25 @@ def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> R
         start = (target - (target > source)) * longest
         return area[start : start + length]
 
-    for total, *pieces in zip(*(tensor.split(longest) for tensor in (out, *parts)), strict=True):
-        areas = channel.areas(out.dtype)
-        for index, piece in enumerate(pieces):
+    for at in _pieces(out.numel(), longest):
+        areas, length = channel.areas(out.dtype), at.stop - at.start
+        for index, part in enumerate(parts):
             if index != me:
-                slot(areas[me], me, index, len(piece)).copy_(piece)
+                slot(areas[me], me, index, length).copy_(part[at])
         yield
-        arrived = [slot(area, index, me, len(total)) for index, area in enumerate(areas)]
-        # `out` is written before the part of a rank > 1 is added, and may be the same memory
-        arrived[me] = pieces[me].clone() if me > 1 else pieces[me]
-        combine(total, arrived, torch.add)
+        arrived = [slot(area, index, me, length) if index != me else parts[me][at] for index, area in enumerate(areas)]
+        if me > 1:  # `out` is written before this rank's own part is added, and may be the same memory
+            arrived[me] = arrived[me].clone()
+        combine(out[at], arrived, torch.add)
 
 
 def _all_gather(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
     """Fill every rank's shard, 1-D, of equal length; this rank's own is filled already."""
     me = channel.index
-    longest = HALF_BYTES // shards[me].element_size()
-    for pieces in zip(*(shard.split(longest) for shard in shards), strict=True):
-        areas = [area[: len(pieces[me])] for area in channel.areas(shards[me].dtype)]
-        areas[me].copy_(pieces[me])
+    for at in _pieces(shards[me].numel(), HALF_BYTES // shards[me].element_size()):
+        areas, mine = channel.areas(shards[me].dtype), slice(at.stop - at.start)
+        areas[me][mine].copy_(shards[me][at])
         yield
         for index, area in enumerate(areas):
             if index != me:
-                pieces[index].copy_(area)
+                shards[index][at].copy_(area[mine])
