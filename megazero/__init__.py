@@ -3,7 +3,8 @@
     import megazero
     engine, optimizer, loader, schedule = megazero.initialize(model=..., config="ds_config.json")
 
-A script written for DeepSpeed finds the names it knows here; they are imported when first used.
+A script written for DeepSpeed finds the names it uses most here, and all of them in `megazero.deepspeed`; they are imported
+when first used.
 """
 
 from importlib import import_module
@@ -11,20 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megazero import pipe, zero
-    from megazero.deepspeed.initialize import add_config_arguments, init_distributed, initialize
     from megazero.deepspeed.pipeline_module import PipelineModule
+    from megazero.deepspeed.script_setup import add_config_arguments, init_distributed, initialize
     from megazero.deepspeed.training_engine import RepeatingLoader
     from megazero.parallel_state import RankGrid, parallel_state_of
 
-_HOME = {
-    "initialize": "megazero.deepspeed.initialize",
-    "init_distributed": "megazero.deepspeed.initialize",
-    "add_config_arguments": "megazero.deepspeed.initialize",
-    "RepeatingLoader": "megazero.deepspeed.training_engine",
-    "PipelineModule": "megazero.deepspeed.pipeline_module",
-    "RankGrid": "megazero.parallel_state",
-    "parallel_state_of": "megazero.parallel_state",
-}
 __all__ = [
     "PipelineModule",
     "RankGrid",
@@ -39,8 +31,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
     if name in ("pipe", "zero"):
         return import_module(f"megazero.{name}")
+    if name in __all__:
+        return getattr(import_module("megazero.deepspeed"), name)
     raise AttributeError(f"module megazero has no attribute {name!r}")

@@ -36,7 +36,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import megazero
 from megazero.checkpoint.index import CheckpointError, DamagedError
 from megazero.deepspeed.full_params import gathered_parameters
-from megazero.deepspeed.initialize import _parallel_state
+from megazero.deepspeed.script_setup import _parallel_state
 from megazero.engine import NonFiniteError
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.spec import NamedRows

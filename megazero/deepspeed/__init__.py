@@ -1,0 +1,19 @@
+"""The room of scripts that were written for DeepSpeed: its names, and what is behind them.
+
+    import megazero.deepspeed as deepspeed                  # was: import deepspeed
+    from megazero.deepspeed.utils import RepeatingLoader    # was: from deepspeed.utils import RepeatingLoader
+
+Names and modules are made when they are first asked for (`mirror.py`), from the tables in `names.py`.
+`torchrun ... -m megazero.deepspeed script.py` runs a script that has not been changed.
+"""
+
+from typing import Any
+
+from megazero.deepspeed.mirror import find_modules_of_the_mirror, lookup
+
+__version__ = "0.19.8"  # the DeepSpeed whose names these are; scripts compare it
+find_modules_of_the_mirror()
+
+
+def __getattr__(name: str) -> Any:
+    return lookup("", name)

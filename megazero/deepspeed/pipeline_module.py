@@ -35,6 +35,8 @@ from megazero.deepspeed.layer_specs import (
     partition_layers,
     without_lazy,
 )
+from megazero.deepspeed.recompute import checkpoint
+from megazero.deepspeed.topology import PipelineParallelGrid, ProcessTopology
 from megazero.parallel_state import ParallelState, RankGrid, parallel_state_of
 from megazero.schedules.action import Schedule
 from megazero.schedules.kind import GivenSchedule
@@ -50,13 +52,15 @@ class PipelineModule(nn.Module):
             prefer it.  A ready-made nn.Module, which the script must build equally on all ranks, is dropped where it does
             not run.  A callable has no parameters.
         num_stages: pipeline ranks; they must divide the ranks of the world, and the rest is data parallelism.
-        topology: the rank grid, instead of `num_stages`, for other axes too.
+        topology: the rank grid, or DeepSpeed's `ProcessTopology`, instead of `num_stages`, for other axes too.
         loss_fn: (outputs, labels) -> loss, of one element; applied by the engine after the last stage, not by the chunk.
         seed_layers: only True: drawn from one running generator, the weights would depend on the number of stages.
         base_seed: layer i is initialized under seed `base_seed + i`, on the CPU; the global generators do not change.
         partition_method: what stages are balanced by: "parameters" (trainable ones), "uniform" (layers), or "type:regex"
             (layers whose class or function name has a match, in any case of letters).
         activation_checkpoint_interval: layers that are recomputed together in the backward; 0 recomputes none.
+        checkpointable_layers: without effect: every layer is recomputed, or none.
+        seed_fn, activation_checkpoint_func, dynamic_shape: only DeepSpeed's defaults.
         schedule: name of a schedule, or a schedule of the user's own; it says which rank runs which virtual stage.
         virtual_stages: chunks per rank, for "interleaved"; other schedules have their own number.
         parallel_state: this rank's groups and device, if they exist already; made here otherwise.
@@ -77,12 +81,16 @@ class PipelineModule(nn.Module):
         self,
         layers: Iterable[Layer] | nn.Sequential,
         num_stages: int | None = None,
-        topology: RankGrid | None = None,
+        topology: RankGrid | ProcessTopology | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         seed_layers: bool = True,
+        seed_fn: Callable[[int], Any] | None = None,
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,  # noqa: ARG002  as DeepSpeed has it
+        dynamic_shape: bool = False,
         *,
         schedule: str | Schedule = "1f1b",
         virtual_stages: int = 1,
@@ -97,6 +105,7 @@ class PipelineModule(nn.Module):
             )
         if activation_checkpoint_interval < 0:
             raise ValueError(f"{activation_checkpoint_interval=} must be 0 or more layers")
+        _check_defaults(seed_fn, activation_checkpoint_func, dynamic_shape)
         all_layers = check_layers(layers)
         for index, layer in enumerate(all_layers):
             if isinstance(layer, PipelineModule | LayerChunk):
@@ -138,6 +147,18 @@ class PipelineModule(nn.Module):
     def holders(self, name: str) -> tuple[int, ...]:
         """The pipeline ranks that hold a tied parameter, in order."""
         return tuple(sorted({self.placement[stage][0] for stage in self.tied_copies[name]}))
+
+    def mpu(self) -> PipelineParallelGrid:
+        """This rank's place, with DeepSpeed's calls."""
+        return PipelineParallelGrid(state=self.parallel_state)
+
+    def topology(self) -> ProcessTopology:
+        """The grid of ranks, with DeepSpeed's calls."""
+        return self.mpu().topology()
+
+    def num_pipeline_stages(self) -> int:
+        """Number of pipeline ranks."""
+        return self.parallel_state.pp.size
 
     def forward(self, x: Tensor | Tensors) -> Tensor | Tensors:
         """The whole model, where one rank holds it; elsewhere the engine runs the chunks by the schedule."""
@@ -229,6 +250,16 @@ class PipelineModule(nn.Module):
         return module
 
 
+def _check_defaults(seed_fn: Any, checkpoint_func: Any, dynamic_shape: bool) -> None:
+    """Refuse what DeepSpeed's scripts may give and pipelines here do otherwise."""
+    func = None if checkpoint_func is checkpoint else checkpoint_func
+    given = {"seed_fn": seed_fn, "activation_checkpoint_func": func, "dynamic_shape": dynamic_shape}
+    if names := [name for name, value in given.items() if value]:
+        raise ValueError(
+            f"PipelineModule does not support {', '.join(names)} other than DeepSpeed's default; leave it out"
+        )
+
+
 def _parameter_at(module: nn.Module, attribute: str, index: int) -> nn.Parameter:
     """The parameter at a dotted path of attributes."""
     found: Any = module
@@ -255,9 +286,14 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def _find_parallel_state(
-    num_stages: int | None, topology: RankGrid | None, device: torch.device | None, state: ParallelState | None
+    num_stages: int | None,
+    topology: RankGrid | ProcessTopology | None,
+    device: torch.device | None,
+    state: ParallelState | None,
 ) -> ParallelState:
     """The given state, if it agrees with the rest; else one over the ranks of torch.distributed, or of one rank."""
+    if isinstance(topology, ProcessTopology):
+        topology = topology.grid
     if topology is not None and not isinstance(topology, RankGrid):
         raise TypeError(f"topology must be a megazero RankGrid, got {describe_value(topology)}; or leave it out")
     if state is not None:

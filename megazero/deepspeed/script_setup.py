@@ -30,6 +30,7 @@ from megazero.deepspeed.meta_init import deferred_values
 from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.deepspeed.pipeline_module import PipelineModule
+from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.layers.spec import whole_spec
 from megazero.parallel_state import TIMEOUT, Axis, ParallelState, local_device, parallel_state_of
@@ -51,7 +52,7 @@ def initialize(
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     distributed_port: int | None = None,
-    mpu: ParallelState | None = None,
+    mpu: ParallelState | PipelineParallelGrid | None = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     config: str | Path | Mapping[str, Any] | None = None,
@@ -68,7 +69,8 @@ def initialize(
         training_data: makes `training_dataloader`, cut over the data-parallel ranks.
         lr_scheduler: a schedule of the optimizer, or a callable (optimizer) -> schedule; the configuration's when None.
         distributed_port: without effect; the launcher knows the port.
-        mpu: this rank's groups and device, from `parallel_state_of`, if the model is built of tensor-parallel layers.
+        mpu: this rank's groups and device, from `parallel_state_of` or in a `PipelineParallelGrid`, if the model is built of
+            tensor-parallel layers.
         dist_init_required: False where the script has initialised torch.distributed itself.
         collate_fn: for `training_data`.
         config, config_params: a DeepSpeed configuration: the path of its JSON, or what is in it.
@@ -99,7 +101,7 @@ def initialize(
             raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
         state = parallel_state_of(shard_group_size=size)
     show = Terminal()
-    if state.world.size > 1:
+    if dist.is_initialized():
         atexit.register(_leave, state)
     if state.rank == 0:
         given = {"optimizer": optimizer, "scheduler": lr_scheduler}
@@ -139,26 +141,38 @@ def initialize(
 
 
 def init_distributed(
-    dist_backend: str | None = None, timeout: timedelta = TIMEOUT, distributed_port: int | None = None
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta = TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
 ) -> None:
-    """Join the ranks that a launcher such as torchrun has started; nothing to do alone, or a second time.
+    """Join the ranks that a launcher such as torchrun has started; nothing to do without one, or a second time.
 
     Args:
         dist_backend: of torch.distributed; gloo for the CPU, and with it nccl where there is CUDA, when None.
         timeout: how long a collective may wait for a peer.
-        distributed_port: without effect; the launcher knows the port.
+        init_method, rank, world_size: as torch takes them, where no launcher has set them in the environment.
+        dist_init_required: False where the script initialises torch.distributed itself.
+        auto_mpi_discovery, distributed_port, verbose, config: without effect; the launcher knows the ranks and the port.
     """
-    if dist.is_initialized() or "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    launched = init_method is not None or {"RANK", "MASTER_ADDR"} <= set(os.environ)
+    if dist.is_initialized() or dist_init_required is False or not launched:
         return
-    device = local_device()
+    device, neighbours = local_device(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    elif neighbours > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if dist_backend not in (None, "nccl", "gloo"):
         backend = str(dist_backend)
-    dist.init_process_group(backend, timeout=timeout)
+    dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
 
 
 def _leave(state: ParallelState) -> None:
@@ -182,8 +196,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _parallel_state(model: nn.Module, mpu: ParallelState | None) -> ParallelState:
+def _parallel_state(model: nn.Module, mpu: ParallelState | PipelineParallelGrid | None) -> ParallelState:
     """This rank's groups and device, as the script made them or made here.  Raises: TypeError, ValueError."""
+    if isinstance(mpu, PipelineParallelGrid):
+        mpu = mpu.parallel_state
     if mpu is not None and not isinstance(mpu, ParallelState):
         raise TypeError(f"mpu must be a megazero ParallelState, got {type(mpu).__name__}")
     if isinstance(model, PipelineModule):

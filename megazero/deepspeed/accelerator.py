@@ -1,0 +1,123 @@
+"""The device of this process as DeepSpeed's scripts ask for it: `get_accelerator().current_device_name()`.
+
+The calls are those of DeepSpeed's abstract accelerator.  What torch.cuda has under the same name is torch.cuda's; on the CPU
+it is torch's own, the memory of the process, or nothing to do.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_OF_TORCH = {
+    "BFloat16Tensor", "ByteTensor", "DoubleTensor", "Event", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor",
+    "Stream", "current_stream", "device_count", "empty_cache", "get_rng_state", "initial_seed",
+    "is_available", "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
+    "memory_reserved", "memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats",
+    "range_pop", "range_push", "set_rng_state", "stream", "synchronize",
+}  # fmt: skip
+_OLD_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
+
+
+class Accelerator:
+    """Calls of DeepSpeed's accelerator on "cuda" or "cpu"."""
+
+    def __init__(self, kind: str) -> None:
+        self._name, self._is_cuda = kind, kind == "cuda"
+
+    def __getattr__(self, name: str) -> Any:
+        name = _OLD_NAMES.get(name, name)
+        if name not in _OF_TORCH:
+            raise AttributeError(f"megazero's accelerator has no {name!r}; docs/deepspeed.md lists what it has")
+        if not self._is_cuda:
+            return _of_host(name)
+        return getattr(torch.cuda.nvtx if name.startswith("range_") else torch.cuda, name)
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """The name for `Tensor.to`: "cuda", "cuda:1", "cpu"."""
+        return f"cuda:{device_index}" if self._is_cuda and device_index is not None else self._name
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
+        """A context in which the device is the current one."""
+        return torch.cuda.device(device_index) if self._is_cuda else nullcontext()
+
+    def set_device(self, device_index: int) -> None:
+        """Make a device the current one."""
+        if self._is_cuda:
+            torch.cuda.set_device(device_index)
+
+    def current_device(self) -> int:
+        """Its index; LOCAL_RANK on the CPU."""
+        return torch.cuda.current_device() if self._is_cuda else int(os.environ.get("LOCAL_RANK", "0"))
+
+    def current_device_name(self) -> str:
+        """Name of the current device, with its index."""
+        return self.device_name(self.current_device())
+
+    def communication_backend_name(self) -> str:
+        """The backend of torch.distributed for its tensors."""
+        return "nccl" if self._is_cuda else "gloo"
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on this kind of device."""
+        return tensor.device.type == self._name
+
+    def is_bf16_supported(self) -> bool:
+        """Whether it computes in bf16."""
+        return not self._is_cuda or torch.cuda.is_bf16_supported()
+
+    def is_fp16_supported(self) -> bool:
+        """Whether it computes in fp16."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Formats to train in."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device, or of the host."""
+        return self._memory(device_index)[1]
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that are free."""
+        return self._memory(device_index)[0]
+
+    def _memory(self, device_index: int | None) -> tuple[int, int]:
+        if self._is_cuda:
+            return torch.cuda.mem_get_info(device_index)
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+    def pin_memory(self, tensor: Tensor, **_: Any) -> Tensor:
+        """The tensor in page-locked memory, where that speeds up copies to the device."""
+        return tensor.pin_memory() if self._is_cuda else tensor
+
+
+@cache
+def get_accelerator() -> Accelerator:
+    """The device of this process: CUDA where there is any, else the CPU."""
+    return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _of_host(name: str) -> Any:
+    """What stands on the CPU for a function or class of torch.cuda."""
+    if name == "memory_stats":
+        return lambda *_: {f"allocated_bytes.all.{which}": _resident_bytes() for which in ("current", "peak")}
+    if name.startswith(("reset_", "empty_", "range_")):
+        return lambda *_: None
+    if "memory" in name:
+        return _resident_bytes
+    home = torch.cpu if hasattr(torch.cpu, name) else torch
+    return getattr(home, name.removesuffix("_all"))
+
+
+def _resident_bytes(*_: Any) -> int:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

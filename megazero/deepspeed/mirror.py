@@ -1,0 +1,125 @@
+"""DeepSpeed's modules as scripts import them, made of the tables in `names.py`.
+
+    megazero.deepspeed.runtime.utils    a module made of HOMES["runtime.utils"]; a name is imported when it is asked for
+    deepspeed.runtime.utils             the same module object, once `stand_for_deepspeed` was called
+    deepspeed.moe.layer.MoE             in UNSUPPORTED: can be imported; to call it is an error that says what to do
+
+Scripts import at their top what only an option of theirs needs, so an import of what is not supported succeeds.
+"""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_loader
+from types import ModuleType
+from typing import Any
+
+from megazero.deepspeed.names import HOMES, UNSUPPORTED
+
+_ROOM = "megazero.deepspeed"
+
+
+def lookup(module: str, name: str) -> Any:
+    """What deepspeed.<module>.<name> stands for; `module` is "" for the package.  Raises: AttributeError."""
+    path = f"{module}.{name}".lstrip(".")
+    if name in _names_of(module):
+        home, attribute = _names_of(module)[name]
+        return getattr(import_module(home), attribute)
+    if not name.startswith("__"):
+        if _has_module(path):
+            return import_module(f"{_ROOM}.{path}")
+        if _reason(path):
+            return _unsupported(path)
+    raise AttributeError(_unknown(path))
+
+
+def find_modules_of_the_mirror() -> None:
+    """Let `import megazero.deepspeed.runtime.utils` find what no file holds."""
+    sys.meta_path.append(_MirrorFinder())
+
+
+def stand_for_deepspeed() -> None:
+    """Let `import deepspeed` and its submodules give this room, also where DeepSpeed is installed."""
+    sys.meta_path.insert(0, _AliasFinder())
+
+
+class _MirrorFinder(MetaPathFinder, Loader):
+    """Makes the modules that `names.py` describes; asked after Python's own finders."""
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        if not fullname.startswith(_ROOM + "."):
+            return None
+        module = fullname.removeprefix(_ROOM + ".")
+        if not (_has_module(module) or _reason(module)):
+            raise ModuleNotFoundError(_unknown(module))
+        return spec_from_loader(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        path = module.__name__.removeprefix(_ROOM + ".")
+        module.__doc__ = f"The names of deepspeed.{path}; see docs/deepspeed.md."
+        module.__getattr__ = partial(lookup, path)  # type: ignore[method-assign]
+        module.__dir__ = lambda: sorted([*vars(module), *_names_of(path)])  # type: ignore[method-assign]
+
+
+class _AliasFinder(MetaPathFinder, Loader):
+    """Gives the modules of this room under the name `deepspeed`."""
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        is_ours = fullname.partition(".")[0] == "deepspeed" and find_spec(f"megazero.{fullname}") is not None
+        return spec_from_loader(fullname, self, is_package=True) if is_ours else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = import_module(f"megazero.{module.__name__}")
+
+
+class _Unsupported(type):
+    """The class of names that can be imported, and looked into, but not called."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(cls.__doc__)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _unsupported(f"{cls.__module__}.{cls.__name__}.{name}".removeprefix("deepspeed."))
+
+
+@cache
+def _unsupported(path: str) -> type:
+    module, _, name = f"deepspeed.{path}".rpartition(".")
+    text = f"megazero does not support deepspeed.{path}: {_reason(path)}"
+    return _Unsupported(name, (), {"__module__": module, "__doc__": text})
+
+
+@cache
+def _names_of(module: str) -> dict[str, tuple[str, str]]:
+    """The public names of a module, with the (module, attribute) of each."""
+    found = {}
+    for home, names in HOMES.get(module, {}).items():
+        for name in names.split():
+            public, _, attribute = name.partition("=")
+            found[public] = (home if home.startswith("megazero.") else f"{_ROOM}.{home}", attribute or public)
+    return found
+
+
+def _has_module(path: str) -> bool:
+    return any(f"{module}.".startswith(f"{path}.") for module in HOMES)
+
+
+@cache
+def _reason(path: str) -> str | None:
+    """Why a name is not supported, and what to use instead: by the longest pattern; None if there is nothing to say."""
+    parts = path.split(".")
+    parents = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    reasons = {pattern: reason for reason, patterns in UNSUPPORTED.items() for pattern in patterns.split()}
+    found = [pattern for pattern in reasons if any(fnmatchcase(parent, pattern) for parent in parents)]
+    return reasons[max(found, key=len)] if found else None
+
+
+def _unknown(path: str) -> str:
+    return f"megazero has no deepspeed.{path}; docs/deepspeed.md lists what it has of DeepSpeed's names"

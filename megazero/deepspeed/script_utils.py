@@ -1,0 +1,65 @@
+"""Helpers of `deepspeed.utils` and `deepspeed.runtime.utils` that scripts call beside the engine."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import sys
+from collections.abc import Collection
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megazero.deepspeed.accelerator import get_accelerator
+
+
+def _make_logger() -> logging.Logger:
+    made = logging.getLogger("DeepSpeed")  # the name under which scripts and libraries set its level
+    if not made.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        made.addHandler(handler)
+        made.setLevel(logging.INFO)
+        made.propagate = False
+    return made
+
+
+logger = _make_logger()
+
+
+def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks; on all of them if `ranks` begins with -1, and on none if it is empty, once there are ranks."""
+    wanted = list(ranks or ())
+    rank = dist.get_rank() if dist.is_initialized() else None
+    if rank is None or wanted[:1] == [-1] or rank in wanted:
+        logger.log(level, "[Rank %d] %s", -1 if rank is None else rank, message)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch, on every device."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Print the memory of the device and of the host on rank 0; nothing without `force`."""
+    if not force or (dist.is_initialized() and dist.get_rank() > 0):
+        return
+    gc.collect()
+    device = get_accelerator()
+    amounts = {
+        "allocated": device.memory_allocated(),
+        "most allocated": device.max_memory_allocated(),
+        "reserved": device.memory_reserved(),
+        "free": device.available_memory(),
+    }
+    print(message, ", ".join(f"{name} {amount / 2**30:.2f} GiB" for name, amount in amounts.items()), sep=": ")
+    device.reset_peak_memory_stats()
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do: a module that reads another's parameter gets it gathered."""
