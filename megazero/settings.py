@@ -225,7 +225,10 @@ def divisors(number: int) -> list[int]:
 
 
 def toml_value(value: object) -> str:
-    """Write a number, string, date, list, dict or section as TOML; reading the text gives an equal value back."""
+    """Write a number, string, date, list, dict or section as TOML; reading the text gives an equal value back.
+
+    A key of a table whose value is None is left out.
+    """
     match value:
         case bool():  # before int: True is an int in Python
             return "true" if value else "false"
@@ -237,6 +240,7 @@ def toml_value(value: object) -> str:
         case BaseModel():
             return toml_value(value.model_dump())
         case dict():
+            value = {key: item for key, item in value.items() if item is not None}
             names = [key if re.fullmatch("[A-Za-z0-9_-]+", key) else toml_value(key) for key in value]
             items = zip(names, map(toml_value, value.values()), strict=True)
             return "{ " + ", ".join(f"{name} = {item}" for name, item in items) + " }"

@@ -18,6 +18,9 @@ from megazero.config.derive import cache_directory, complete_batch
 from megazero.config.document import to_markdown
 from megazero.config.schema import DataConfig, DataSource, OffloadConfig, keys, sections
 from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
+from megazero.models.rope_scaling import RopeScaling
+from megazero.models.stages import head_cost_in_layers
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.registry import BUILT_IN_KEYS, LR_SCHEDULE_KEYS, LR_SCHEDULES, OPTIMIZERS
 from megazero.registry import keywords_of
@@ -84,9 +87,62 @@ def test_open_model_sizes_come_from_the_family(family, hidden, ffn, ties):
 
 
 def test_written_model_sizes_stay():
-    written = {"num_kv_heads": 4, "ffn_hidden_size": 100, "tie_embeddings": True}
+    written = {"num_kv_heads": 4, "ffn_hidden_size": 100, "tie_embeddings": True, "head_dim": 80}
     model = resolve(RunConfig.model_validate({"model": written}), 1).config.model
     assert {key: getattr(model, key) for key in written} == written
+
+
+def test_heads_of_a_free_size_count_in_products_and_need_not_split_the_hidden_size():
+    """16 heads of 80 at a hidden size of 1000, 4 of them for keys and values: q and out 1280 x 1000, k and v 320 x 1000."""
+    written = {
+        "num_heads": 16,
+        "num_kv_heads": 4,
+        "head_dim": 80,
+        "hidden_size": 1000,
+        "ffn_hidden_size": 8,
+        "seq_len": 6,
+    }
+    model = resolve(RunConfig.model_validate({"model": written | {"num_layers": 2, "vocab_size": 7}}), 1).config.model
+    family, layer = FAMILIES[model.family], 2 * 1280 * 1000 + 2 * 320 * 1000 + 3 * 8 * 1000
+    assert family.layer_weights(model) == layer
+    assert family.flops_per_token(model) == 6 * (2 * layer + 7 * 1000) + 6 * 2 * 6 * 1280
+    assert head_cost_in_layers(model) == 7 * 1000 / (layer + 6 * 1280)
+    same = {"hidden_size": 1024, "num_heads": 16, "head_dim": 64}
+    assert resolve(RunConfig.model_validate({"model": same}), 1).config.model.head_dim is None, "the size it has anyway"
+
+
+@pytest.mark.parametrize(
+    ("scaling", "told"),
+    [
+        (
+            '{ type = "dynamic", factor = 2.0 }',
+            'model.rope_scaling.type = "dynamic": must be "linear", "yarn" or "llama3"',
+        ),
+        ('{ type = "linear" }', "must have a factor"),
+        ('{ type = "linear", factor = 0.5 }', "model.rope_scaling.factor = 0.5: must be >= 1"),
+        (
+            '{ type = "linear", factor = 2.0, beta_fast = 3.0 }',
+            'must not have beta_fast, which type = "linear" does not',
+        ),
+        ('{ type = "yarn", factor = 2.0 }', 'must have original_seq_len where type = "yarn"'),
+        ('{ type = "yarn", factor = 2.0, beta_fats = 3.0 }', "beta_fats = 3.0: unknown key; did you mean beta_fast?"),
+        (
+            '{ type = "llama3", factor = 2.0, original_seq_len = 8, low_freq_factor = 4.0 }',
+            "must have low_freq_factor < high_freq_factor = 4.0",
+        ),
+        ("8.0", "model.rope_scaling = 8.0: must be a table"),
+    ],
+)
+def test_a_wrong_rope_scaling_is_told_in_its_words(write, scaling, told):
+    (problem,) = problems(write(f"[model]\nrope_scaling = {scaling}"))
+    assert told in problem
+
+
+def test_a_rope_scaling_is_written_and_read_again(write):
+    text = '[model]\nrope_scaling = { type = "yarn", factor = 4.0, original_seq_len = 4096 }'
+    run = load_config(write(text), ["model.rope_scaling.beta_fast=24.0"])
+    assert run.config.model.rope_scaling == RopeScaling(type="yarn", factor=4.0, original_seq_len=4096, beta_fast=24.0)
+    assert load_config(write(to_toml(run))) == run
 
 
 @pytest.mark.parametrize(
@@ -243,6 +299,10 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(write, override,
     assert problems(write(""), override) == [told]
 
 
+*_NAMES, _LAST = FAMILIES
+_NAMES = ", ".join(f'"{name}"' for name in _NAMES)
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -259,7 +319,7 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(write, override,
         ("training.accumulation=Auto", 'training.accumulation = "Auto": must be an integer or "auto"; write "auto"'),
         ("zero.stage=true", "zero.stage = true: must be an integer; the default is 1"),
         ("zero.stage=1.0", "zero.stage = 1.0: must be an integer; write 1"),
-        ("model.family=lama", 'model.family = "lama": must be "llama" or "gpt2"; write "llama"'),
+        ("model.family=lama", f'model.family = "lama": must be {_NAMES} or "{_LAST}"; write "llama"'),
         ("model.dropout=1", "model.dropout = 1: must be < 1; the default is 0.0"),
         ("optimizer.lr=nan", "optimizer.lr = nan: must be a finite number; the default is 0.0003"),
         ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: must have 2 values; the default is [0.9, 0.95]"),
@@ -292,6 +352,11 @@ def test_the_order_names_every_axis_once(write, order):
     ("overrides", "world_size", "told"),
     [
         ("model.hidden_size=1000", 1, "model.hidden_size = 1000: must be divisible by 2*num_heads=32"),
+        (
+            "model.head_dim=63",
+            1,
+            "model.head_dim = 63: must be even: rotary positions turn pairs; the nearest are 62 and",
+        ),
         ("model.family=gpt2 model.hidden_size=1000", 1, "model.hidden_size = 1000: must be divisible by num_heads=16"),
         ("parallel.tp=3 model.ffn_hidden_size=3", 3, "model.num_heads = 16: must be divisible by parallel.tp=3"),
         ("model.num_kv_heads=5", 1, "model.num_kv_heads = 5: must divide num_heads=16 and be a multiple of"),
@@ -515,6 +580,8 @@ training.accumulation=1        elastic.enabled=true training.global_batch_size=8
 elastic.shapes=[{world_size=8}] elastic.enabled=false
 """
 TOLD = """
+model.head_dim=96              model.family=gpt2
+model.rope_scaling={type="linear",factor=2.0} model.family=gpt2
 parallel.order=pp-dp-cp-tp
 parallel.sequence_parallel=true parallel.tp=1
 parallel.layout=cost           parallel.pp=1
@@ -584,6 +651,8 @@ def test_a_key_is_taken_where_it_acts(write):
     reduce_dtype = "bf16"
     [model]
     rope_theta = 5e5
+    rope_scaling = { type = "linear", factor = 2.0 }
+    head_dim = 32
     [zero]
     stage = 3
     gather_policy = "step"
@@ -697,7 +766,8 @@ def test_each_key_that_asks_for_nvme_is_named_once(write):
 @given(
     model=st.fixed_dictionaries(
         {"hidden_size": st.integers(1, 300), "num_heads": st.integers(1, 12)},
-        optional={"num_kv_heads": st.integers(1, 12), "ffn_hidden_size": st.integers(1, 300)},
+        optional={key: st.integers(1, 12) for key in ("num_kv_heads", "head_dim")}
+        | {"ffn_hidden_size": st.integers(1, 300)},
     ),
     training=st.fixed_dictionaries({"global_batch_size": st.integers(1, 60), "micro_batch_size": st.integers(1, 6)}),
     tp=st.integers(1, 6),

@@ -251,15 +251,19 @@ def test_names_of_older_releases_come_in(tmp_path: Path) -> None:
         assert_equal(stored(tmp_path / f"{name}-old"), stored(tmp_path / f"{name}-new"))
 
 
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = [
-    ("llama", {"model_type": "mistral"}, "model_type='mistral' is not supported; llama and gpt2 are"),
-    ("llama", {"rope_parameters": LINEAR}, "rope_parameters={.*linear.*the rope_type must be 'default'"),
-    ("llama", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "rope_scaling={'type': 'dynamic'}"),
+    ("llama", {"model_type": "mistral"}, "model_type='mistral' is not supported; llama"),
+    ("llama", {"rope_parameters": YARN | {"mscale": 2.0}}, "rope_parameters: mscale=2.0 is not supported"),
+    ("llama", {"rope_parameters": YARN | {"truncate": False}}, "rope_parameters: truncate=False is not supported"),
+    ("llama", {"rope_parameters": YARN | {"factor": 0.5}}, "model.rope_scaling.factor.* greater than or equal to 1"),
+    ("llama", {"layer_types": ["full_attention", "chunked"]}, "layer_types has 'chunked', which is not supported"),
+    ("llama", {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "'dynamic'.*must be 'default', 'linear'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; it must be 1.0"),
     ("llama", {"attention_bias": True}, "attention_bias=True is not supported in a llama; it must be False"),
     ("llama", {"mlp_bias": True, "hidden_act": "gelu"}, "hidden_act='gelu' is not.*'silu'; mlp_bias=True is not"),
-    ("llama", {"head_dim": 16}, "head_dim=16 .* it must be hidden_size / num_attention_heads = 32 / 4 = 8"),
+    ("llama", {"head_dim": 7}, r"model\.head_dim = 7: must be even: rotary positions turn pairs"),
+    ("llama", {"head_dim": 16}, r"q_proj.weight has shape \[32, 32\], the configuration makes it \[64, 32\]"),
     (
         "llama",
         {"num_attention_heads": 5, "head_dim": None},

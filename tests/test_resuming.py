@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megazero.checkpoint.index import TrainerState
+from megazero.checkpoint.index import CheckpointError, TrainerState
 from megazero.config import RunConfig, resolve
 from megazero.engine import Position
 from megazero.engine.phases import phases_after
+from megazero.engine.trainer_state import check_same_run
 from megazero.training.resuming import tell_changes
 
 
@@ -55,6 +56,22 @@ def test_keys_that_differ_are_told_with_both_values_and_places_are_not() -> None
         assert told in line
     assert "secret" not in line
     assert "run_dir" not in line
+
+
+def test_a_longer_rope_is_a_change_of_the_rope() -> None:
+    """A key whose value is a table is one key, whatever it was before, and begins a phase where it is accepted."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_seq_len": 1024}
+    before, accepts = _config(), {"accept_changes": ["rope"]}
+    now = _config(model={"rope_scaling": yarn}, checkpoint=accepts)
+    line = _told(_written_by(before, 10), now)[0]
+    assert 'begins (checkpoint.accept_changes): model.rope_scaling unset -> { type = "yarn", factor = 4.0' in line
+    imported = TrainerState(0, 0, 0, 0, "", {}, {}, {}, {})
+    assert "model.rope_scaling unset ->" in _told(imported, now, "")[0]
+    again = _config(model={"rope_scaling": yarn | {"factor": 8.0}}, checkpoint=accepts)
+    assert "factor = 4.0" in _told(_written_by(now, 10), again)[0]
+    check_same_run("it", again, "a", _written_by(now, 10))
+    with pytest.raises(CheckpointError, match=r"model\.rope_scaling is .*accept_changes = \[\"rope\"\]"):
+        check_same_run("it", _config(model={"rope_scaling": yarn}), "a", _written_by(before, 10))
 
 
 def test_a_key_that_an_older_release_did_not_know_had_its_default() -> None:

@@ -204,10 +204,10 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
 
 @app.command(name="import")
 def import_(
-    source: Annotated[str, typer.Argument(help="Directory of a transformers model: a llama or a gpt2.")],
+    source: Annotated[str, typer.Argument(help="Directory of a transformers model; docs/models.md has the families.")],
     out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
     dtype: DtypeOption = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a llama's sample; its own number by default.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sample; the model's own number by default.")] = None,
     max_shard_size: ShardOption = "5GB",
     extension: ExtensionOption = None,
 ) -> None:

@@ -22,16 +22,18 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megazero.config.schema import DataSource, ElasticShape, RunConfig, ValidationSource, keys, sections
+from megazero.models.rope_scaling import RopeScaling
 from megazero.registry import closest, did_you_mean
 from megazero.settings import Problem, Section, toml_value
 
 Path = tuple[str | int, ...]
 
-# What the tables in a list of tables are.
+# What the tables in a key or in its list are.
 _ITEMS: dict[str, tuple[str, type[Section]]] = {
     "data.sources": ("source", DataSource),
     "data.validation_sources": ("validation source", ValidationSource),
     "elastic.shapes": ("shape", ElasticShape),
+    "model.rope_scaling": ("rope scaling", RopeScaling),
 }
 
 # Each completes "must ...". An error with no line here has a message that does so itself.
@@ -190,7 +192,7 @@ def _unknown(key: str, home: str, last: str, value: object) -> list[tuple[Proble
     known, every = sections(), _all_keys()
     choices = f"the sections are {', '.join(known)}"
     if home and home not in known:
-        name, item = _ITEMS[key.partition("[")[0]]
+        name, item = _ITEMS[home.partition("[")[0]]
         hint = did_you_mean(
             closest(last, item.model_fields), f"the keys of a {name} are {', '.join(item.model_fields)}"
         )

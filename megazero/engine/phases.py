@@ -18,6 +18,7 @@ from typing import Any
 
 from megazero.checkpoint.index import TrainerState
 from megazero.config import RunConfig
+from megazero.config.schema import sections
 from megazero.data.identity import changes_between
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
@@ -26,7 +27,7 @@ from megazero.optim.lr_schedule import learning_rate_factor
 KEYS_OF = {
     "data": ("data.sources", "data.tokenizer", "data.eod_token", "data.validation_fraction", "training.seed"),
     "seq_len": ("model.seq_len",),
-    "rope": ("model.rope_theta",),
+    "rope": ("model.rope_theta", "model.rope_scaling"),
     "lr_schedule": (*(f"lr_schedule.{key}" for key in LrScheduleConfig.model_fields), "optimizer.lr", "training.steps"),
     "batch": ("training.global_batch_size",),
 }
@@ -99,16 +100,18 @@ def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
     A key that the checkpoint does not know had its default; an imported model has no configuration but `[model]`.
     """
     new = _by_key(config.model_dump(mode="json"))
-    old = _by_key(RunConfig().model_dump(mode="json") if trainer.config else {})
+    defaults = RunConfig().model_dump(mode="json")
+    old = _by_key(defaults if trainer.config else {"model": defaults["model"]})
     old |= _by_key(trainer.config) | _by_key({"model": trainer.model})
     return {key: [old[key], value] for key, value in new.items() if key in old and old[key] != value}
 
 
 def _by_key(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"zero.offload.ratio": 1.0, ...}"""
-    found: dict[str, Any] = {}
+    """{"zero.offload.ratio": 1.0, ...}; a key whose value is a table is one key."""
+    known, found = sections(), dict[str, Any]()
     for name, value in tables.items():
-        found |= _by_key(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        is_section = prefix + name in known and isinstance(value, dict)
+        found |= _by_key(value, f"{prefix}{name}.") if is_section else {prefix + name: value}
     return found
 
 

@@ -71,7 +71,7 @@ def check_same_run(
     accepted, wanted = config.checkpoint.accept_changes, config.model.model_dump()
     # a key that the writer did not know yet has its default
     written = type(config.model).model_construct(**trainer.model)
-    model = FAMILIES[config.model.family].complete(written).model_dump()
+    model = FAMILIES[config.model.family].complete(written).model_dump(warnings=False)
     free = _FREE_TO_CHANGE | {key.removeprefix("model.") for name in accepted for key in KEYS_OF[name]}
     differs = [key for key in wanted if model[key] != wanted[key]]
     if changed := [key for key in differs if key not in free]:

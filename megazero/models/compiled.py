@@ -5,7 +5,8 @@
     the loss             its two passes over the logits are a kernel each
 
 [Note: linear layers]  Tracing stops before a linear layer.  It communicates over tp and adds its weight gradient to the
-bucket inside an autograd function of its own, with handles and queues that a compiler must not record.
+bucket inside an autograd function of its own, with handles and queues that a compiler must not record.  So does a norm over
+all heads, which communicates too.
 
 [Note: alignment]  Weights are stored in a bucket one after the other.  CUDA code that was compiled for aligned weights reads
 16 bytes at a time, and torch does not check the weights of the next block that runs it; so all must be aligned.
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from megazero.layers.cross_entropy import slope_of, statistics_of
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazero.layers.qk_norm import WidthNorm
 from megazero.models.gpt import GPTStage
 
 _ALIGNED_BYTES = 16
@@ -60,7 +62,7 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
     compiled: dict[type, Any] = {kind: torch.compile(kind.forward, dynamic=False, backend=backend) for kind in kinds}
     for block in stage.blocks:
         for layer in block.modules():
-            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear | WidthNorm):
                 _replace_forward(layer, torch.compiler.disable(layer.forward))
         _replace_forward(block, MethodType(compiled[type(block)], block))
     if stage.head is not None:

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from megazero.models.registry import FAMILIES
+from megazero.models.rope_scaling import RopeScaling
 from megazero.registry import NameIn
 from megazero.settings import ActsWhere, Count, Positive, Section, ShareBelowOne
 
@@ -18,28 +19,42 @@ class ModelConfig(Section):
     """The network: its family and its sizes."""
 
     family: Annotated[str, NameIn(FAMILIES)] = "llama"
-    """Llama (RMSNorm, rotary positions, SwiGLU) or GPT-2 (LayerNorm, learned positions, GELU)."""
+    """The layers and their names; see docs/models.md."""
     hidden_size: Count = 1024
-    """Width of the residual stream; a multiple of num_heads (llama: of twice num_heads)."""
+    """Width of the residual stream; where head_dim is unset a multiple of num_heads (rotary positions: of twice that)."""
     num_layers: Count = 24
     """Number of transformer blocks; at least one for each pipeline stage."""
     num_heads: Count = 16
     """Attention heads; a multiple of parallel.tp."""
     num_kv_heads: Count | None = None
     """Key and value heads, for grouped-query attention: divides num_heads. Unset: num_heads, as gpt2 always has it."""
+    head_dim: Annotated[Count | None, _of_families("head_dim")] = None
+    """Size of one head; even where positions are rotary. Unset: hidden_size / num_heads."""
     ffn_hidden_size: Count | None = None
-    """Inner width of the MLP. Unset: 4*hidden_size (gpt2), or 8/3 of it up to a multiple of 256 (llama)."""
+    """Inner width of the MLP. Unset: 4*hidden_size (gpt2), or 8/3 of it up to a multiple of 256 (all others)."""
     vocab_size: Count = 50304
     """Number of token ids; any number, since the table is padded where tensor parallelism needs it."""
     seq_len: Count = 1024
     """Tokens in a sample."""
     tie_embeddings: bool | None = None
-    """Whether the output layer is the embedding table. Unset: false (llama) or true (gpt2, which has no other form)."""
+    """Whether the output layer is the embedding table. Unset: true for gpt2, which has no other form; else false."""
     norm_eps: Positive = 1e-5
     """Added to the variance in every norm."""
     rope_theta: Annotated[Positive, _of_families("rope_theta")] = 10000.0
     """Base of the rotary frequencies."""
+    rope_scaling: Annotated[RopeScaling | None, _of_families("rope_scaling")] = None
+    """Rotary frequencies for more positions than before: type = "linear", "yarn" or "llama3"; see docs/models.md."""
     dropout: ShareBelowOne = 0.0
     """Probability of dropping an element after the embedding and after each residual branch."""
     init_std: Positive = 0.02
     """Standard deviation of the initial weights."""
+
+    @property
+    def head_size(self) -> int:
+        """Elements of one head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Elements of all heads together: the width of the queries, and of what the output projection takes."""
+        return self.num_heads * self.head_size

@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a model family; `llama/` and `gpt2/` are the two that come with it.
+"""What the rest of the package asks of a model family; those that come with it are in `registry.py`.
 
 config      open sizes, rules           complete, rules
 plan        products per token          layer_weights, flops_per_token
@@ -150,18 +150,21 @@ class ModelFamily(ABC):
         return 4 * model.hidden_size
 
     def complete(self, model: ModelConfig) -> ModelConfig:
-        """Fill in the sizes that are unset."""
+        """Fill in the sizes that are unset, and unset what says nothing or has no effect."""
         unset: dict[str, object] = {
             "num_kv_heads": model.num_heads,
             "ffn_hidden_size": self.ffn_hidden_size(model),
             "tie_embeddings": self.ties_embeddings,
         }
-        return model.model_copy(update={key: value for key, value in unset.items() if getattr(model, key) is None})
+        update = {key: value for key, value in unset.items() if getattr(model, key) is None}
+        if "head_dim" not in self.reads or model.attention_size == model.hidden_size:
+            update["head_dim"] = None
+        return model.model_copy(update=update)
 
     def rules(self) -> tuple[ModelRule, ...]:
         """What must hold between sizes, in the order in which problems are shown."""
         return (
-            ModelRule(("model.hidden_size", "model.num_heads"), self.check_hidden_size),
+            ModelRule(("model.hidden_size", "model.num_heads", "model.head_dim"), self.check_hidden_size),
             ModelRule(("model.num_heads", "parallel.tp"), self.check_heads),
             ModelRule(("model.num_heads", "model.num_kv_heads", "parallel.tp"), self.check_kv_heads),
             ModelRule(("model.hidden_size", "model.ffn_hidden_size", "parallel.tp"), self.check_ffn),
@@ -172,9 +175,10 @@ class ModelFamily(ABC):
         return model.num_heads, f"num_heads={model.num_heads}"
 
     def check_hidden_size(self, model: ModelConfig, _: int) -> Iterator[Problem]:
-        """Heads split the hidden size."""
+        """Heads split the hidden size, unless their size is given."""
         divisor, name = self.hidden_size_divisor(model)
-        if model.hidden_size % divisor:
+        is_free = model.head_dim is not None and "head_dim" in self.reads
+        if model.hidden_size % divisor and not is_free:
             nearest = nearest_text(nearest_multiples(model.hidden_size, divisor))
             yield Problem("model.hidden_size", model.hidden_size, f"must be divisible by {name}", nearest)
 
@@ -198,13 +202,14 @@ class ModelFamily(ABC):
         yield from tp_problems("ffn_hidden_size", model.ffn_hidden_size or self.ffn_hidden_size(model), tp)
 
     def flops_per_token(self, model: ModelConfig) -> float:
-        """6 N + 6 layers * seq_len * hidden, forward and backward, of a resolved model (Chowdhery et al. 2022, appendix B).
+        """6 N + 6 layers * seq_len * heads * head size, forward and backward (Chowdhery et al. 2022, appendix B).
 
         N are the weights of all matrix products, the head's included; 2 FLOPs a weight forward, 4 backward.  The second term
         is q k^T and the weighted sum of v, of which causal attention computes half (the paper and nanoGPT count the whole).
+        `model` is resolved.
         """
         weights = model.num_layers * self.layer_weights(model) + model.vocab_size * model.hidden_size
-        return 6.0 * weights + 6.0 * model.num_layers * model.seq_len * model.hidden_size
+        return 6.0 * weights + 6.0 * model.num_layers * model.seq_len * model.attention_size
 
     def hugging_face_config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """The `config.json` beside the weights; our own section where transformers does not have the family."""
@@ -215,8 +220,8 @@ class ModelFamily(ABC):
 
 def attention_weights(model: ModelConfig) -> int:
     """Elements of a layer's q, k, v and output projections."""
-    hidden, kv_heads = model.hidden_size, model.num_kv_heads or model.num_heads
-    return 2 * hidden * hidden + 2 * hidden * kv_heads * (hidden // model.num_heads)
+    kv_size = (model.num_kv_heads or model.num_heads) * model.head_size
+    return 2 * model.hidden_size * (model.attention_size + kv_size)
 
 
 def tp_problems(key: str, value: int, tp: int, why: str = "") -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.norm import LayerNorm, RMSNorm
+from megazero.layers.qk_norm import HeadNorm, WidthNorm
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
@@ -66,7 +67,7 @@ class BuildContext:
     @property
     def head_size(self) -> int:
         """Size of one attention head."""
-        return self.model.hidden_size // self.model.num_heads
+        return self.model.head_size
 
     @property
     def kv_heads(self) -> int:
@@ -121,10 +122,23 @@ class BuildContext:
         )
 
     def attention(
-        self, qkv: ColumnParallelLinear, out: RowParallelLinear, rope: RotaryEmbedding | None = None
+        self,
+        qkv: ColumnParallelLinear,
+        out: RowParallelLinear,
+        rope: RotaryEmbedding | None = None,
+        qk_norm: HeadNorm | WidthNorm | None = None,
     ) -> Attention:
         """Grouped-query attention between two projections."""
-        return Attention(qkv, out, self.model.num_heads, self.kv_heads, self.head_size, rope)
+        return Attention(qkv, out, self.model.num_heads, self.kv_heads, self.head_size, rope, qk_norm)
+
+    def head_norm(self, names: tuple[str, str]) -> HeadNorm:
+        """RMSNorm of each query and key; `names` are for queries and for keys."""
+        return HeadNorm(names, self.head_size, self.model.norm_eps, self.tp)
+
+    def width_norm(self, names: tuple[str, str]) -> WidthNorm:
+        """RMSNorm of all queries and all keys together; `names` are for queries and for keys."""
+        sizes = self.model.attention_size, self.kv_heads * self.head_size
+        return WidthNorm(names, sizes, self.model.norm_eps, self.tp)
 
     def rms_norm(self, name: str) -> RMSNorm:
         """RMSNorm of the hidden size."""
@@ -150,7 +164,7 @@ class Block(nn.Module):
     Args:
         context: builds the dropouts.
         sites: canonical names of the two branches; they key dropout.
-        norms: before attention and before the MLP.
+        norms: of attention and of the MLP.
         attention, mlp: the two branches.
     """
 
@@ -171,6 +185,14 @@ class Block(nn.Module):
         """[seq or seq / tp, batch, hidden], unchanged in shape; sample_ids int64 [batch]."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x)), sample_ids)
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), sample_ids)
+
+
+class PostNormBlock(Block):
+    """As `Block`, but the norms come after attention and after the MLP, before each residual sum (OLMo 2)."""
+
+    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
+        x = x + self.attention_dropout(self.attention_norm(self.attention(x)), sample_ids)
+        return x + self.mlp_dropout(self.mlp_norm(self.mlp(x)), sample_ids)
 
 
 class Embedding(nn.Module):

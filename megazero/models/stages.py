@@ -60,7 +60,7 @@ def head_cost_in_layers(model: ModelConfig) -> float:
 
     A layer multiplies by its matrices and, per token, attends to seq / 2 positions on average, in scores and in values.
     """
-    layer = FAMILIES[model.family].layer_weights(model) + model.hidden_size * model.seq_len
+    layer = FAMILIES[model.family].layer_weights(model) + model.attention_size * model.seq_len
     return model.vocab_size * model.hidden_size / layer
 
 

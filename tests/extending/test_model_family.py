@@ -137,5 +137,5 @@ def test_its_sizes_are_checked_and_its_name_is_known(tmp_path: Path) -> None:
     assert run_with(tmp_path, model={"family": "gelu-llama", "rope_theta": 500.0}).config.model.rope_theta == 500.0
     with pytest.raises(ConfigError, match=r"model\.ffn_hidden_size = 63: must be divisible by parallel\.tp=2"):
         run_with(tmp_path, model={"family": "gelu-llama", "ffn_hidden_size": 63})
-    with pytest.raises(ConfigError, match=r'must be "llama", "gpt2" or "gelu-llama"; write "gelu-llama"'):
+    with pytest.raises(ConfigError, match=r'must be "llama", .* or "gelu-llama"; write "gelu-llama"'):
         run_with(tmp_path, model={"family": "gelu-lama"})

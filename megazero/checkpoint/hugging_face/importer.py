@@ -68,7 +68,7 @@ def import_model(
         source: a directory with config.json and the weights.
         out: new or empty.
         dtype: "fp32", "bf16" or "fp16", to store the weights in; as they are when None, the widest where they differ.
-        seq_len: tokens in a sample, for a llama; as many as the model's configuration names when None.
+        seq_len: tokens in a sample, where positions are rotary; as many as the model's configuration names when None.
         max_shard_bytes: of tensors in one file.
 
     Raises:
@@ -97,7 +97,7 @@ def import_model(
             index_name("model"): written.index,
             HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, DTYPE_NAMES[kept]) | ids),
             # before the first step, on data that is not chosen yet
-            TRAINER_STATE: to_json(asdict(TrainerState(0, 0, 0, 0, "", model.model_dump(), {}, {}, versions()))),
+            TRAINER_STATE: to_json(asdict(TrainerState(0, 0, 0, 0, "", _set_keys(model), {}, {}, versions()))),
             MODEL_TOML: toml.encode(),
         }
         records = {name: target.write(name, data) for name, data in files.items()}
@@ -122,12 +122,17 @@ def _toml(model: ModelConfig, source: Folder, out: Folder, config: Mapping[str, 
     lines = [f"# The model of {source}, imported into {out}."]
     if lost := format_of(model.family).lost(config):
         lines.append(f"# {lost}")
-    lines += ["[model]", *(f"{key} = {toml_value(value)}" for key, value in model.model_dump().items()), ""]
+    lines += ["[model]", *(f"{key} = {toml_value(value)}" for key, value in _set_keys(model).items()), ""]
     if has_tokenizer:
         lines += ["[data]", f"tokenizer = {toml_value(f'{out}/{TOKENIZER}')}"]
     else:
         lines.append(f"# There is no {TOKENIZER} in {source}: data.tokenizer must name the model's own.")
     return "\n".join([*lines, "", "[checkpoint]", f"resume = {toml_value(str(out))}"]) + "\n"
+
+
+def _set_keys(model: ModelConfig) -> dict[str, Any]:
+    """The keys of a [model] section that are set."""
+    return {key: value for key, value in model.model_dump().items() if value is not None}
 
 
 def _match(folder: Folder, stored: dict[str, StoredTensor], model: ModelConfig) -> dict[str, StoredTensor]:

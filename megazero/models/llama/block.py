@@ -1,31 +1,51 @@
-"""A Llama layer under its Hugging Face names."""
+"""A layer of Llama, or of a family like it, under its Hugging Face names."""
 
 from __future__ import annotations
 
 from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.mlp import SwiGLU
+from megazero.layers.qk_norm import HeadNorm, WidthNorm
 from megazero.layers.spec import NamedRows
-from megazero.models.gpt import Block, BuildContext
+from megazero.models.gpt import Block, BuildContext, PostNormBlock
+from megazero.models.llama.variant import LLAMA_2, Variant
 
 
 def rotary_embedding(context: BuildContext) -> RotaryEmbedding:
     """The tables that the layers of a stage share."""
-    return RotaryEmbedding(context.head_size, context.model.seq_len, context.model.rope_theta, context.device)
+    model = context.model
+    return RotaryEmbedding(context.head_size, model.seq_len, model.rope_theta, context.device, model.rope_scaling)
 
 
-def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding) -> Block:
+def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding, variant: Variant = LLAMA_2) -> Block:
     """One layer; q | k | v and gate | up are fused."""
     prefix, hidden = f"model.layers.{layer}", context.model.hidden_size
     gate_up = tuple(NamedRows(f"{prefix}.mlp.{key}_proj.weight", context.ffn_hidden_size) for key in ("gate", "up"))
     down = context.row(NamedRows(f"{prefix}.mlp.down_proj.weight", hidden), context.ffn_hidden_size)
-    attention, mlp = llama_attention(prefix, context, rope), SwiGLU(context.column(gate_up), down)
-    norms = context.rms_norm(f"{prefix}.input_layernorm"), context.rms_norm(f"{prefix}.post_attention_layernorm")
-    return Block(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), norms, attention, mlp)
+    attention, mlp = llama_attention(prefix, context, rope, variant), SwiGLU(context.column(gate_up), down)
+    first, second = (context.rms_norm(f"{prefix}.{name}") for name in variant.norms)
+    kind = PostNormBlock if variant.norms_after else Block
+    return kind(context, (f"{prefix}.self_attn", f"{prefix}.mlp"), (first, second), attention, mlp)
 
 
-def llama_attention(prefix: str, context: BuildContext, rope: RotaryEmbedding) -> Attention:
-    """Grouped-query attention with rotary positions and no biases; `prefix` is the layer's."""
-    hidden, kv_rows = context.model.hidden_size, context.kv_heads * context.head_size
-    rows = {"q": hidden, "k": kv_rows, "v": kv_rows}
-    qkv = context.column(tuple(NamedRows(f"{prefix}.self_attn.{key}_proj.weight", rows[key]) for key in rows))
-    return context.attention(qkv, context.row(NamedRows(f"{prefix}.self_attn.o_proj.weight", hidden), hidden), rope)
+def llama_attention(prefix: str, context: BuildContext, rope: RotaryEmbedding, variant: Variant = LLAMA_2) -> Attention:
+    """Grouped-query attention with rotary positions; `prefix` is the layer's."""
+    model, kv_rows = context.model, context.kv_heads * context.head_size
+    rows = {"q": model.attention_size, "k": kv_rows, "v": kv_rows}
+
+    def named(kind: str) -> tuple[NamedRows, ...]:
+        return tuple(NamedRows(f"{prefix}.self_attn.{key}_proj.{kind}", rows[key]) for key in rows)
+
+    qkv = context.column(named("weight"), named("bias") if variant.qkv_bias else ())
+    out = context.row(NamedRows(f"{prefix}.self_attn.o_proj.weight", model.hidden_size), model.attention_size)
+    return context.attention(qkv, out, rope, _qk_norm(f"{prefix}.self_attn", context, variant))
+
+
+def _qk_norm(prefix: str, context: BuildContext, variant: Variant) -> HeadNorm | WidthNorm | None:
+    names = f"{prefix}.q_norm", f"{prefix}.k_norm"
+    match variant.qk_norm:
+        case "head":
+            return context.head_norm(names)
+        case "width":
+            return context.width_norm(names)
+        case "none":
+            return None

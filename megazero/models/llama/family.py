@@ -1,4 +1,7 @@
-"""Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases (Touvron et al. 2023)."""
+"""Llama, and the families that differ from it as a `Variant` says.
+
+Rotary positions, RMSNorm, SwiGLU, grouped-query attention (Touvron et al. 2023; Grattafiori et al. 2024).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.family import HuggingFaceFormat, ModelFamily, attention_weights
+from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule, attention_weights
+from megazero.models.llama.variant import LLAMA_2, Variant
+from megazero.models.rope_scaling import read_rope, rope_problems, written_rope
+from megazero.settings import Problem, nearest_multiples, nearest_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,54 +24,61 @@ if TYPE_CHECKING:
 _FFN_MULTIPLE = 256
 
 
-def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys about rotary positions; transformers 5 nests what its predecessors kept apart."""
-    flat = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    return flat | dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+def _extra(model: ModelConfig) -> dict[str, Any]:
+    return {"head_dim": model.head_size} | written_rope(model.rope_theta, model.rope_scaling)
+
+
+def _read_extra(config: Mapping[str, Any]) -> dict[str, Any]:
+    size = {} if config.get("head_dim") is None else {"head_dim": config["head_dim"]}
+    return size | read_rope(config)
 
 
 def _unsupported(config: Mapping[str, Any], _: int | None) -> Iterator[str]:
-    hidden, heads, size = (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
-    if isinstance(hidden, int) and isinstance(heads, int) and size is not None and size * heads != hidden:
-        rule = f"hidden_size / num_attention_heads = {hidden} / {heads} = {hidden / heads:g}"
-        yield f"head_dim={size!r} is not supported; it must be {rule}"
-    rope = rope_keys(config)
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        yield f"{key}={config[key]!r} is not supported; the rope_type must be 'default'"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield f"partial_rotary_factor={rope['partial_rotary_factor']!r} is not supported; it must be 1.0"
+    yield from rope_problems(config)
+    layers = config.get("layer_types") or ()
+    if other := sorted({str(kind) for kind in layers} - {"full_attention"}):
+        yield f"layer_types has {', '.join(map(repr, other))}, which is not supported; each must be 'full_attention'"
+
+
+LLAMA_FORMAT = HuggingFaceFormat(
+    architecture="LlamaForCausalLM",
+    sizes={
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "intermediate_size": "ffn_hidden_size",
+        "vocab_size": "vocab_size",
+        "max_position_embeddings": "seq_len",
+    },
+    defaults={
+        "num_key_value_heads": ("num_kv_heads", None),
+        "rms_norm_eps": ("norm_eps", 1e-6),
+        "tie_word_embeddings": ("tie_embeddings", False),
+        "initializer_range": ("init_std", 0.02),
+    },
+    constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    assumed={"quantization_config": None},
+    prefix="model.",
+    buffers=re.compile(r".*\.rotary_emb\.inv_freq"),
+    embedding="model.embed_tokens.weight",
+    extra=_extra,
+    read_extra=_read_extra,
+    problems=_unsupported,
+)
 
 
 class LlamaFamily(ModelFamily):
-    """As above."""
+    """Llama or a family like it; a new one is a value of this class (`models/qwen2.py`).
 
-    reads = ("rope_theta",)
-    hugging_face = HuggingFaceFormat(
-        architecture="LlamaForCausalLM",
-        sizes={
-            "hidden_size": "hidden_size",
-            "num_hidden_layers": "num_layers",
-            "num_attention_heads": "num_heads",
-            "intermediate_size": "ffn_hidden_size",
-            "vocab_size": "vocab_size",
-            "max_position_embeddings": "seq_len",
-        },
-        defaults={
-            "num_key_value_heads": ("num_kv_heads", None),
-            "rms_norm_eps": ("norm_eps", 1e-6),
-            "tie_word_embeddings": ("tie_embeddings", False),
-            "initializer_range": ("init_std", 0.02),
-        },
-        constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-        assumed={"quantization_config": None},
-        prefix="model.",
-        buffers=re.compile(r".*\.rotary_emb\.inv_freq"),
-        embedding="model.embed_tokens.weight",
-        extra=lambda model: {"rope_theta": model.rope_theta},
-        read_extra=lambda config: {"rope_theta": rope_keys(config).get("rope_theta", 10000.0)},
-        problems=_unsupported,
-    )
+    Args:
+        variant: its layers.
+        hugging_face: its form in transformers.
+    """
+
+    reads = ("rope_theta", "rope_scaling", "head_dim")
+
+    def __init__(self, variant: Variant, hugging_face: HuggingFaceFormat) -> None:
+        self.variant, self.hugging_face = variant, hugging_face
 
     def ffn_hidden_size(self, model: ModelConfig) -> int:
         """8/3 of the hidden size, up to a multiple of 256."""
@@ -74,6 +87,16 @@ class LlamaFamily(ModelFamily):
     def hidden_size_divisor(self, model: ModelConfig) -> tuple[int, str]:
         step = 2 * model.num_heads
         return step, f"2*num_heads={step} (rotary positions turn pairs of a head's elements)"
+
+    def rules(self) -> tuple[ModelRule, ...]:
+        """Those of every family, and even heads."""
+        return (*super().rules(), ModelRule(("model.head_dim",), self.check_head_dim))
+
+    def check_head_dim(self, model: ModelConfig, _: int) -> Iterator[Problem]:
+        """Rotary positions turn pairs."""
+        if model.head_dim is not None and model.head_dim % 2:
+            nearest = nearest_text(nearest_multiples(model.head_dim, 2))
+            yield Problem("model.head_dim", model.head_dim, "must be even: rotary positions turn pairs", nearest)
 
     def layer_weights(self, model: ModelConfig) -> int:
         """q, k, v, out; gate, up, down."""
@@ -88,7 +111,7 @@ class LlamaFamily(ModelFamily):
         from megazero.models.llama.block import llama_block, rotary_embedding
 
         rope = rotary_embedding(context)
-        return [llama_block(layer, context, rope) for layer in layers]
+        return [llama_block(layer, context, rope, self.variant) for layer in layers]
 
     def head(self, context: BuildContext, tied_weight: nn.Parameter | None) -> Head:
         from megazero.models.gpt import Head
@@ -97,4 +120,4 @@ class LlamaFamily(ModelFamily):
         return Head(context, context.rms_norm("model.norm"), name, tied_weight)
 
 
-LLAMA = LlamaFamily()
+LLAMA = LlamaFamily(LLAMA_2, LLAMA_FORMAT)

@@ -1,0 +1,275 @@
+"""Every family computes what transformers does, on one rank and on every shape, and goes in and out unchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from torch import Tensor
+from worlds import LR, difference, engine_on, global_batch, micro_batches, run_of, state_on, whole
+
+from megazero.checkpoint.hugging_face.config import model_section
+from megazero.checkpoint.hugging_face.exporter import export_model
+from megazero.checkpoint.hugging_face.importer import import_model
+from megazero.checkpoint.index import HF_CONFIG
+from megazero.config import ResolvedRun
+from megazero.engine import Engine
+from megazero.engine.trainer_state import Position
+from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
+from megazero.models.rope_scaling import RopeScaling
+
+TOLERANCE = 1e-5
+ORIGINAL = 8  # positions before scaling; the samples have 32
+LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+# What transformers is told beside the sizes: each family, and each option of all of them, at least once.
+CASES: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "model_type": "llama",
+        "rope_parameters": LLAMA_3 | {"rope_theta": 5e5, "original_max_position_embeddings": ORIGINAL},
+    },
+    "llama yarn": {
+        "model_type": "llama",
+        "head_dim": 16,
+        "rms_norm_eps": 3e-4,
+        "rope_parameters": YARN | {"rope_theta": 1e4},
+    },
+    "llama linear": {
+        "model_type": "llama",
+        "head_dim": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 700.0},
+    },
+}
+# (ranks, [parallel], [zero])
+SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank": (1, {}, {"stage": 0}),
+    "tp2": (2, {"tp": 2}, {"stage": 1}),
+    "tp2 sp pp2 dp2 zero3": (8, {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True}, {"stage": 3}),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tensors this small are slower on more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Theirs
+
+
+@dataclass(frozen=True)
+class Result:
+    """One batch through one model."""
+
+    loss: float
+    logits: Tensor  # [samples, seq, vocab]
+    gradients: Mapping[str, Tensor]
+
+
+def save_theirs(name: str, directory: Path) -> None:
+    """A small model of transformers whose every weight is random: at init norms are 1 and biases 0, which hides mistakes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | CASES[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter.ndim == 1) + 0.15 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+
+
+def theirs(directory: Path, run: ResolvedRun, step: int) -> Result:
+    """What transformers computes with the weights of a directory."""
+    from transformers import AutoModelForCausalLM
+
+    model, about = AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens, labels = global_batch(run, step)
+    logits = model.eval()(input_ids=tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return Result(loss.item(), logits.detach(), gradients)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ours
+
+
+def ours(rank: int, runs: Mapping[str, ResolvedRun], folder: Path, shape: str) -> dict[str, Any]:
+    """Two steps of every imported model, on one rank of a shape; after the first the model is saved."""
+    results, state = {}, state_on(rank, next(iter(runs.values())))
+    for name, run in runs.items():
+        engine = engine_on(rank, run, init_weights=False, state=state)
+        engine.load(folder / name / "imported", "any data")
+        out: dict[str, Any] = {"logits": (state.dp.index, logits_of(engine, run)), "loss": [], "gradients": []}
+        for step in range(2):
+            out["loss"].append(engine.compute_gradients(micro_batches(run, state, step)).loss)
+            out["gradients"].append(whole(engine, "gradient"))
+            if step == 0:
+                engine.update(LR)
+                engine.save(folder / name / shape, Position(1, 8, 8), "any data")
+        results[name] = out
+        engine.sharded_model.close()
+    return results
+
+
+def logits_of(engine: Engine, run: ResolvedRun) -> Tensor | None:
+    """Logits of this rank's samples, [samples, seq, vocab]; None where another rank of tp, or a later stage, has them."""
+    found: list[Tensor] = []
+    for head in (stage.head for stage in engine._stages if stage.head is not None):
+        plain = head.forward
+
+        def also_logits(x: Tensor, labels: Tensor | None, plain: Any = plain) -> Any:
+            found.append(plain(x, None))
+            return plain(x, labels)
+
+        head.forward = also_logits  # type: ignore[method-assign]
+    engine.evaluate(micro_batches(run, engine.state, 0))
+    for stage in engine._stages:
+        if stage.head is not None:
+            del stage.head.forward
+    return torch.cat(found, dim=1).transpose(0, 1).contiguous() if found and engine.state.tp.index == 0 else None
+
+
+def run_on(shape: str, model: ModelConfig) -> ResolvedRun:
+    world, parallel, zero = SHAPES[shape]
+    sizes = model.model_dump(exclude_none=True)
+    return run_of(world, model=sizes, parallel=parallel, zero=zero, training={"accumulation": 2})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every model as transformers saves it, and as it is imported."""
+    folder = tmp_path_factory.mktemp("families")
+    for name in CASES:
+        save_theirs(name, folder / name / "hub")
+        import_model(folder / name / "hub", folder / name / "imported")
+    return folder
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shape_and_results(request: pytest.FixtureRequest, folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    """All models on a shape, one after the other in one world; results of its ranks."""
+    models = {name: model_section(_config(folder / name / "hub")) for name in CASES}
+    runs = {name: run_on(request.param, model) for name, model in models.items()}
+    return request.param, run_world(SHAPES[request.param][0], ours, runs, folder, request.param)
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    return dict(json.loads((directory / HF_CONFIG).read_text()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_losses_and_gradients_are_those_of_transformers(
+    name: str, folder: Path, shape_and_results: tuple[str, list[dict[str, Any]]]
+) -> None:
+    """In: the imported model's.  Out: after an update, those of the weights that were saved, and transformers loads."""
+    shape, results = shape_and_results
+    run = run_on(shape, model_section(_config(folder / name / "hub")))
+    wanted = [theirs(folder / name / "hub", run, 0), theirs(folder / name / shape, run, 1)]
+    parts = {index: part for index, part in (result[name]["logits"] for result in results) if part is not None}
+    assert difference(torch.cat([parts[index] for index in sorted(parts)]), wanted[0].logits) < TOLERANCE
+    got = results[0][name]
+    for step, expected in enumerate(wanted):
+        assert got["loss"][step] == pytest.approx(expected.loss, rel=TOLERANCE)
+        assert set(got["gradients"][step]) == set(expected.gradients)
+        for key, gradient in expected.gradients.items():
+            norm = float(gradient.norm())
+            # a gradient that is zero in exact arithmetic (a key's bias) is rounding noise in both
+            if norm < 1e-6 * max(float(one.norm()) for one in expected.gradients.values()):
+                assert float(got["gradients"][step][key].norm()) < 1e-5, key
+            else:
+                assert difference(got["gradients"][step][key], gradient) < TOLERANCE, key
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configurations
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_configuration_goes_in_and_out_unchanged(name: str, folder: Path) -> None:
+    """Ours -> theirs -> ours, and theirs -> ours -> theirs, which transformers reads as the same."""
+    from transformers import AutoConfig
+
+    given = _config(folder / name / "hub")
+    model = model_section(given)
+    form = FAMILIES[model.family].hugging_face
+    assert form is not None
+    written = form.config(model, "fp32")
+    assert model_section(written) == model
+    out = folder / name / "exported"
+    export_model(folder / name / "imported", out)
+    ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
+    before, after = (AutoConfig.from_pretrained(folder / name / which).to_dict() for which in ("hub", "exported"))
+    assert {key for key in before if before[key] != after.get(key)} <= ids | {"_name_or_path"}
+    older = {key: value for key, value in given.items() if key != "rope_parameters"}
+    scaling = dict(given["rope_parameters"])
+    older |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling | {"type": scaling.pop("rope_type")}}
+    assert model_section(older) == model  # as transformers 4 spells it
+
+
+@pytest.mark.parametrize(
+    ("rope", "scaling"),
+    [
+        (LLAMA_3 | {"factor": 8.0}, RopeScaling(type="llama3", factor=8.0, original_seq_len=8192)),
+        (
+            LLAMA_3 | {"factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0},
+            RopeScaling(type="llama3", factor=32.0, original_seq_len=8192, low_freq_factor=2.0, high_freq_factor=3.0),
+        ),
+        ({"rope_type": "linear", "factor": 2.5}, RopeScaling(type="linear", factor=2.5)),
+        ({"rope_type": "yarn", "factor": 4.0}, RopeScaling(type="yarn", factor=4.0, original_seq_len=8192)),
+        (
+            {"rope_type": "yarn", "factor": 16.0, "beta_fast": 24.0, "beta_slow": 2.0, "attention_factor": 1.5},
+            RopeScaling(
+                type="yarn", factor=16.0, original_seq_len=8192, beta_fast=24.0, beta_slow=2.0, attention_factor=1.5
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize(("theta", "head_dim"), [(1e4, 64), (5e5, 128)])
+def test_scaled_frequencies_are_those_of_transformers(
+    rope: dict[str, Any], scaling: RopeScaling, theta: float, head_dim: int
+) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = rope | {"rope_theta": theta}
+    if rope["rope_type"] != "linear":
+        rope["original_max_position_embeddings"] = 8192
+    config = LlamaConfig(hidden_size=512, num_attention_heads=4, head_dim=head_dim, rope_parameters=rope)
+    wanted, amplitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+    plain = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    assert torch.allclose(scaling.scaled(plain, theta), wanted.double(), rtol=1e-5, atol=0)
+    assert scaling.amplitude == pytest.approx(amplitude)
+    assert not torch.allclose(wanted.double(), plain, rtol=1e-3)
