@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 700.0},
     },
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": YARN | {"rope_theta": 1e6}},
 }
 # (ranks, [parallel], [zero])
 SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -237,6 +239,23 @@ def test_a_configuration_goes_in_and_out_unchanged(name: str, folder: Path) -> N
     scaling = dict(given["rope_parameters"])
     older |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling | {"type": scaling.pop("rope_type")}}
     assert model_section(older) == model  # as transformers 4 spells it
+
+
+# What a configuration says that we do not compute: (case, changed keys, the reason).
+REFUSED = [
+    ("llama3", {"attention_bias": True}, "attention_bias=True is not supported in a llama"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported in a qwen2"),
+    ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+    ("qwen2", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "reason"), REFUSED)
+def test_what_a_family_does_not_compute_is_refused_with_its_key(
+    name: str, changes: dict[str, Any], reason: str, folder: Path
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        model_section(_config(folder / name / "hub") | changes)
 
 
 @pytest.mark.parametrize(

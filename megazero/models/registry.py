@@ -11,5 +11,9 @@ if TYPE_CHECKING:
 
 FAMILIES: Registry[ModelFamily] = Registry(
     "model family",
-    {"llama": "megazero.models.llama.family:LLAMA", "gpt2": "megazero.models.gpt2.family:GPT2"},
+    {
+        "llama": "megazero.models.llama.family:LLAMA",
+        "gpt2": "megazero.models.gpt2.family:GPT2",
+        "qwen2": "megazero.models.qwen2:QWEN2",
+    },
 )
