@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 700.0},
     },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": YARN | {"rope_theta": 1e6}},
 }
 # (ranks, [parallel], [zero])
@@ -241,12 +242,27 @@ def test_a_configuration_goes_in_and_out_unchanged(name: str, folder: Path) -> N
     assert model_section(older) == model  # as transformers 4 spells it
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name: str, folder: Path) -> None:
+    from transformers import AutoConfig
+
+    given = _config(folder / name / "hub")
+    form = FAMILIES[given["model_type"]].hugging_face
+    assert form is not None
+    for key in (*form.defaults, *form.constants, *form.assumed, "rope_parameters"):
+        left = {other: value for other, value in given.items() if other != key}
+        filled = AutoConfig.for_model(**json.loads(json.dumps(left))).to_dict()
+        assert model_section(left) == model_section(filled), key
+
+
 # What a configuration says that we do not compute: (case, changed keys, the reason).
 REFUSED = [
     ("llama3", {"attention_bias": True}, "attention_bias=True is not supported in a llama"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported in a qwen2"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
     ("qwen2", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+    ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported in a qwen3"),
+    ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True is not supported in a qwen3"),
 ]
 
 

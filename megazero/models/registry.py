@@ -15,5 +15,6 @@ FAMILIES: Registry[ModelFamily] = Registry(
         "llama": "megazero.models.llama.family:LLAMA",
         "gpt2": "megazero.models.gpt2.family:GPT2",
         "qwen2": "megazero.models.qwen2:QWEN2",
+        "qwen3": "megazero.models.qwen3:QWEN3",
     },
 )
