@@ -64,6 +64,11 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 700.0},
     },
+    "olmo2": {
+        "model_type": "olmo2",
+        "pad_token_id": None,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": YARN | {"rope_theta": 1e6}},
 }
@@ -261,6 +266,7 @@ REFUSED = [
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported in a qwen2"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
     ("qwen2", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
+    ("olmo2", {"attention_bias": True}, "attention_bias=True is not supported in a olmo2"),
     ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported in a qwen3"),
     ("qwen3", {"use_sliding_window": True}, "use_sliding_window=True is not supported in a qwen3"),
 ]

@@ -73,6 +73,7 @@ class HuggingFaceFormat:
             "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype],
             "bos_token_id": None,
             "eos_token_id": None,
+            "pad_token_id": None,  # a token that transformers would not train
             "architectures": [self.architecture],
             "model_type": model.family,
             **{theirs: getattr(model, ours) for theirs, ours in keys.items()},

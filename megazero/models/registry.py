@@ -16,5 +16,6 @@ FAMILIES: Registry[ModelFamily] = Registry(
         "gpt2": "megazero.models.gpt2.family:GPT2",
         "qwen2": "megazero.models.qwen2:QWEN2",
         "qwen3": "megazero.models.qwen3:QWEN3",
+        "olmo2": "megazero.models.olmo2:OLMO2",
     },
 )
