@@ -85,6 +85,14 @@ def test_gpt2_blocks_compile() -> None:
     assert graphs == (5 + 2) + 5
 
 
+def test_a_norm_over_all_heads_compiles() -> None:
+    """It talks over tp, so tracing stops before it, as before the four linear layers; the first of them begins the block."""
+    runs = _runs(2, model=LLAMA | {"family": "olmo2", "num_layers": 1}, parallel={"tp": 2})
+    for pairs, graphs in run_world(2, _with_and_without, [runs], "eager", False):
+        _check(pairs)
+        assert graphs == 5 + 2
+
+
 def test_names_of_parameters_stay() -> None:
     engine = engine_on(0, run_of(1, model=LLAMA))
     before = [name for name, _ in engine.chunks.named_parameters()]

@@ -9,12 +9,14 @@ import shutil
 import socket
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.cli import app
 from megazero.config import load_config
 from megazero.config.document import to_markdown
@@ -23,7 +25,16 @@ from megazero.data.tokenize import tokenize_files
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-WORLD_SIZES = {"quickstart": 8, "llama_1.3b_8gpu": 8, "llama_7b_64gpu": 64, "llama_70b_512gpu": 512}
+WORLD_SIZES = {
+    "quickstart": 8,
+    "llama_1.3b_8gpu": 8,
+    "llama_7b_64gpu": 64,
+    "llama_70b_512gpu": 512,
+    "llama3_8b_64gpu": 64,
+    "qwen2_7b_64gpu": 64,
+    "qwen3_4b_8gpu": 8,
+    "olmo2_7b_64gpu": 64,
+}
 RUN_SECONDS = 60
 
 
@@ -44,15 +55,22 @@ def test_an_example_resolves_on_its_cluster(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("llama_1.3b_8gpu", 1.345e9), ("llama_7b_64gpu", 6.738e9), ("llama_70b_512gpu", 68.98e9)]
+    ("name", "parameters"),
+    [
+        ("llama_1.3b_8gpu", 1.345e9),
+        ("llama_7b_64gpu", 6.738e9),
+        ("llama_70b_512gpu", 68.98e9),
+        ("llama3_8b_64gpu", 8.030e9),
+        ("qwen2_7b_64gpu", 7.616e9),
+        ("qwen3_4b_8gpu", 4.022e9),
+        ("olmo2_7b_64gpu", 7.299e9),
+    ],
 )
 def test_an_example_has_the_size_in_its_name(name: str, parameters: float) -> None:
-    """Published parameter counts: Sheared-LLaMA-1.3B; Llama 2 7B and 70B."""
+    """Published parameter counts: Sheared-LLaMA-1.3B; Llama 2 7B and 70B; Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B."""
     model = load_config(EXAMPLES / f"{name}.toml", [], WORLD_SIZES[name]).config.model
-    hidden, kv = model.hidden_size, model.hidden_size // model.num_heads * model.num_kv_heads
-    block = 2 * hidden * hidden + 2 * kv * hidden + 3 * hidden * model.ffn_hidden_size + 2 * hidden
-    total = model.num_layers * block + 2 * model.vocab_size * hidden + hidden
-    assert total == pytest.approx(parameters, rel=1e-3)
+    shapes = logical_shapes(model).values()
+    assert sum(prod(shape) for shape in shapes) == pytest.approx(parameters, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["launch_torchrun.sh", "pretrain.slurm"])

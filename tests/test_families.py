@@ -19,7 +19,7 @@ from megazero.checkpoint.hugging_face.config import model_section
 from megazero.checkpoint.hugging_face.exporter import export_model
 from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import HF_CONFIG
-from megazero.config import ResolvedRun
+from megazero.config import ResolvedRun, load_config
 from megazero.engine import Engine
 from megazero.engine.trainer_state import Position
 from megazero.models.config import ModelConfig
@@ -76,6 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
 SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {}, {"stage": 0}),
     "tp2": (2, {"tp": 2}, {"stage": 1}),
+    "pp2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1"}, {"stage": 2}),
     "tp2 sp pp2 dp2 zero3": (8, {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True}, {"stage": 3}),
 }
 
@@ -140,8 +141,9 @@ def ours(rank: int, runs: Mapping[str, ResolvedRun], folder: Path, shape: str) -
     for name, run in runs.items():
         engine = engine_on(rank, run, init_weights=False, state=state)
         engine.load(folder / name / "imported", "any data")
-        out: dict[str, Any] = {"logits": (state.dp.index, logits_of(engine, run)), "loss": [], "gradients": []}
+        out: dict[str, Any] = {"dp": state.dp.index, "logits": [], "loss": [], "gradients": []}
         for step in range(2):
+            out["logits"].append(logits_of(engine, run, step))
             out["loss"].append(engine.compute_gradients(micro_batches(run, state, step)).loss)
             out["gradients"].append(whole(engine, "gradient"))
             if step == 0:
@@ -152,7 +154,7 @@ def ours(rank: int, runs: Mapping[str, ResolvedRun], folder: Path, shape: str) -
     return results
 
 
-def logits_of(engine: Engine, run: ResolvedRun) -> Tensor | None:
+def logits_of(engine: Engine, run: ResolvedRun, step: int) -> Tensor | None:
     """Logits of this rank's samples, [samples, seq, vocab]; None where another rank of tp, or a later stage, has them."""
     found: list[Tensor] = []
     for head in (stage.head for stage in engine._stages if stage.head is not None):
@@ -163,7 +165,7 @@ def logits_of(engine: Engine, run: ResolvedRun) -> Tensor | None:
             return plain(x, labels)
 
         head.forward = also_logits  # type: ignore[method-assign]
-    engine.evaluate(micro_batches(run, engine.state, 0))
+    engine.evaluate(micro_batches(run, engine.state, step))
     for stage in engine._stages:
         if stage.head is not None:
             del stage.head.forward
@@ -206,10 +208,10 @@ def test_logits_losses_and_gradients_are_those_of_transformers(
     shape, results = shape_and_results
     run = run_on(shape, model_section(_config(folder / name / "hub")))
     wanted = [theirs(folder / name / "hub", run, 0), theirs(folder / name / shape, run, 1)]
-    parts = {index: part for index, part in (result[name]["logits"] for result in results) if part is not None}
-    assert difference(torch.cat([parts[index] for index in sorted(parts)]), wanted[0].logits) < TOLERANCE
     got = results[0][name]
     for step, expected in enumerate(wanted):
+        parts = {one[name]["dp"]: one[name]["logits"][step] for one in results if one[name]["logits"][step] is not None}
+        assert difference(torch.cat([parts[index] for index in sorted(parts)]), expected.logits) < TOLERANCE
         assert got["loss"][step] == pytest.approx(expected.loss, rel=TOLERANCE)
         assert set(got["gradients"][step]) == set(expected.gradients)
         for key, gradient in expected.gradients.items():
@@ -236,6 +238,7 @@ def test_a_configuration_goes_in_and_out_unchanged(name: str, folder: Path) -> N
     assert form is not None
     written = form.config(model, "fp32")
     assert model_section(written) == model
+    assert load_config(folder / name / "imported" / "model.toml", ["precision.dtype=fp32"], 1).config.model == model
     out = folder / name / "exported"
     export_model(folder / name / "imported", out)
     ids = {"bos_token_id", "eos_token_id", "pad_token_id"}
@@ -258,6 +261,45 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name: str, 
         left = {other: value for other, value in given.items() if other != key}
         filled = AutoConfig.for_model(**json.loads(json.dumps(left))).to_dict()
         assert model_section(left) == model_section(filled), key
+
+
+def published(**keys: Any) -> dict[str, Any]:
+    """A `config.json` of the hub, as transformers 4 wrote it; what most of them say is here once."""
+    common = {"hidden_act": "silu", "attention_dropout": 0.0, "use_cache": True, "torch_dtype": "bfloat16"}
+    return common | {"initializer_range": 0.02, "tie_word_embeddings": False, "rope_scaling": None} | keys
+
+
+QWEN = {"sliding_window": 131072, "use_sliding_window": False, "max_window_layers": 28, "rms_norm_eps": 1e-6}
+PUBLISHED = {
+    "llama3_8b_64gpu": published(
+        model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
+        attention_bias=False, mlp_bias=False, pretraining_tp=1,
+        rope_scaling=LLAMA_3 | {"factor": 8.0, "original_max_position_embeddings": 8192},
+    ),
+    "qwen2_7b_64gpu": published(
+        model_type="qwen2", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=18944, vocab_size=152064, max_position_embeddings=131072, rope_theta=1000000.0, **QWEN,
+    ),
+    "qwen3_4b_8gpu": published(
+        model_type="qwen3", hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, intermediate_size=9728, vocab_size=151936, max_position_embeddings=40960, rope_theta=1000000,
+        attention_bias=False, **QWEN | {"sliding_window": None, "max_window_layers": 36}, tie_word_embeddings=True,
+    ),
+    "olmo2_7b_64gpu": published(
+        model_type="olmo2", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
+        intermediate_size=11008, vocab_size=100352, max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=500000,
+        attention_bias=False, pad_token_id=100277,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> None:
+    """Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B."""
+    example = Path(__file__).parent.parent / "examples" / f"{name}.toml"
+    model = load_config(example, [], int(name.rpartition("_")[2].removesuffix("gpu"))).config.model
+    assert model_section(PUBLISHED[name], model.seq_len) == model
 
 
 # What a configuration says that we do not compute: (case, changed keys, the reason).

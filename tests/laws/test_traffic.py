@@ -118,6 +118,16 @@ def test_tensor_parallel_sends_four_passes_per_layer_and_direction(sequence_para
         assert difference == {"all_reduce": 4 * 2 * activation // 2}
 
 
+def test_norms_of_queries_and_keys_send_their_mean_squares_or_their_gradients() -> None:
+    """Over all heads: two fp32 numbers of each token forward, two backward.  Of each head: a step's sum of two weights."""
+    models = [UNTIED | {"family": family, "num_layers": count} for family in ("olmo2", "qwen3") for count in (1, 2)]
+    runs = [run_of(2, model=model, parallel={"tp": 2}) for model in models]
+    sent = [one["sent"]["tp", "all_reduce"] for one in run_world(2, on_one_state, runs, _traffic_of_second_step)[0]]
+    activation = 4 * (8 * 16 * 32) * 4  # four passes of samples x seq x hidden, fp32
+    assert sent[1] - sent[0] == activation + 2 * (2 * 8 * 16) * 4
+    assert sent[3] - sent[2] == activation + 2 * 8 * 4
+
+
 def test_a_pipeline_sends_one_activation_and_one_gradient_per_micro_batch() -> None:
     run = run_of(2, model=UNTIED, parallel={"pp": 2}, training={"accumulation": 4})
     activation = 16 * 2 * 32 * 4  # seq x micro-batch x hidden, fp32
