@@ -361,9 +361,9 @@ def test_the_order_names_every_axis_once(write, order):
         ("parallel.tp=3 model.ffn_hidden_size=3", 3, "model.num_heads = 16: must be divisible by parallel.tp=3"),
         ("model.num_kv_heads=5", 1, "model.num_kv_heads = 5: must divide num_heads=16 and be a multiple of"),
         (
-            "model.num_kv_heads=2 parallel.tp=4",
+            "model.num_kv_heads=1 model.head_dim=6 parallel.tp=4",
             4,
-            "model.num_kv_heads = 2: must divide num_heads=16 and be a multiple of",
+            "model.num_kv_heads = 1: must divide num_heads=16 and be a multiple of parallel.tp=4, or divide it",
         ),
         ("model.family=gpt2 model.num_kv_heads=4", 1, "model.num_kv_heads = 4: must be num_heads=16: gpt2 has no"),
         ("model.family=gpt2 model.tie_embeddings=false", 1, "model.tie_embeddings = false: must be true for gpt2"),

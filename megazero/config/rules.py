@@ -323,7 +323,9 @@ _SHAPE_RULES = (
     Rule(("model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
     Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _layout_is_of_this_model),
 )
-_SIZES = tuple(f"model.{key}" for key in ("family", "hidden_size", "num_heads", "num_kv_heads", "ffn_hidden_size"))
+_SIZES = tuple(
+    f"model.{key}" for key in ("family", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
+)
 _EVERY_SHAPE = Rule((*_ELASTIC, *_SIZES, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model)
 RULES = (
     Rule(_CHUNKS, _schedule_has_its_chunks),

@@ -1,4 +1,13 @@
-"""Causal grouped-query attention with heads cut over TP, on torch's scaled_dot_product_attention; rotary positions."""
+"""Causal grouped-query attention with heads cut over TP, on torch's scaled_dot_product_attention; rotary positions.
+
+Where tp exceeds the number of key and value heads, tp / kv_heads ranks share a head, and each computes a part of it:
+
+    4 query heads, 2 kv heads, tp = 4         rank 0     rank 1     rank 2     rank 3
+    weights, and what they compute            q0 | k0.   q1 | k0"   q2 | k1.   q3 | k1"     and v likewise
+    what attention reads                      q0 | k0    q1 | k0    q2 | k1    q3 | k1      gathered over tp
+
+So no weight is held or multiplied twice, and storage, norms and checkpoints see the usual cut by rows.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +18,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from megazero.comm.autograd import gather_sequence
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.qk_norm import HeadNorm, WidthNorm
+from megazero.parallel_state import Axis
 
 
 class FrequencyScaling(Protocol):
@@ -58,13 +69,37 @@ class RotaryEmbedding:
         return (x * cos + rotated * sin).to(x.dtype)
 
 
+class SharedKVHead(nn.Module):
+    """Completes the key and value head that a rank shares.  [seq, batch, q | part of k | part of v] -> q | k | v.
+
+    The backward sums the gradients of the ranks that share the head (as Megatron-LM does for fewer query groups than tp).
+
+    Args:
+        parts: ranks that share a head, tp / kv_heads.
+        part_features: size of a part, head_size / parts.
+        tp: the tensor-parallel axis.
+    """
+
+    def __init__(self, parts: int, part_features: int, tp: Axis) -> None:
+        super().__init__()
+        self.parts, self.part_features, self.tp = parts, part_features, tp
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        q, mine = qkv.split([qkv.shape[-1] - 2 * self.part_features, 2 * self.part_features], dim=-1)
+        every = gather_sequence(mine, self.tp).unflatten(0, (self.tp.size, -1))
+        first = self.tp.index // self.parts * self.parts
+        kv = rearrange(every[first : first + self.parts], "parts s b (kv d) -> s b (kv parts d)", kv=2)
+        return torch.cat([q, kv], dim=-1)
+
+
 class Attention(nn.Module):
     """softmax(q k^T / sqrt(d)) v per head.  [seq or seq / tp, batch, hidden], unchanged in shape.
 
     Args:
         qkv: fused projection whose sections are q | k | v.
         out: projection of num_heads * head_size back to the hidden size.
-        num_heads, num_kv_heads: of the whole model; both divisible by tp (Ainslie et al. 2023 for fewer kv heads).
+        num_heads, num_kv_heads: of the whole model (Ainslie et al. 2023 for fewer kv heads).  Heads are divisible by tp; kv
+            heads are, or divide it.
         head_size: size of one head.
         rope: rotary tables, or None where positions are learned.
         qk_norm: norm of queries and keys before they are rotated, or None; see `HeadNorm`.
@@ -81,15 +116,25 @@ class Attention(nn.Module):
         qk_norm: HeadNorm | WidthNorm | None = None,
     ) -> None:
         super().__init__()
-        self.qkv, self.out, self.rope, self.head_size, self.qk_norm = qkv, out, rope, head_size, qk_norm
-        self.heads = num_heads // qkv.tp.size
-        self.kv_heads = num_kv_heads // qkv.tp.size
+        self.qkv, self.out, self.rope, self.head_size = qkv, out, rope, head_size
+        self.width_norm = qk_norm if isinstance(qk_norm, WidthNorm) else None
+        self.head_norm = qk_norm if isinstance(qk_norm, HeadNorm) else None
+        tp, self.shared_head = qkv.tp, None
+        if tp.size > num_kv_heads:
+            self.shared_head = SharedKVHead(tp.size // num_kv_heads, num_kv_heads * head_size // tp.size, tp)
+        self.heads = num_heads // tp.size
+        self.kv_heads = max(num_kv_heads // tp.size, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = rearrange(self.qkv(x), "s b (h d) -> b h s d", d=self.head_size)
+        qkv = self.qkv(x)
+        if self.width_norm is not None:
+            qkv = self.width_norm(qkv)
+        if self.shared_head is not None:
+            qkv = self.shared_head(qkv)
+        heads = rearrange(qkv, "s b (h d) -> b h s d", d=self.head_size)
         rotated, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        if self.qk_norm is not None:
-            rotated = self.qk_norm(rotated, self.heads)
+        if self.head_norm is not None:
+            rotated = self.head_norm(rotated, self.heads)
         if self.rope is not None:
             rotated = self.rope.rotate(rotated)
             v = v.contiguous()  # a copy: a view would keep all of q | k | v in memory for the backward

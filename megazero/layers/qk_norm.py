@@ -1,7 +1,7 @@
 """RMSNorm of queries and keys, before they are rotated: of each head, or over all heads together.
 
          queries                  keys
-x        [ h0 | h1 | h2 | h3 ]    [ k0 | k1 ]      [batch, heads + kv heads, seq, head_size], heads cut over TP
+x        [ h0 | h1 | h2 | h3 ]    [ k0 | k1 ]      heads cut over TP
 head     one mean square for each of h0 ... k1     two weights, [head_size] each, whole on every TP rank
 width    one for h0 ... h3        one for k0, k1   a weight for each element, cut over TP like the heads
 """
@@ -44,9 +44,9 @@ class HeadNorm(nn.Module):
 
 
 class WidthNorm(nn.Module):
-    """RMSNorm of all queries together and of all keys together (OLMo 2).  Shapes as for `HeadNorm`.
+    """RMSNorm of all queries together and of all keys together (OLMo 2).  [seq, batch, q | k | v], unchanged in shape.
 
-    Each head has weights of its own, cut over TP like the heads.  Mean squares are averaged over TP, in fp32.
+    Each head has weights of its own, cut over TP like the heads.  Mean squares are averaged over TP, in fp32; v stays.
 
     Args:
         names: prefixes of the canonical names for queries and for keys.
@@ -56,18 +56,17 @@ class WidthNorm(nn.Module):
 
     def __init__(self, names: tuple[str, str], sizes: tuple[int, int], eps: float, tp: Axis) -> None:
         super().__init__()
-        self.eps, self.tp = eps, tp
+        self.eps, self.tp, self.sizes = eps, tp, [size // tp.size for size in sizes]
         rows = tuple(NamedRows(f"{name}.weight", size) for name, size in zip(names, sizes, strict=True))
         spec = ParamSpec(rows, split=0, init=Initializer("ones"), decay=False)
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec, tp.index, tp.size)
 
-    def forward(self, x: Tensor, heads: int) -> Tensor:
-        """`heads` of this rank are queries, the others keys."""
-        counts = heads, x.shape[1] - heads
-        wide = x.float()
-        squares = torch.stack([part.square().mean(dim=(1, 3)) for part in wide.split(counts, dim=1)])
+    def forward(self, qkv: Tensor) -> Tensor:
+        q, k, v = qkv.split([*self.sizes, self.sizes[1]], dim=-1)
+        wide = q.float(), k.float()
+        squares = torch.stack([part.square().mean(dim=-1, keepdim=True) for part in wide])
         # the sum goes to work on every rank again, so its gradient is summed too
         squares = copy_to_tp(reduce_from_tp(squares, self.tp), self.tp) / self.tp.size
-        q, k = (squares + self.eps).rsqrt()[:, :, None, :, None]
-        scale = torch.cat([q.expand(-1, counts[0], -1, -1), k.expand(-1, counts[1], -1, -1)], dim=1)
-        return (wide * scale * self.weight.view(-1, 1, x.shape[-1])).to(x.dtype)
+        scales, weights = (squares + self.eps).rsqrt(), self.weight.split(self.sizes)
+        normed = (part * scale * weight for part, scale, weight in zip(wide, scales, weights, strict=True))
+        return torch.cat([*(part.to(qkv.dtype) for part in normed), v], dim=-1)

@@ -5,8 +5,8 @@
     the loss             its two passes over the logits are a kernel each
 
 [Note: linear layers]  Tracing stops before a linear layer.  It communicates over tp and adds its weight gradient to the
-bucket inside an autograd function of its own, with handles and queues that a compiler must not record.  So does a norm over
-all heads, which communicates too.
+bucket inside an autograd function of its own, with handles and queues that a compiler must not record.  So do a norm over
+all heads and the exchange of a shared key and value head, which communicate too.
 
 [Note: alignment]  Weights are stored in a bucket one after the other.  CUDA code that was compiled for aligned weights reads
 16 bytes at a time, and torch does not check the weights of the next block that runs it; so all must be aligned.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.layers.attention import SharedKVHead
 from megazero.layers.cross_entropy import slope_of, statistics_of
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.qk_norm import WidthNorm
@@ -62,7 +63,7 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
     compiled: dict[type, Any] = {kind: torch.compile(kind.forward, dynamic=False, backend=backend) for kind in kinds}
     for block in stage.blocks:
         for layer in block.modules():
-            if isinstance(layer, ColumnParallelLinear | RowParallelLinear | WidthNorm):
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear | WidthNorm | SharedKVHead):
                 _replace_forward(layer, torch.compiler.disable(layer.forward))
         _replace_forward(block, MethodType(compiled[type(block)], block))
     if stage.head is not None:

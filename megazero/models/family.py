@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from megazero.models.gpt import Block, BuildContext, Embedding, Head
 
 
+_HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
+
+
 @dataclass(frozen=True)
 class HuggingFaceFormat:
     """How transformers writes a family: the keys of its `config.json` and the names of its weights.
@@ -165,9 +168,9 @@ class ModelFamily(ABC):
     def rules(self) -> tuple[ModelRule, ...]:
         """What must hold between sizes, in the order in which problems are shown."""
         return (
-            ModelRule(("model.hidden_size", "model.num_heads", "model.head_dim"), self.check_hidden_size),
+            ModelRule(_HEADS, self.check_hidden_size),
             ModelRule(("model.num_heads", "parallel.tp"), self.check_heads),
-            ModelRule(("model.num_heads", "model.num_kv_heads", "parallel.tp"), self.check_kv_heads),
+            ModelRule((*_HEADS, "model.num_kv_heads", "parallel.tp"), self.check_kv_heads),
             ModelRule(("model.hidden_size", "model.ffn_hidden_size", "parallel.tp"), self.check_ffn),
         )
 
@@ -188,14 +191,22 @@ class ModelFamily(ABC):
         yield from tp_problems("num_heads", model.num_heads, tp)
 
     def check_kv_heads(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
-        """Key and value heads are shared evenly, and tp splits them."""
-        heads, kv_heads = model.num_heads, model.num_kv_heads
+        """Key and value heads are shared evenly, and tp splits them, or splits each into parts."""
+        heads, kv_heads, head_size = model.num_heads, model.num_kv_heads, model.head_size
         if kv_heads is None:
             return
+
+        def fits(count: int) -> bool:
+            return count % tp == 0 or (tp % count == 0 and count * head_size % tp == 0)
+
         tp_fits = heads % tp == 0  # if not, `check_heads` says so, and kv heads need only divide heads
-        if heads % kv_heads or (tp_fits and kv_heads % tp):
-            rule = f"must divide num_heads={heads}" + (f" and be a multiple of parallel.tp={tp}" if tp_fits else "")
-            valid = [d for d in divisors(heads) if not tp_fits or d % tp == 0]
+        if heads % kv_heads or (tp_fits and not fits(kv_heads)):
+            rule = f"must divide num_heads={heads}"
+            if tp_fits:
+                rule += (
+                    f" and be a multiple of parallel.tp={tp}, or divide it and cut heads of {head_size} elements evenly"
+                )
+            valid = [d for d in divisors(heads) if not tp_fits or fits(d)]
             yield Problem("model.num_kv_heads", kv_heads, rule, nearest_text(nearest_of(kv_heads, valid)))
 
     def check_ffn(self, model: ModelConfig, tp: int) -> Iterator[Problem]:
