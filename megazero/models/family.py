@@ -23,7 +23,21 @@ if TYPE_CHECKING:
     from megazero.models.gpt import Block, BuildContext, Embedding, Head
 
 
+# Keys of any `config.json` that change nothing in what a model computes while it trains.
+_SAY_NOTHING = """
+    _name_or_path _commit_hash architectures model_type transformers_version dtype torch_dtype use_cache output_attentions
+    output_hidden_states return_dict is_decoder is_encoder_decoder chunk_size_feed_forward problem_type id2label label2id
+    num_labels task_specific_params bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+    tokenizer_class _attn_implementation _attn_implementation_autoset
+"""
+_MOST_SHOWN = 20
 _HEADS = ("model.hidden_size", "model.num_heads", "model.head_dim")
+
+
+def _shown(key: str, value: object) -> str:
+    """A key of a file from outside and its value, cut to 60 letters."""
+    text = f"{key} = {value!r}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,8 @@ class HuggingFaceFormat:
         extra: further keys to write.
         read_extra: further keys of our section, read from a configuration.
         problems: what else in a configuration our model does not compute; also given `seq_len` of the import, or None.
-        lost: a line for the user on what an import cannot keep; empty where there is nothing.
+        lost: a line for the user on each thing that an import cannot keep.
+        reads: the keys that the three functions above look at; an import tells those that nothing reads.
     """
 
     architecture: str
@@ -64,7 +79,8 @@ class HuggingFaceFormat:
     extra: Callable[[ModelConfig], dict[str, Any]] = field(default=lambda _: {})
     read_extra: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda _: {})
     problems: Callable[[Mapping[str, Any], int | None], Iterator[str]] = field(default=lambda _, __: iter(()))
-    lost: Callable[[Mapping[str, Any]], str] = field(default=lambda _: "")
+    lost: Callable[[Mapping[str, Any]], Iterator[str]] = field(default=lambda _: iter(()))
+    reads: tuple[str, ...] = ()
 
     def config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """The `config.json` of a resolved model whose weights are stored in `dtype`: "fp32", "bf16" or "fp16"."""
@@ -108,6 +124,19 @@ class HuggingFaceFormat:
             section[ours] = default if config.get(theirs) is None else config[theirs]
         section |= self.read_extra(config)
         return section if seq_len is None else section | {"seq_len": seq_len}
+
+    def told(self, config: Mapping[str, Any], seq_len: int | None = None) -> tuple[str, ...]:
+        """A line for each thing in a supported `config.json` that our model does not keep, and one for all unknown keys."""
+        lines = list(self.lost(config))
+        positions = next((key for key, ours in self.sizes.items() if ours == "seq_len"), "")
+        most = config.get(positions)
+        if seq_len is not None and isinstance(most, int) and seq_len > most:
+            lines.append(f"seq_len = {seq_len} exceeds {positions} = {most}, all that the model has learned")
+        known = {*self.sizes, *self.defaults, *self.constants, *self.assumed, *self.reads, *_SAY_NOTHING.split()}
+        if unknown := [_shown(key, value) for key, value in config.items() if key not in known and value is not None]:
+            more = f" and {len(unknown) - _MOST_SHOWN} more" if len(unknown) > _MOST_SHOWN else ""
+            lines.append(f"not read from its configuration: {', '.join(unknown[:_MOST_SHOWN])}{more}")
+        return tuple("".join(letter if letter.isprintable() else "?" for letter in line) for line in lines)
 
 
 @dataclass(frozen=True)

@@ -14,5 +14,6 @@ QWEN2_FORMAT = replace(
     sizes={**LLAMA_FORMAT.sizes, **_KV_HEADS},
     defaults={theirs: ours for theirs, ours in LLAMA_FORMAT.defaults.items() if theirs not in _KV_HEADS},
     constants={"hidden_act": "silu", "use_sliding_window": False},
+    reads=(*LLAMA_FORMAT.reads, "sliding_window", "max_window_layers"),  # which say nothing without a window
 )
 QWEN2 = LlamaFamily(Variant(qkv_bias=True), QWEN2_FORMAT)

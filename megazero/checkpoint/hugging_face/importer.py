@@ -12,7 +12,7 @@ One tensor is read, converted and written at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
@@ -45,13 +45,17 @@ MODEL_TOML = "model.toml"
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import has made: the resolved model, the text of `model.toml`, and the dtype, number and bytes of tensors."""
+    """What an import has made: the resolved model, the text of `model.toml`, and the dtype, number and bytes of tensors.
+
+    `told` are lines on what the model's configuration says and ours does not keep; `model.toml` begins with them.
+    """
 
     model: ModelConfig
     toml: str
     dtype: str
     tensors: int
     bytes: int
+    told: tuple[str, ...]
 
 
 def import_model(
@@ -81,6 +85,8 @@ def import_model(
         model = model_section(config, seq_len)
     except ValueError as error:
         raise CheckpointError(f"{folder}/{HF_CONFIG} is not a model that can be imported: {error}") from error
+    told = format_of(model.family).told(config, seq_len)
+    tokenizer = tokenizer_files(folder)
     weights = _match(folder, open_weights(folder), model)
     kept = DTYPES[dtype] if dtype else reduce(torch.promote_types, [one.dtype for one in weights.values()])
     tensors: Layout = {name: (kept, one.shape) for name, one in weights.items()}
@@ -91,8 +97,7 @@ def import_model(
     with new_folder(out) as target:
         written = write_shards(target, tensors, read, max_shard_bytes, metadata={"kind": "model", "step": "0"})
         ids = {key: config[key] for key in TOKEN_IDS if key in config}
-        tokenizer = tokenizer_files(folder)
-        toml = _toml(model, folder, target, config, has_tokenizer=TOKENIZER in tokenizer)
+        toml = _toml(model, folder, target, told, has_tokenizer=TOKENIZER in tokenizer)
         files = tokenizer | {
             index_name("model"): written.index,
             HF_CONFIG: to_json(FAMILIES[model.family].hugging_face_config(model, DTYPE_NAMES[kept]) | ids),
@@ -102,7 +107,7 @@ def import_model(
         }
         records = {name: target.write(name, data) for name, data in files.items()}
         write_manifest(target, written.records | records)
-    return Imported(model, toml, DTYPE_NAMES[kept], len(tensors), written.tensor_bytes)
+    return Imported(model, toml, DTYPE_NAMES[kept], len(tensors), written.tensor_bytes, told)
 
 
 def _read_config(folder: Folder) -> dict[str, Any]:
@@ -117,11 +122,9 @@ def _read_config(folder: Folder) -> dict[str, Any]:
     return found
 
 
-def _toml(model: ModelConfig, source: Folder, out: Folder, config: Mapping[str, Any], *, has_tokenizer: bool) -> str:
+def _toml(model: ModelConfig, source: Folder, out: Folder, told: Iterable[str], *, has_tokenizer: bool) -> str:
     """The sections of a run file that resumes an imported model."""
-    lines = [f"# The model of {source}, imported into {out}."]
-    if lost := format_of(model.family).lost(config):
-        lines.append(f"# {lost}")
+    lines = [f"# {line}" for line in (f"The model of {source}, imported into {out}.", *told)]
     lines += ["[model]", *(f"{key} = {toml_value(value)}" for key, value in _set_keys(model).items()), ""]
     if has_tokenizer:
         lines += ["[data]", f"tokenizer = {toml_value(f'{out}/{TOKENIZER}')}"]

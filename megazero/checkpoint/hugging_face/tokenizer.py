@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megazero.checkpoint.folder import Folder, LocalFolder
-from megazero.checkpoint.index import HF_CONFIG, TrainerState, to_json
+from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json
 from megazero.data.identity import tokenizer_part
 from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS, ByteTokenizer, fingerprint_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -19,8 +22,21 @@ _FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, *_OTHERS, "chat_template.jinj
 
 
 def tokenizer_files(folder: Folder) -> dict[str, bytes]:
-    """The files of a directory that describe its tokenizer, and how to generate text with it."""
-    return {name: folder.read(name) for name in _FILES if folder.has(name)}
+    """The files of a directory that describe its tokenizer, and how to generate text with it.
+
+    Raises: CheckpointError where the latter is no JSON object.
+    """
+    files = {name: folder.read(name) for name in _FILES if folder.has(name)}
+    if not isinstance(_parsed(files.get(GENERATION, b"{}")), dict):
+        raise CheckpointError(f"{folder}/{GENERATION} must hold a JSON object; mend or remove it")
+    return files
+
+
+def _parsed(text: bytes) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes], str]:
@@ -39,6 +55,8 @@ def tokenizer_of(folder: Folder, trainer: TrainerState) -> tuple[dict[str, bytes
         missing = f"data.tokenizer={named} of the run does not exist; copy it beside the weights yourself"
         return own, f"no tokenizer: {missing}"
     content, wanted = path.read_bytes(), tokenizer_part(trainer.data_fingerprint)
+    if _tokenizer_in(content) is None:
+        return own, f"no tokenizer: {named} is no file of the tokenizers library, and was not copied"
     name = _end_of_document(content, trainer)[1]
     if wanted is not None and fingerprint_of(content, name or "") != wanted:
         return (
@@ -60,15 +78,21 @@ def _completed(files: dict[str, bytes], trainer: TrainerState) -> dict[str, byte
 
 def _end_of_document(tokenizer: bytes, trainer: TrainerState) -> tuple[int | None, str | None]:
     """Id and text of the token that ends a document: `data.eod_token` of the run, or the first of the usual ones."""
-    from tokenizers import Tokenizer
-
-    try:
-        inner = Tokenizer.from_buffer(tokenizer)
-    except Exception:  # the library raises nothing narrower; a file that it cannot read is copied all the same
+    inner = _tokenizer_in(tokenizer)
+    if inner is None:
         return None, None
     named = trainer.config.get("data", {}).get("eod_token")
     known = ((inner.token_to_id(token), token) for token in ([named] if named else END_OF_DOCUMENT_TOKENS))
     return next(((id_, token) for id_, token in known if id_ is not None), (None, None))
+
+
+def _tokenizer_in(content: bytes) -> Tokenizer | None:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception:  # the library raises nothing narrower
+        return None
 
 
 def token_ids(folder: Folder, trainer: TrainerState, files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:

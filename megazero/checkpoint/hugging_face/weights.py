@@ -60,10 +60,18 @@ def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
                 listed = dict(json.loads(folder.read(index))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{folder}/{index} cannot be read ({error!r})") from error
+            for tensor, file in listed.items():
+                _check_inside(folder, index, tensor, file)
             return sorted(set(listed.values())), listed
         if folder.has(name):
             return [name], {}
     raise CheckpointError(f"{folder} has no weights: neither {_WEIGHTS[0]} nor {_WEIGHTS[1]}, nor their index")
+
+
+def _check_inside(folder: LocalFolder, index: str, tensor: str, file: object) -> None:
+    """An index from outside must not make us read what is not part of the model; a link in the folder is the owner's."""
+    if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
+        raise CheckpointError(f"{folder}/{index} names {file!r} for {tensor}; it must be a file in {folder}")
 
 
 def _open_safetensors(path: Path) -> dict[str, StoredTensor]:

@@ -24,15 +24,23 @@ def _unsupported(config: Mapping[str, Any], seq_len: int | None) -> Iterator[str
         )
 
 
+def _dropouts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the embedding, the residual branches and attention; transformers has 0.1 where a key is missing."""
+    return {key: config.get(key, 0.1) or 0.0 for key in ("embd_pdrop", "resid_pdrop", "attn_pdrop")}
+
+
 def _dropout(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dropout where it is one number for the embedding and the residual branches, else 0."""
-    found = {config.get(key, 0.1) or 0.0 for key in ("embd_pdrop", "resid_pdrop")}
-    return {"dropout": found.pop() if len(found) == 1 else 0.0}
+    embedding, branches, _ = _dropouts(config).values()
+    return {"dropout": embedding if embedding == branches else 0.0}
 
 
-def _lost(config: Mapping[str, Any]) -> str:
-    dropout = config.get("attn_pdrop", 0.1)
-    return f"Its attn_pdrop={dropout} has no counterpart; dropout may be set anew." if dropout else ""
+def _lost(config: Mapping[str, Any]) -> Iterator[str]:
+    embedding, branches, attention = _dropouts(config).values()
+    if embedding != branches:
+        yield f"embd_pdrop = {embedding!r} and resid_pdrop = {branches!r}: model.dropout is one number for both; set it anew"
+    if attention:
+        yield f"attn_pdrop = {attention!r}: attention here drops nothing; model.dropout may be set anew"
 
 
 class GPT2Family(ModelFamily):
@@ -68,6 +76,10 @@ class GPT2Family(ModelFamily):
         read_extra=_dropout,
         problems=_unsupported,
         lost=_lost,
+        reads=(
+            *("embd_pdrop", "resid_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn"),
+            *(f"summary_{key}" for key in ("type", "use_proj", "activation", "first_dropout", "proj_to_labels")),
+        ),
     )
 
     def rules(self) -> tuple[ModelRule, ...]:

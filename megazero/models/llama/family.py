@@ -40,6 +40,13 @@ def _unsupported(config: Mapping[str, Any], _: int | None) -> Iterator[str]:
         yield f"layer_types has {', '.join(map(repr, other))}, which is not supported; each must be 'full_attention'"
 
 
+def _lost(config: Mapping[str, Any]) -> Iterator[str]:
+    if dropout := config.get("attention_dropout"):
+        yield f"attention_dropout = {dropout!r}: attention here drops nothing"
+    if (parts := config.get("pretraining_tp") or 1) != 1:
+        yield f"pretraining_tp = {parts!r}: here each product is computed at once, which gives the same numbers"
+
+
 LLAMA_FORMAT = HuggingFaceFormat(
     architecture="LlamaForCausalLM",
     sizes={
@@ -64,6 +71,11 @@ LLAMA_FORMAT = HuggingFaceFormat(
     extra=_extra,
     read_extra=_read_extra,
     problems=_unsupported,
+    lost=_lost,
+    reads=(
+        *("head_dim", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types"),
+        *("original_max_position_embeddings", "attention_dropout", "pretraining_tp"),
+    ),
 )
 
 
@@ -75,7 +87,7 @@ class LlamaFamily(ModelFamily):
         hugging_face: its form in transformers.
     """
 
-    reads = ("rope_theta", "rope_scaling", "head_dim")
+    reads: tuple[str, ...] = ("rope_theta", "rope_scaling", "head_dim")
 
     def __init__(self, variant: Variant, hugging_face: HuggingFaceFormat) -> None:
         self.variant, self.hugging_face = variant, hugging_face
