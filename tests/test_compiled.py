@@ -85,12 +85,14 @@ def test_gpt2_blocks_compile() -> None:
     assert graphs == (5 + 2) + 5
 
 
-def test_a_norm_over_all_heads_compiles() -> None:
-    """It talks over tp, so tracing stops before it, as before the four linear layers; the first of them begins the block."""
-    runs = _runs(2, model=LLAMA | {"family": "olmo2", "num_layers": 1}, parallel={"tp": 2})
-    for pairs, graphs in run_world(2, _with_and_without, [runs], "eager", False):
+def test_what_other_families_add_to_a_layer_compiles() -> None:
+    """Norms of each head; norms over all heads and a shared key head, which talk over tp and end a piece like a linear
+    layer; a window."""
+    models = [LLAMA | {"family": family, "num_layers": 2} for family in ("qwen3", "olmo2")]
+    models.append({"family": "mistral", "num_kv_heads": 1, "sliding_window": 5, "num_layers": 2})
+    runs = [_runs(2, model=model, parallel={"tp": 2}) for model in models]
+    for pairs, _ in run_world(2, _with_and_without, runs, "eager", False):
         _check(pairs)
-        assert graphs == 5 + 2
 
 
 def test_names_of_parameters_stay() -> None:

@@ -581,6 +581,7 @@ elastic.shapes=[{world_size=8}] elastic.enabled=false
 """
 TOLD = """
 model.head_dim=96              model.family=gpt2
+model.sliding_window=96        model.family=qwen2
 model.rope_scaling={type="linear",factor=2.0} model.family=gpt2
 parallel.order=pp-dp-cp-tp
 parallel.sequence_parallel=true parallel.tp=1
@@ -617,6 +618,12 @@ def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
     told = [notice for notice in load_config(write(""), overrides, 1).notices if notice.startswith(f"{key} = ")]
     assert told
     assert all("has no effect where" in notice or "exceeds" in notice for notice in told)
+
+
+def test_a_window_that_the_family_does_not_read_is_not_there(write):
+    for family, window in (("llama", None), ("mistral", 96)):
+        run = load_config(write(""), [f"model.family={family}", "model.sliding_window=96"], 1)
+        assert run.config.model.sliding_window == window
 
 
 def test_every_declaration_is_in_one_of_the_two_tables():

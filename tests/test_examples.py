@@ -34,6 +34,7 @@ WORLD_SIZES = {
     "qwen2_7b_64gpu": 64,
     "qwen3_4b_8gpu": 8,
     "olmo2_7b_64gpu": 64,
+    "mistral_7b_64gpu": 64,
 }
 RUN_SECONDS = 60
 
@@ -64,10 +65,12 @@ def test_an_example_resolves_on_its_cluster(name: str) -> None:
         ("qwen2_7b_64gpu", 7.616e9),
         ("qwen3_4b_8gpu", 4.022e9),
         ("olmo2_7b_64gpu", 7.299e9),
+        ("mistral_7b_64gpu", 7.242e9),
     ],
 )
 def test_an_example_has_the_size_in_its_name(name: str, parameters: float) -> None:
-    """Published parameter counts: Sheared-LLaMA-1.3B; Llama 2 7B and 70B; Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B."""
+    """Published parameter counts: Sheared-LLaMA-1.3B; Llama 2 7B and 70B; Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B,
+    Mistral 7B."""
     model = load_config(EXAMPLES / f"{name}.toml", [], WORLD_SIZES[name]).config.model
     shapes = logical_shapes(model).values()
     assert sum(prod(shape) for shape in shapes) == pytest.approx(parameters, rel=1e-3)

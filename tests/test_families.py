@@ -46,6 +46,7 @@ SIZES = {
     "max_position_embeddings": 32,
     "tie_word_embeddings": False,
 }
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 # What transformers is told beside the sizes: each family, and each option of all of them, at least once.
 CASES: dict[str, dict[str, Any]] = {
     "llama3": {
@@ -71,12 +72,16 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "rope_parameters": YARN | {"rope_theta": 1e6}},
+    # a window that does not divide the samples, and none
+    "mistral": {"model_type": "mistral", "sliding_window": 7, "head_dim": 16, "rope_parameters": DEFAULT},
+    "mistral no window": {"model_type": "mistral", "sliding_window": None, "rope_parameters": DEFAULT},
 }
 # (ranks, [parallel], [zero])
 SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {}, {"stage": 0}),
     "tp2": (2, {"tp": 2}, {"stage": 1}),
     "pp2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1"}, {"stage": 2}),
+    "tp4, more than kv heads": (4, {"tp": 4, "sequence_parallel": True}, {"stage": 2}),
     "tp2 sp pp2 dp2 zero3": (8, {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True}, {"stage": 3}),
 }
 
@@ -236,6 +241,7 @@ def test_a_configuration_goes_in_and_out_unchanged(name: str, folder: Path) -> N
     model = model_section(given)
     form = FAMILIES[model.family].hugging_face
     assert form is not None
+    assert form.told(given) == ()  # nothing of it is lost
     written = form.config(model, "fp32")
     assert model_section(written) == model
     assert load_config(folder / name / "imported" / "model.toml", ["precision.dtype=fp32"], 1).config.model == model
@@ -257,7 +263,7 @@ def test_a_key_that_is_left_out_means_what_transformers_takes_for_it(name: str, 
     given = _config(folder / name / "hub")
     form = FAMILIES[given["model_type"]].hugging_face
     assert form is not None
-    for key in (*form.defaults, *form.constants, *form.assumed, "rope_parameters"):
+    for key in (*form.defaults, *form.constants, *form.assumed, "rope_parameters", "sliding_window"):
         left = {other: value for other, value in given.items() if other != key}
         filled = AutoConfig.for_model(**json.loads(json.dumps(left))).to_dict()
         assert model_section(left) == model_section(filled), key
@@ -291,12 +297,17 @@ PUBLISHED = {
         intermediate_size=11008, vocab_size=100352, max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=500000,
         attention_bias=False, pad_token_id=100277,
     ),
+    "mistral_7b_64gpu": published(
+        model_type="mistral", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=14336, vocab_size=32000, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
+        sliding_window=4096,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> None:
-    """Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B."""
+    """Llama 3.1 8B, Qwen2.5 7B, Qwen3 4B, OLMo 2 7B, Mistral 7B v0.1."""
     example = Path(__file__).parent.parent / "examples" / f"{name}.toml"
     model = load_config(example, [], int(name.rpartition("_")[2].removesuffix("gpu"))).config.model
     assert model_section(PUBLISHED[name], model.seq_len) == model
@@ -304,6 +315,8 @@ def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> No
 
 # What a configuration says that we do not compute: (case, changed keys, the reason).
 REFUSED = [
+    ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+    ("mistral", {"num_key_value_heads": None}, "num_key_value_heads is missing"),
     ("llama3", {"attention_bias": True}, "attention_bias=True is not supported in a llama"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported in a qwen2"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),

@@ -253,7 +253,7 @@ def test_names_of_older_releases_come_in(tmp_path: Path) -> None:
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = [
-    ("llama", {"model_type": "mistral"}, "model_type='mistral' is not supported; llama"),
+    ("llama", {"model_type": "bloom"}, "model_type='bloom' is not supported; llama"),
     ("llama", {"rope_parameters": YARN | {"mscale": 2.0}}, "rope_parameters: mscale=2.0 is not supported"),
     ("llama", {"rope_parameters": YARN | {"truncate": False}}, "rope_parameters: truncate=False is not supported"),
     ("llama", {"rope_parameters": YARN | {"factor": 0.5}}, "model.rope_scaling.factor.* greater than or equal to 1"),

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from harness import run_world
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megazero.layers.attention import causal_attention
+from megazero.layers.attention import SlidingWindow, causal_attention
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.embedding import VocabParallelEmbedding
@@ -319,6 +320,57 @@ def test_grouped_queries_attend_as_if_their_heads_were_repeated() -> None:
     torch.testing.assert_close(
         causal_attention(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1)), by_group
     )
+
+
+def _seen(seq: int, window: int) -> Tensor:
+    """Query t sees key j where t - window < j <= t."""
+    t, j = torch.arange(seq)[:, None], torch.arange(seq)
+    return (j <= t) & (j > t - window)
+
+
+@pytest.mark.parametrize("seq", [1, 7, 12, 13])
+@pytest.mark.parametrize("window", [1, 3, 4, 6, 12, 40])
+def test_a_window_equals_a_masked_softmax_in_values_and_gradients(window: int, seq: int) -> None:
+    generator = torch.Generator().manual_seed(seq)
+    q, k, v = (torch.randn(2, heads, seq, 4, generator=generator, dtype=torch.float64) for heads in (6, 2, 2))
+    slope = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+
+    def plainly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1)
+        scores = (q @ k.transpose(-1, -2) / 2.0).masked_fill(~_seen(seq, window), -torch.inf)
+        return scores.softmax(dim=-1) @ v
+
+    results = []
+    for attend in (SlidingWindow(window, torch.float64, torch.device("cpu")).attend, plainly):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(*leaves)
+        out.backward(slope)
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_takes_memory_by_its_size_and_not_by_the_square_of_the_sequence(dtype: torch.dtype) -> None:
+    """Forward and backward: twice the sequence is twice the largest tensor, and none has seq * seq elements."""
+    window, largest = SlidingWindow(16, dtype, torch.device("cpu")), []
+    for seq in (512, 1024):
+        q, k, v = (torch.randn(1, heads, seq, 8, dtype=dtype, requires_grad=True) for heads in (2, 1, 1))
+        with _LargestTensor() as seen:
+            window.attend(q, k, v).sum().backward()
+        assert seen.numel < seq * seq // 8
+        largest.append(seen.numel)
+    assert largest[1] <= 2 * largest[0]
+
+
+class _LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, tuple | list) else (out,):
+            self.numel = max(self.numel, one.numel() if isinstance(one, Tensor) else 0)
+        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -36,6 +36,20 @@ def test_flops_of_a_token_are_those_that_torch_counts(model: dict[str, Any]) -> 
     )
 
 
+@pytest.mark.parametrize("window", [1, 5, 16, 99])
+def test_flops_of_attention_are_those_of_the_positions_that_a_window_shows(window: int) -> None:
+    """2 products of 2 FLOPs forward and twice that backward, for each pair of tokens that is no longer seen."""
+    runs = [run_of(1, model={"family": "mistral", "sliding_window": size}) for size in (window, None)]
+    (cut, model), seq = (run.config.model for run in runs), runs[0].config.model.seq_len
+    t, j = torch.arange(seq)[:, None], torch.arange(seq)
+    unseen = int((j <= t - window).sum())
+    saved = model_flops_per_token(model) - model_flops_per_token(cut)
+    diagonal = max(
+        seq - window, 0
+    )  # of the triangle that is cut off; the formula counts half of it, as of the whole one
+    assert saved * seq == 12 * model.num_layers * model.hidden_size * (unseen - diagonal / 2)
+
+
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [

@@ -42,6 +42,7 @@ from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import Timeline
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
+from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
@@ -330,8 +331,8 @@ def _build_chunks(
         if rank != state.at.pp:
             continue  # a rank's chunks come in order
         queues.append(WeightGradQueue())
-        sequence_parallel, seed = config.parallel.sequence_parallel, config.training.seed
-        context = BuildContext(config.model, state.tp, sequence_parallel, seed, state.device, queues[-1])
+        cuts, seed, dtype = config.parallel.sequence_parallel, config.training.seed, DTYPES[config.precision.dtype]
+        context = BuildContext(config.model, state.tp, cuts, seed, state.device, queues[-1], dtype)
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
     return chunks, queues

@@ -103,6 +103,7 @@ class Attention(nn.Module):
         head_size: size of one head.
         rope: rotary tables, or None where positions are learned.
         qk_norm: norm of queries and keys before they are rotated, or None; see `HeadNorm`.
+        window: how far a position sees; None where it sees all before it.
     """
 
     def __init__(
@@ -114,8 +115,10 @@ class Attention(nn.Module):
         head_size: int,
         rope: RotaryEmbedding | None,
         qk_norm: HeadNorm | WidthNorm | None = None,
+        window: SlidingWindow | None = None,
     ) -> None:
         super().__init__()
+        self.attend = causal_attention if window is None else window.attend
         self.qkv, self.out, self.rope, self.head_size = qkv, out, rope, head_size
         self.width_norm = qk_norm if isinstance(qk_norm, WidthNorm) else None
         self.head_norm = qk_norm if isinstance(qk_norm, HeadNorm) else None
@@ -139,7 +142,7 @@ class Attention(nn.Module):
             rotated = self.rope.rotate(rotated)
             v = v.contiguous()  # a copy: a view would keep all of q | k | v in memory for the backward
         q, k = rotated.split([self.heads, self.kv_heads], dim=1)
-        return self.out(rearrange(causal_attention(q, k, v), "b h s d -> s b (h d)"))
+        return self.out(rearrange(self.attend(q, k, v), "b h s d -> s b (h d)"))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -148,7 +151,53 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     On CUDA torch uses flash attention (or cuDNN's, where that is faster) in bf16 and fp16; it needs only the last dimension
     contiguous, and takes fewer kv heads than heads.  In fp32 the one kernel that stores no [seq, seq] matrix needs as many.
     """
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    if q.dtype == torch.float32:
+        k, v = _one_for_each_head(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values as many as queries, on CUDA; elsewhere every kernel takes fewer."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1 or q.device.type != "cuda":
+        return k, v
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+
+
+class SlidingWindow:
+    """Causal attention to the last `size` positions, the token's own among them (Beltagy et al. 2020, section 3.1).
+
+        queries of block i      blocks are of `size` positions
+        keys    [ block i - 1   |   block i     ]
+        row 0   [ . x x x x x x | x . . . . . . ]      row p sees keys p + 1 ... p + size of the two blocks
+        row p   [ . . . . x x x | x x x x . . . ]
+
+    All blocks share one mask, so time and memory grow with seq * size, not with seq * seq.
+
+    Args:
+        size: of the window, in tokens.
+        dtype: of queries and keys.
+        device: of the mask, [size, 2 * size].
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        row, key = torch.arange(size, device=device)[:, None], torch.arange(2 * size, device=device)
+        unseen = (key <= row) | (key > row + size)
+        self.size, self.mask = size, torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, -torch.inf)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Shapes as for `causal_attention`; any number of positions."""
+        seq, size, batch = q.shape[2], self.size, q.shape[0]
+        if seq <= size:
+            return causal_attention(q, k, v)
+        # The first block has none before it.  It is copied: a view would keep all of q, k and v in memory for the backward.
+        first = causal_attention(*(x[:, :, :size].contiguous() for x in (q, k, v)))
+        missing = -seq % size  # zeros that no query sees
+        q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (q, k, v))
+        k, v = (torch.cat([x[:, :, :-1], x[:, :, 1:]], dim=3) for x in (k, v))
+        q, k, v = (rearrange(x, "b h n s d -> (b n) h s d") for x in (q[:, :, 1:], k, v))
+        # With a mask no CUDA kernel but the one that stores all scores takes fewer kv heads.
+        k, v = _one_for_each_head(q, k, v)
+        rest = F.scaled_dot_product_attention(q, k, v, self.mask, enable_gqa=q.shape[1] != k.shape[1])
+        rest = rearrange(rest, "(b n) h s d -> b h (n s) d", b=batch)
+        return torch.cat([first, rest[:, :, : seq - size]], dim=2)

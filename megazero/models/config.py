@@ -27,7 +27,7 @@ class ModelConfig(Section):
     num_heads: Count = 16
     """Attention heads; a multiple of parallel.tp."""
     num_kv_heads: Count | None = None
-    """Key and value heads, for grouped-query attention: divides num_heads. Unset: num_heads, as gpt2 always has it."""
+    """Key and value heads: divides num_heads, and is a multiple of parallel.tp or divides it. Unset: num_heads."""
     head_dim: Annotated[Count | None, _of_families("head_dim")] = None
     """Size of one head; even where positions are rotary. Unset: hidden_size / num_heads."""
     ffn_hidden_size: Count | None = None
@@ -44,6 +44,8 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rope_scaling: Annotated[RopeScaling | None, _of_families("rope_scaling")] = None
     """Rotary frequencies for more positions than before: type = "linear", "yarn" or "llama3"; see docs/models.md."""
+    sliding_window: Annotated[Count | None, _of_families("sliding_window")] = None
+    """Positions that a token attends to, its own included. Unset: all up to its own."""
     dropout: ShareBelowOne = 0.0
     """Probability of dropping an element after the embedding and after each residual branch."""
     init_std: Positive = 0.02
@@ -58,3 +60,9 @@ class ModelConfig(Section):
     def attention_size(self) -> int:
         """Elements of all heads together: the width of the queries, and of what the output projection takes."""
         return self.num_heads * self.head_size
+
+    @property
+    def mean_reach(self) -> float:
+        """Positions that a token attends to, averaged over a sample: seq_len / 2, fewer with a window."""
+        window = min(self.sliding_window or self.seq_len, self.seq_len)
+        return window - window**2 / (2 * self.seq_len)

@@ -192,6 +192,8 @@ class ModelFamily(ABC):
         update = {key: value for key, value in unset.items() if getattr(model, key) is None}
         if "head_dim" not in self.reads or model.attention_size == model.hidden_size:
             update["head_dim"] = None
+        if "sliding_window" not in self.reads:
+            update["sliding_window"] = None
         return model.model_copy(update=update)
 
     def rules(self) -> tuple[ModelRule, ...]:
@@ -243,14 +245,15 @@ class ModelFamily(ABC):
         yield from tp_problems("ffn_hidden_size", model.ffn_hidden_size or self.ffn_hidden_size(model), tp)
 
     def flops_per_token(self, model: ModelConfig) -> float:
-        """6 N + 6 layers * seq_len * heads * head size, forward and backward (Chowdhery et al. 2022, appendix B).
+        """6 N + 12 layers * mean_reach * heads * head size, forward and backward (Chowdhery et al. 2022, appendix B).
 
         N are the weights of all matrix products, the head's included; 2 FLOPs a weight forward, 4 backward.  The second term
-        is q k^T and the weighted sum of v, of which causal attention computes half (the paper and nanoGPT count the whole).
+        is q k^T and the weighted sum of v over the positions that a token sees: half a sample, or fewer with a window (the
+        paper and nanoGPT count the whole).
         `model` is resolved.
         """
         weights = model.num_layers * self.layer_weights(model) + model.vocab_size * model.hidden_size
-        return 6.0 * weights + 6.0 * model.num_layers * model.seq_len * model.attention_size
+        return 6.0 * weights + 12.0 * model.num_layers * model.mean_reach * model.attention_size
 
     def hugging_face_config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """The `config.json` beside the weights; our own section where transformers does not have the family."""

@@ -10,12 +10,13 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.attention import Attention, RotaryEmbedding
+from megazero.layers.attention import Attention, RotaryEmbedding, SlidingWindow
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -55,6 +56,7 @@ class BuildContext:
         seed: the run's.
         device: of computed tables.
         wgrad_queue: takes the weight gradients; None returns them to autograd.
+        dtype: of activations.
     """
 
     model: ModelConfig
@@ -63,6 +65,13 @@ class BuildContext:
     seed: int
     device: torch.device
     wgrad_queue: WeightGradQueue | None = None
+    dtype: torch.dtype = torch.float32
+
+    @cached_property
+    def window(self) -> SlidingWindow | None:
+        """What the layers of a stage attend to; None where that is every position up to a token's own."""
+        size = self.model.sliding_window
+        return None if size is None or size >= self.model.seq_len else SlidingWindow(size, self.dtype, self.device)
 
     @property
     def head_size(self) -> int:
@@ -129,7 +138,7 @@ class BuildContext:
         qk_norm: HeadNorm | WidthNorm | None = None,
     ) -> Attention:
         """Grouped-query attention between two projections."""
-        return Attention(qkv, out, self.model.num_heads, self.kv_heads, self.head_size, rope, qk_norm)
+        return Attention(qkv, out, self.model.num_heads, self.kv_heads, self.head_size, rope, qk_norm, self.window)
 
     def head_norm(self, names: tuple[str, str]) -> HeadNorm:
         """RMSNorm of each query and key; `names` are for queries and for keys."""

@@ -17,5 +17,6 @@ FAMILIES: Registry[ModelFamily] = Registry(
         "qwen2": "megazero.models.qwen2:QWEN2",
         "qwen3": "megazero.models.qwen3:QWEN3",
         "olmo2": "megazero.models.olmo2:OLMO2",
+        "mistral": "megazero.models.mistral:MISTRAL",
     },
 )

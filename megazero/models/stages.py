@@ -58,9 +58,9 @@ def _cut_by_counts(counts: Sequence[int]) -> tuple[StageLayout, ...]:
 def head_cost_in_layers(model: ModelConfig) -> float:
     """Multiplications of the output head per token over those of one layer of a resolved model.
 
-    A layer multiplies by its matrices and, per token, attends to seq / 2 positions on average, in scores and in values.
+    A layer multiplies by its matrices and, per token, attends to `mean_reach` positions, in scores and in values.
     """
-    layer = FAMILIES[model.family].layer_weights(model) + model.attention_size * model.seq_len
+    layer = FAMILIES[model.family].layer_weights(model) + 2 * model.attention_size * model.mean_reach
     return model.vocab_size * model.hidden_size / layer
 
 
