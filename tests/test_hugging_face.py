@@ -332,7 +332,7 @@ def test_weights_that_do_not_fit_are_refused(hub_models: dict[str, Path], tmp_pa
         headless | {"lm_head.weight": embedding + 1}, tie_word_embeddings=True
     )
     assert "adapter.weight belongs to no parameter" in refused(weights | {"adapter.weight": embedding.clone()})
-    assert f"{norm} and norm.weight are the same tensor" in refused(weights | {"norm.weight": weights[norm].clone()})
+    assert "norm.weight belongs to no parameter" in refused(weights | {"norm.weight": weights[norm].clone()})
     mixed = {name: tensor.half() if "mlp" in name else tensor.bfloat16() for name, tensor in weights.items()}
     hub = linked(hub_models["llama"], tmp_path / "mixed")
     (hub / "model.safetensors").unlink()
@@ -350,7 +350,9 @@ def test_files_that_are_missing_or_broken_are_named(hub_models: dict[str, Path],
         assert message in shown.stderr, shown.stderr
         assert not (tmp_path / "no").exists()
 
-    refused(tmp_path / "nowhere", "nowhere is not a transformers model directory: it has no config.json")
+    refused(
+        tmp_path / "nowhere", "nowhere is no checkpoint of a known form: it holds neither config.json nor .metadata"
+    )
     hub = linked(hub_models["llama"], tmp_path / "hub")
     weights = (hub / "model.safetensors").resolve()
     (hub / "model.safetensors").unlink()
@@ -414,17 +416,15 @@ def test_the_tokenizer_travels_out_and_in(tmp_path: Path) -> None:
     data = {"config": {"data": {"tokenizer": str(tmp_path / "data" / "mine.json"), "eod_token": "cat"}}}
     read = FileTokenizer(tmp_path / "data" / "mine.json", "cat").fingerprint
     saved(run, tmp_path / "named", steps=0, data_fingerprint=fingerprint_of([], read, []), **data)
-    assert "the tokenizer" in export_model(tmp_path / "named", tmp_path / "of-named").about_tokenizer
+    assert "the tokenizer" in export_model(tmp_path / "named", tmp_path / "of-named").about
     assert json.loads((tmp_path / "of-named" / HF_CONFIG).read_text())["eos_token_id"] == 3
     text = (tmp_path / "data" / "mine.json").read_text()
     (tmp_path / "data" / "mine.json").write_text(text.replace("sat", "mat"))  # after the run
     shown = export_model(tmp_path / "named", tmp_path / "of-another")
-    assert "no longer the file that the run read" in shown.about_tokenizer
+    assert "no longer the file that the run read" in shown.about
     assert json.loads((tmp_path / "of-another" / HF_CONFIG).read_text())["eos_token_id"] is None
     (tmp_path / "data" / "mine.json").unlink()
-    assert (
-        "mine.json of the run does not exist" in export_model(tmp_path / "step", tmp_path / "without").about_tokenizer
-    )
+    assert "mine.json of the run does not exist" in export_model(tmp_path / "step", tmp_path / "without").about
     saved(run, tmp_path / "bytes", steps=0)
     shown = command("export", tmp_path / "bytes", tmp_path / "of-bytes")
     assert "no tokenizer: the run read bytes" in shown.output

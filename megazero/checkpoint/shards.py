@@ -16,6 +16,7 @@ from torch import Tensor
 from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
 from megazero.checkpoint.index import UNFINISHED, CheckpointError, to_index, to_json
 from megazero.checkpoint.tensor_file import SafetensorsWriter
+from megazero.zero.state import MODEL
 
 Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -29,7 +30,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files that hold a model."""
+    """The files that hold the tensors of one kind."""
 
     records: dict[str, FileRecord]
     index: bytes  # what stock tools read
@@ -65,15 +66,17 @@ def write_shards(
     read: Callable[[str], Tensor],
     limit: int,
     *,
+    kind: str = MODEL,
     single: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> ModelFiles:
-    """Write a model's tensors as `model-00001-of-0000n.safetensors`.
+    """Write the tensors of one kind as `model-00001-of-0000n.safetensors`.
 
     Args:
         tensors: dtype and shape of each tensor in the file.
         read: returns a tensor; it is converted, and released before the next is read.
         limit: bytes of tensors in a file.
+        kind: before the numbers of the files.
         single: name of the file if one is enough; None numbers it all the same.
 
     Raises:
@@ -84,7 +87,7 @@ def write_shards(
     records: dict[str, FileRecord] = {}
     weight_map: dict[str, str] = {}
     for number, held in enumerate(files, 1):
-        file = single if single and len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = single if single and len(files) == 1 else f"{kind}-{number:05d}-of-{len(files):05d}.safetensors"
         writer = SafetensorsWriter(folder, file, held, metadata)
         try:
             for name, (dtype, _) in held.items():

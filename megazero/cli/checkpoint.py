@@ -26,6 +26,7 @@ ExtensionOption = Annotated[
     list[str] | None, typer.Option("--extension", help="A Python file or module that registers the model's family.")
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as they are by default.")]
+_SHARD = "5GB"
 ShardOption = Annotated[str, typer.Option(help="Largest file of weights, such as 5GB or 500MB.")]
 
 
@@ -204,21 +205,44 @@ def _print_differences(found: Comparison, rows: int | None) -> None:
 
 @app.command(name="import")
 def import_(
-    source: Annotated[str, typer.Argument(help="Directory of a transformers model; docs/models.md has the families.")],
+    source: Annotated[
+        str, typer.Argument(help="Directory of a transformers model, or of another framework's checkpoint.")
+    ],
     out: Annotated[str, typer.Argument(help="New directory of the checkpoint, or a URL.")],
+    form: Annotated[
+        str | None, typer.Option("--from", help="Its form: hf, dcp, deepspeed, megatron; as the files tell.")
+    ] = None,
+    run_file: Annotated[str | None, typer.Option(help="Run file with its [model]; hf needs none.")] = None,
     dtype: DtypeOption = None,
-    seq_len: Annotated[int | None, typer.Option(help="Tokens in a sample; the model's own number by default.")] = None,
-    max_shard_size: ShardOption = "5GB",
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a sample, hf; the model's own number by default.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Steps done; what the checkpoint says by default.", min=0)] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples consumed; by default as --step.", min=0)] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Name, or pattern, of what may be left out.")] = None,
+    max_shard_size: ShardOption = _SHARD,
     extension: ExtensionOption = None,
 ) -> None:
-    """Make a checkpoint of a transformers model, to continue training from it."""
-    from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
+    """Make a checkpoint of what another framework has written, to continue training from it."""
+    from megazero.checkpoint.foreign.importer import import_checkpoint
+    from megazero.checkpoint.foreign.writer import MODEL_TOML
     from megazero.checkpoint.shards import parse_size
 
     with _user_errors():
         load_extensions(extension)
         _check_dtype(dtype)
-        made = import_model(source, out, dtype=dtype, seq_len=seq_len, max_shard_bytes=parse_size(max_shard_size))
+        made = import_checkpoint(
+            source,
+            out,
+            form=form,
+            run_file=run_file,
+            dtype=dtype,
+            seq_len=seq_len,
+            step=step,
+            samples=samples,
+            ignore=ignore or (),
+            max_shard_bytes=parse_size(max_shard_size),
+        )
     print(f"{out}: {made.tensors} tensors in {made.dtype}, {made.bytes / 2**20:,.1f} MiB; for the run file")
     print(f"(the same text is in {out}/{MODEL_TOML}):\n\n{made.toml}", end="")
 
@@ -227,17 +251,29 @@ def import_(
 def export(
     directory: Step,
     out: Annotated[str, typer.Argument(help="New directory of the model, or a URL.")],
+    to: Annotated[str, typer.Option(help="hf: a transformers model; dcp: of torch.distributed, with moments.")] = "hf",
+    names: Annotated[
+        str | None, typer.Option(help="Table of names, dcp; torchtitan's by default, if it has any.")
+    ] = None,
     dtype: DtypeOption = None,
-    max_shard_size: ShardOption = "5GB",
+    max_shard_size: ShardOption = _SHARD,
     extension: ExtensionOption = None,
 ) -> None:
-    """Write a checkpoint's model for transformers: weights, configuration and tokenizer."""
-    from megazero.checkpoint.hugging_face.exporter import export_model
+    """Write a checkpoint's model for transformers, with its tokenizer; or its whole state for other trainers."""
     from megazero.checkpoint.shards import parse_size
 
     with _user_errors():
         load_extensions(extension)
         _check_dtype(dtype)
-        made = export_model(directory, out, dtype=dtype, max_shard_bytes=parse_size(max_shard_size))
+        if to == "dcp" and max_shard_size == _SHARD:
+            from megazero.checkpoint.foreign.exporter import export_dcp
+
+            made = export_dcp(directory, out, dtype=dtype, names=names)
+        elif to == "hf" and names is None:
+            from megazero.checkpoint.hugging_face.exporter import export_model
+
+            made = export_model(directory, out, dtype=dtype, max_shard_bytes=parse_size(max_shard_size))
+        else:
+            raise ValueError(f"--to {to} must be hf or dcp; --names is for dcp, and --max-shard-size for hf")
     files = "1 file" if made.files == 1 else f"{made.files} files"
-    print(f"{out}: weights in {made.dtype}, {files}, {made.bytes / 2**20:,.1f} MiB; {made.about_tokenizer}")
+    print(f"{out}: weights in {made.dtype}, {files}, {made.bytes / 2**20:,.1f} MiB; {made.about}")

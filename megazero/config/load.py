@@ -122,6 +122,23 @@ def load_config(
     return replace(run, notices=(*run.notices, idle))
 
 
+def read_run_file(path: str | Path) -> RunConfig:
+    """A run file for what it says of its model and data, on any number of ranks; the model is resolved.
+
+    Raises: ConfigError: a key is wrong by itself, or [model] on one rank.
+    """
+    tables = _read(Path(path))
+    problems = _rename(tables)
+    launch = tables.get("launch")
+    if isinstance(launch, dict):
+        problems += import_extensions(launch.get("extensions"))
+    schema_problems, config, _ = validate(tables)
+    if problems := [*problems, *schema_problems]:
+        raise ConfigError(problems, str(path))
+    model = resolve(RunConfig(model=config.model), 1).config.model
+    return config.model_copy(update={"model": model})
+
+
 def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) -> ResolvedRun:
     """Check every rule and fill in the model and batch sizes left open.
 

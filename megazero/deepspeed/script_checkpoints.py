@@ -320,6 +320,12 @@ def _newest_tag(load_dir: str | Path) -> str | None:
 def _read(directory: Folder) -> tuple[TrainerState, dict[str, Any], dict[str, Any] | None, dict[str, Tensor]]:
     """What a checkpoint holds beside the sharded state: trainer, client state, schedule, buffers."""
     if not is_complete(directory):
+        if any(name.endswith("_model_states.pt") for name in directory.files()):
+            raise CheckpointError(
+                f"{directory} is a checkpoint of DeepSpeed, whose pickles are not read here. For the weights, run the "
+                "zero_to_fp32.py that lies beside it and load what it writes into the module before initialize; a GPT goes "
+                "on with its moments through `megazero checkpoint import` and `megazero train`"
+            )
         raise CheckpointError(f"{directory} is not a complete checkpoint")
     trainer = read_trainer_state(directory)
     if not trainer.script:

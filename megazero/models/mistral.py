@@ -8,6 +8,7 @@ from typing import Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily
+from megazero.models.llama.foreign import TABLES
 from megazero.models.llama.variant import LLAMA_2
 from megazero.models.qwen2 import QWEN2_FORMAT
 
@@ -36,4 +37,4 @@ MISTRAL_FORMAT = replace(
     read_extra=_read_extra,
     reads=(*LLAMA_FORMAT.reads, "sliding_window"),
 )
-MISTRAL = MistralFamily(LLAMA_2, MISTRAL_FORMAT)
+MISTRAL = MistralFamily(LLAMA_2, MISTRAL_FORMAT, TABLES)

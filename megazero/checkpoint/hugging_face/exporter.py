@@ -44,12 +44,12 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has made: files of weights, bytes of tensors, where the tokenizer came from or why there is none."""
+    """What an export has made: files of weights, bytes of tensors, and what came with them."""
 
     dtype: str
     files: int
     bytes: int
-    about_tokenizer: str
+    about: str
 
 
 def export_model(
@@ -73,19 +73,12 @@ def export_model(
 
 
 def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: int) -> Exported:
-    manifest = read_manifest(folder)
-    damage = find_damage(folder)
-    if damage:
-        raise CheckpointError("\n".join(damage) + f"\n{folder} is damaged and was not exported")
-    trainer = read_trainer_state(folder)
-    model = _model_of(folder, trainer)
+    trainer, model = intact_model(folder)
     weights = StoredTensors(folder, MODEL)
     kept = reduce(torch.promote_types, [weights[name].dtype for name in weights.files])
     wanted = DTYPES[dtype] if dtype else kept
-    masters = StoredTensors(folder, MASTER) if wanted != kept and MASTER in kinds_of(manifest) else None
+    masters = StoredTensors(folder, MASTER) if wanted != kept and MASTER in kinds_of(read_manifest(folder)) else None
     tensors: Layout = {name: (wanted, shape) for name, shape in logical_shapes(model).items()}
-    if {name: shape for name, (_, shape) in tensors.items()} != {name: weights[name].shape for name in weights.files}:
-        raise CheckpointError(f"{folder} does not hold the tensors of the model that its {TRAINER_STATE} describes")
 
     def read(name: str) -> Tensor:
         return masters[name].whole() if masters is not None and name in masters.files else weights[name].whole()
@@ -101,6 +94,20 @@ def _export(folder: Folder, out: Location, dtype: str | None, max_shard_bytes: i
         for name, data in files.items():
             target.write(name, data)
     return Exported(DTYPE_NAMES[wanted], len(written.records), written.tensor_bytes, about)
+
+
+def intact_model(folder: Folder) -> tuple[TrainerState, ModelConfig]:
+    """The trainer state and the resolved model of a checkpoint that is to be exported.
+
+    Raises: CheckpointError: it is damaged, or not of one of our models.
+    """
+    if damage := find_damage(folder):
+        raise CheckpointError("\n".join(damage) + f"\n{folder} is damaged and was not exported")
+    trainer = read_trainer_state(folder)
+    model, weights = _model_of(folder, trainer), StoredTensors(folder, MODEL)
+    if logical_shapes(model) != {name: weights[name].shape for name in weights.files}:
+        raise CheckpointError(f"{folder} does not hold the tensors of the model that its {TRAINER_STATE} describes")
+    return trainer, model
 
 
 def _model_of(folder: Folder, trainer: TrainerState) -> ModelConfig:

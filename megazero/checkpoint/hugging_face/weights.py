@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,28 +12,20 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megazero.checkpoint.folder import LocalFolder
+from megazero.checkpoint.foreign.source import ForeignTensor
 from megazero.checkpoint.index import CheckpointError
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a file, read when it is asked for; what `read` returns is not to be written to."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-
-def open_weights(folder: LocalFolder) -> dict[str, StoredTensor]:
+def open_weights(folder: LocalFolder) -> dict[str, ForeignTensor]:
     """The tensors of a transformers model directory, in any of its formats, by the names in the files.
 
     Raises:
         CheckpointError: there are no weights, a file is missing or cannot be read, or does not hold what the index says.
     """
     files, listed = _find(folder)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, ForeignTensor] = {}
     for file in files:
         try:
             opened = (_open_safetensors if file.endswith(".safetensors") else _open_pickled)(folder.path / file)
@@ -74,19 +64,19 @@ def _check_inside(folder: LocalFolder, index: str, tensor: str, file: object) ->
         raise CheckpointError(f"{folder}/{index} names {file!r} for {tensor}; it must be a file in {folder}")
 
 
-def _open_safetensors(path: Path) -> dict[str, StoredTensor]:
+def _open_safetensors(path: Path) -> dict[str, ForeignTensor]:
     """The tensors of a safetensors file, which may have dtypes that our checkpoints do not have."""
     file = safe_open(path, framework="pt")
 
-    def stored(name: str) -> StoredTensor:
+    def stored(name: str) -> ForeignTensor:
         part = file.get_slice(name)
         shape = tuple(part.get_shape())
-        return StoredTensor(shape, (part[:0] if shape else part[...]).dtype, partial(file.get_tensor, name))
+        return ForeignTensor(shape, (part[:0] if shape else part[...]).dtype, partial(file.get_tensor, name))
 
     return {name: stored(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
 
 
-def _open_pickled(path: Path) -> dict[str, StoredTensor]:
+def _open_pickled(path: Path) -> dict[str, ForeignTensor]:
     """The tensors of a file of `torch.save`, mapped; a file older than torch 1.6 is read whole."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -95,4 +85,4 @@ def _open_pickled(path: Path) -> dict[str, StoredTensor]:
     except Exception as error:  # of pickle, of zip, of torch: anything can be in the file
         raise ValueError(str(error).splitlines()[0]) from error
     tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
-    return {name: StoredTensor(tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()}
+    return {name: ForeignTensor(tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule, attention_weights
+from megazero.models.gpt2.foreign import TABLES
 from megazero.settings import Problem
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class GPT2Family(ModelFamily):
     """As above."""
 
     ties_embeddings = True
+    foreign = TABLES
     hugging_face = HuggingFaceFormat(
         architecture="GPT2LMHeadModel",
         sizes={

@@ -1,0 +1,384 @@
+"""Checkpoints of DeepSpeed: shards of ZeRO 1 to 3, the whole optimizer of stage 0, and universal checkpoints.
+
+    latest                                          "global_step300"
+    global_step300/
+      mp_rank_00_model_states.pt                    weights, names and shapes, counters; at stage 0 the optimizer, too
+      zero_pp_rank_0_mp_rank_00_model_states.pt     at stage 3 instead, one of each rank, with empty weights
+      zero_pp_rank_0_mp_rank_00_optim_states.pt     flat fp32 masters and moments of each rank; bf16_ before it under bf16
+      zero/NAME/fp32.pt, exp_avg.pt, ...            universal: whole tensors instead of the optim_states
+
+    stages 1, 2   group 0   | w0 | w1 ....|.... w1 | b1 |pad|     in the order of param_shapes
+                            [    rank 0   |   rank 1        ]
+    stage 3       group 0   [w0 |w1 |b1 ]   [w0 |w1 |b1 ]         each rank holds 1/W of each parameter, rounded up
+                               rank 0          rank 1
+
+The files are pickles.  None is executed: what is no tensor or plain value becomes a stand-in (`pickles`), and is told.
+
+Sources: of deepspeed, runtime/engine.py, runtime/zero/stage_1_and_2.py and stage3.py, checkpoint/ds_to_universal.py,
+utils/zero_to_fp32.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.folder import LocalFolder
+from megazero.checkpoint.foreign.found import ADAM, Found
+from megazero.checkpoint.foreign.pickles import load_tensors
+from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.index import LATEST, CheckpointError
+from megazero.models.config import ModelConfig
+from megazero.zero.state import MASTER, MODEL
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+UNIVERSAL = "zero"
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_STATE = "optimizer_state_dict"
+_FP32 = "fp32"  # of universal checkpoints
+# Classes of DeepSpeed in these files, which say nothing that is needed.
+_KNOWN_CLASSES = {"LossScaler", "fragment_address", "DynamicLossScaler", "ZeroStageEnum"}
+# Keys of the model file; everything else in it is the script's client_state.
+_KNOWN_KEYS = {
+    *("module", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
+    *("optimizer", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples"),
+    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
+    *("universal_checkpoint_info", "sparse_tensor_module_names", "csr_tensor_module_names"),
+}
+_NOT_TAKEN = {
+    "lr_scheduler": "the schedule is that of the run file, at the same step",
+    "data_sampler": "samples come in the order of the run file",
+    "random_ltd": "there is no such option",
+}
+
+
+def find_deepspeed(folder: LocalFolder) -> LocalFolder | None:
+    """The folder, or the one that its `latest` names, if that holds a checkpoint of DeepSpeed."""
+    tag = folder.read(LATEST).decode(errors="replace").strip() if folder.has(LATEST) else "."
+    named = folder.child(tag) if tag == Path(tag).name and tag != ".." else folder
+    return next((one for one in (folder, named) if any(map(_MODEL_FILE.fullmatch, one.files()))), None)
+
+
+def read_deepspeed(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
+    """What a checkpoint of DeepSpeed holds.  Raises: CheckpointError."""
+    at = find_deepspeed(folder)
+    if at is None:
+        raise CheckpointError(f"{folder} holds no *_model_states.pt, nor does a folder that its {LATEST!r} names")
+    try:
+        return _Reader(at).read()
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{at} is not laid out as checkpoints of DeepSpeed are ({error!r})") from error
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements of a parameter in a flat group of a rank."""
+
+    rank: int
+    group: int
+    start: int
+    numel: int
+
+
+_Place: TypeAlias = tuple[str, tuple[int, ...], list[_Part]]  # name of a parameter, its shape, where its parts lie
+
+
+def _joined(flat: Sequence[Sequence[Tensor]], parts: Sequence[_Part], shape: tuple[int, ...]) -> Tensor:
+    """A parameter from its parts; `flat` are the groups of each rank."""
+    return torch.cat([flat[one.rank][one.group].narrow(0, one.start, one.numel) for one in parts]).view(shape)
+
+
+def _whole(tensor: Tensor, shape: tuple[int, ...] | None = None) -> ForeignTensor:
+    held = tensor.detach() if shape is None else tensor.detach().view(shape)
+    return ForeignTensor(tuple(held.shape), held.dtype, lambda: held)
+
+
+class _Reader:
+    """Reads the folder of one step."""
+
+    def __init__(self, folder: LocalFolder) -> None:
+        self.folder, self.found = folder, Found()
+        self.models: dict[int, str] = {}  # by rank, names of files
+        self.optimizers: dict[int, str] = {}
+        for name in folder.files():
+            for pattern, files in ((_MODEL_FILE, self.models), (_OPTIMIZER_FILE, self.optimizers)):
+                if match := pattern.fullmatch(name):
+                    files[int(match["rank"] or 0)] = name
+                    if int(match["mp"]):
+                        raise CheckpointError(
+                            f"{folder} was written with tensor parallelism, for it holds {name}: make a universal "
+                            "checkpoint of it (deepspeed.checkpoint.ds_to_universal) and import that"
+                        )
+            if name.endswith(".pt") and name not in (*self.models.values(), *self.optimizers.values()):
+                self.found.unknown.append(f"file {name}")
+        self.is_universal = UNIVERSAL in folder.folders()
+
+    def read(self) -> ForeignCheckpoint:
+        found = self.found
+        state = self._load(self._file(self.models, 0))
+        found.step, found.samples = int(state["global_steps"]), int(state["global_samples"])
+        self._note(state)
+        listed = [{name: tuple(shape) for name, shape in group.items()} for group in state["param_shapes"] or ()]
+        shapes = {name: shape for group in listed for name, shape in group.items()}
+        if self.is_universal:
+            self._read_universal(shapes)
+        elif listed:
+            self._read_shards(listed)
+        elif state["optimizer"] is not None:
+            self._read_stage_0(state)
+        self._read_weights(state, shapes)
+        if not found.updates and set(found.tensors) & set(ADAM):
+            found.updates.add(found.step - int(state["skipped_steps"]))
+            found.notes["the optimizer does not say how often it has updated: taken from global_steps"] = None
+        return found.checkpoint(str(self.folder))
+
+    # -- files
+
+    def _load(self, name: str) -> Any:
+        try:
+            loaded, classes = load_tensors(self.folder.path / name)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.folder}/{name} is missing") from error
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}/{name} cannot be read: {error}") from error
+        for known in classes:
+            if not (known.startswith("deepspeed.") and known.rpartition(".")[2] in _KNOWN_CLASSES):
+                told = f"{name} names {known}, which is neither a tensor nor a plain value and was not run"
+                self.found.notes[told] = None
+        return loaded
+
+    def _file(self, files: Mapping[int, str], rank: int) -> str:
+        if rank not in files:
+            name = next(iter(files.values()), f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+            name = re.sub(r"(?<=zero_pp_rank_)\d+", str(rank), name)
+            raise CheckpointError(f"{self.folder}/{name} is missing")
+        return files[rank]
+
+    def _note(self, state: Mapping[str, Any]) -> None:
+        for key in _NOT_TAKEN:
+            if state.get(key) is not None:
+                self.found.is_not_taken(key, _NOT_TAKEN)
+        if own := sorted(str(key) for key in state.keys() - _KNOWN_KEYS):
+            self.found.notes[f"client_state is not taken over: {', '.join(own)}"] = None
+
+    # -- the optimizer
+
+    def _read_shards(self, listed: Sequence[Shapes]) -> None:
+        """Masters and moments of ZeRO 1 to 3, whose parameters by group are `listed`."""
+        first = self._load(self._file(self.optimizers, 0))[_STATE]
+        counts = first["partition_count"]
+        world = max(counts) if isinstance(counts, list) else int(counts)
+        if extra := [name for rank, name in self.optimizers.items() if rank >= world]:
+            raise CheckpointError(f"{self.folder} is of {world} ranks, but holds {extra[0]}: of another save?")
+        ranks = [first, *(self._load(self._file(self.optimizers, rank))[_STATE] for rank in range(1, world))]
+        base = first.get("base_optimizer_state", first.get(_STATE))
+        self._add_groups(base["param_groups"] if isinstance(base, dict) else (), first)
+        flat = [self._flat_groups(rank) for rank in ranks]
+        if any(one.keys() != flat[0].keys() for one in flat):
+            raise ValueError(f"only some ranks hold {', '.join(set().union(*flat) - {MASTER})}")
+        parts = _parts_at_stage_3 if "fp32_flat_groups" in first else _parts_at_stages_1_and_2
+        for name, shape, held in parts(ranks, listed):
+            for kind in flat[0]:
+                groups = [one[kind] for one in flat]
+                elements = sum(min(one.numel, groups[one.rank][one.group].numel() - one.start) for one in held)
+                if elements != prod(shape):
+                    raise CheckpointError(
+                        f"{self.folder}: the ranks' files hold {elements} elements of {kind} of {name}, whose shape is "
+                        f"{list(shape)}: they are not of one save, or a file is damaged"
+                    )
+                tensor = ForeignTensor(shape, groups[0][0].dtype, partial(_joined, groups, held, shape))
+                self.found.tensors.setdefault(kind, {})[name] = tensor
+
+    def _flat_groups(self, rank: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+        """By kind, the flat groups of a rank."""
+        stage_3 = "fp32_flat_groups" in rank
+        fp32 = rank["fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"]
+        base = rank[_STATE if stage_3 else "base_optimizer_state"]
+        states = base["state"] if isinstance(base, dict) else dict(enumerate(base))  # a list if it is elastic
+        flat = {MASTER: [tensor.detach().view(-1) for tensor in fp32]}
+        for number, state in states.items():
+            for kind in self._moments(state, f"group {number}"):
+                flat.setdefault(kind, [torch.empty(0)] * len(fp32))[number] = state[kind].view(-1)
+        return flat
+
+    def _moments(self, state: Mapping[str, Any], of: str) -> list[str]:
+        """The kinds of moments in the state of a parameter or group; its step is counted, other entries are unknown."""
+        if "step" in state:
+            self.found.updates.add(int(state["step"]))
+        told = (f"optimizer state {kind!r} of {of}" for kind in state if kind not in (*ADAM, "step"))
+        self.found.unknown += [line for line in told if line not in self.found.unknown]
+        return [kind for kind in ADAM if kind in state]
+
+    def _add_groups(self, groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
+        """Settings of the optimizer's groups; `state` is that of the ZeRO optimizer around it."""
+        for number, group in enumerate(groups):
+            for key, value in group.items():
+                self.found.add_setting(f"param_groups.{number}.{key}", key, value)
+        if state.get("dynamic_loss_scale"):
+            self.found.notes["the loss scale is not taken over: under fp16 it begins anew"] = None
+
+    def _read_universal(self, shapes: Shapes) -> None:
+        zero = self.folder.child(UNIVERSAL)
+        for file in zero.files():
+            if file != "optimizer_state.pt":
+                self.found.unknown.append(f"file {UNIVERSAL}/{file}")
+                continue
+            state = self._load(f"{UNIVERSAL}/{file}")
+            self._add_groups(state["param_groups"], state)
+            for number, one in state.get(_STATE, {}).get("state", {}).items():  # of stage 3, where it has the steps
+                self._moments(one, f"group {number}")
+        for name in zero.folders():
+            for file in zero.child(name).files():
+                kind, _, end = file.rpartition(".")
+                loaded = self._load(f"{UNIVERSAL}/{name}/{file}") if end == "pt" else None
+                value = loaded.get("param") if isinstance(loaded, dict) else loaded
+                if kind == "step" and isinstance(value, int | float | Tensor):
+                    self.found.updates.add(int(value))
+                elif kind in (_FP32, *ADAM) and isinstance(value, Tensor):
+                    shape = shapes.get(name)  # flat where it was written at stage 3
+                    held = _whole(value, shape if shape is not None and prod(shape) == value.numel() else None)
+                    self.found.tensors.setdefault(MASTER if kind == _FP32 else kind, {})[name] = held
+                else:
+                    self.found.unknown.append(f"file {UNIVERSAL}/{name}/{file}")
+
+    def _read_stage_0(self, state: Mapping[str, Any]) -> None:
+        """Moments by number: torch counts the parameters of each group on.  Their names follow from order and shape."""
+        outer = state["optimizer"]
+        base = outer.get(_STATE, outer)
+        self._add_groups(base["param_groups"], outer)
+        fp32 = [tensor for group in outer.get("fp32_groups", ()) for tensor in group]
+        if not (fp32 or base["state"]):
+            return  # saved before the first step
+        nothing = torch.empty(0)
+        names: dict[tuple[int, ...], list[str]] = {}  # by shape, as the next
+        numbers: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], set[int]] = {}
+        for name, tensor in self._parameters(state).items():
+            names.setdefault(tuple(tensor.shape), []).append(name)
+        for place, group in enumerate(base["param_groups"]):
+            for number in group["params"]:
+                shape = tuple((fp32[number] if fp32 else base["state"].get(number, {}).get(ADAM[0], nothing)).shape)
+                numbers.setdefault(shape, []).append(number)
+                groups.setdefault(shape, set()).add(place)
+        for shape, found in numbers.items():
+            if len(names.get(shape, ())) != len(found) or len(groups[shape]) > 1:
+                self.found.unknown.append(
+                    f"optimizer state of shape {list(shape)} (at stage 0 it has numbers and no names, and the "
+                    f"{len(found)} of it are not the {len(names.get(shape, ()))} weights in order; save at ZeRO stage 1)"
+                )
+                continue
+            for name, number in zip(names[shape], found, strict=True):
+                one = base["state"].get(number, {})
+                for kind in self._moments(one, name):
+                    self.found.tensors.setdefault(kind, {})[name] = _whole(one[kind])
+                if fp32:
+                    self.found.tensors.setdefault(MASTER, {})[name] = _whole(fp32[number])
+        told = "at stage 0 moments have numbers: they were named in the order of the module's parameters"
+        self.found.notes[told] = None
+
+    # -- the weights
+
+    def _parameters(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The module's parameters by name; of those that are tied the first."""
+        others = {*state["buffer_names"], *(state["shared_params"] or {})}
+        found: dict[Any, tuple[str, Tensor]] = {}
+        for name, tensor in state["module"].items():
+            if name not in others:
+                found.setdefault((tensor.data_ptr(), tensor.shape) if tensor.numel() else name, (name, tensor))
+        return dict(found.values())
+
+    def _read_weights(self, state: Mapping[str, Any], shapes: Shapes) -> None:
+        """Weights in the precision of training; a frozen parameter has no moments, here they are zero."""
+        tensors = self.found.tensors
+        weights, masters = tensors[MODEL], tensors.get(MASTER, {})
+        frozen = {name: tuple(shape) for name, shape in (state["frozen_param_shapes"] or {}).items()}
+        for name, tensor in self._parameters(state).items():
+            shape = shapes.get(name, frozen.get(name, tuple(tensor.shape)))
+            if tensor.numel() == prod(shape):
+                master = masters.get(name)
+                weights[name] = replace(_whole(tensor), read=partial(self._checked, name, tensor, master))
+            elif name in masters:  # stage 3 stores an empty tensor
+                weights[name] = ForeignTensor(shape, tensor.dtype, partial(_cast, masters[name], tensor.dtype))
+            elif name in frozen:
+                weights[name] = ForeignTensor(shape, tensor.dtype, partial(self._frozen, name, shape))
+            else:
+                self.found.unknown.append(f"weight {name}, which is stored empty")
+        at_rest = [name for name in weights if name not in shapes] if shapes else []
+        for name in at_rest:
+            masters.setdefault(name, weights[name])
+            for kind in tensors.keys() & set(ADAM):
+                zeros = partial(torch.zeros, weights[name].shape)
+                tensors[kind][name] = ForeignTensor(weights[name].shape, torch.float32, zeros)
+        if at_rest:
+            self.found.notes[f"frozen there, trained here with moments that begin at zero: {', '.join(at_rest)}"] = None
+        for name in state["buffer_names"]:
+            weights[name] = _whole(state["module"][name])
+        for name in set(state["shared_params"] or ()):
+            masters.pop(name, None)
+        if all(one.dtype == torch.float32 for one in weights.values()):
+            tensors.pop(MASTER, None)  # they are the weights
+
+    def _checked(self, name: str, weight: Tensor, master: ForeignTensor | None) -> Tensor:
+        """A weight that lies there as its master, too: proof that the parts were put together as they were cut."""
+        if master is not None and not torch.equal(master.read().to(weight.dtype).view(weight.shape), weight):
+            raise CheckpointError(
+                f"{self.folder}: the fp32 master of {name} is not that of the weight, so the optimizer's state is of other "
+                "parameters. Universal checkpoints that DeepSpeed makes under round_robin_gradients are so: import the one "
+                "that it was made of"
+            )
+        return weight.detach()
+
+    def _frozen(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A frozen parameter at stage 3, from the model files of all ranks."""
+        parts: list[Tensor] = []
+        while sum(part.numel() for part in parts) < prod(shape):
+            parts.append(self._load(self._file(self.models, len(parts)))["frozen_param_fragments"][name].view(-1))
+        return torch.cat(parts)[: prod(shape)].view(shape)
+
+
+def _cast(master: ForeignTensor, dtype: torch.dtype) -> Tensor:
+    return master.read().to(dtype)
+
+
+def _parts_at_stages_1_and_2(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> Iterator[_Place]:
+    """Where the parameters lie at stages 1 and 2: name, shape, parts.
+
+    The files' param_slice_mappings are not read: under round_robin_gradients DeepSpeed 0.19 writes those of another order.
+    """
+    padding = ranks[0].get("param_alignment_paddings")
+    for group, shapes in enumerate(listed):
+        size, start = ranks[0]["single_partition_of_fp32_groups"][group].numel(), 0
+        for number, (name, shape) in enumerate(shapes.items()):
+            stop = start + prod(shape)
+            held = ((rank, max(start, rank * size), min(stop, rank * size + size)) for rank in range(len(ranks)))
+            yield (
+                name,
+                shape,
+                [_Part(rank, group, low - rank * size, high - low) for rank, low, high in held if low < high],
+            )
+            start = stop + (padding[group][number] if padding else 0)
+
+
+def _parts_at_stage_3(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> Iterator[_Place]:
+    """Where the parameters lie at stage 3: name, shape, parts."""
+    for group, shapes in enumerate(listed):
+        start = 0
+        for name, shape in shapes.items():
+            share = -(-prod(shape) // len(ranks))
+            left = [max(min(share, prod(shape) - rank * share), 0) for rank in range(len(ranks))]
+            yield name, shape, [_Part(rank, group, start, numel) for rank, numel in enumerate(left)]
+            start += share
+        for rank, state in enumerate(ranks):
+            if state["fp32_flat_groups"][group].numel() != start:
+                raise ValueError(f"group {group} of rank {rank} has not the {start} elements of its parameters")

@@ -1,0 +1,146 @@
+"""A checkpoint of ours becomes one of torch.distributed.checkpoint: model and AdamW's state by name, as torchtitan has them.
+
+    step-00000300/                   out/
+      master or model         ->       tok_embeddings.weight, ...             fp32 masters where there are any
+      exp_avg, exp_avg_sq     ->       optimizer.state.NAME.exp_avg, .exp_avg_sq, .step
+      trainer_state.json      ->       optimizer.param_groups.NAME.lr, ...; train_state.step; lr_scheduler.last_epoch
+
+torch's own writer writes; a tensor is read when its turn has come, and released before the next.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megazero.checkpoint.folder import Folder, Location
+from megazero.checkpoint.foreign.found import ADAM
+from megazero.checkpoint.foreign.source import tables_of
+from megazero.checkpoint.hugging_face.config import logical_shapes
+from megazero.checkpoint.hugging_face.exporter import Exported, intact_model
+from megazero.checkpoint.index import CheckpointError, TrainerState, kinds_of, read_manifest
+from megazero.checkpoint.retention import reading
+from megazero.checkpoint.shards import DTYPE_NAMES, DTYPES, new_folder
+from megazero.checkpoint.tensor_file import StoredTensors
+from megazero.models.config import ModelConfig
+from megazero.models.foreign import NameTable, Theirs
+from megazero.optim.config import OptimizerConfig
+from megazero.zero.state import MASTER, MODEL
+
+
+class _Planner(DefaultSavePlanner):
+    """torch's plan of a state whose tensors are described on the meta device, and read when they are written."""
+
+    def __init__(self, reads: Mapping[str, Callable[[], Tensor]]) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        read = self.reads.get(index.fqn)
+        return super().lookup_object(index) if read is None else read()
+
+
+def export_dcp(path: Location, out: str | Path, *, dtype: str | None = None, names: str | None = None) -> Exported:
+    """Write a checkpoint so that torch.distributed.checkpoint.load reads it.
+
+    Args:
+        path: of a step.
+        out: a local directory, new or empty.
+        dtype: of the weights: "fp32", "bf16" or "fp16"; None for that of the masters.
+        names: the table of names; None for the family's first.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or is not of our models, or the files cannot be read or written; nothing
+            is left in `out`.
+        ValueError: there is no such table.
+    """
+    if "://" in str(out):
+        raise ValueError(f"{out} is a URL; torch.distributed.checkpoint is written to a directory")
+    with reading(path) as folder:
+        trainer, model = intact_model(folder)
+        table = _table(model.family, names)
+        state, reads, elements = _state(folder, trainer, model, table, DTYPES[dtype] if dtype else None)
+        with new_folder(out) as target, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group, which is meant
+            try:
+                writer = FileSystemWriter(str(out), overwrite=False)
+                save(state, storage_writer=writer, planner=_Planner(reads), no_dist=True)
+            except BaseException:
+                target.remove(*target.files())  # it was empty
+                raise
+    kept = next(one.dtype for name, one in state.items() if isinstance(one, Tensor))
+    moments = "with AdamW's moments" if len(reads) > len(logical_shapes(model)) + 1 else "without moments"
+    return Exported(DTYPE_NAMES[kept], 1, elements, f"names of {table.name}, {moments}")
+
+
+def _table(family: str, name: str | None) -> NameTable:
+    tables = {table.name: table for table in tables_of(family) if not table.dropped}
+    writable = [name for name, table in tables.items() if all(one.give is not None for one in table.tensors.values())]
+    if (name or writable[0]) not in writable:
+        raise ValueError(f"--names {name} must be one of {', '.join(writable)}")
+    return tables[name or writable[0]]
+
+
+def _state(
+    folder: Folder, trainer: TrainerState, model: ModelConfig, table: NameTable, dtype: torch.dtype | None
+) -> tuple[dict[str, Any], dict[str, Callable[[], Tensor]], int]:
+    """The state to be saved, with tensors on the meta device; how each is read, by flat name; bytes of all tensors."""
+    kinds = kinds_of(read_manifest(folder))
+    weights = StoredTensors(folder, MASTER if MASTER in kinds else MODEL)
+    moments = {kind: StoredTensors(folder, kind) for kind in ADAM if kind in kinds}
+    if other := [kind for kind in kinds if kind not in (MODEL, MASTER, *ADAM)]:
+        raise CheckpointError(f"{folder} holds {', '.join(other)}: only AdamW's state is written for others")
+    state: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    reads: dict[str, Callable[[], Tensor]] = {}
+    size = 0
+
+    def described(stored: StoredTensors, ours: str, theirs: Theirs, wanted: torch.dtype | None) -> tuple[Tensor, Any]:
+        nonlocal size
+        kept = wanted or stored[ours].dtype
+        read = partial(_given, stored, ours, theirs, model, kept)
+        size += kept.itemsize * prod(stored[ours].shape)
+        return torch.empty(stored[ours].shape, dtype=kept, device="meta"), read
+
+    for ours, shape in logical_shapes(model).items():
+        theirs = table.theirs(ours)
+        state[theirs.name], reads[theirs.name] = described(weights, ours, theirs, dtype)
+        if ours == table.embedding and model.tie_embeddings:  # modules list a tied weight twice
+            state[table.head], reads[table.head] = described(weights, ours, theirs, dtype)
+        if not moments:
+            continue
+        for kind, stored in moments.items():
+            name = f"state.{theirs.name}.{kind}"
+            optimizer[name], reads[f"optimizer.{name}"] = described(stored, ours, theirs, torch.float32)
+        optimizer[f"state.{theirs.name}.step"] = torch.tensor(float(trainer.optimizer_steps))
+        settings = _settings(trainer, decays=len(shape) > 1)
+        optimizer |= {f"param_groups.{theirs.name}.{key}": value for key, value in settings.items()}
+    if moments:
+        state["optimizer"] = optimizer
+    state["lr_scheduler"] = {"last_epoch": trainer.optimizer_steps}
+    state["train_state"] = {"step": trainer.step, "ntokens_seen": trainer.consumed_tokens}
+    return state, reads, size
+
+
+def _given(stored: StoredTensors, ours: str, theirs: Theirs, model: ModelConfig, dtype: torch.dtype) -> Tensor:
+    assert theirs.give is not None  # `_table` has looked
+    return theirs.give(stored[ours].whole(), model).to(dtype).contiguous()
+
+
+def _settings(trainer: TrainerState, *, decays: bool) -> dict[str, Any]:
+    """A group of torch's AdamW with the settings of the run; `initial_lr` is the peak of its schedule."""
+    given = OptimizerConfig.model_validate(trainer.config.get("optimizer", {}))
+    decay = given.weight_decay if decays else 0.0
+    like = torch.optim.AdamW([torch.zeros(1)], given.lr, given.betas, given.eps, decay).param_groups[0]
+    return {key: value for key, value in like.items() if key != "params"} | {"initial_lr": given.lr}

@@ -1,0 +1,95 @@
+"""What a reader has gathered from a checkpoint of another framework, before it is handed on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.index import CheckpointError
+from megazero.zero.state import MODEL
+
+ADAM = ("exp_avg", "exp_avg_sq")
+# The keys of AdamW's groups: its settings; how it is computed; and what ours computes in one way only.
+_SETTINGS = ("betas", "eps", "weight_decay", "lr", "initial_lr")
+_COMPUTED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "step")
+_CONSTANT = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True, "bias_correction": True}
+
+
+@dataclass
+class Found:
+    """Tensors by kind and by their name, settings of the optimizer, and what is told to the user.
+
+    Args:
+        tensors: by kind.
+        updates: the counts of updates that the tensors' state has; they must agree.
+        step, samples: steps of the run and samples consumed; None where the checkpoint does not say.
+        notes: lines about what was understood and is not taken over; in order, each once.
+        unknown: names of what was not understood.
+    """
+
+    tensors: dict[str, dict[str, ForeignTensor]] = field(default_factory=lambda: {MODEL: {}})
+    updates: set[int] = field(default_factory=set)
+    step: int | None = None
+    samples: int | None = None
+    notes: dict[str, None] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    settings: dict[str, list[Any]] = field(default_factory=dict)  # each value once
+
+    def add_setting(self, name: str, key: str, value: Any) -> None:
+        """Take a setting of one of the optimizer's groups; `name` is that of the entry, for messages."""
+        if key in _COMPUTED:
+            return
+        value = value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
+        if key in _SETTINGS:
+            seen = self.settings.setdefault(key, [])
+            seen += [] if value in seen else [value]
+        elif key not in _CONSTANT or value != _CONSTANT[key]:
+            self.unknown.append(f"{name}={value}")
+
+    def is_not_taken(self, name: str, reasons: Mapping[str, str]) -> bool:
+        """Whether an entry is understood and of no use here: one of the patterns is its name.
+
+        Args:
+            reasons: by pattern, what is told once of all that its first group names; "" where nothing is to be told.
+        """
+        for pattern, reason in reasons.items():
+            if found := re.fullmatch(pattern, name):
+                if reason:
+                    self.notes[f"{found[found.lastindex or 0]} is not taken over: {reason}"] = None
+                return True
+        return False
+
+    def checkpoint(self, path: str) -> ForeignCheckpoint:
+        """All of it.  Raises: CheckpointError if some tensors were updated more often than others."""
+        if len(self.updates) > 1:
+            raise CheckpointError(
+                f"{path}: AdamW has updated some tensors {min(self.updates)} times and others {max(self.updates)}"
+            )
+        updates = max(self.updates, default=0)
+        return ForeignCheckpoint(
+            path,
+            self.tensors,
+            optimizer_steps=updates,
+            step=updates if self.step is None else self.step,
+            samples=self.samples,
+            optimizer=self._optimizer(),
+            notes=list(self.notes),
+            unknown=self.unknown,
+        )
+
+    def _optimizer(self) -> dict[str, Any]:
+        """Keys of our [optimizer]; a value that differs between tensors is told and left to the run file."""
+        found = dict(self.settings)
+        found["lr"] = found.pop("initial_lr", found.get("lr", []))  # `lr` is that of the last step
+        for key, values in found.items():
+            if len(values) > 1:
+                self.notes[f"{key} is not taken over: it differs between tensors, {values[0]} and {values[1]}"] = None
+        decay = found.get("weight_decay", [])
+        if len(decay) == 1 and decay[0]:
+            self.notes[f"weight_decay {decay[0]} fell on all tensors there, here on matrices only"] = None
+        return {key: values[0] for key, values in found.items() if len(values) == 1}

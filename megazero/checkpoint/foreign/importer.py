@@ -1,0 +1,177 @@
+"""A checkpoint of another framework becomes a step of a run of ours, which then goes on with its moments.
+
+    source/.metadata + run.toml [model]   ->   step: weights, moments, masters; trainer_state.json; manifest.json (last)
+
+The form is recognised by the files that lie there.  The model is that of a run file, since these checkpoints do not
+describe it.  One tensor is read, moved and written at a time; no pickle is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megazero.checkpoint.folder import LocalFolder, Location
+from megazero.checkpoint.foreign.deepspeed import find_deepspeed
+from megazero.checkpoint.foreign.source import ForeignCheckpoint, match
+from megazero.checkpoint.foreign.writer import Imported, write_step
+from megazero.checkpoint.hugging_face.config import logical_shapes
+from megazero.checkpoint.hugging_face.importer import import_model, set_keys
+from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, versions
+from megazero.checkpoint.shards import new_folder
+from megazero.config import RunConfig
+from megazero.config.load import read_run_file
+from megazero.settings import hide_passwords, toml_value
+
+HUGGING_FACE = "hf"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of checkpoints.
+
+    Args:
+        about: its name in words.
+        recognises: whether a folder holds one.
+        reader: "module:function" of (folder, resolved model) -> ForeignCheckpoint; loaded when it is needed.
+    """
+
+    about: str
+    recognises: Callable[[LocalFolder], bool]
+    reader: str
+
+
+def _is_megatron(folder: LocalFolder) -> bool:
+    return folder.has(".metadata") and folder.has("common.pt")
+
+
+_HERE = "megazero.checkpoint.foreign"
+
+
+def _is_deepspeed(folder: LocalFolder) -> bool:
+    return find_deepspeed(folder) is not None
+
+
+FORMS = {  # the first that recognises a folder
+    "megatron": Form("Megatron-Core (torch_dist)", _is_megatron, f"{_HERE}.megatron:read_megatron"),
+    "dcp": Form("torch.distributed.checkpoint", lambda folder: folder.has(".metadata"), f"{_HERE}.dcp:read_dcp"),
+    "deepspeed": Form("DeepSpeed", _is_deepspeed, f"{_HERE}.deepspeed:read_deepspeed"),
+    HUGGING_FACE: Form("transformers", lambda folder: folder.has(HF_CONFIG), ""),
+}
+
+
+def import_checkpoint(
+    source: str | Path,
+    out: Location,
+    *,
+    form: str | None = None,
+    run_file: str | Path | None = None,
+    dtype: str | None = None,
+    seq_len: int | None = None,
+    step: int | None = None,
+    samples: int | None = None,
+    ignore: Sequence[str] = (),
+    max_shard_bytes: int = 5 * 10**9,
+) -> Imported:
+    """Make a checkpoint of one that another framework has written.
+
+    Args:
+        source: its directory.
+        out: new or empty.
+        form: of FORMS; None for what the files tell.
+        run_file: whose [model] it is; not for a transformers model, which describes itself.
+        dtype: "fp32", "bf16" or "fp16", of the weights; None as they are.
+        seq_len: of a transformers model, see `import_model`.
+        step: steps done; None for what the checkpoint says.
+        samples: consumed; None for what the checkpoint says, or `step` global batches of the run file.
+        ignore: patterns of names that may be left out.
+        max_shard_bytes: of tensors in one file.
+
+    Raises:
+        CheckpointError: something is missing, of another shape or not understood, or files cannot be read or written;
+            nothing is left in `out`.
+        ConfigError: the run file is wrong.
+    """
+    folder = LocalFolder(Path(source))
+    form = form or _recognised(folder)
+    if form not in FORMS:
+        raise ValueError(f"--from {form} must be one of {', '.join(FORMS)}")
+    if form == HUGGING_FACE:
+        given = {"--run-file": run_file, "--step": step, "--samples": samples}
+        if idle := [name for name, value in given.items() if value is not None]:
+            raise ValueError(
+                f"{', '.join(idle)}: a transformers model begins at step 0 and describes itself; leave it out"
+            )
+        return import_model(
+            folder.path, out, dtype=dtype, seq_len=seq_len, max_shard_bytes=max_shard_bytes, ignore=ignore
+        )
+    if run_file is None or seq_len is not None:
+        what = "does not describe its model" if run_file is None else "has the seq_len of its run file"
+        raise ValueError(f"a checkpoint of {FORMS[form].about} {what}: say --run-file RUN.toml, without --seq-len")
+    config = read_run_file(run_file)
+    module, _, function = FORMS[form].reader.partition(":")
+    found: ForeignCheckpoint = getattr(import_module(module), function)(folder, config.model)
+    described = f"the [model] of {run_file}"
+    kinds = match(found, config.model, logical_shapes(config.model), described_by=described, ignore=ignore)
+    moments = [kind for kind in kinds if kind.startswith("exp_avg")]
+    if moments and (len(moments) != 2 or found.optimizer_steps < 1):
+        raise CheckpointError(
+            f"{folder} has {' and '.join(moments)} after {found.optimizer_steps} updates: AdamW needs exp_avg, exp_avg_sq "
+            "and the number of its updates"
+        )
+    trainer, told = _trainer_state(found, config, step, samples, has_moments=bool(moments))
+    with new_folder(out) as target:
+        lines = [f"# {line}" for line in (f"Goes on from {folder}.", *found.notes, *told)]
+        toml = "\n".join([*lines, "[checkpoint]", f"resume = {toml_value(str(target))}"]) + "\n"
+        return write_step(
+            target,
+            config.model,
+            kinds,
+            trainer,
+            toml,
+            {},
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            told=(*found.notes, *told),
+        )
+
+
+def _recognised(folder: LocalFolder) -> str:
+    for name, form in FORMS.items():
+        if form.recognises(folder):
+            return name
+    below = [child for child in folder.folders() if any(one.recognises(folder.child(child)) for one in FORMS.values())]
+    if below:
+        raise CheckpointError(f"{folder} holds several checkpoints; name one of them: {', '.join(below[-3:])}")
+    forms = ", ".join(f"{name} ({form.about})" for name, form in FORMS.items())
+    raise CheckpointError(
+        f"{folder} is no checkpoint of a known form: it holds neither {HF_CONFIG} nor .metadata nor *_model_states.pt. "
+        f"Known: {forms}; --from says which"
+    )
+
+
+def _trainer_state(
+    found: ForeignCheckpoint, config: RunConfig, step: int | None, samples: int | None, *, has_moments: bool
+) -> tuple[TrainerState, tuple[str, ...]]:
+    """Where the run goes on.  Without moments at the beginning, unless the user says otherwise."""
+    if step is None:
+        step = found.step if has_moments else 0
+    if samples is None and step == found.step:
+        samples = found.samples
+    if samples is None:
+        batch = config.training.global_batch_size
+        if step and not isinstance(batch, int):
+            raise ValueError(f"{found.path} does not say how many samples its {step} steps took: say --samples N")
+        samples = step * batch if isinstance(batch, int) else 0
+    moments = f"AdamW's moments after {found.optimizer_steps} updates" if has_moments else "moments that begin anew"
+    told = f"goes on after step {step} and sample {samples:,} of the run file's data, with {moments}"
+    written: dict[str, Any] = hide_passwords(json.loads(config.model_dump_json()))
+    written["optimizer"] |= found.optimizer
+    updates = found.optimizer_steps if has_moments else 0
+    tokens = samples * config.model.seq_len
+    state = TrainerState(step, samples, tokens, updates, "", set_keys(config.model), written, {}, versions())
+    return state, (told,)

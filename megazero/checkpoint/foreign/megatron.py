@@ -1,0 +1,145 @@
+"""Checkpoints of Megatron-Core in its form `torch_dist`: parts as in torch.distributed.checkpoint, and one file beside.
+
+    .metadata, __0_0.distcp             decoder.layers.self_attention.linear_qkv.weight   [layers, ...], or one for each
+                                        optimizer.state.exp_avg.NAME, .exp_avg_sq, .fp32_param or .param
+    common.pt                           args, iteration, the settings and the step of the optimizer
+    metadata.json                       {"sharded_backend": "torch_dist"}
+
+Source: megatron/core/dist_checkpointing; optimizer/distrib_optimizer.py (`fully_reshardable`, `fully_sharded_model_space`);
+training/checkpointing.py.  Parts that are flattened over ranks (older forms of the distributed optimizer) are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megazero.checkpoint.folder import LocalFolder
+from megazero.checkpoint.foreign.dcp import METADATA, DcpFolder
+from megazero.checkpoint.foreign.found import ADAM, Found
+from megazero.checkpoint.foreign.pickles import load_tensors
+from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.index import CheckpointError
+from megazero.models.config import ModelConfig
+from megazero.zero.state import MASTER, MODEL
+
+COMMON = "common.pt"
+_STATE = re.compile(r"optimizer\.state\.(?P<kind>\w+)\.(?P<name>.+)")
+_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
+_STACKED = re.compile(r"(?P<before>(?:.+\.)?decoder\.layers)\.(?P<after>\D.*)")
+_NOT_TAKEN = {  # nothing is told of what is read, or says nothing of the run
+    rf"{COMMON}: (args|checkpoint_version|iteration|optimizer|num_floating_point_operations_so_far|content_metadata)": "",
+    rf"{COMMON}: opt_param_scheduler": "the schedule is that of the run file, at the same update",
+    r".*\._extra_state/.*": "the state of TransformerEngine's kernels",
+    r"rng_state/.*": "random numbers here follow from the seed and the position",
+    r"rerun_state_machine_state/.*": "what it found in steps that are done",
+}
+# args that must say what the run file says, and args that our models compute in one way only
+_SIZES = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_query_groups": "num_kv_heads",
+    "norm_epsilon": "norm_eps",
+    "rotary_base": "rope_theta",
+}
+_CONSTANT = {
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+    "use_rope_scaling": False,
+    "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False,
+    "num_experts": None,
+}
+
+
+def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
+    """What a checkpoint of Megatron-Core holds.  Raises: CheckpointError, also where its args are of another model."""
+    common, named = _common(folder)
+    args = vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}
+    if differ := list(_differences(args, model)):
+        raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
+    source, found = DcpFolder(folder), Found(step=int(common.get("iteration", 0)))
+    for name in (*named, *source.unknown):
+        if name.startswith("megatron."):
+            found.notes[f"{name} is not read: a class of Megatron"] = None
+        else:
+            found.unknown.append(f"{name} (named in {COMMON} or {METADATA})")
+    for name in (*(f"{COMMON}: {key}" for key in common), *source.values()):
+        if not found.is_not_taken(name, _NOT_TAKEN):
+            found.unknown.append(name)
+    for name, tensor in source.tensors().items():
+        state = _STATE.fullmatch(name)
+        if state is not None and state["kind"] not in _KINDS:
+            found.unknown.append(name)
+            continue
+        kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
+        found.tensors.setdefault(kind, {}).update(_layers(source, name, short, tensor))
+    if ADAM[0] in found.tensors:
+        found.updates = set(_updates(common.get("optimizer")))
+        if not found.updates:
+            found.updates = {found.step or 0}
+            found.notes[f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"] = (
+                None
+            )
+    found.samples = args.get("consumed_train_samples")
+    return replace(found.checkpoint(str(folder)), optimizer=_settings(args))
+
+
+def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
+    """What lies in common.pt, and the names in it that were not admitted."""
+    path = folder.path / COMMON
+    try:
+        common, named = load_tensors(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path} must hold a dictionary, it holds a {type(common).__name__}")
+    return common, named
+
+
+def _differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
+    """What args say otherwise than the run file."""
+    said = dict(args)
+    if not said.get("group_query_attention", True):  # then the number of groups means nothing
+        said["num_query_groups"] = said.get("num_attention_heads")
+    if said.get("position_embedding_type", "rope") != "rope":
+        said = {key: value for key, value in said.items() if not key.startswith("rotary")}
+    for key, ours in _SIZES.items():
+        if key in said and said[key] != getattr(model, ours):
+            yield f"{key}={said[key]!r}, model.{ours} is {getattr(model, ours)!r}"
+    for key, value in _CONSTANT.items():
+        if key in said and said[key] != value:
+            yield f"{key}={said[key]!r}, supported is {value!r}"
+
+
+def _layers(source: DcpFolder, name: str, short: str, tensor: ForeignTensor) -> dict[str, ForeignTensor]:
+    """A tensor by its name, or the tensors of its layers where they are stacked."""
+    stacked = _STACKED.fullmatch(short)
+    if stacked is None or not tensor.shape:
+        return {short: tensor}
+    return {f"{stacked['before']}.{layer}.{stacked['after']}": one for layer, one in enumerate(source.slices(name))}
+
+
+def _updates(state: Any) -> Iterator[int]:
+    """`step` of the groups of an optimizer, or the one that its parameters share, wherever it lies."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if key in ("step", "common_step") and value is not None:
+                yield int(value)
+            yield from _updates(value)
+    elif isinstance(state, list | tuple):
+        for one in state:
+            yield from _updates(one)
+
+
+def _settings(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of our [optimizer]."""
+    found = {key: args[key] for key in ("lr", "weight_decay") if args.get(key) is not None}
+    found |= {"eps": args["adam_eps"]} if "adam_eps" in args else {}
+    return found | ({"betas": [args["adam_beta1"], args["adam_beta2"]]} if "adam_beta1" in args else {})

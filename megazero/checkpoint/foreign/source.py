@@ -1,0 +1,182 @@
+"""What a checkpoint of another framework holds, in its own names, and how our tensors are found in it.
+
+    files of theirs --reader--> ForeignCheckpoint --match--> our names, shapes, order --writer--> a step of ours
+                                their names, lazy                  still lazy               one tensor at a time
+
+Nothing is skipped: what no table knows is a problem, unless the user says that it is to be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.index import CheckpointError
+from megazero.checkpoint.shards import CHUNK_ELEMENTS, DTYPE_NAMES
+from megazero.models.config import ModelConfig
+from megazero.models.foreign import NameTable, Theirs
+from megazero.models.registry import FAMILIES
+from megazero.zero.state import MODEL
+
+_SHOWN = 5  # problems in an error
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """One tensor of a file, read when it is asked for; what `read` returns is not to be written to."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class ForeignCheckpoint:
+    """What a checkpoint of another framework says.
+
+    Args:
+        path: of it, for messages.
+        tensors: by kind ("model", "master", "exp_avg", "exp_avg_sq"), then by their name.
+        optimizer_steps: updates of the weights, which AdamW's bias correction counts; 0 without moments.
+        step: steps of the run.
+        samples: consumed; None where the checkpoint does not say.
+        optimizer: what it says of the optimizer, by keys of our [optimizer] section.
+        notes: lines about what was understood and is not taken over.
+        unknown: names of what was met and not understood.
+    """
+
+    path: str
+    tensors: Mapping[str, Mapping[str, ForeignTensor]]
+    optimizer_steps: int = 0
+    step: int = 0
+    samples: int | None = None
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+
+
+def hugging_face_table(family: str, *, dropped: bool = False) -> NameTable:
+    """Of the names that transformers gives; `dropped`: as of a model without its head."""
+    form = FAMILIES[family].hugging_face
+    if form is None:
+        return NameTable("own", "")
+    prefix = form.prefix if dropped else ""
+    return NameTable("hugging-face", form.embedding, dropped=prefix, head=form.head, buffers=form.buffers)
+
+
+def tables_of(family: str) -> tuple[NameTable, ...]:
+    """The tables of a family: those of its folder, and those of transformers."""
+    return (*FAMILIES[family].foreign, hugging_face_table(family), hugging_face_table(family, dropped=True))
+
+
+def match(
+    found: ForeignCheckpoint,
+    model: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    described_by: str,
+    ignore: Sequence[str] = (),
+) -> dict[str, dict[str, ForeignTensor]]:
+    """Our tensors by kind and by our name, in the order of `shapes`.
+
+    Args:
+        model: resolved.
+        shapes: of our logical tensors.
+        described_by: the file that describes the model, for messages.
+        ignore: patterns of names that may be left out, as of file names.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape or dtype, or something is not understood; the message lists
+            all of it.
+    """
+    problems: list[str] = []
+    unknown = {name: f"{name} is not understood" for name in found.unknown}
+    matched: dict[str, dict[str, ForeignTensor]] = {}
+    for kind, tensors in found.tensors.items():
+        label = "" if kind == MODEL else f"{kind} of "
+        table, prefix = _best_table(tensors, model.family, shapes)
+        places = {name: table.theirs(name) for name in shapes}
+        names = {ours: prefix + theirs.name for ours, theirs in places.items()}
+        for ours, shape in shapes.items():
+            stored = tensors.get(names[ours])
+            wrong = ["is missing"] if stored is None else _wrong(stored, places[ours], model, shape)
+            problems += (f"{label}{names[ours]} {line}" for line in wrong)
+        rest = tensors.keys() - set(names.values())
+        head, embedding = prefix + table.head, names.get(table.embedding, "")
+        if model.tie_embeddings and head in rest and embedding in tensors:
+            rest.remove(head)
+            if not _are_equal(tensors[head].read(), tensors[embedding].read()):
+                problems.append(
+                    f"{label}{head} differs from {embedding}, though they are tied: tied weights are one tensor"
+                )
+        for name in sorted(rest):
+            if not table.buffers.fullmatch(name.removeprefix(prefix)):
+                told = f"belongs to no parameter of a {model.family} of this configuration"
+                unknown[label + name] = f"{label}{name} {told}"
+        matched[kind] = {
+            ours: ForeignTensor(shape, stored.dtype, partial(_moved, stored, places[ours], model))
+            for ours, shape in shapes.items()
+            if (stored := tensors.get(names[ours])) is not None
+        }
+    left = [told for name, told in unknown.items() if not is_named(name, ignore)]
+    if problems or left:
+        lines = [*problems, *left]
+        shown = "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+        hint = ". --ignore NAME leaves out what is not needed" if left and not problems else ""
+        raise CheckpointError(f"the weights in {found.path} are not those of {described_by}: {shown}{hint}")
+    return matched
+
+
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns names it."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _best_table(
+    tensors: Mapping[str, ForeignTensor], family: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[NameTable, str]:
+    """The table, and the prefix before its names, that know most of the tensors."""
+
+    def candidates() -> Iterator[tuple[NameTable, str]]:
+        for table in tables_of(family):
+            embedding = table.theirs(table.embedding).name
+            prefixes = [name.removesuffix(embedding) for name in tensors if name.endswith(embedding)]
+            yield from ((table, prefix) for prefix in [*prefixes, ""] if prefix == "" or prefix.endswith("."))
+
+    def known(candidate: tuple[NameTable, str]) -> int:
+        table, prefix = candidate
+        return sum(prefix + table.theirs(name).name in tensors for name in shapes)
+
+    return max(candidates(), key=known)
+
+
+def _wrong(stored: ForeignTensor, theirs: Theirs, model: ModelConfig, shape: tuple[int, ...]) -> Iterator[str]:
+    """What is wrong with a tensor of theirs, in words."""
+    if stored.dtype not in DTYPE_NAMES:
+        yield f"is of {stored.dtype}; float32, bfloat16 and float16 are supported"
+        return
+    try:
+        taken = tuple(theirs.take(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), model).shape)
+    except (RuntimeError, ValueError, IndexError) as error:
+        yield f"has shape {list(stored.shape)}, which no model of this configuration has ({str(error).splitlines()[0]})"
+        return
+    if taken != shape:
+        made = "" if taken == stored.shape else f" (as ours {list(taken)})"
+        yield f"has shape {list(stored.shape)}{made}, the configuration makes it {list(shape)}"
+
+
+def _moved(stored: ForeignTensor, theirs: Theirs, model: ModelConfig) -> Tensor:
+    return theirs.take(stored.read(), model)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    parts = (tensor.reshape(-1).split(CHUNK_ELEMENTS) for tensor in (one, other))
+    return all(torch.equal(a, b.to(a.dtype)) for a, b in zip(*parts, strict=True))

@@ -1,0 +1,125 @@
+"""Names and layouts that other frameworks give to a family's tensors.
+
+    theirs                                                          ours
+    torchtitan   layers.3.attention.wq.weight    row pairs   ->     model.layers.3.self_attn.q_proj.weight
+    Megatron     decoder.layers.3...linear_qkv   q, k, v     ->     ... q_proj.weight, ... k_proj.weight, ... v_proj.weight
+
+A tensor of ours is made of one tensor of theirs by moving elements only, so the moments are moved as the weights are.
+A table is a value in the family's folder; `{}` stands for the number of the layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from megazero.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Move: TypeAlias = "Callable[[Tensor, ModelConfig], Tensor]"  # of elements; `model` is resolved; may give a view
+
+_LAYER = re.compile(r"\.(\d+)\.")
+_NOTHING = re.compile(r"(?!)")
+
+
+def unmoved(tensor: Tensor, model: ModelConfig) -> Tensor:
+    """The tensor as it is."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """Where a tensor of ours lies in a checkpoint of another framework.
+
+    Args:
+        name: of their tensor.
+        take: from their tensor to ours.  Raises RuntimeError for a shape that cannot be.
+        give: from ours to theirs; None where theirs holds more than ours.
+    """
+
+    name: str
+    take: Move = unmoved
+    give: Move | None = unmoved
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """How one framework names and lays out the tensors of a family.
+
+    Args:
+        name: of the table, as commands take it.
+        tensors: by our name; one that is not listed has the same name there.
+        dropped: a prefix that our names have and theirs have not.
+        embedding: our name of the embedding table, which tells a prefix of theirs.
+        head: their name of the output layer.  Where embeddings are tied it may hold a copy of the embedding.
+        buffers: their names of stored tensors that are no parameters.
+    """
+
+    name: str
+    embedding: str
+    tensors: Mapping[str, Theirs] = field(default_factory=dict)
+    dropped: str = ""
+    head: str = "lm_head.weight"
+    buffers: re.Pattern[str] = _NOTHING
+
+    def theirs(self, ours: str) -> Theirs:
+        """Where a tensor of ours lies."""
+        layer = _LAYER.search(ours)
+        pattern = ours if layer is None else f"{ours[: layer.start(1)]}{{}}{ours[layer.end(1) :]}"
+        found = self.tensors.get(pattern) or Theirs(pattern.removeprefix(self.dropped))
+        return found if layer is None else Theirs(found.name.replace("{}", layer[1]), found.take, found.give)
+
+
+def rows_of_pairs(heads: Callable[[ModelConfig], int]) -> tuple[Move, Move]:
+    """(take, give) for the rows of q or k, whose rotary positions turn neighbours there and halves of a head here.
+
+        theirs  a0 b0 a1 b1 a2 b2        each pair (a, b) is turned by one angle
+        ours    a0 a1 a2 b0 b1 b2
+
+    Args:
+        heads: how many heads the rows hold.
+    """
+
+    def take(tensor: Tensor, model: ModelConfig) -> Tensor:
+        return tensor.unflatten(0, (heads(model), -1, 2)).transpose(1, 2).flatten(0, 2)
+
+    def give(tensor: Tensor, model: ModelConfig) -> Tensor:
+        return tensor.unflatten(0, (heads(model), 2, -1)).transpose(1, 2).flatten(0, 2)
+
+    return take, give
+
+
+def kv_heads(model: ModelConfig) -> int:
+    """Key and value heads of a resolved model."""
+    return model.num_kv_heads or model.num_heads
+
+
+def of_query_groups(part: str) -> Move:
+    """ "q", "k" or "v" of rows that hold them by query group, as Megatron's `linear_qkv` does, biases included.
+
+    theirs  q0 q1 k0 v0 | q2 q3 k1 v1        4 heads, 2 groups
+    """
+
+    def take(tensor: Tensor, model: ModelConfig) -> Tensor:
+        groups = kv_heads(model)
+        queries = model.num_heads // groups
+        grouped = tensor.unflatten(0, (groups, queries + 2, -1))
+        return (
+            grouped[:, :queries].flatten(0, 2) if part == "q" else grouped[:, queries + "kv".index(part)].flatten(0, 1)
+        )
+
+    return take
+
+
+def half(part: int) -> Move:
+    """The first or second half of the rows."""
+    return lambda tensor, _: tensor.unflatten(0, (2, -1))[part]
+
+
+def without_padding(tensor: Tensor, model: ModelConfig) -> Tensor:
+    """The rows of the vocabulary, of a table that is padded to a multiple of some number."""
+    return tensor[: model.vocab_size]

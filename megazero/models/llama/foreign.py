@@ -1,0 +1,77 @@
+"""Names of a Llama's tensors in checkpoints of other frameworks; see `megazero.models.foreign`.
+
+Sources: torchtitan/models/llama3/state_dict_adapter.py, of today and of its releases up to 0.2; Megatron-LM's
+megatron/core: transformer/attention.py (linear_qkv), transformer/mlp.py (linear_fc1), models/gpt/gpt_layer_specs.py (a
+separate norm is saved under the name of the fused one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megazero.models.foreign import NameTable, Theirs, half, kv_heads, of_query_groups, rows_of_pairs, without_padding
+
+EMBEDDING, LAYER = "model.embed_tokens.weight", "model.layers.{}."
+
+
+def torchtitan(
+    name: str, qkv: str, head: str, *, turns_pairs: bool = True, of_layer: Mapping[str, Theirs] | None = None
+) -> NameTable:
+    """The table of a family that is named as a Llama.
+
+    Args:
+        name: of the table.
+        qkv: the module of q, k and v.
+        head: the output layer.
+        turns_pairs: rotary positions turn neighbours there, not halves of a head.
+        of_layer: further tensors of a layer, by our name without the layer.
+    """
+    q, k = (Theirs(f"layers.{{}}.{qkv}.{one}.weight") for one in ("wq", "wk"))
+    if turns_pairs:
+        q = Theirs(q.name, *rows_of_pairs(lambda model: model.num_heads))
+        k = Theirs(k.name, *rows_of_pairs(kv_heads))
+    layer = {
+        "self_attn.q_proj.weight": q,
+        "self_attn.k_proj.weight": k,
+        "self_attn.v_proj.weight": Theirs(f"layers.{{}}.{qkv}.wv.weight"),
+        "self_attn.o_proj.weight": Theirs("layers.{}.attention.wo.weight"),
+        "mlp.gate_proj.weight": Theirs("layers.{}.feed_forward.w1.weight"),
+        "mlp.up_proj.weight": Theirs("layers.{}.feed_forward.w3.weight"),
+        "mlp.down_proj.weight": Theirs("layers.{}.feed_forward.w2.weight"),
+        "input_layernorm.weight": Theirs("layers.{}.attention_norm.weight"),
+        "post_attention_layernorm.weight": Theirs("layers.{}.ffn_norm.weight"),
+    }
+    top = {EMBEDDING: "tok_embeddings.weight", "model.norm.weight": "norm.weight", "lm_head.weight": head}
+    return _table(name, {ours: Theirs(theirs) for ours, theirs in top.items()}, layer | dict(of_layer or {}), head)
+
+
+def megatron(of_layer: Mapping[str, Theirs] | None = None) -> NameTable:
+    """The table of a family that is named as a Llama, with further tensors of a layer by our name without the layer."""
+    qkv, fc1 = "decoder.layers.{}.self_attention.linear_qkv.", "decoder.layers.{}.mlp.linear_fc1."
+    head = "output_layer.weight"
+    layer = {f"self_attn.{one}_proj.weight": Theirs(f"{qkv}weight", of_query_groups(one), None) for one in "qkv"}
+    layer |= {
+        "self_attn.o_proj.weight": Theirs("decoder.layers.{}.self_attention.linear_proj.weight"),
+        "mlp.gate_proj.weight": Theirs(f"{fc1}weight", half(0), None),
+        "mlp.up_proj.weight": Theirs(f"{fc1}weight", half(1), None),
+        "mlp.down_proj.weight": Theirs("decoder.layers.{}.mlp.linear_fc2.weight"),
+        "input_layernorm.weight": Theirs(f"{qkv}layer_norm_weight"),
+        "post_attention_layernorm.weight": Theirs(f"{fc1}layer_norm_weight"),
+    }
+    top = {
+        EMBEDDING: Theirs("embedding.word_embeddings.weight", without_padding, None),
+        "model.norm.weight": Theirs("decoder.final_layernorm.weight"),
+        "lm_head.weight": Theirs(head, without_padding, None),
+    }
+    return _table("megatron", top, layer | dict(of_layer or {}), head)
+
+
+def _table(name: str, top: Mapping[str, Theirs], layer: Mapping[str, Theirs], head: str) -> NameTable:
+    return NameTable(name, EMBEDDING, {**top, **{LAYER + ours: theirs for ours, theirs in layer.items()}}, head=head)
+
+
+TABLES = (
+    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight"),
+    torchtitan("torchtitan-0.2", "attention", "output.weight"),
+    megatron(),
+)

@@ -1,0 +1,536 @@
+"""Checkpoints of other frameworks come in with their moments, and go back: training goes on as it would have there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import run_world
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional as F
+from typer.testing import CliRunner, Result
+from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, run_of
+
+from megazero.checkpoint.foreign.importer import import_checkpoint
+from megazero.checkpoint.index import read_trainer_state
+from megazero.checkpoint.tensor_file import StoredTensors
+from megazero.cli import app
+from megazero.config import to_toml
+from megazero.engine import Position
+from megazero.engine.phases import changes
+
+MODEL = LLAMA | {"num_layers": 2, "hidden_size": 32, "tie_embeddings": False, "rope_theta": 500.0}
+BEFORE, THEN = 2, 2  # steps there, and after the change
+DECAY, CLIP = 0.1, 0.5
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(app, ["checkpoint", *map(str, words)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A Llama as torchtitan names and computes it: rotary positions turn neighbours
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden: int, heads: int, kv_heads: int, seq: int, theta: float) -> None:
+        super().__init__()
+        self.size, size = hidden // heads, hidden // heads
+        self.wq, self.wo = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.wk, self.wv = (nn.Linear(hidden, kv_heads * size, bias=False) for _ in range(2))
+        self.groups = heads // kv_heads
+        angles = torch.outer(torch.arange(seq), theta ** (-torch.arange(0, size, 2) / size))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+
+    def turned(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * self.turns[:, None]).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.size)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (y.transpose(1, 2) for y in (self.turned(q), self.turned(k), v))
+        k, v = (y.repeat_interleave(self.groups, dim=1) for y in (k, v))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.attention = Attention(
+            model.hidden_size, model.num_heads, model.num_kv_heads, model.seq_len, model.rope_theta
+        )
+        self.feed_forward = FeedForward(model.hidden_size, model.ffn_hidden_size)
+        self.attention_norm, self.ffn_norm = (nn.RMSNorm(model.hidden_size, model.norm_eps) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Titan(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleDict({str(number): Layer(model) for number in range(model.num_layers)})
+        self.norm = nn.RMSNorm(model.hidden_size, model.norm_eps)
+        self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class There:
+    """FSDP2 and AdamW on the ranks of this world, saved as torchtitan saves."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        torch.manual_seed(0)
+        self.model = Titan(run.config.model)
+        for layer in self.model.layers.values():
+            fully_shard(layer)
+        fully_shard(self.model)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        norms = [p for p in self.model.parameters() if p.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": DECAY}, {"params": norms, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
+
+    def train(self, first: int, steps: int) -> list[float]:
+        rank, world, losses = dist.get_rank(), dist.get_world_size(), []
+        for step in range(first, first + steps):
+            tokens, labels = (one.chunk(world)[rank] for one in global_batch(self.run, step))
+            count = (global_batch(self.run, step)[1] != -100).sum()
+            loss = F.cross_entropy(self.model(tokens).flatten(0, 1), labels.flatten(), reduction="sum") / count
+            (loss * world).backward()  # FSDP takes the mean over ranks
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            whole = loss.detach().clone()
+            dist.all_reduce(whole)
+            losses.append(float(whole))
+        return losses
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {
+            **self.model.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=FLAT),
+            "lr_scheduler": {"last_epoch": step},
+            "dataloader": {"dp_rank_0": b"where it stands"},
+            "train_state": {"step": torch.tensor(step, dtype=torch.int32), "ntokens_seen": 99},
+        }
+
+    def load(self, path: Path) -> None:
+        state = {
+            **self.model.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=FLAT),
+        }
+        dcp.load(state, checkpoint_id=path)
+        self.model.load_state_dict(state, strict=False)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=FLAT)
+
+
+def train_there(_: int, run: Any, path: Path) -> list[float]:
+    there = There(run)
+    before = there.train(0, BEFORE)
+    dcp.save(there.state(BEFORE), checkpoint_id=path)
+    return before + there.train(BEFORE, 2 * THEN)
+
+
+def go_on_there(_: int, run: Any, path: Path) -> list[float]:
+    there = There(run)
+    there.train(0, 1)  # other weights, and a state to load into
+    there.load(path)
+    return there.train(BEFORE + THEN, THEN)
+
+
+def go_on_here(rank: int, run: Any, origin: Path, out: Path | None = None) -> list[float]:
+    engine = engine_on(rank, run, init_weights=False)
+    position = engine.load(origin, "any data")
+    assert (position.step, position.samples, position.tokens) == (BEFORE, 8 * BEFORE, 8 * BEFORE * 16)
+    losses = [engine.train_step(micro_batches(run, engine.state, BEFORE + step), LR).loss for step in range(THEN)]
+    if out is not None:
+        engine.save(out, Position(BEFORE + THEN, 8 * (BEFORE + THEN)), "any data")
+    return losses
+
+
+def shape(world: int, model: dict[str, Any] = MODEL, **sections: Any) -> Any:
+    return run_of(world, model=model, optimizer={"grad_clip": CLIP, "weight_decay": DECAY}, **sections)
+
+
+def run_file(path: Path, run: Any) -> Path:
+    path.write_text(to_toml(run.config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def titan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A checkpoint after BEFORE steps, and the losses of those and of the steps that follow there."""
+    path = tmp_path_factory.mktemp("titan") / "step-2"
+    return path, run_world(2, train_there, shape(1), path)[0]
+
+
+def test_a_run_of_torchtitan_goes_on_here(titan: tuple[Path, list[float]], tmp_path: Path) -> None:
+    path, losses = titan
+    toml = run_file(tmp_path / "run.toml", shape(1))
+    shown = command("import", path, tmp_path / "ours", "--run-file", toml)
+    assert shown.exit_code == 0, shown.output
+    assert "lr_scheduler is not taken over" in shown.output
+    assert "weight_decay is not taken over: it differs" in shown.output
+    trainer = read_trainer_state(tmp_path / "ours")
+    assert changes(trainer, shape(1).config) == {}  # what the checkpoint says of AdamW is what the run file says
+    assert trainer.optimizer_steps == BEFORE
+    whole = shape(4, parallel={"tp": 2, "pp": 2})
+    halves = shape(2, zero={"stage": 3})
+    then = losses[BEFORE : BEFORE + THEN]
+    assert run_world(2, go_on_here, halves, tmp_path / "ours")[0] == pytest.approx(then, rel=1e-5)
+    assert run_world(4, go_on_here, whole, tmp_path / "ours", tmp_path / "later")[0] == pytest.approx(then, rel=1e-5)
+
+    shown = command("export", tmp_path / "later", tmp_path / "back", "--to", "dcp", "--names", "torchtitan-0.2")
+    assert "with AdamW's moments" in shown.output, shown.output
+    back = run_world(2, go_on_there, shape(1), tmp_path / "back")[0]
+    assert back == pytest.approx(losses[BEFORE + THEN :], rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# transformers' names: a script saves model and optimizer as one dictionary
+
+
+def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        tokens, labels = global_batch(run, step)
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def plain_adamw(model: nn.Module) -> torch.optim.AdamW:
+    groups = [[p for p in model.parameters() if (p.dim() > 1) == decays] for decays in (True, False)]
+    decayed, free = (
+        {"params": group, "weight_decay": decay} for group, decay in zip(groups, (DECAY, 0.0), strict=True)
+    )
+    return torch.optim.AdamW([decayed, free], lr=LR, betas=(0.9, 0.95), eps=EPS)
+
+
+@dataclass
+class Hub:
+    """A model of transformers that has taken BEFORE steps: how it would be run here, its state, and its next losses."""
+
+    run: Any
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    losses: list[float]
+
+
+def hub_model(family: str) -> Hub:
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if family == "gpt2":
+        run = shape(1, GPT2 | {"num_layers": 2})
+        sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 64}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0))
+    else:
+        run = shape(1)
+        sizes = {"vocab_size": 61, "max_position_embeddings": 16, "hidden_size": 32, "intermediate_size": 64}
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        rope = {"rope_type": "default", "rope_theta": 500.0}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, rms_norm_eps=1e-5, rope_parameters=rope))
+    optimizer = plain_adamw(model)
+    steps_of(model, optimizer, run, 0, BEFORE)
+    state = copy.deepcopy((model.state_dict(), get_optimizer_state_dict(model, optimizer)))
+    losses = steps_of(model, optimizer, run, BEFORE, THEN)
+    torch.set_num_threads(threads)
+    return Hub(run, *state, losses)
+
+
+@pytest.fixture(scope="module")
+def hubs() -> dict[str, Hub]:
+    return {family: hub_model(family) for family in ("llama", "gpt2")}
+
+
+def test_a_script_with_a_model_of_transformers_goes_on_here(hubs: dict[str, Hub], tmp_path: Path) -> None:
+    hub = hubs["gpt2"]
+    state = {"model": hub.weights, "optimizer": hub.optimizer, "step": BEFORE}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    toml = run_file(tmp_path / "run.toml", hub.run)
+    made = import_checkpoint(tmp_path / "theirs", tmp_path / "ours", run_file=toml)
+    assert (made.trainer.step, made.trainer.optimizer_steps, made.trainer.consumed_samples) == (BEFORE, BEFORE, 16)
+    for name, moments in hub.optimizer["state"].items():
+        assert torch.equal(StoredTensors(tmp_path / "ours", "exp_avg_sq")[name].whole(), moments["exp_avg_sq"])
+    whole = shape(2, GPT2 | {"num_layers": 2}, parallel={"pp": 2})
+    assert run_world(2, go_on_here, whole, tmp_path / "ours")[0] == pytest.approx(hub.losses, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Megatron-Core, as its source documents it
+
+
+def by_query_group(parts: list[Tensor], heads: int, groups: int) -> Tensor:
+    """q, k and v, [rows, ...], as rows of linear_qkv: the queries of a group, its key, its value."""
+    q, k, v = parts
+    size, rows = len(q) // heads, []
+    for group in range(groups):
+        for head in range(heads // groups * group, heads // groups * (group + 1)):
+            rows += [q[size * head : size * (head + 1)]]
+        rows += [k[size * group : size * (group + 1)], v[size * group : size * (group + 1)]]
+    return torch.cat(rows)
+
+
+def padded(table: Tensor) -> Tensor:
+    return torch.cat([table, table.new_zeros(64 - len(table), table.shape[1])])
+
+
+def megatron_llama(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Layers are stacked."""
+    layers: dict[str, list[Tensor]] = {}
+    for number in range(2):
+        of = {name.split(".", 3)[3]: one for name, one in named.items() if name.startswith(f"model.layers.{number}.")}
+        qkv = [of[f"self_attn.{one}_proj.weight"] for one in "qkv"]
+        moved = {
+            "self_attention.linear_qkv.weight": by_query_group(qkv, 4, 2),
+            "self_attention.linear_qkv.layer_norm_weight": of["input_layernorm.weight"],
+            "self_attention.linear_proj.weight": of["self_attn.o_proj.weight"],
+            "mlp.linear_fc1.weight": torch.cat([of["mlp.gate_proj.weight"], of["mlp.up_proj.weight"]]),
+            "mlp.linear_fc1.layer_norm_weight": of["post_attention_layernorm.weight"],
+            "mlp.linear_fc2.weight": of["mlp.down_proj.weight"],
+        }
+        for name, one in moved.items():
+            layers.setdefault(f"decoder.layers.{name}", []).append(one)
+    return {
+        "embedding.word_embeddings.weight": padded(named["model.embed_tokens.weight"]),
+        "output_layer.weight": padded(named["lm_head.weight"]),
+        "decoder.final_layernorm.weight": named["model.norm.weight"],
+        **{name: torch.stack(ones) for name, ones in layers.items()},
+    }
+
+
+def megatron_gpt2(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every layer by itself."""
+    moved = {
+        "embedding.word_embeddings.weight": padded(named["transformer.wte.weight"]),
+        "embedding.position_embeddings.weight": named["transformer.wpe.weight"],
+    }
+    places = {
+        "ln_1": "self_attention.linear_qkv.layer_norm_",
+        "ln_2": "mlp.linear_fc1.layer_norm_",
+        "attn.c_attn": "self_attention.linear_qkv.",
+        "attn.c_proj": "self_attention.linear_proj.",
+        "mlp.c_fc": "mlp.linear_fc1.",
+        "mlp.c_proj": "mlp.linear_fc2.",
+    }
+    for of in ("weight", "bias"):
+        moved[f"decoder.final_layernorm.{of}"] = named[f"transformer.ln_f.{of}"]
+        for number in range(2):
+            for ours, theirs in places.items():
+                one = named[f"transformer.h.{number}.{ours}.{of}"].t()
+                moved[f"decoder.layers.{number}.{theirs}{of}"] = (
+                    by_query_group(list(one.chunk(3)), 4, 4) if ours == "attn.c_attn" else one.contiguous()
+                )
+    return moved
+
+
+MEGATRON = {"llama": megatron_llama, "gpt2": megatron_gpt2}
+
+
+def save_megatron(_: int, family: str, hub: Hub, path: Path) -> None:
+    """Weights in bf16 with fp32 masters, each layer of a stack written by one rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    state: dict[str, Any] = {}
+    kinds = {
+        kind: {name: one[kind] for name, one in hub.optimizer["state"].items()} for kind in ("exp_avg", "exp_avg_sq")
+    }
+    for kind, named in {"fp32_param": hub.weights, **kinds}.items():
+        for name, tensor in MEGATRON[family](named).items():
+            is_stack = name.startswith("decoder.layers.") and family == "llama"
+            spread = distribute_tensor(tensor, mesh, [Shard(0)]) if is_stack else tensor
+            state[f"optimizer.state.{kind}.{name}"] = spread
+            if kind == "fp32_param":
+                state[name] = spread.bfloat16()
+    state["decoder.layers.self_attention.linear_qkv._extra_state/shard_0_2"] = io.BytesIO(b"amax")
+    state["rng_state/shard_0_1"] = io.BytesIO(b"numbers")
+    dcp.save(state, checkpoint_id=path)
+
+
+def with_common(path: Path, **changes: Any) -> Path:
+    args = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "rotary_interleaved": False}
+    args |= {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": EPS, "lr": LR, "consumed_train_samples": 8 * BEFORE}
+    groups = [{"lr": LR, "step": BEFORE, "wd_mult": 1.0}, {"lr": LR, "step": BEFORE, "wd_mult": 0.0}]
+    common = {
+        "args": Namespace(**args | changes),
+        "checkpoint_version": 3.0,
+        "iteration": BEFORE,
+        "optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"},
+        "opt_param_scheduler": {"max_lr": LR, "num_steps": 8 * BEFORE},
+    }
+    torch.save(common, path / "common.pt")
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    return path
+
+
+@pytest.mark.parametrize(("family", "parallel"), [("llama", {"tp": 2}), ("gpt2", {"pp": 2})])
+def test_a_run_of_megatron_goes_on_here(
+    family: str, parallel: dict[str, int], hubs: dict[str, Hub], tmp_path: Path
+) -> None:
+    hub, theirs = hubs[family], tmp_path / "iter_0000002"
+    run_world(2, save_megatron, family, hub, theirs)
+    toml = run_file(tmp_path / "run.toml", hub.run)
+    shown = command("import", with_common(theirs), tmp_path / "ours", "--run-file", toml)
+    assert shown.exit_code == 0, shown.output
+    assert "linear_qkv._extra_state/shard_0_2 is not taken over" in shown.output
+    assert StoredTensors(tmp_path / "ours", "model")[
+        "model.norm.weight" if family == "llama" else "transformer.wte.weight"
+    ]
+    whole = shape(2, hub.run.config.model.model_dump(), parallel=parallel)
+    assert run_world(2, go_on_here, whole, tmp_path / "ours")[0] == pytest.approx(hub.losses, rel=1e-5)
+    other = command(
+        "import", with_common(theirs, rotary_interleaved=True, num_layers=3), tmp_path / "no", "--run-file", toml
+    )
+    assert "num_layers=3, model.num_layers is 2; rotary_interleaved=True, supported is False" in other.stderr
+    assert not (tmp_path / "no").exists()
+    run = Namespace(it=Evil(tmp_path / "ran"))
+    torch.save({"args": run, "iteration": 2}, theirs / "common.pt")
+    evil = command("import", theirs, tmp_path / "no", "--run-file", toml)
+    assert (evil.exit_code, (tmp_path / "ran").exists()) == (1, False)
+    assert "common.pt cannot be read" in evil.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is damaged, foreign or meant badly
+
+
+class Evil:
+    """A pickle that would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+class Odd:
+    """A class that no checkpoint of torch has."""
+
+
+def edit(folder: Path, change: Callable[[Any], None]) -> None:
+    about = pickle.loads((folder / ".metadata").read_bytes())
+    change(about)
+    (folder / ".metadata").write_bytes(pickle.dumps(about))
+
+
+def adds_adapter(about: Any) -> None:
+    about.state_dict_metadata["adapter.weight"] = about.state_dict_metadata["norm.weight"]
+
+
+def escapes(about: Any) -> None:
+    for info in about.storage_data.values():
+        info.relative_path = "../" + info.relative_path
+
+
+def drops_a_part(about: Any) -> None:
+    about.state_dict_metadata["output.weight"].chunks.pop()
+
+
+def moves_down(theirs: Path) -> None:
+    theirs.rename(theirs.with_name("x"))
+    shutil.move(theirs.with_name("x"), theirs / "step-2")
+
+
+def drops_a_moment(about: Any) -> None:
+    del about.state_dict_metadata["optimizer.state.norm.weight.exp_avg_sq"]
+
+
+def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
+    titan: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    toml, number = run_file(tmp_path / "run.toml", shape(1)), iter(range(99))
+
+    def refused(message: str, change: Callable[[Path], None] = lambda _: None, *words: object) -> None:
+        theirs, out = tmp_path / f"theirs{next(number)}", tmp_path / "no"
+        shutil.copytree(titan[0], theirs)
+        change(theirs)
+        shown = command("import", theirs, out, *(words or ("--run-file", toml)))
+        assert re.search(message, shown.stderr), shown.stderr
+        assert shown.exit_code == 1
+        assert not out.exists() or not list(out.iterdir())
+        assert not (tmp_path / "ran").exists()
+
+    def edited(change: Callable[[Any], None]) -> Callable[[Path], None]:
+        return partial(edit, change=change)
+
+    def plants(value: Any) -> Callable[[Any], None]:
+        def change(about: Any) -> None:
+            about.planner_data = value
+
+        return change
+
+    def plants_in_part(theirs: Path) -> None:
+        shutil.rmtree(theirs)
+        dcp.save({"train_state": {"step": Evil(tmp_path / "ran")}}, checkpoint_id=theirs, no_dist=True)
+
+    wide = run_file(tmp_path / "wide.toml", shape(1, MODEL | {"ffn_hidden_size": 128}))
+    refused("__1_0.distcp is missing|__1_0.distcp.*No such file", lambda theirs: (theirs / "__1_0.distcp").unlink())
+    refused(r"__0_0.distcp.*ends before byte", lambda theirs: os.truncate(theirs / "__0_0.distcp", 5000))
+    refused("adapter.weight belongs to no parameter of a llama.*--ignore NAME", edited(adds_adapter))
+    refused("does not name a file of that folder for .*'../__", edited(escapes))
+    refused("the parts of output.weight leave out", edited(drops_a_part))
+    refused("exp_avg_sq of norm.weight is missing", edited(drops_a_moment))
+    refused(
+        r"w1.weight has shape \[64, 32\], the configuration makes it \[128, 32\]", lambda _: None, "--run-file", wide
+    )
+    refused("does not describe its model: say --run-file", lambda _: None, "--from", "dcp")
+    refused(r"posix.system \(named in .metadata\) is not understood", edited(plants(Evil(tmp_path / "ran"))))
+    refused("Odd .named in .metadata. is not understood", edited(plants([Odd()])))
+    refused(".metadata cannot be read", lambda theirs: (theirs / ".metadata").write_bytes(b"no pickle"))
+    refused("train_state.step cannot be read.*posix.system", plants_in_part)
+    refused("holds several checkpoints; name one of them: step-2", moves_down)
+
+    theirs = tmp_path / "adapted"
+    shutil.copytree(titan[0], theirs)
+    edit(theirs, adds_adapter)
+    taken = command("import", theirs, tmp_path / "ours", "--run-file", toml, "--ignore", "adapter.*")
+    assert taken.exit_code == 0, taken.output
+    begun = import_checkpoint(theirs, tmp_path / "at", run_file=toml, step=7, samples=70, ignore=["adapter.*"])
+    assert (begun.trainer.step, begun.trainer.consumed_samples, begun.trainer.optimizer_steps) == (7, 70, BEFORE)
