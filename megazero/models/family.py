@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
-from megazero.models.foreign import NameTable
 from megazero.settings import Problem, divisors, nearest_multiples, nearest_of, nearest_text
 
 if TYPE_CHECKING:
@@ -162,8 +161,9 @@ class ModelFamily(ABC):
     """The keys of [model] that it reads and not every family does, such as "rope_theta"; elsewhere they are refused."""
     hugging_face: HuggingFaceFormat | None = None
     """Its form in transformers; None where transformers does not have it."""
-    foreign: tuple[NameTable, ...] = ()
-    """Names of its tensors in checkpoints of other frameworks; those of transformers need no table."""
+    foreign: str = ""
+    """"module:NAME" of the tables of its tensors' names in checkpoints of other frameworks (`models/foreign.py`); empty for
+    those of transformers alone."""
 
     @abstractmethod
     def layer_weights(self, model: ModelConfig) -> int:

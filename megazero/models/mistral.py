@@ -8,7 +8,6 @@ from typing import Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.llama.family import LLAMA_FORMAT, LlamaFamily
-from megazero.models.llama.foreign import TABLES
 from megazero.models.llama.variant import LLAMA_2
 from megazero.models.qwen2 import QWEN2_FORMAT
 
@@ -37,4 +36,4 @@ MISTRAL_FORMAT = replace(
     read_extra=_read_extra,
     reads=(*LLAMA_FORMAT.reads, "sliding_window"),
 )
-MISTRAL = MistralFamily(LLAMA_2, MISTRAL_FORMAT, TABLES)
+MISTRAL = MistralFamily(LLAMA_2, MISTRAL_FORMAT, "megazero.models.llama.foreign:TABLES")

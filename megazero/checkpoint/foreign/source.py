@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -72,7 +73,9 @@ def hugging_face_table(family: str, *, dropped: bool = False) -> NameTable:
 
 def tables_of(family: str) -> tuple[NameTable, ...]:
     """The tables of a family: those of its folder, and those of transformers."""
-    return (*FAMILIES[family].foreign, hugging_face_table(family), hugging_face_table(family, dropped=True))
+    module, _, name = FAMILIES[family].foreign.partition(":")
+    own: tuple[NameTable, ...] = getattr(import_module(module), name) if module else ()
+    return (*own, hugging_face_table(family), hugging_face_table(family, dropped=True))
 
 
 def match(

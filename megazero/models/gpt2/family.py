@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule, attention_weights
-from megazero.models.gpt2.foreign import TABLES
 from megazero.settings import Problem
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class GPT2Family(ModelFamily):
     """As above."""
 
     ties_embeddings = True
-    foreign = TABLES
+    foreign = "megazero.models.gpt2.foreign:TABLES"
     hugging_face = HuggingFaceFormat(
         architecture="GPT2LMHeadModel",
         sizes={

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from megazero.models.config import ModelConfig
 from megazero.models.family import HuggingFaceFormat, ModelFamily, ModelRule, attention_weights
-from megazero.models.foreign import NameTable
-from megazero.models.llama.foreign import TABLES
 from megazero.models.llama.variant import LLAMA_2, Variant
 from megazero.models.rope_scaling import read_rope, rope_problems, written_rope
 from megazero.settings import Problem, nearest_multiples, nearest_text
@@ -87,12 +85,12 @@ class LlamaFamily(ModelFamily):
     Args:
         variant: its layers.
         hugging_face: its form in transformers.
-        foreign: its names in checkpoints of other frameworks.
+        foreign: see `ModelFamily`.
     """
 
     reads: tuple[str, ...] = ("rope_theta", "rope_scaling", "head_dim")
 
-    def __init__(self, variant: Variant, hugging_face: HuggingFaceFormat, foreign: tuple[NameTable, ...] = ()) -> None:
+    def __init__(self, variant: Variant, hugging_face: HuggingFaceFormat, foreign: str = "") -> None:
         self.variant, self.hugging_face, self.foreign = variant, hugging_face, foreign
 
     def ffn_hidden_size(self, model: ModelConfig) -> int:
@@ -135,4 +133,4 @@ class LlamaFamily(ModelFamily):
         return Head(context, context.rms_norm("model.norm"), name, tied_weight)
 
 
-LLAMA = LlamaFamily(LLAMA_2, LLAMA_FORMAT, TABLES)
+LLAMA = LlamaFamily(LLAMA_2, LLAMA_FORMAT, "megazero.models.llama.foreign:TABLES")
