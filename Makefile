@@ -39,19 +39,23 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) -e .
 	touch $@
 
-$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) -e '.[test]'
+# DeepSpeed, beside which tests and benchmarks run, is built by a setup.py that imports torch: in this environment, after torch.
+$(VENV)/.deepspeed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) -e . 'setuptools>=77'
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation -e '.[deepspeed]'
 	touch $@ $(VENV)/.run
+
+$(VENV)/.test: $(VENV)/.deepspeed
+	$(INSTALL) -e '.[test]'
+	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) -e '.[dev]'
-	touch $@ $(VENV)/.test $(VENV)/.run
-
-# DeepSpeed is built by a setup.py that imports torch: after everything else, and in this environment.
-$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(INSTALL) -e . 'setuptools>=77'
-	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation -e '.[bench]'
 	touch $@ $(VENV)/.run
+
+$(VENV)/.bench: $(VENV)/.deepspeed
+	$(INSTALL) -e '.[bench]'
+	touch $@
 
 clean: ## remove the environment, runs and caches
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache *.egg-info
