@@ -276,9 +276,10 @@ def test_a_schedule_of_another_optimizer_is_an_error() -> None:
     refuses(ValueError, "optimizer", lambda: megazero.initialize(model=model, lr_scheduler=stranger, config=settings()))
 
 
-def test_the_returned_optimizer_refuses_what_would_part_it_from_the_engine() -> None:
+def test_the_returned_optimizer_refuses_what_would_part_it_from_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     optimizer = bring(Net, settings()).optimizer
-    refuses(RuntimeError, "engine.save_checkpoint", optimizer.state_dict)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
+    assert "engine.save_checkpoint" in capsys.readouterr().err
     refuses(RuntimeError, "engine.load_checkpoint", lambda: optimizer.load_state_dict({}))
     refuses(RuntimeError, "initialize", lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}))
 
@@ -467,7 +468,6 @@ def test_calls_in_the_wrong_order_are_errors_and_leave_the_engine_usable() -> No
         with engine.no_sync():
             refuses(RuntimeError, "no_sync", engine.step)
         back(1)
-        refuses(RuntimeError, "call engine.step", lambda: back(1))
         refuses(RuntimeError, "engine.step", engine.optimizer.step)
         engine.step()
         assert_equal(engine, plain, stage)

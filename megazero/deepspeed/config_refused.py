@@ -47,6 +47,7 @@ NO_EFFECT = {
     "memory_breakdown": "memory is not reported by phase",
     "disable_python_gc": "Python's garbage collector is left as it is",
     "log_level": "logging is set up by the script",
+    "cuda_visible_devices": "the launcher and the environment choose the devices",
     "vocabulary_size": "tables are padded where tensor parallelism needs it",
     "timers.throughput.enabled": "throughput is part of every report",
     "timers.throughput.synchronized": "steps are timed from report to report",

@@ -1,16 +1,22 @@
-"""Whole parameters, to read or to edit, whatever ZeRO has cut them into."""
+"""Whole parameters, to read or to edit, whatever ZeRO has cut them into.
+
+gathered_parameters(engine, names)          fp32 master weights, by name
+GatheredParameters(parameters)              DeepSpeed's call: the parameters themselves, in the format of the module
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megazero.comm.collectives import all_gather
-from megazero.deepspeed.training_engine import TrainingEngine
+from megazero.deepspeed.meta_init import MetaParameter
+from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.zero.bucket import Bucket
 from megazero.zero.param_proxy import UngatheredParameter
 
@@ -60,6 +66,75 @@ def gathered_parameters(
     parameters.all_gather_weights()
 
 
+class GatheredParameters:
+    """Within it parameters are whole, and what `modifier_rank` changes in them becomes every rank's.
+
+    A collective call of all ranks.  Only elements that change leave their fp32 master.  A module's own forward does not see
+    the changes before the end.  Parameters of no engine are whole anyway; those built under `zero.Init` record changes.
+
+    Args:
+        params: a parameter, or several.
+        modifier_rank: the data-parallel rank whose changes count; None only reads.
+        fwd_module: without effect: a module may read any parameter in its forward.
+        enabled: False does nothing.
+
+    Raises:
+        ValueError: `modifier_rank` is no data-parallel rank, or is not 0 before `initialize`.
+        RuntimeError: a parameter that stage 3 has cut was changed without a `modifier_rank`.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+        self._given, self._modifier, self._open = given if enabled else [], modifier_rank, ExitStack()
+        if modifier_rank and any(isinstance(one, MetaParameter) for one in self._given):
+            raise ValueError(
+                f"modifier_rank={modifier_rank} before initialize: what rank 0 does to a parameter under zero.Init counts"
+            )
+
+    def __enter__(self) -> None:
+        for engine in list(ENGINES.values()):
+            names = engine.sharded_model.names
+            own = {names[id(_real(one))]: one for one in self._given if id(_real(one)) in names}
+            if own and (
+                self._modifier is not None or any(isinstance(one, UngatheredParameter) for one in own.values())
+            ):
+                self._open.enter_context(_changing(engine, own, self._modifier))
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+
+@contextmanager
+def _changing(engine: TrainingEngine, parameters: dict[str, nn.Parameter], modifier: int | None) -> Iterator[None]:
+    with gathered_parameters(engine, parameters, modifier_rank=modifier) as masters:
+        cut = {name: one for name, one in parameters.items() if isinstance(one, UngatheredParameter)}
+        before = {name: masters[name].to(one.dtype, copy=True) for name, one in parameters.items()}
+        for name, proxy in cut.items():
+            proxy.whole = before[name].clone()
+        versions = {name: proxy.whole._version for name, proxy in cut.items() if proxy.whole is not None}
+        try:
+            yield
+            with torch.no_grad():
+                for name, one in parameters.items():
+                    now = one.whole if isinstance(one, UngatheredParameter) and one.whole is not None else one.detach()
+                    if modifier is None and name in cut and now._version != versions[name]:
+                        raise RuntimeError(f"{name} was changed; say whose change counts with modifier_rank=")
+                    torch.where(now == before[name], masters[name], now.float(), out=masters[name])
+        finally:
+            for proxy in cut.values():
+                proxy.whole = None
+
+
+def _real(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter.stands_for if isinstance(parameter, UngatheredParameter) else parameter
+
+
 def _find(engine: TrainingEngine, names: Iterable[str] | None) -> dict[str, tuple[Bucket, int]]:
     """The bucket of each parameter and its slot there; of a tied parameter by any of its names, if it is asked for."""
     model = engine.sharded_model
@@ -71,9 +146,8 @@ def _find(engine: TrainingEngine, names: Iterable[str] | None) -> dict[str, tupl
     if names is None:
         return home
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        real = parameter.stands_for if isinstance(parameter, UngatheredParameter) else parameter
-        if id(real) in model.names:
-            home[name] = home[model.names[id(real)]]
+        if id(_real(parameter)) in model.names:
+            home[name] = home[model.names[id(_real(parameter))]]
     found = {}
     for name in names:
         if name not in home:

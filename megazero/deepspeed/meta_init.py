@@ -128,10 +128,40 @@ class Init(TorchFunctionMode):
     """A context in which modules are built without memory for their parameters, to be passed to `initialize` on every rank.
 
     Nothing else may read the parameters before.
+
+    Args:
+        module: built already; `initialize` cuts it as it is.
+        enabled: False builds modules as usual.
+        config_dict_or_path, config, mpu, dtype, remote_device, pin_memory, data_parallel_group,
+        zero_param_parallel_group, sequence_data_parallel_group, mem_efficient_linear: without effect: what they choose is
+            read by `initialize`, and parameters have no memory before.
+
+    Raises:
+        ValueError: quantized weights are asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            raise ValueError("zero.Init has no quantized weights; leave zero_quantized_weights out")
         super().__init__()
+        self._enabled = enabled
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # by storage, the last factory call's result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,11 +177,14 @@ class Init(TorchFunctionMode):
         return result
 
     def __enter__(self) -> Init:
-        self._hook = nn.modules.module.register_module_parameter_registration_hook(self._defer)  # type: ignore[arg-type]
-        super().__enter__()
+        if self._enabled:
+            self._hook = nn.modules.module.register_module_parameter_registration_hook(self._defer)  # type: ignore[arg-type]
+            super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if not self._enabled:
+            return
         super().__exit__(*error)
         self._hook.remove()
         self._made.clear()

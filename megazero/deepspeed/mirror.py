@@ -83,6 +83,9 @@ class _Unsupported(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(cls.__doc__)
 
+    def __iter__(cls) -> Any:  # of an enumeration
+        raise NotImplementedError(cls.__doc__)
+
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

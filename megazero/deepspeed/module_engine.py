@@ -2,21 +2,29 @@
 
 micro-batch 1 ... n-1     forward, backward: gradients add up         step() only counts
 micro-batch n             forward, backward: reductions start         step() clips, steps, publishes
+
+A gradient counts if it comes from this engine's `backward`, or from a script's own `loss.backward()`.  What reaches the
+parameters from another engine's backward, as a discriminator's from its generator's loss, is dropped.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_map
 
+from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import CheckpointError
+from megazero.comm.collectives import agree
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.training_engine import TrainingEngine
+from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.zero.sharded_model import ShardedModel
 
 
@@ -36,6 +44,9 @@ class ModuleEngine(TrainingEngine):
         self._ended = 0  # micro-batches of this step that step() has ended
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._wants_step = False
+        self._graph_task: int | None = None  # of the script's own backward that was met last
+        self._is_scaled = False  # `scale` has multiplied the loss of the next one
+        model.reducer.admits = self._admits
         model.begin_step(config.accumulation)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,28 +66,66 @@ class ModuleEngine(TrainingEngine):
             loss: scalar, the mean over this rank's micro-batch.
             scale_wrt_gas: divide by the number of micro-batches, so that the step's gradient is their mean.
 
+        A second backward before `step()` adds to the step's gradient, as a discriminator's two losses do.
+
         Raises:
             ValueError: the loss is no scalar.
-            RuntimeError: `step()` has not followed the last micro-batch of a step, or backward ran twice in the last one.
         """
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {list(loss.shape)}; backward takes a scalar, such as loss.mean()")
         loss = loss.reshape(())
-        if self._wants_step:
-            raise RuntimeError("the step's last micro-batch is done; call engine.step() before the next backward")
-        model, reducer = self.sharded_model, self.sharded_model.reducer
-        # A reduction of stages 0 and 1 starts in the last round; before it there is always one more to come.
-        is_last = self.is_gradient_accumulation_boundary() and not reducer.accumulate_only
-        reducer.rounds = self._passes + (1 if is_last else 2)
         counted = loss / self.config.accumulation if scale_wrt_gas else loss
-        with self._report.timed("backward"):
-            # Divided by dp before the backward: the sum over ranks is the mean.
-            (counted.float() * (model.scale / self.parallel_state.dp.size)).backward(retain_graph=retain_graph)
-            self._passes += 1
-            reducer.close_pass(0)
+        self._begin_pass()
+        self.runs_backward = True
+        try:
+            with self._report.timed("backward"):
+                # Divided by dp before the backward: the sum over ranks is the mean.
+                scale = self.sharded_model.scale / self.parallel_state.dp.size
+                (counted.float() * scale).backward(retain_graph=retain_graph)
+                self._end_pass()
+        finally:
+            self.runs_backward = False
         self._loss_sum += counted.detach()
-        self._wants_step = is_last
         return counted
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for the script's own `.backward()`, which needs it under fp16."""
+        self._loss_sum += loss.detach().reshape(()) / self.config.accumulation
+        self._is_scaled = True
+        return loss * self.sharded_model.scale
+
+    def _begin_pass(self) -> None:
+        reducer = self.sharded_model.reducer
+        if self._wants_step:
+            reducer.reopen()
+        # A reduction of stages 0 and 1 starts in the last round; before it there is always one more to come.
+        self._wants_step = self.is_gradient_accumulation_boundary() and not reducer.accumulate_only
+        reducer.rounds = self._passes + (1 if self._wants_step else 2)
+
+    def _end_pass(self) -> None:
+        self._passes += 1
+        self.sharded_model.reducer.close_pass(0)
+
+    def _admits(self, gradient: Tensor) -> bool:
+        """Whether a parameter's gradient belongs to this step; the first of a script's own backward begins a micro-batch."""
+        if self.runs_backward:
+            return True
+        if any(engine.runs_backward for engine in ENGINES.values()):
+            return False
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            if self.sharded_model.scaler is not None and not self._is_scaled:
+                raise RuntimeError(
+                    "loss.backward() under fp16 lacks the loss scale; call engine.backward(loss), or "
+                    "engine.scale(loss).backward()"
+                )
+            if not self._is_scaled:
+                self._loss_sum += torch.nan  # the engine has not seen the loss
+            self._graph_task, self._is_scaled = task, False
+            self._begin_pass()
+            Variable._execution_engine.queue_callback(self._end_pass)
+        gradient.div_(self.config.accumulation * self.parallel_state.dp.size)
+        return True
 
     def step(self) -> None:
         """End a micro-batch; at the end of a step update the weights.
@@ -121,6 +170,29 @@ class ModuleEngine(TrainingEngine):
         super().zero_grad(set_to_none)
         self._passes, self._ended, self._wants_step = 0, 0, False
         self._loss_sum.zero_()
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the module's whole weights and buffers, in the format it computes in, with torch.save on rank 0.
+
+        Called on every rank.  Raises: CheckpointError, on every rank, it could not be written.
+        """
+        frozen = {name for name, one in self.module.named_parameters() if not one.requires_grad}
+        excluded = frozen if exclude_frozen_parameters else set()
+        state = {name: value for name, value in self.module_state_dict().items() if name not in excluded}
+
+        def write() -> None:
+            if self.global_rank == 0:
+                folder, file = folder_at(save_dir), io.BytesIO()
+                torch.save({name: value.detach().cpu() for name, value in state.items()}, file)
+                folder.make()
+                folder.write(save_filename, file.getvalue())
+
+        agree(write, self.parallel_state.world, CheckpointError)
+        return True
+
+    save_fp16_model = save_16bit_model
 
     def _check_between_steps(self) -> None:
         if self._passes:

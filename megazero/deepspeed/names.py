@@ -9,7 +9,7 @@ A name that is in neither is unknown.
 _PIPE = {"layer_specs": "LayerSpec TiedLayerSpec", "pipeline_module": "PipelineModule"}
 _ZERO = {
     "meta_init": "Init",
-    "full_params": "gathered_parameters",
+    "full_params": "GatheredParameters gathered_parameters",
     "script_utils": "register_external_parameter",
 }
 _LOGGING = {"script_utils": "logger log_dist"}

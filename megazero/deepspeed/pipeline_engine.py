@@ -18,6 +18,7 @@ from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.pipeline_module import PipelineModule
+from megazero.deepspeed.script_checkpoints import refuses
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.schedules.action import Action, ActionKind
@@ -66,7 +67,11 @@ class PipelineEngine(TrainingEngine):
             "a pipeline runs whole steps; call engine.train_batch(data_iter) or engine.eval_batch(data_iter)"
         )
 
-    backward = step = forward
+    backward = step = scale = no_sync = forward
+    is_gradient_accumulation_boundary = set_gradient_accumulation_boundary = forward
+    save_16bit_model = save_fp16_model = refuses(
+        "stages lie on several ranks; engine.save_checkpoint(dir) writes whole tensors"
+    )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A whole step; the mean loss over all micro-batches and ranks, a scalar.

@@ -44,7 +44,7 @@ _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SAVING_SECONDS = 3600  # how long a rank may wait for a peer that is writing
 
 
-def _refuses(text: str) -> Any:
+def refuses(text: str) -> Any:
     """A method that cannot be called."""
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -62,20 +62,24 @@ class EngineOptimizer(torch.optim.Optimizer):
             {key: value for key, value in vars(inner).items() if key not in ("step", "profile_hook_step")}
         )
 
-    step = _refuses("call engine.step(): it reduces, unscales and clips the gradients before the optimizer steps")
-    state_dict = _refuses(
-        "the optimizer's state is cut over the ranks; engine.save_checkpoint(dir) writes it whole, with the weights"
-    )
-    load_state_dict = _refuses(
+    step = refuses("call engine.step(): it reduces, unscales and clips the gradients before the optimizer steps")
+    load_state_dict = refuses(
         "the optimizer's state is cut over the ranks; engine.load_checkpoint(dir) reads it, on any number of ranks"
     )
-    add_param_group = _refuses(
+    add_param_group = refuses(
         "the parameters are in buckets already; give every group to megazero.initialize (model_parameters=, or an "
         "optimizer that has it)"
     )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: the engine clears gradients when a step ends."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's shards, as DeepSpeed's ZeRO optimizers give it: to look at, and not to load."""
+        warn(
+            "optimizer.state_dict() is this rank's part and cannot be loaded; engine.save_checkpoint(dir) writes all of it"
+        )
+        return self.inner.state_dict()
 
     def count_step(self) -> None:
         """Record that the engine has stepped; torch's schedules check it."""

@@ -126,10 +126,11 @@ def initialize(
     )
     engine.lr_scheduler = _schedule(lr_scheduler, engine)
     if training_data is not None:
-        # An iterable dataset cuts itself.  Of another, every dp-th sample of a shuffled order belongs to this rank.
+        # An iterable dataset cuts itself.  Of another, every dp-th sample of the order belongs to this rank.
         sampler: DistributedSampler[Any] | None = None
         if not isinstance(training_data, IterableDataset):
-            sampler = DistributedSampler(training_data, state.dp.size, state.dp.index, seed=settings.seed or 0)
+            shuffles = not isinstance(model, PipelineModule)  # as DeepSpeed
+            sampler = DistributedSampler(training_data, state.dp.size, state.dp.index, shuffles, settings.seed or 0)
         engine.training_dataloader = DataLoader(
             training_data,
             settings.micro_batch_size,

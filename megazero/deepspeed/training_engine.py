@@ -7,6 +7,7 @@ The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is 
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +26,16 @@ from torch.utils.data import DistributedSampler
 
 from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
-from megazero.deepspeed.script_checkpoints import CheckpointedEngine
+from megazero.deepspeed.engine_names import answer
+from megazero.deepspeed.script_checkpoints import CheckpointedEngine, refuses
 from megazero.engine.step import StepStatistics, check_finite, sum_over_ranks
+from megazero.zero.bucket import DTYPES
 from megazero.zero.sharded_model import ShardedModel
 
 T = TypeVar("T")
+
+ENGINES: WeakValueDictionary[int, TrainingEngine] = WeakValueDictionary()
+"""The engines of this process, in the order they were made: a parameter finds its own, a backward knows of another's."""
 
 
 class RepeatingLoader:
@@ -131,6 +138,8 @@ class TrainingEngine(CheckpointedEngine):
         self._report = StepReport(config, model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
+        self.runs_backward = False
+        ENGINES[id(self)] = self
 
     # --- The end of a step.
 
@@ -229,7 +238,46 @@ class TrainingEngine(CheckpointedEngine):
         self.sharded_model.close()
         self._report.close()
 
+    destroy = close
+    compile = refuses("compile the module with torch.compile, and give that to initialize")
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of a step by its number of micro-batches.  Raises: ValueError, it is no multiple."""
+        micro_batches = self.config.micro_batch_size * self.dp_world_size
+        if train_batch_size < micro_batches or train_batch_size % micro_batches:
+            raise ValueError(
+                f"train_batch_size={train_batch_size} must be a multiple of {micro_batches}, one micro-batch on each rank"
+            )
+        self._set_sizes(self.config.micro_batch_size, train_batch_size // micro_batches)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch, and with it those of a step; the data is the script's own."""
+        self._set_sizes(micro_batch_size, self.config.accumulation)
+
+    def _set_sizes(self, micro_batch_size: int, accumulation: int) -> None:
+        self._check_between_steps()
+        whole = micro_batch_size * accumulation * self.dp_world_size
+        self.config = replace(
+            self.config, micro_batch_size=micro_batch_size, accumulation=accumulation, train_batch_size=whole
+        )
+
+    def allreduce_gradients(self) -> None:
+        """Nothing to do: the backward reduces gradients as they come."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: gathered weights lie in buffers of a fixed size."""
+
     # --- What a script asks.
+
+    def __getattr__(self, name: str) -> Any:
+        """DeepSpeed's names that are no methods here, and then the module's own attributes."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in self._modules or "config" not in self.__dict__:
+                raise
+            found = answer(name, self.config)
+            return getattr(self.module, name) if found is None else found
 
     @property
     def device(self) -> torch.device:
@@ -242,9 +290,34 @@ class TrainingEngine(CheckpointedEngine):
         return self.parallel_state.rank
 
     @property
+    def local_rank(self) -> int:
+        """This rank among those of its machine, as the launcher says; 0 without one."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.parallel_state.world.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return self.parallel_state.tp.size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The data-parallel ranks of torch.distributed."""
+        return self.parallel_state.dp.process_group
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among the data-parallel ones."""
+        return self.parallel_state.dp.index
+
+    def get_tensor_parallel_rank(self) -> int:
+        """This rank among the tensor-parallel ones."""
+        return self.parallel_state.tp.index
+
+    get_model_parallel_rank = get_tensor_parallel_rank
 
     @property
     def dp_world_size(self) -> int:
@@ -304,6 +377,26 @@ class TrainingEngine(CheckpointedEngine):
     def bfloat16_enabled(self) -> bool:
         """Whether weights are bf16."""
         return self.config.precision.dtype == "bf16"
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.config.zero.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether weights are sharded."""
+        return self.config.zero.stage >= 3
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether the optimizer's state lies in host memory."""
+        return self.config.zero.offload.optimizer == "cpu"
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts itself."""
+        return self.sharded_model.scaler is not None and not self.config.keys.fp16.loss_scale
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The formats of the weights and of the gradients that add up."""
+        return DTYPES[self.config.precision.dtype], DTYPES[self.config.precision.accumulate_dtype]
 
     def was_step_applied(self) -> bool:
         """Whether the last step changed the weights."""

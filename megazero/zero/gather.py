@@ -398,7 +398,7 @@ class UnitGatherer:
                 raise RuntimeError(
                     f"{proxy.label} was changed in place within a forward; its weights are spread over the ranks (ZeRO "
                     "stage 3): the change would be lost. Change a copy, or change it between steps inside `with "
-                    "megazero.zero.gathered_parameters(engine, ...)`"
+                    "megazero.zero.GatheredParameters(...)`"
                 )
 
     def _watch(self, index: int, module: nn.Module, value: Any) -> Any:

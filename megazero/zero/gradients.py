@@ -98,6 +98,14 @@ class BucketGradients:
             numel = self._shared_numel if is_reduced_soon else self.bucket.layout.padded_numel
             self._use(self._pool.acquire(numel, self.bucket.policy.accumulate_dtype, reusable=is_reduced_soon))
 
+    def reopen(self) -> None:
+        """Let gradients be added to what is reduced already: each rank keeps its own shard of that and counts it once."""
+        if self.reduced and self.bucket.reduces_in_place and self._memory is not None:
+            own = self.bucket.layout.shard(self.bucket.policy.shard.index)
+            self._memory[: own.start].zero_()
+            self._memory[own.stop :].zero_()
+            self._is_empty, self.reduced = [False] * len(self._is_empty), 0
+
     def part(self, slot: int) -> tuple[Tensor, bool]:
         """A parameter's part, in its shape, and whether it is empty: to be overwritten, not added to."""
         is_empty, self._is_empty[slot] = self._is_empty[slot], False
@@ -162,6 +170,7 @@ class GradientReducer:
         buckets: those that train.
         pool: the working buffers through which gradients pass on their way to the shards.
         accumulate_only: while set, rounds add up in the buffers and nothing is sent.
+        admits: says of a gradient whether it is this step's; those of another model's backward are dropped.  None: all are.
         on_close: called at the end of every micro-batch's backward.
         rounds: how many the step has; the last one starts what is reduced once per step.
     """
@@ -173,6 +182,7 @@ class GradientReducer:
         self.pool = BufferPool(self.buckets[0].policy.device)
         self._reductions = ReductionQueue(self.buckets, reduce_dtype, self.pool)
         self._every_round, self.rounds, self.accumulate_only = every_micro_batch, 1, False
+        self.admits: Callable[[Tensor], bool] | None = None
         self.on_close: Callable[[], None] = lambda: None
         largest = max(bucket.layout.padded_numel for bucket in self.buckets)
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
@@ -200,7 +210,7 @@ class GradientReducer:
 
     def _take(self, wgrad_queue: WeightGradQueue | None, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
+        if gradient is None or (self.admits is not None and not self.admits(gradient)):
             return
         if wgrad_queue is not None and wgrad_queue.defers:
             wgrad_queue.defer(parameter, gradient)
@@ -215,6 +225,13 @@ class GradientReducer:
             for one in order.buckets:  # with more, gradients lie there in all forwards but one
                 one.begin_step(frees=micro_batches == 1)
         self.rounds = micro_batches
+
+    def reopen(self) -> None:
+        """Let one more round follow the last one, whose reductions may have been started."""
+        self._reductions.finish()
+        for order in self._orders.values():
+            for one in order.buckets:
+                one.reopen()
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
         """Add one micro-batch's gradient of a parameter; its memory may be used again afterwards."""

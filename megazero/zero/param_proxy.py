@@ -2,7 +2,8 @@
 
 The proxy has the parameter's shape, dtype and device, and no values.  Code that reads it outside its unit's forward (a
 tied output projection, `state_dict`, a penalty on weights) gets a whole copy, gathered for it alone, through which gradients
-flow.  Code that would change it gets an error, since a change of a copy would be lost.
+flow.  Code that would change it gets an error, since a change of a copy would be lost; while `whole` is set, it stands for
+that tensor, which may be changed.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class UngatheredParameter(nn.Parameter):
     stands_for: nn.Parameter
     whole_copy: Gather
     warned: bool
+    whole: Tensor | None
 
     @staticmethod
     def of(name: str, parameter: nn.Parameter, gather: Gather) -> UngatheredParameter:
@@ -55,6 +57,7 @@ class UngatheredParameter(nn.Parameter):
         empty = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         made: UngatheredParameter = torch.Tensor._make_subclass(UngatheredParameter, empty, parameter.requires_grad)
         made.label, made.stands_for, made.whole_copy, made.warned = name, parameter, gather, False
+        made.whole = None
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -67,6 +70,12 @@ class UngatheredParameter(nn.Parameter):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if func is torch.autograd.grad:  # the parameter is what a graph knows
             return func(*_pytree.tree_map(_known, args), **_pytree.tree_map(_known, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            opened = [
+                one for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, cls) and one.whole is not None
+            ]
+        if opened:
+            return func(*_pytree.tree_map(_opened, args), **_pytree.tree_map(_opened, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             field = func.__self__.__name__ if name == "__get__" else None
             asks_type = name == "type" and len(args) + len(kwargs) == 1  # with a dtype it converts the values
@@ -131,7 +140,7 @@ def _refuse_change(cls: type[UngatheredParameter | _ReadOnly], name: str, args: 
         if isinstance(leaf, cls):
             raise RuntimeError(
                 f"{name} on {leaf.label}, whose weights are spread over the ranks (ZeRO stage 3): the change would be lost; "
-                "make it inside `with megazero.zero.gathered_parameters(engine, ...)`"
+                "make it inside `with megazero.zero.GatheredParameters(...)`"
             )
 
 
@@ -143,6 +152,10 @@ def _warn(value: Any) -> None:
             "once more (zero.persistent_elements keeps small ones whole)",
             stacklevel=3,
         )
+
+
+def _opened(value: Any) -> Any:
+    return value if not isinstance(value, UngatheredParameter) or value.whole is None else value.whole
 
 
 def _known(value: Any) -> Any:
