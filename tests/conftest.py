@@ -19,6 +19,7 @@ if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # OpenMP's threads must not spin either while they wait for one that has no core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # On a busy machine an example may wait for a core: no test depends on the wall clock.
 settings.register_profile("megazero", deadline=None)

@@ -2,8 +2,10 @@
 
     results = run_world(4, law, argument)      law(rank, argument) runs on four ranks; results in rank order
     done = run_command("train", "a.toml")      `megazero train a.toml`, forked from a process that has imported torch
+    run = start_program(sys.executable, "a.py")    the same for a script, and for torchrun and its ranks
 
-A rank that fails, dies or hangs ends the world at once with an error that names it.
+A rank that fails, dies or hangs ends the world at once with an error that names it.  Importing torch takes a process four
+seconds, and the first step of a model a tenth of one: both are done once, before a fork.
 
 MEGAZERO_TEST_DEVICE=cuda puts every rank on the one GPU there is, and they talk over NCCL.  NCCL refuses two ranks on one
 device of one machine, so each says that it is a machine of its own (NCCL_HOSTID), and messages go over loopback sockets.
@@ -11,32 +13,38 @@ device of one machine, so each says that it is a machine of its own (NCCL_HOSTID
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
+import logging
 import multiprocessing as mp
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 import torch
-import torch._dynamo  # imported by every optimizer; once here instead of once per rank
 import torch.distributed as dist
 
-WORLD_TIMEOUT_SECONDS = 120
+WORLD_TIMEOUT_SECONDS = 300
 DEVICE = torch.device(os.environ.get("MEGAZERO_TEST_DEVICE", "cpu"))
 # A server of its own: the process of the tests has used OpenMP, whose threads do not survive a fork.
 _COMMANDS = mp.get_context("forkserver")
-_COMMANDS.set_forkserver_preload(["megazero.training.launch", "torch._dynamo", "torch.distributed.launcher.api"])
+_COMMANDS.set_forkserver_preload(["warm", "megazero.training.launch", "torch.distributed.run"])
 
 
 class RankFailedError(AssertionError):
@@ -109,6 +117,8 @@ def run_world(
     Raises:
         RankFailedError: names the first rank that raised, died or hung.
     """
+    import warm  # noqa: F401
+
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
@@ -151,41 +161,193 @@ def _collect(pipes: list[Connection], timeout: float, may_die: tuple[int, ...]) 
     return results
 
 
-def run_command(
+# ---------------------------------------------------------------------------------------------------------------------
+# Programs
+
+
+class Program:
+    """A process that `start_program` has started: what `subprocess.Popen` has, as far as tests use it."""
+
+    def __init__(self, process: Any, stdout: IO[str] | None) -> None:
+        self._process, self.pid, self.stdout = process, int(process.pid), stdout
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        return int(self._process.exitcode)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Its output, until nobody holds the other end of the pipe."""
+        assert self.stdout is not None
+        output = self.stdout.read()
+        self.wait(timeout)
+        return output, None
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start_program(
+    *words: str | Path,
+    stdout: IO[Any] | None = None,
+    stderr: IO[Any] | None = None,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Program:
+    """Start a program in a session of its own.  As `subprocess.Popen`, but torch need not be imported again.
+
+    Args:
+        words: "megazero" or Python's interpreter, and what follows it; of Python's options "-u" and "-m" are known.
+        stdout: a file for its output; by default it is a pipe, which the result has.
+        stderr: a file for its errors; by default they go where the output goes.
+        env: all of its environment; by default this process's.
+        cwd: by default this process's.
+    """
+    _start_server()
+    ours, theirs = (None, None) if stdout else os.pipe()
+    out = Connection(os.dup(stdout.fileno()) if stdout else theirs, readable=False)
+    err = Connection(os.dup((stderr or out).fileno()), readable=False)
+    given = (list(map(str, words)), out, err, dict(os.environ) if env is None else env, str(cwd or Path.cwd()))
+    process = _COMMANDS.Process(target=_program, args=given)
+    process.start()
+    out.close()
+    err.close()
+    return Program(process, None if ours is None else os.fdopen(ours))
+
+
+@lru_cache(maxsize=1)
+def _start_server() -> None:
+    """Programs are forked from it.  It must find the modules of the tests, which it imports before it knows their path."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def _program(words: list[str], out: Connection, err: Connection, environment: dict[str, str], folder: str) -> NoReturn:
+    os.setsid()
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    os.chdir(folder)
+    _become(words, environment)
+
+
+def _become(words: list[str], environment: dict[str, str]) -> NoReturn:
+    """Be the program of these words, in a process that has been forked for it."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    subprocess_handler.Popen = _ForkedRank  # type: ignore[attr-defined, assignment, misc]
+    os.environ.clear()
+    os.environ.update(environment)
+    for name in logging.root.manager.loggerDict:  # torch reads this variable when it is imported
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(environment.get("LOGLEVEL", "WARNING"))
+    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # of runpy: they all are
+    atexit._clear()  # what the process before the fork wanted
+    status: Any = 0
+    try:
+        _run_program([word for word in words if word != "-u"])
+    except SystemExit as ended:
+        status = ended.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _run_program(words: list[str]) -> None:
+    if words[0] == "megazero":
+        from megazero.cli import main
+
+        sys.argv = words
+        main()
+    elif words[1] == "-m":
+        sys.argv = words[2:]
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words[1:]
+        sys.path.insert(0, str(Path(words[1]).parent))
+        runpy.run_path(words[1], run_name="__main__")
+
+
+class _ForkedRank:
+    """What torchrun takes for the `subprocess.Popen` of a rank: forked from torchrun, which has torch imported."""
+
+    def __init__(self, args: list[str], env: dict[str, str], **_: Any) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_DFL)  # torchrun's
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _become(args, env)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.01)
+        return self.returncode  # type: ignore[return-value]
+
+
+def run_program(
     *words: str | Path,
     timeout: float = WORLD_TIMEOUT_SECONDS,
     env: dict[str, str] | None = None,
     stdout: Path | None = None,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `megazero` with some words to its end.  As `subprocess.run`, but torch need not be imported again.
+    """Run a program to its end.  As `subprocess.run`, but torch need not be imported again.
 
     Args:
-        words: of the command line.
+        words, env, cwd: as for `start_program`.
         timeout: seconds.
-        env: on top of this process's.
         stdout: a device or a pipe for its output, which the result then lacks.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        given = (list(map(str, words)), stdout or out, err, {**os.environ, **(env or {})})
-        process = _COMMANDS.Process(target=_command, args=given)
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(given[0], timeout, out.read_text(), err.read_text())
-        return subprocess.CompletedProcess(
-            given[0], process.exitcode, "" if stdout else out.read_text(), err.read_text()
-        )
+    with open(stdout, "wb") if stdout else tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        program = start_program(*words, stdout=out, stderr=err, env=env, cwd=cwd)
+        try:
+            status = program.wait(timeout)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            raise
+        finally:
+            texts = ["" if file is out and stdout else _text(file) for file in (out, err)]
+        return subprocess.CompletedProcess(list(map(str, words)), status, *texts)
 
 
-def _command(words: list[str], out: Path, err: Path, environment: dict[str, str]) -> None:
-    for descriptor, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = ["megazero", *words]
-    from megazero.cli import main
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
-    main()
+
+def run_command(*words: str | Path, env: dict[str, str] | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+    """`run_program("megazero", *words)`, with what `env` adds to this process's environment."""
+    return run_program("megazero", *words, env={**os.environ, **(env or {})}, **more)

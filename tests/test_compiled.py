@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import run_world
 from torch import Tensor
+from torch._dynamo.utils import counters
 from worlds import GPT2, LLAMA, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
@@ -15,6 +16,14 @@ from megazero.models.compiled import compile_blocks, wants_compiling
 pytestmark = pytest.mark.slow  # starts whole runs
 
 LR = 1e-2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler_is_imported() -> None:
+    """Once, and not in each rank: compiling for the first time imports 800 modules."""
+    torch.compile(torch.nn.Linear(1, 1), backend="aot_eager")(torch.ones(1)).backward()
+    torch.compiler.reset()
+    counters.clear()
 
 
 def _compile(engine: Engine, backend: str) -> None:
@@ -36,8 +45,6 @@ def _runs(world: int, **sections: Any) -> tuple[ResolvedRun, ResolvedRun]:
 def _with_and_without(
     rank: int, pairs_of_runs: list[tuple[ResolvedRun, ResolvedRun]], backend: str, evaluates: bool
 ) -> tuple[Any, ...]:
-    from torch._dynamo.utils import counters
-
     state, pairs = state_on(rank, pairs_of_runs[0][0]), []
     for runs in pairs_of_runs:
         engines = [engine_on(rank, run, state=state) for run in runs]

@@ -8,14 +8,13 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import run_world
+from harness import run_program, run_world
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -40,7 +39,7 @@ def _torchrun(ranks: int, config: str) -> list[float]:
     environment = {key: value for key, value in os.environ.items() if key not in launcher}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS, check=False, env=environment)
+    ran = run_program(*command, timeout=RUN_SECONDS, env=environment)
     assert ran.returncode == 0, ran.stderr
     return _losses(ran.stdout)
 

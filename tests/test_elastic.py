@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import run_world
+from harness import Program, run_world, start_program
 from numpy.typing import NDArray
 from quickstart import ONE_STAGE, QUICKSTART
 from quickstart import TINY as SMALL
@@ -329,16 +329,14 @@ def _agent(
     hosts: bool = True,
     restarts: int = 1,
     **environment: str,
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[Program]:
     """One torchrun, as one node runs it; it and its ranks have ended afterwards."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(ranks)]
     launcher += ["--max-restarts", str(restarts), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{endpoint}"]
     launcher += ["--rdzv-id", "test", "--local-addr", "127.0.0.1", "--rdzv-conf", f"{RENDEZVOUS},is_host={int(hosts)}"]
     train = ["-m", "megazero.cli", "train", str(QUICKSTART), *TINY, f"training.run_dir={run_dir}", *words]
     with (run_dir.parent / f"{run_dir.name}-{time.monotonic_ns()}.log").open("w+") as log:
-        agent = subprocess.Popen(
-            [*launcher, *train], stdout=log, stderr=subprocess.STDOUT, text=True, env=_environment() | environment
-        )
+        agent = start_program(*launcher, *train, stdout=log, env=_environment() | environment)
         agent.log = log  # type: ignore[attr-defined]
         try:
             yield agent
@@ -362,7 +360,7 @@ def _kill(pid: int) -> None:
         return
 
 
-def _log(agent: subprocess.Popen[str]) -> str:
+def _log(agent: Program) -> str:
     log = agent.log  # type: ignore[attr-defined]
     log.seek(0)
     return str(log.read())
@@ -376,7 +374,7 @@ def _lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _wait_until(agent: subprocess.Popen[str], is_so: Callable[[], bool], seconds: float = 60) -> None:
+def _wait_until(agent: Program, is_so: Callable[[], bool], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, _log(agent)
@@ -384,11 +382,11 @@ def _wait_until(agent: subprocess.Popen[str], is_so: Callable[[], bool], seconds
         time.sleep(0.02)
 
 
-def _wait_for(agent: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+def _wait_for(agent: Program, run_dir: Path, step: int) -> None:
     _wait_until(agent, lambda: any(line["step"] >= step for line in _lines(run_dir)))
 
 
-def _end(agent: subprocess.Popen[str], seconds: float = 60) -> str:
+def _end(agent: Program, seconds: float = 300) -> str:
     try:
         status = agent.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from harness import run_program
 from typer.testing import CliRunner
 
 from megazero.checkpoint.hugging_face.config import logical_shapes
@@ -110,9 +111,7 @@ def _losses(folder: Path, name: str, python: list[str], *overrides: str) -> list
     command = [*python, EXAMPLES / "pretrain_gpt.py", *small, f"training.run_dir={folder / name}", *overrides]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=RUN_SECONDS, check=False, env=environment, cwd=folder
-    )
+    ran = run_program(*command, timeout=RUN_SECONDS, env=environment, cwd=folder)
     assert ran.returncode == 0, ran.stderr
     return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)", ran.stdout, re.MULTILINE)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from harness import run_program
 from typer.testing import CliRunner
 
 from megazero.cli import app
@@ -32,7 +32,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     options = ["--ranks", "2", "--precision", "bf16", "--iterations", "1", "--out", out, *ODD]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, EXAMPLE, *options]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    ran = run_program(*command, env=environment)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout, out
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness import Program, start_program
 from quickstart import ONE_STAGE, QUICKSTART, ROOT
 from quickstart import TINY as SMALL
 
@@ -87,24 +88,17 @@ def _environment() -> dict[str, str]:
     return given | {"GLOO_SOCKET_IFNAME": loopback, "OMP_WAIT_POLICY": "passive"}
 
 
-def _start(run_dir: Path, ranks: int, *words: str) -> subprocess.Popen[str]:
+def _start(run_dir: Path, ranks: int, *words: str) -> Program:
     """Start a run in a process group of its own, as a shell does."""
     words = (*TINY, f"training.run_dir={run_dir}", f"launch.nproc_per_node={ranks}", *words)
-    return subprocess.Popen(
-        [sys.executable, "-m", "megazero.cli", "train", str(QUICKSTART), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=_environment(),
-        start_new_session=True,
-    )
+    return start_program("megazero", "train", QUICKSTART, *words, env=_environment())
 
 
 ENDLESS = ["training.steps=1000000", "logging.every_steps=1000000"]
 
 
-def _wait_until(run: subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+def _wait_until(run: Program | subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 300
     while not is_so():
         assert time.monotonic() < end
         assert run.poll() is None, run.communicate()[0]
@@ -143,7 +137,7 @@ def test_every_signal_saves_and_the_same_command_goes_on_to_the_uninterrupted_ru
         run = _start(run_dir, ranks, *ENDLESS)
         _wait_until(run, lambda least=steps + 3: len(_lines(run_dir)) >= least)
         send(run.pid, number)
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=300)
         assert run.returncode == EXIT_STOPPED, output
         name = signal.Signals(number).name
         assert output.count(f"{name}: finishing this step, then saving; a second signal ends at once") == 1
@@ -156,7 +150,7 @@ def test_every_signal_saves_and_the_same_command_goes_on_to_the_uninterrupted_ru
     steps += 2
     for folder in (run_dir, tmp_path / "whole"):
         run = _start(folder, 1, f"training.steps={steps}")
-        output, _ = run.communicate(timeout=60)
+        output, _ = run.communicate(timeout=300)
         assert run.returncode == 0, output
     assert _losses(run_dir) == pytest.approx(_losses(tmp_path / "whole"), rel=1e-4)
 
@@ -172,7 +166,7 @@ def test_a_second_signal_ends_a_run_that_hangs_and_leaves_the_last_checkpoint(tm
     time.sleep(SAME_REQUEST_SECONDS + 0.5)
     assert run.poll() is None
     os.kill(run.pid, signal.SIGTERM)
-    output, _ = run.communicate(timeout=60)  # far below parallel.timeout_seconds
+    output, _ = run.communicate(timeout=300)  # far below parallel.timeout_seconds
     assert run.returncode == 1
     assert "SIGTERM again: ended at once" in output
     assert not any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in children)
@@ -188,7 +182,7 @@ def test_ranks_of_a_launcher_that_dies_save_and_end(tmp_path: Path) -> None:
     _wait_until(run, lambda: len(_lines(tmp_path)) >= 3)
     children = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
     run.kill()
-    run.communicate(timeout=60)  # ends when the last rank has let go of the pipe
+    run.communicate(timeout=300)  # ends when the last rank has let go of the pipe
     assert not any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in children)
     assert _newest_step(tmp_path) == len(_lines(tmp_path))
 
@@ -211,7 +205,7 @@ def test_under_torchrun_a_warning_to_every_process_is_for_the_ranks_which_end_wi
     ranks = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
     for pid in (run.pid, *ranks):
         os.kill(pid, signal.SIGUSR1)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=300)
     assert run.returncode == 1, output
     assert "exitcode  : 75" in output
     assert output.count("SIGUSR1: finishing this step") == 1
@@ -244,7 +238,7 @@ def _submit(folder: Path, status: int, **environment: str) -> subprocess.Popen[s
 
 
 def _warn(job: subprocess.Popen[str], folder: Path) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not (folder / "log.step").exists():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -255,7 +249,7 @@ def _warn(job: subprocess.Popen[str], folder: Path) -> None:
 def test_a_warned_slurm_job_saves_before_it_goes_back_into_the_queue(tmp_path: Path) -> None:
     job = _submit(tmp_path, 1)
     _warn(job, tmp_path)
-    assert job.wait(60) == 1
+    assert job.wait(300) == 1
     told = ["scancel --signal=USR1 77", "saved", "scontrol requeue 77"]
     assert (tmp_path / "log").read_text().splitlines() == told
 
@@ -263,11 +257,11 @@ def test_a_warned_slurm_job_saves_before_it_goes_back_into_the_queue(tmp_path: P
 def test_a_slurm_job_that_is_done_or_fails_stays_out_of_the_queue(tmp_path: Path) -> None:
     job = _submit(tmp_path, 0)
     _warn(job, tmp_path)
-    assert job.wait(60) == 0
+    assert job.wait(300) == 0
     assert "requeue" not in (tmp_path / "log").read_text()
     for status in (0, 1):
         (tmp_path / "log").write_text("")
-        assert _submit(tmp_path, status, ENDS="1").wait(60) == status
+        assert _submit(tmp_path, status, ENDS="1").wait(300) == status
         assert (tmp_path / "log").read_text() == ""
 
 
