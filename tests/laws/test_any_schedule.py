@@ -18,9 +18,9 @@ from worlds import (
     engine_on,
     micro_batches,
     on_one_state,
+    pairwise,
     run_of,
     state_on,
-    train,
     train_on,
     train_plainly,
     whole,
@@ -53,33 +53,46 @@ def _plain(model: str) -> dict[str, Any]:
     return train_plainly(run)
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_takes_every_zero_stage(schedule: str, tp: int, dp: int) -> None:
+CASES = pairwise(
+    schedule=list(SCHEDULES),
+    degrees=[(1, 2), (2, 1), (2, 2), (1, 1)],
+    zero_stage=range(4),
+    model=list(MODELS),
+    policy=["action", "chunk", "step"],
+)
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2), (1, 1)])
+def test_every_schedule_takes_every_zero_stage(tp: int, dp: int) -> None:
+    """Schedules, shapes, stages, models and, in stage 3, gather policies, pairwise; the cases of a shape in one world."""
     world = 2 * tp * dp
-    stages = range(4) if world < 8 else (2, 3)
-    models = [("untied", "tied", "gpt2")[(zero_stage + dp) % 3] for zero_stage in stages]
-    policy = ("action", "chunk", "step")[(tp + dp) % 3]
+    cases = [case for case in CASES if case["degrees"] == (tp, dp)]
     runs = [
         run_of(
             world,
-            model=MODELS[model],
-            parallel={"pp": 2, "tp": tp, "sequence_parallel": zero_stage % 2 == 1, **SCHEDULES[schedule]},
-            zero={"stage": zero_stage} | ({"gather_policy": policy} if zero_stage == 3 else {}),
+            model=MODELS[case["model"]],
+            parallel={
+                "pp": 2,
+                "tp": tp,
+                "sequence_parallel": case["zero_stage"] % 2 == 1,
+                **SCHEDULES[case["schedule"]],
+            },
+            zero={"stage": case["zero_stage"]} | ({"gather_policy": case["policy"]} if case["zero_stage"] == 3 else {}),
             training={"accumulation": 4},
         )
-        for zero_stage, model in zip(stages, models, strict=True)
+        for case in cases
     ]
     results = run_world(world, on_one_state, runs, train_on, True)[0]
-    for zero_stage, model, got in zip(stages, models, results, strict=True):
-        _assert_agrees(got, _plain(model), f"{model} at stage {zero_stage}")
+    for case, got in zip(cases, results, strict=True):
+        _assert_agrees(got, _plain(case["model"]), str(case))
 
 
-@pytest.mark.parametrize("model", ["untied", "tied", "gpt2"])
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zbv"])
-def test_tied_or_not_on_two_ranks_and_two_replicas(schedule: str, model: str) -> None:
-    run = run_of(4, model=MODELS[model], parallel={"pp": 2, **SCHEDULES[schedule]}, training={"accumulation": 2})
-    _assert_agrees(run_world(4, train, run, True)[0], _plain(model))
+def test_tied_or_not_on_two_ranks_and_two_replicas(schedule: str) -> None:
+    parallel = {"pp": 2, **SCHEDULES[schedule]}
+    runs = [run_of(4, model=model, parallel=parallel, training={"accumulation": 2}) for model in MODELS.values()]
+    for model, got in zip(MODELS, run_world(4, on_one_state, runs, train_on, True)[0], strict=True):
+        _assert_agrees(got, _plain(model), model)
 
 
 def _gradients(rank: int, runs: dict[str, ResolvedRun]) -> dict[int, dict[str, Any]]:
@@ -106,7 +119,7 @@ def _gradients(rank: int, runs: dict[str, ResolvedRun]) -> dict[int, dict[str, A
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("pp", [2, 4])
 def test_all_schedules_give_bit_equal_gradients_on_one_shape(pp: int, tied: bool) -> None:
-    model = LLAMA | {"num_layers": 8, "tie_embeddings": tied}
+    model = LLAMA | {"num_layers": 2 * pp, "tie_embeddings": tied}
     runs = {
         name: run_of(pp, model=model, parallel={"pp": pp, **given}, training={"accumulation": 8})
         for name, given in SCHEDULES.items()
@@ -119,10 +132,13 @@ def test_all_schedules_give_bit_equal_gradients_on_one_shape(pp: int, tied: bool
                 assert torch.equal(got[name], tensor), f"{name} under {schedule}, {microbatches} micro-batches"
 
 
-@pytest.mark.parametrize("layout", ["cost", (("embed",), (5, "head")), (("embed", 4), (1, "head"))])
-def test_any_cut_of_the_layers_is_the_same_run(layout: Any) -> None:
-    run = run_of(4, model=MODELS["tied"], parallel={"pp": 2, "layout": layout}, zero={"stage": 3})
-    _assert_agrees(run_world(4, train, run, True)[0], _plain("tied"))
+def test_any_cut_of_the_layers_is_the_same_run() -> None:
+    layouts = ["cost", (("embed",), (5, "head")), (("embed", 4), (1, "head"))]
+    runs = [
+        run_of(4, model=MODELS["tied"], parallel={"pp": 2, "layout": layout}, zero={"stage": 3}) for layout in layouts
+    ]
+    for layout, got in zip(layouts, run_world(4, on_one_state, runs, train_on, True)[0], strict=True):
+        _assert_agrees(got, _plain("tied"), str(layout))
 
 
 def _own(rank: int, run: ResolvedRun, schedule: Schedule) -> tuple[list[float], str]:

@@ -60,13 +60,20 @@ def _run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to
 
 
 def _run_on(
-    at: ParallelState, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None
+    at: ParallelState,
+    run: ResolvedRun,
+    origin: Path | None,
+    steps: range,
+    save_to: Path | None,
+    again: Path | None = None,
 ) -> list[float]:
     engine = engine_on(at.rank, run, init_weights=origin is None, state=at)
     if origin is not None:
         state = load_checkpoint(origin, engine.sharded_model.sharded_state, engine.state)
         assert state.step == steps.start
         engine.sharded_model.loaded(None)
+    if again is not None:
+        _save(engine, again, steps.start)
     losses = [engine.train_step(micro_batches(run, engine.state, step), LR).loss for step in steps]
     if save_to is not None:
         _save(engine, save_to, steps.stop)
@@ -74,15 +81,18 @@ def _run_on(
 
 
 def _run_models(
-    name: str, steps: range, origin: Path | None = None, save_to: Path | None = None
+    name: str, steps: range, origin: Path | None = None, save_to: Path | None = None, again: Path | None = None
 ) -> dict[str, list[float]]:
-    """Every model's losses on one shape, in one world; each has a folder of its own in `origin` and in `save_to`."""
+    """Every model's losses on one shape, in one world; each has a folder of its own in `origin`, `save_to` and `again`,
+    where it is saved before the steps."""
 
     def body(rank: int) -> dict[str, list[float]]:
         runs = {model: _of(name, given)[1] for model, given in MODELS.items()}
         at = state_on(rank, runs["tied"])
         return {
-            model: _run_on(at, run, origin and origin / model, steps, save_to and save_to / model)
+            model: _run_on(
+                at, run, origin and origin / model, steps, save_to and save_to / model, again and again / model
+            )
             for model, run in runs.items()
         }
 
@@ -120,30 +130,23 @@ def test_step_0_is_bit_equal_from_every_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_equal_states_of_any_shape_are_equal_tensors(tmp_path: Path) -> None:
+def test_a_run_resumed_on_any_shape_holds_every_bit_and_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
     """Loading on another shape and saving again changes no bit of weights and moments."""
-    _run_models("tp 2 pp 2 dp 2, stage 1", range(2), save_to=tmp_path / "origin")
-    for name in SHAPES:
-        _run_models(name, range(2, 2), tmp_path / "origin", tmp_path / name)
-        for model in MODELS:
-            origin, again = _stored(tmp_path / "origin" / model), _stored(tmp_path / name / model)
+    wanted = _run_models("one rank", range(6))
+    first = _run_models("tp 2 pp 2 dp 2, stage 1", range(3), save_to=tmp_path / "origin")
+    resumed = {name: _run_models(name, range(3, 6), tmp_path / "origin", again=tmp_path / name) for name in SHAPES}
+    for model, losses in wanted.items():
+        assert first[model] == pytest.approx(losses[:3], rel=1e-5), model
+        origin = _stored(tmp_path / "origin" / model)
+        for name, of_models in resumed.items():
+            assert of_models[model] == pytest.approx(losses[3:], rel=1e-5), (model, name)
+            again = _stored(tmp_path / name / model)
             for kind, tensors in origin.items():
                 assert set(again[kind]) == set(tensors)
                 for key, tensor in tensors.items():
                     assert torch.equal(again[kind][key], tensor), f"{kind} of {key}, {model} through {name}"
 
 
-def test_a_run_resumed_on_any_shape_goes_on_as_if_uninterrupted(tmp_path: Path) -> None:
-    wanted = _run_models("one rank", range(6))
-    first = _run_models("tp 2 pp 2 dp 2, stage 1", range(3), save_to=tmp_path)
-    resumed = {name: _run_models(name, range(3, 6), tmp_path) for name in SHAPES}
-    for model, losses in wanted.items():
-        assert first[model] == pytest.approx(losses[:3], rel=1e-5), model
-        for name, of_models in resumed.items():
-            assert of_models[model] == pytest.approx(losses[3:], rel=1e-5), (model, name)
-
-
-@pytest.mark.slow
 def test_masters_carry_a_run_between_precisions(tmp_path: Path) -> None:
     """bf16 saves its fp32 masters; fp32 resumes from them, and bf16 from fp32, without loss."""
     bf16 = {"precision": {"dtype": "bf16"}}

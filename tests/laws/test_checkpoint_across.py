@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +15,53 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.checkpoint.index import CheckpointError
 from megazero.config import ResolvedRun
-from megazero.engine import Position
+from megazero.engine import Engine, Position
 
 TIED = LLAMA | {"tie_embeddings": True, "num_layers": 4}
 
 
-def _go_on(
-    rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None
-) -> tuple[list[float], str]:
-    """Load or draw, do some steps, save; the losses, or why the checkpoint was refused."""
-    engine = engine_on(rank, run, init_weights=origin is None, state=state_on(rank, run, on_one_machine=True))
-    if origin is not None:
+@dataclass(frozen=True)
+class Part:
+    """A part of a run: load or draw, save again what was loaded if asked, do some steps, save."""
+
+    run: ResolvedRun
+    steps: range
+    origin: Path | None = None
+    save_to: Path | None = None
+    save_again_to: Path | None = None
+
+
+def _do(rank: int, parts: Sequence[Part]) -> list[tuple[list[float], str]]:
+    """Parts of runs of one shape, one after the other; of each the losses, or why its checkpoint was refused."""
+    state, done = state_on(rank, parts[0].run, on_one_machine=True), []
+    for part in parts:
+        engine = engine_on(rank, part.run, init_weights=part.origin is None, state=state)
         try:
-            assert engine.load(origin, "data") == Position(steps.start, steps.start * 8, 0)
+            done.append((_do_on(engine, part), ""))
         except CheckpointError as error:
-            return [], str(error)
-    losses = [engine.train_step(micro_batches(run, engine.state, step), LR).loss for step in steps]
-    if save_to is not None:
-        engine.save(save_to, Position(steps.stop, steps.stop * 8, 0), "data")
-    return losses, ""
+            done.append(([], str(error)))
+        engine.sharded_model.close()
+    return done
 
 
-def _losses(
-    world: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None = None
-) -> list[float]:
-    ((losses, error), *others) = run_world(world, _go_on, run, origin, steps, save_to)
-    assert all(one == (losses, error) for one in others)
-    assert not error
+def _do_on(engine: Engine, part: Part) -> list[float]:
+    steps = part.steps
+    if part.origin is not None:
+        assert engine.load(part.origin, "data") == Position(steps.start, steps.start * 8, 0)
+    if part.save_again_to is not None:
+        engine.save(part.save_again_to, Position(steps.start, steps.start * 8, 0), "data")
+    losses = [engine.train_step(micro_batches(part.run, engine.state, step), LR).loss for step in steps]
+    if part.save_to is not None:
+        engine.save(part.save_to, Position(steps.stop, steps.stop * 8, 0), "data")
     return losses
+
+
+def _losses(world: int, *parts: Part) -> list[list[float]]:
+    """What `_do` gives, on every rank the same."""
+    first, *others = run_world(world, _do, parts)
+    assert all(one == first for one in others)
+    assert not any(error for _, error in first)
+    return [losses for losses, _ in first]
 
 
 def _everywhere(place: str, folder: Path, stage: int) -> dict[str, Any]:
@@ -66,81 +87,111 @@ DESTINATIONS: list[tuple[int, dict[str, Any], int, str, int]] = [
 ]
 
 
+def _batched(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def _same_bits(a: Path, b: Path) -> None:
+    stored, again = _stored(a), _stored(b)
+    assert set(again) == set(stored)
+    for kind, tensors in stored.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(again[kind][name], tensor), f"{kind} of {name}, {b}"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterrupted(
-    origin: str, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_in_other_places_groups_and_virtual_stages_as_if_uninterrupted(tmp_path: Path) -> None:
     """Any place and group: with fp32 to the sums' order.  In half precision shapes round in their own ways, with or without
     a checkpoint in between; a loss is a mean over a hundred tokens, so it agrees to u / 16.  What is loaded is every bit."""
-    dtype, place = ORIGINS[origin]
-    tolerance = {"fp32": 1e-5, "bf16": 2.0**-12, "fp16": 2.0**-15}[dtype]
-    precision = {"dtype": dtype, "initial_scale_power": 8} if dtype == "fp16" else {"dtype": dtype}
-    zero = {"stage": 3, "offload": _everywhere(place, tmp_path, 3)}
-    run = run_of(2, model=TIED, zero=zero, precision=precision)
-    wanted = _losses(2, run, None, range(5))
-    assert _losses(2, run, None, range(3), tmp_path / "step") == wanted[:3]
-    assert _losses(2, run, tmp_path / "step", range(3, 5)) == wanted[3:], "the same shape goes on bit by bit"
-    stored = _stored(tmp_path / "step")
+    precisions, first = {}, []
+    for origin, (dtype, place) in ORIGINS.items():
+        precisions[origin] = {"dtype": dtype, "initial_scale_power": 8} if dtype == "fp16" else {"dtype": dtype}
+        zero = {"stage": 3, "offload": _everywhere(place, tmp_path, 3)}
+        run, step = run_of(2, model=TIED, zero=zero, precision=precisions[origin]), tmp_path / origin
+        first += [Part(run, range(5)), Part(run, range(3), save_to=step), Part(run, range(3, 5), step)]
+    wanted = dict(zip(ORIGINS, _batched(_losses(2, *first), 3), strict=True))
+    for whole, begun, resumed in wanted.values():
+        assert begun + resumed == whole, "the same shape goes on bit by bit"
     for index, (world, parallel, stage, to, group) in enumerate(DESTINATIONS):
         zero = {"stage": stage, "offload": _everywhere(to, tmp_path, stage), "shard_group_size": group}
-        other = run_of(world, model=TIED, parallel=parallel, zero=zero, precision=precision)
-        losses = _losses(world, other, tmp_path / "step", range(3, 5))
-        assert losses == pytest.approx(wanted[3:], rel=tolerance), (world, parallel, zero)
-        if index in (0, 2, 5):
-            _losses(world, other, tmp_path / "step", range(3, 3), tmp_path / str(index))
-            again = _stored(tmp_path / str(index))
-            assert set(again) == set(stored)
-            for kind, tensors in stored.items():
-                for name, tensor in tensors.items():
-                    assert torch.equal(again[kind][name], tensor), f"{kind} of {name}, {(world, parallel, zero)}"
+        again = {origin: tmp_path / f"{origin} {index}" if index in (0, 2, 5) else None for origin in ORIGINS}
+        parts = [
+            Part(
+                run_of(world, model=TIED, parallel=parallel, zero=zero, precision=precision),
+                range(3, 5),
+                tmp_path / origin,
+                save_again_to=again[origin],
+            )
+            for origin, precision in precisions.items()
+        ]
+        for origin, losses in zip(ORIGINS, _losses(world, *parts), strict=True):
+            tolerance = {"fp32": 1e-5, "bf16": 2.0**-12, "fp16": 2.0**-15}[ORIGINS[origin][0]]
+            assert losses == pytest.approx(wanted[origin][0][3:], rel=tolerance), (origin, world, parallel, zero)
+            if saved := again[origin]:
+                _same_bits(tmp_path / origin, saved)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_run_goes_on_over_two_then_one_then_four_ranks(zero_stage: int, tmp_path: Path) -> None:
-    wanted = _losses(1, run_of(1, model=TIED), None, range(6))
+def test_a_run_goes_on_over_two_then_one_then_four_ranks(tmp_path: Path) -> None:
+    (wanted,) = _losses(1, Part(run_of(1, model=TIED), range(6)))
     origin: Path | None = None
-    for part, world in enumerate((2, 1, 4)):
-        steps = range(2 * part, 2 * part + 2)
-        run = run_of(world, model=TIED, zero={"stage": zero_stage})
-        losses = _losses(world, run, origin, steps, tmp_path / f"after {world}")
-        assert losses == pytest.approx(wanted[steps.start : steps.stop], rel=1e-5), world
-        origin = tmp_path / f"after {world}"
+    for index, world in enumerate((2, 1, 4)):
+        steps, after = range(2 * index, 2 * index + 2), tmp_path / f"after {world}"
+        parts = [
+            Part(
+                run_of(world, model=TIED, zero={"stage": stage}),
+                steps,
+                origin and origin / str(stage),
+                after / str(stage),
+            )
+            for stage in range(4)
+        ]
+        for losses in _losses(world, *parts):
+            assert losses == pytest.approx(wanted[steps.start : steps.stop], rel=1e-5), world
+        origin = after
 
 
 @pytest.mark.slow
 def test_every_precision_goes_on_from_every_other(tmp_path: Path) -> None:
     """Masters and moments are fp32 in all of them, so that nothing is lost on the way."""
     precisions = [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "fp16", "initial_scale_power": 8}]
-    for precision in precisions:
-        origin = tmp_path / str(precision["dtype"])
-        wanted = _losses(2, run_of(2, model=TIED, precision=precision), None, range(5), None)[3:]
-        _losses(2, run_of(2, model=TIED, precision=precision), None, range(3), origin)
-        for other in precisions:
-            if other != precision:
-                zero = {"stage": 3, "offload": _everywhere("cpu", tmp_path, 3)}
-                losses = _losses(2, run_of(2, model=TIED, precision=other, zero=zero), origin, range(3, 5))
-                assert losses == pytest.approx(wanted, rel=2.0**-12), (precision, other)
+    parts: list[Part] = []
+    for index, precision in enumerate(precisions):
+        run, origin = run_of(2, model=TIED, precision=precision), tmp_path / str(precision["dtype"])
+        parts += [Part(run, range(5)), Part(run, range(3), save_to=origin)]
+        for other in precisions[:index] + precisions[index + 1 :]:
+            zero = {"stage": 3, "offload": _everywhere("cpu", tmp_path, 3)}
+            parts.append(Part(run_of(2, model=TIED, precision=other, zero=zero), range(3, 5), origin))
+    for whole, _, *resumed in _batched(_losses(2, *parts), 4):
+        for losses in resumed:
+            assert losses == pytest.approx(whole[3:], rel=2.0**-12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["none", "nvme"])
 @pytest.mark.parametrize(("name", "momentum", "state"), [("sgd", 0.9, "momentum_buffer"), ("lion", 0.0, "exp_avg")])
 def test_another_optimizer_than_the_one_that_wrote_is_refused_with_what_each_keeps(
-    name: str, momentum: float, state: str, place: str, tmp_path: Path
+    name: str, momentum: float, state: str, tmp_path: Path
 ) -> None:
-    """Both ways, and each on every rank."""
+    """Both ways, and each on every rank; in memory and in files."""
     other = {"name": name, "momentum": momentum}
-    zero = {"stage": 2, "offload": _everywhere(place, tmp_path, 2)}
-    adamw, changed = (run_of(2, model=TIED, zero=zero, optimizer=one) for one in ({}, other))
-    _losses(2, adamw, None, range(2), tmp_path / "adamw")
-    _losses(2, changed, None, range(2), tmp_path / name)
-    assert _losses(2, changed, tmp_path / name, range(2, 3)) == _losses(2, changed, None, range(3))[2:]
-    for run, origin, held, kept in (
-        (changed, "adamw", "exp_avg, exp_avg_sq", state),
-        (adamw, name, state, "exp_avg, exp_avg_sq"),
-    ):
-        for losses, error in run_world(2, _go_on, run, tmp_path / origin, range(2, 3), None):
-            assert losses == []
-            assert f"another optimizer: it holds {held}, this one keeps {kept}" in error
+    parts = []
+    for place in ("none", "nvme"):
+        zero = {"stage": 2, "offload": _everywhere(place, tmp_path, 2)}
+        adamw, changed = (run_of(2, model=TIED, zero=zero, optimizer=one) for one in ({}, other))
+        parts += [
+            Part(adamw, range(2), save_to=tmp_path / place / "adamw"),
+            Part(changed, range(2), save_to=tmp_path / place / name),
+            Part(changed, range(2, 3), tmp_path / place / name),
+            Part(changed, range(3)),
+            Part(changed, range(2, 3), tmp_path / place / "adamw"),
+            Part(adamw, range(2, 3), tmp_path / place / name),
+        ]
+    for of_rank in run_world(2, _do, parts):
+        for _, _, (resumed, _), (whole, _), of_adamw, of_other in _batched(of_rank, 6):
+            assert resumed == whole[2:]
+            for (losses, error), held, kept in (
+                (of_adamw, "exp_avg, exp_avg_sq", state),
+                (of_other, state, "exp_avg, exp_avg_sq"),
+            ):
+                assert losses == []
+                assert f"another optimizer: it holds {held}, this one keeps {kept}" in error

@@ -158,6 +158,7 @@ def _plainly(corpora: Path, folder: Path) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_data_length_rope_batch_and_schedule_is_the_plain_trainers_on_any_shape(
     corpora: Path, tmp_path: Path
 ) -> None:

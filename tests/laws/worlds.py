@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -159,6 +160,24 @@ def _merged(parts: list[tuple[dict[str, torch.Size], Tensor]]) -> dict[str, Tens
 def difference(a: Tensor, b: Tensor) -> float:
     """|a - b| / |b|."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12))
+
+
+def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Choices of a value for each axis: few, and with any two values of two axes together in one of them.
+
+    Most of what goes wrong needs one value or two together, seldom three (Kuhn, Wallace, Gallo 2004): so this tests nearly
+    what all combinations do, at the cost of about the two longest axes.
+    """
+    every = [
+        dict(zip(axes, chosen, strict=True)) for chosen in product(*(range(len(values)) for values in axes.values()))
+    ]
+    pairs = [set(combinations(choice.items(), 2)) for choice in every]
+    left, chosen = set().union(*pairs), []
+    while left:
+        best = max(range(len(every)), key=lambda index: len(pairs[index] & left))
+        left -= pairs[best]
+        chosen.append({axis: axes[axis][index] for axis, index in every[best].items()})
+    return chosen
 
 
 def shapes_of(world: int) -> Iterator[dict[str, int]]:
