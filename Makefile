@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Processes that run tests at once; each test starts up to 8 ranks of its own.
+JOBS ?= 2
+
 .PHONY: help quickstart test test-fast chaos lint types bench clean
 .DEFAULT_GOAL := help
 
@@ -14,10 +17,10 @@ quickstart: $(VENV)/.run ## set up, then train a small Llama on eight ranks (a f
 	$(BIN)/megazero train examples/quickstart.toml
 
 test: $(VENV)/.test ## set up, then run the whole suite (under ten minutes on two cores)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-fast: $(VENV)/.test ## the laws in small: one shape of each kind (under two minutes on two cores)
-	$(BIN)/python -m pytest --small
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --small
 
 chaos: $(VENV)/.test ## 50 rounds of runs that are killed, started twice, given full disks and flipped bits, and resumed on other shapes
 	$(BIN)/python tests/chaos.py

@@ -108,15 +108,16 @@ def test_it_says_before_it_reads_much(corpus: Path, tmp_path: Path, monkeypatch,
     assert not out
 
 
-def test_data_that_is_there_must_fit_the_model(tmp_path: Path, corpus: Path) -> None:
+def test_data_that_is_there_must_fit_the_model(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # so that paths are short enough to be told whole
     sources = f"data.sources=['{corpus}']"
     (told,) = _problems(sources, "model.vocab_size=200")
     assert told.startswith("model.vocab_size = 200: must be >= 257, the ids of data.tokenizer=byte; write 257")
     (told,) = _problems(sources, "model.seq_len=4096")
     assert told.startswith(f'data.sources = "{corpus}": cannot be used; {corpus} holds 3,434 tokens, fewer than one')
     (tmp_path / "bad.json").write_text("no tokenizer")
-    (told,) = _problems(f"data.tokenizer={tmp_path / 'bad.json'}")
-    assert told.startswith(f'data.tokenizer = "{tmp_path / "bad.json"}": must be a tokenizer; ')
+    (told,) = _problems("data.tokenizer=bad.json")
+    assert told.startswith('data.tokenizer = "bad.json": must be a tokenizer; ')
     cut, index = tmp_path / "cut.bin", tmp_path / "cut.idx"
     cut.write_bytes(corpus.with_suffix(".bin").read_bytes()[:-2])
     index.write_bytes(corpus.with_suffix(".idx").read_bytes())
@@ -136,8 +137,11 @@ def test_the_data_line_counts_samples_and_epochs(corpus: Path) -> None:
     assert many[2].startswith(f"data.sources: {corpus} is read {800 / 106:.1f} times by the run's 800 samples")
 
 
-def test_validation_sources_and_a_checkpoint_to_resume_are_looked_at_too(tmp_path: Path, corpus: Path) -> None:
-    copy = tmp_path / "copy"
+def test_validation_sources_and_a_checkpoint_to_resume_are_looked_at_too(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # so that paths are short enough to be told whole
+    copy = Path("copy")
     for suffix in (".bin", ".idx"):
         copy.with_suffix(suffix).write_bytes(corpus.with_suffix(suffix).read_bytes())
     sources, named = f"data.sources=['{corpus}']", "data.validation_sources=[{{path='{}',name='v',every_steps=1}}]"
@@ -146,12 +150,12 @@ def test_validation_sources_and_a_checkpoint_to_resume_are_looked_at_too(tmp_pat
     assert told.startswith(f'data.validation_sources = "{copy}": must not hold the tokens of one of data.sources')
     (tmp_path / "cut.idx").write_bytes(corpus.with_suffix(".idx").read_bytes())
     (tmp_path / "cut.bin").write_bytes(corpus.with_suffix(".bin").read_bytes()[:-2])
-    (told,) = _problems(sources, named.format(tmp_path / "cut"))
-    assert told.startswith(f'data.validation_sources = "{tmp_path / "cut"}": cannot be used')
-    (line,) = _lines(sources, named.format(tmp_path / "none"))["data"]
-    assert line == f"not on this machine, not checked: {tmp_path / 'none'}"
-    (told,) = _problems(sources, f"checkpoint.resume={tmp_path / 'step-00000001'}")
-    assert told.startswith(f'checkpoint.resume = "{tmp_path / "step-00000001"}": must be a complete checkpoint')
+    (told,) = _problems(sources, named.format("cut"))
+    assert told.startswith('data.validation_sources = "cut": cannot be used')
+    (line,) = _lines(sources, named.format("none"))["data"]
+    assert line == "not on this machine, not checked: none"
+    (told,) = _problems(sources, "checkpoint.resume=step-00000001")
+    assert told.startswith('checkpoint.resume = "step-00000001": must be a complete checkpoint')
 
 
 def test_a_schedule_file_is_proved_and_must_be_for_this_run(tmp_path: Path) -> None:
