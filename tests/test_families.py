@@ -311,6 +311,9 @@ def test_a_published_configuration_is_the_model_of_its_run_file(name: str) -> No
     example = Path(__file__).parent.parent / "examples" / f"{name}.toml"
     model = load_config(example, [], int(name.rpartition("_")[2].removesuffix("gpu"))).config.model
     assert model_section(PUBLISHED[name], model.seq_len) == model
+    form = FAMILIES[model.family].hugging_face
+    assert form is not None
+    assert form.told(PUBLISHED[name], model.seq_len) == ()  # nothing of it is lost
 
 
 # What a configuration says that we do not compute: (case, changed keys, the reason).

@@ -262,7 +262,7 @@ class Hub:
 
 
 def hub_model(family: str) -> Hub:
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -272,11 +272,18 @@ def hub_model(family: str) -> Hub:
         sizes = {"vocab_size": 61, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 64}
         model = GPT2LMHeadModel(GPT2Config(**sizes, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0))
     else:
-        run = shape(1)
-        sizes = {"vocab_size": 61, "max_position_embeddings": 16, "hidden_size": 32, "intermediate_size": 64}
+        own = {"head_dim": 16} if family == "qwen3" else {}
+        run = shape(1, MODEL | {"family": family} | own)
+        sizes: dict[str, Any] = {
+            "vocab_size": 61,
+            "max_position_embeddings": 16,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+        }
         heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
         rope = {"rope_type": "default", "rope_theta": 500.0}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, rms_norm_eps=1e-5, rope_parameters=rope))
+        config = AutoConfig.for_model(family, **sizes, **heads, **own, rms_norm_eps=1e-5, rope_parameters=rope)
+        model = AutoModelForCausalLM.from_config(config)
     optimizer = plain_adamw(model)
     steps_of(model, optimizer, run, 0, BEFORE)
     state = copy.deepcopy((model.state_dict(), get_optimizer_state_dict(model, optimizer)))
@@ -287,7 +294,7 @@ def hub_model(family: str) -> Hub:
 
 @pytest.fixture(scope="module")
 def hubs() -> dict[str, Hub]:
-    return {family: hub_model(family) for family in ("llama", "gpt2")}
+    return {family: hub_model(family) for family in ("llama", "gpt2", "qwen2", "qwen3")}
 
 
 def test_a_script_with_a_model_of_transformers_goes_on_here(hubs: dict[str, Hub], tmp_path: Path) -> None:
@@ -336,6 +343,11 @@ def megatron_llama(named: dict[str, Tensor]) -> dict[str, Tensor]:
             "mlp.linear_fc1.layer_norm_weight": of["post_attention_layernorm.weight"],
             "mlp.linear_fc2.weight": of["mlp.down_proj.weight"],
         }
+        if "self_attn.q_proj.bias" in of:
+            biases = [of[f"self_attn.{one}_proj.bias"] for one in "qkv"]
+            moved["self_attention.linear_qkv.bias"] = by_query_group(biases, 4, 2)
+        for one in ("q", "k") if "self_attn.q_norm.weight" in of else ():
+            moved[f"self_attention.{one}_layernorm.weight"] = of[f"self_attn.{one}_norm.weight"]
         for name, one in moved.items():
             layers.setdefault(f"decoder.layers.{name}", []).append(one)
     return {
@@ -369,6 +381,26 @@ def megatron_gpt2(named: dict[str, Tensor]) -> dict[str, Tensor]:
                     by_query_group(list(one.chunk(3)), 4, 4) if ours == "attn.c_attn" else one.contiguous()
                 )
     return moved
+
+
+def titan_qwen3(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Its rotary positions turn halves of a head, so only the names differ."""
+    words = {
+        "model.": "",
+        "embed_tokens": "tok_embeddings",
+        "self_attn": "attention",
+        "input_layernorm": "attention_norm",
+    }
+    words |= {"post_attention_layernorm": "ffn_norm", "mlp": "feed_forward", "o_proj": "wo"}
+    words |= {f"{one}_proj": f"qkv_linear.w{one}" for one in "qkv"}
+    words |= {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    found = {}
+    for name, one in named.items():
+        theirs = name
+        for ours, word in words.items():
+            theirs = theirs.replace(ours, word)
+        found[theirs] = one
+    return found
 
 
 MEGATRON = {"llama": megatron_llama, "gpt2": megatron_gpt2}
@@ -407,6 +439,35 @@ def with_common(path: Path, **changes: Any) -> Path:
     torch.save(common, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return path
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs"), [("qwen2", megatron_llama), ("qwen3", megatron_llama), ("qwen3", titan_qwen3)]
+)
+def test_families_that_are_named_as_a_llama_come_in(
+    family: str, theirs: Callable[[dict[str, Tensor]], dict[str, Tensor]], hubs: dict[str, Hub], tmp_path: Path
+) -> None:
+    """Every weight and moment is that of transformers under its own name; what these compute, `test_families.py` holds."""
+    hub, of_megatron = hubs[family], theirs is megatron_llama
+    kinds = {
+        kind: {name: one[kind] for name, one in hub.optimizer["state"].items()} for kind in ("exp_avg", "exp_avg_sq")
+    }
+    state = theirs(hub.weights)
+    for kind, named in kinds.items():
+        for name, tensor in theirs(named).items():
+            state[f"optimizer.state.{kind}.{name}" if of_megatron else f"optimizer.state.{name}.{kind}"] = tensor
+    if not of_megatron:
+        state |= {f"optimizer.state.{name}.step": torch.tensor(BEFORE) for name in theirs(hub.weights)}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    if of_megatron:
+        with_common(tmp_path / "theirs", kv_channels=16 if family == "qwen3" else 8)
+    toml = run_file(tmp_path / "run.toml", hub.run)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours", run_file=toml)
+    for kind, named in {"model": hub.weights, **kinds}.items():
+        stored = StoredTensors(tmp_path / "ours", kind)
+        assert set(stored.files) == set(named)
+        for name, tensor in named.items():
+            assert torch.equal(stored[name].whole(), tensor), (kind, name)
 
 
 @pytest.mark.parametrize(("family", "parallel"), [("llama", {"tp": 2}), ("gpt2", {"pp": 2})])

@@ -11,9 +11,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 from test_hugging_face import MODELS, command, hub_model, linked, run_of, saved
 
-from megazero.checkpoint.hugging_face.config import format_of, model_section
+from megazero.checkpoint.foreign.writer import MODEL_TOML
+from megazero.checkpoint.hugging_face.config import format_of
 from megazero.checkpoint.hugging_face.exporter import export_model
-from megazero.checkpoint.hugging_face.importer import MODEL_TOML, import_model
+from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError
 
 
@@ -78,35 +79,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
         "vocab_size": 50257,
     },
-    "mistral": {
-        "architectures": ["MistralForCausalLM"],
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.34.0.dev0",
-        "use_cache": True,
-        "vocab_size": 32000,
-    },
 }
 
 
 def test_published_configurations_say_nothing_that_is_unknown() -> None:
     told = {name: format_of(name).told(config) for name, config in PUBLISHED.items()}
     assert [line.split(" =")[0] for line in told["gpt2"]] == ["attn_pdrop"]
-    assert told["mistral"] == ()
-    model = model_section(PUBLISHED["mistral"], seq_len=8192)
-    assert (model.sliding_window, model.seq_len, model.num_kv_heads, model.head_dim) == (4096, 8192, 8, None)
 
 
 def test_positions_beyond_the_models_are_told(hubs: dict[str, Path], tmp_path: Path) -> None:
@@ -136,7 +114,7 @@ def test_a_checkpoint_cannot_name_any_file_as_its_tokenizer(tmp_path: Path) -> N
     secret.write_text('{"password": "x"}')
     saved(run_of(1, model=MODELS["tied"]), tmp_path / "step", steps=0, config={"data": {"tokenizer": str(secret)}})
     made = export_model(tmp_path / "step", tmp_path / "out")
-    assert f"no tokenizer: {secret} is no file of the tokenizers library" in made.about_tokenizer
+    assert f"no tokenizer: {secret} is no file of the tokenizers library" in made.about
     assert all(b"password" not in file.read_bytes() for file in (tmp_path / "out").iterdir())
 
 

@@ -16,4 +16,4 @@ QWEN2_FORMAT = replace(
     constants={"hidden_act": "silu", "use_sliding_window": False},
     reads=(*LLAMA_FORMAT.reads, "sliding_window", "max_window_layers"),  # which say nothing without a window
 )
-QWEN2 = LlamaFamily(Variant(qkv_bias=True), QWEN2_FORMAT)
+QWEN2 = LlamaFamily(Variant(qkv_bias=True), QWEN2_FORMAT, "megazero.models.llama.foreign:QWEN2")

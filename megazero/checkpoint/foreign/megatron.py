@@ -43,6 +43,7 @@ _SIZES = {
     "ffn_hidden_size": "ffn_hidden_size",
     "num_attention_heads": "num_heads",
     "num_query_groups": "num_kv_heads",
+    "kv_channels": "head_size",
     "norm_epsilon": "norm_eps",
     "rotary_base": "rope_theta",
 }
@@ -50,6 +51,7 @@ _CONSTANT = {
     "rotary_interleaved": False,
     "rotary_percent": 1.0,
     "use_rope_scaling": False,
+    "window_size": None,
     "apply_layernorm_1p": False,
     "apply_residual_connection_post_layernorm": False,
     "num_experts": None,

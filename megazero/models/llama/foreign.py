@@ -1,6 +1,6 @@
-"""Names of a Llama's tensors in checkpoints of other frameworks; see `megazero.models.foreign`.
+"""Names of a Llama's tensors, and of its like's, in checkpoints of other frameworks; see `megazero.models.foreign`.
 
-Sources: torchtitan/models/llama3/state_dict_adapter.py, of today and of its releases up to 0.2; Megatron-LM's
+Sources: torchtitan/models/{llama3,qwen3}/state_dict_adapter.py, of today and of its releases up to 0.2; Megatron-LM's
 megatron/core: transformer/attention.py (linear_qkv), transformer/mlp.py (linear_fc1), models/gpt/gpt_layer_specs.py (a
 separate norm is saved under the name of the fused one).
 """
@@ -74,4 +74,17 @@ TABLES = (
     torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight"),
     torchtitan("torchtitan-0.2", "attention", "output.weight"),
     megatron(),
+)
+
+_QKV = "decoder.layers.{}.self_attention.linear_qkv."
+QWEN2 = (megatron({f"self_attn.{one}_proj.bias": Theirs(f"{_QKV}bias", of_query_groups(one), None) for one in "qkv"}),)
+
+_TITAN_NORMS = {f"self_attn.{one}_norm.weight": Theirs(f"layers.{{}}.attention.{one}_norm.weight") for one in "qk"}
+_MEGATRON_NORMS = {
+    f"self_attn.{one}_norm.weight": Theirs(f"decoder.layers.{{}}.self_attention.{one}_layernorm.weight") for one in "qk"
+}
+QWEN3 = (  # rotary positions turn halves there, too
+    torchtitan("torchtitan", "attention.qkv_linear", "lm_head.weight", turns_pairs=False, of_layer=_TITAN_NORMS),
+    torchtitan("torchtitan-0.2", "attention", "output.weight", turns_pairs=False, of_layer=_TITAN_NORMS),
+    megatron(_MEGATRON_NORMS),
 )
