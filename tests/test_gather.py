@@ -1067,7 +1067,7 @@ def test_ranks_that_use_different_units_take_the_plain_step_or_are_told_both_and
         assert_same(gradients, plain_gradients(plain, steps[1]))
         return ""
 
-    said = run_world(2, law, timeout=30)
+    said = run_world(2, law)
     named = [text for text in said if text.startswith("OrderError")]
     assert named or not any(said)
     assert all(any(f"blocks.{index}.a.weight" in text for text in said) for index in differ), said
@@ -1092,7 +1092,7 @@ def test_where_labels_wait_for_the_end_of_a_pass_wrong_weights_reach_no_step(
             sharded.reducer.close_pass(0)
         return str(caught.value)
 
-    for text in run_world(2, law, timeout=30):
+    for text in run_world(2, law):
         assert "blocks.1.a.weight" in text
         assert "blocks.2.a.weight" in text
 

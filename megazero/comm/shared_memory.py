@@ -104,7 +104,8 @@ class Channel:
         """Every rank's half of this round, 1-D."""
         key = self._half, dtype
         if key not in self._views:
-            self._views[key] = [half.view(dtype) for half in self._halves[self._half]]
+            with torch.inference_mode(False):  # whoever is the first to ask
+                self._views[key] = [half.view(dtype) for half in self._halves[self._half]]
         return self._views[key]
 
     def start(self, label: str, rounds: Rounds) -> Wait:

@@ -45,6 +45,8 @@ def find_modules_of_the_mirror() -> None:
 
 def stand_for_deepspeed() -> None:
     """Let `import deepspeed` and its submodules give this room, also where DeepSpeed is installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
     sys.meta_path.insert(0, _AliasFinder())
 
 
