@@ -30,8 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--small", action="store_true", help="the first case of every test, without those marked slow")
 
 
+# They import what takes 100 MB and more: a process that has it is slow to fork, so it is forked no more than it must.
+LAST = ("test_plain_model", "test_hugging_face", "test_foreign", "test_families", "test_folder", "test_compiled")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`make test-fast`: a law that holds for one shape is quick evidence; `make test` proves it for all."""
+    items.sort(key=lambda item: item.path.name.startswith(LAST))
     if not config.getoption("--small"):
         return
     first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}

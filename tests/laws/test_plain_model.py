@@ -20,7 +20,6 @@ from plain_model import (
     rope,
 )
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 GROUPED = PlainConfig(
     family="llama",
@@ -59,7 +58,9 @@ def hugging_face(config: PlainConfig) -> torch.nn.Module:
     return model.eval()
 
 
-def _hugging_face_llama(config: PlainConfig) -> LlamaForCausalLM:
+def _hugging_face_llama(config: PlainConfig) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     return LlamaForCausalLM(
         LlamaConfig(
             hidden_size=config.hidden_size,
@@ -77,7 +78,9 @@ def _hugging_face_llama(config: PlainConfig) -> LlamaForCausalLM:
     )
 
 
-def _hugging_face_gpt2(config: PlainConfig) -> GPT2LMHeadModel:
+def _hugging_face_gpt2(config: PlainConfig) -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     return GPT2LMHeadModel(
         GPT2Config(
             n_embd=config.hidden_size,
