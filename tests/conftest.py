@@ -30,8 +30,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--small", action="store_true", help="the first case of every test, without those marked slow")
 
 
-# They import what takes 100 MB and more: a process that has it is slow to fork, so it is forked no more than it must.
-LAST = ("test_plain_model", "test_hugging_face", "test_foreign", "test_families", "test_folder", "test_compiled")
+# They import or keep what takes 100 MB: a process that has it is slow to fork, so it is forked no more than it must.
+LAST = (
+    "test_schedules",
+    "test_data_tokenize",
+    "test_plain_model",
+    "test_hugging_face",
+    "test_foreign",
+    "test_families",
+    "test_folder",
+    "test_compiled",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
