@@ -309,6 +309,18 @@ def test_what_is_wrong_is_named_and_nothing_is_left(made: tuple[Path, dict[str, 
     os.truncate(cut / "global_step2" / optimizer, 5000)
     refused(case, cut, out, f"{optimizer} cannot be read")
 
+    for stale, kept in ((f"bf16_{optimizer}", optimizer), ("zero_pp_rank_0_" + model, model)):  # of an older save
+        mixed = shutil.copytree(origin, tmp_path / stale)
+        shutil.copy(mixed / "global_step2" / kept, mixed / "global_step2" / stale)
+        refused(case, mixed, out, f"{min(stale, kept)} and {max(stale, kept)}, of one rank")
+
+    def count_on(state: dict[str, Any]) -> None:
+        state["global_steps"] += 3
+
+    ahead = broken(origin, model, count_on, tmp_path / "ahead")
+    refused(case, ahead, out, "AdamW's count of 2 updates .by global_steps and skipped_steps it is 5")
+    imported(case, ahead, tmp_path / "taken", ignore=["AdamW's count*"])
+
     def rename(state: dict[str, Any]) -> None:
         state["module"]["model.vision.weight"] = state["module"].pop("model.norm.weight")
 

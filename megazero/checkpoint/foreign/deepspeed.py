@@ -114,12 +114,18 @@ class _Reader:
         for name in folder.files():
             for pattern, files in ((_MODEL_FILE, self.models), (_OPTIMIZER_FILE, self.optimizers)):
                 if match := pattern.fullmatch(name):
-                    files[int(match["rank"] or 0)] = name
                     if int(match["mp"]):
                         raise CheckpointError(
                             f"{folder} was written with tensor parallelism, for it holds {name}: make a universal "
                             "checkpoint of it (deepspeed.checkpoint.ds_to_universal) and import that"
                         )
+                    rank = int(match["rank"] or 0)
+                    if rank in files:
+                        raise CheckpointError(
+                            f"{folder} holds {files[rank]} and {name}, of one rank: they are of two saves under one tag; "
+                            "move the files of the older one away"
+                        )
+                    files[rank] = name
             if name.endswith(".pt") and name not in (*self.models.values(), *self.optimizers.values()):
                 self.found.unknown.append(f"file {name}")
         self.is_universal = UNIVERSAL in folder.folders()
@@ -138,9 +144,8 @@ class _Reader:
         elif state["optimizer"] is not None:
             self._read_stage_0(state)
         self._read_weights(state, shapes)
-        if not found.updates and set(found.tensors) & set(ADAM):
-            found.updates.add(found.step - int(state["skipped_steps"]))
-            found.notes["the optimizer does not say how often it has updated: taken from global_steps"] = None
+        if set(found.tensors) & set(ADAM):
+            self._check_updates(found.step - int(state["skipped_steps"]))
         return found.checkpoint(str(self.folder))
 
     # -- files
@@ -219,6 +224,20 @@ class _Reader:
         told = (f"optimizer state {kind!r} of {of}" for kind in state if kind not in (*ADAM, "step"))
         self.found.unknown += [line for line in told if line not in self.found.unknown]
         return [kind for kind in ADAM if kind in state]
+
+    def _check_updates(self, expected: int) -> None:
+        """AdamW must have updated as often as the run has; `expected` is what the model file says."""
+        if not self.found.updates:
+            self.found.updates.add(expected)
+            self.found.notes["the optimizer does not say how often it has updated: taken from global_steps"] = None
+        for updates in self.found.updates:
+            if updates == expected + 1:  # some of its optimizers take a step, on gradients of zero, when they are made
+                self.found.notes[f"AdamW has counted {updates} updates, one more than the run"] = None
+            elif updates != expected:
+                self.found.unknown.append(
+                    f"AdamW's count of {updates} updates (by global_steps and skipped_steps it is {expected}: are the "
+                    "files of two saves?)"
+                )
 
     def _add_groups(self, groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> None:
         """Settings of the optimizer's groups; `state` is that of the ZeRO optimizer around it."""

@@ -23,6 +23,7 @@ from megazero.checkpoint.foreign.pickles import load_tensors
 from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.index import CheckpointError
 from megazero.models.config import ModelConfig
+from megazero.models.registry import FAMILIES
 from megazero.zero.state import MASTER, MODEL
 
 COMMON = "common.pt"
@@ -51,20 +52,33 @@ _CONSTANT = {
     "rotary_interleaved": False,
     "rotary_percent": 1.0,
     "use_rope_scaling": False,
-    "window_size": None,
     "apply_layernorm_1p": False,
     "apply_residual_connection_post_layernorm": False,
     "num_experts": None,
+    "no_rope_freq": None,
+    "softmax_type": "vanilla",
+    "qk_l2_norm": False,
+    "use_mup": False,
+    "glu_linear_offset": 0.0,
+    "multi_latent_attention": False,
 }
+# and those that follow from the family
+_AS_LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True}
+_AS_GPT2 = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute", "swiglu": False}
 
 
 def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
     """What a checkpoint of Megatron-Core holds.  Raises: CheckpointError, also where its args are of another model."""
     common, named = _common(folder)
     args = vars(common["args"]) if hasattr(common.get("args"), "__dict__") else {}
+    step, samples = common.get("iteration", 0), args.get("consumed_train_samples")
+    if any(not isinstance(count, int) or count < 0 for count in (step, samples or 0)):
+        raise CheckpointError(
+            f"{folder}/{COMMON}: iteration {step!r} and consumed_train_samples {samples!r} must be numbers from 0"
+        )
     if differ := list(_differences(args, model)):
         raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
-    source, found = DcpFolder(folder), Found(step=int(common.get("iteration", 0)))
+    source, found = DcpFolder(folder), Found(step=step, samples=samples)
     for name in (*named, *source.unknown):
         if name.startswith("megatron."):
             found.notes[f"{name} is not read: a class of Megatron"] = None
@@ -87,7 +101,6 @@ def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
             found.notes[f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"] = (
                 None
             )
-    found.samples = args.get("consumed_train_samples")
     return replace(found.checkpoint(str(folder)), optimizer=_settings(args))
 
 
@@ -107,17 +120,34 @@ def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
 
 def _differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     """What args say otherwise than the run file."""
-    said = dict(args)
+    said, by_rope = dict(args), "rope_theta" in FAMILIES[model.family].reads
     if not said.get("group_query_attention", True):  # then the number of groups means nothing
         said["num_query_groups"] = said.get("num_attention_heads")
-    if said.get("position_embedding_type", "rope") != "rope":
+    if not by_rope:
         said = {key: value for key, value in said.items() if not key.startswith("rotary")}
     for key, ours in _SIZES.items():
-        if key in said and said[key] != getattr(model, ours):
+        if key in said and not _is(said[key], getattr(model, ours)):
             yield f"{key}={said[key]!r}, model.{ours} is {getattr(model, ours)!r}"
-    for key, value in _CONSTANT.items():
-        if key in said and said[key] != value:
+    for key, value in (_CONSTANT | (_AS_LLAMA if by_rope else _AS_GPT2)).items():
+        if key in said and not _is(said[key], value):
             yield f"{key}={said[key]!r}, supported is {value!r}"
+    if said and not _is(window := said.get("window_size"), wanted := _window(model)):
+        yield f"window_size={window!r}, model.sliding_window={model.sliding_window} makes it {wanted!r}"
+    if (interpolated := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
+        yield f"rotary_seq_len_interpolation_factor={interpolated!r}, supported is None"
+    if said and model.rope_scaling is not None:
+        yield "no scaling of rotary positions that is supported, model.rope_scaling is set"
+
+
+def _is(said: Any, value: Any) -> bool:
+    """Whether an argument, which may be anything, has a plain value."""
+    said = tuple(said) if isinstance(said, list) else said
+    return isinstance(said, bool | int | float | str | tuple | None) and said == value
+
+
+def _window(model: ModelConfig) -> tuple[int, int] | None:
+    """Positions that a token sees (before itself, after itself)."""
+    return None if model.sliding_window is None else (model.sliding_window - 1, 0)
 
 
 def _layers(source: DcpFolder, name: str, short: str, tensor: ForeignTensor) -> dict[str, ForeignTensor]:
