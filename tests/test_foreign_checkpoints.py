@@ -30,6 +30,7 @@ from typer.testing import CliRunner, Result
 from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, run_of
 
 from megazero.checkpoint.foreign.importer import import_checkpoint
+from megazero.checkpoint.foreign.megatron import differences
 from megazero.checkpoint.index import read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli import app
@@ -425,7 +426,8 @@ def save_megatron(_: int, family: str, hub: Hub, path: Path) -> None:
     dcp.save(state, checkpoint_id=path)
 
 
-def with_common(path: Path, **changes: Any) -> Path:
+def with_common(path: Path, said: Any = (), **changes: Any) -> Path:
+    """Write common.pt; `said` of None leaves out the args."""
     args = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "rotary_interleaved": False}
     args |= {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": EPS, "lr": LR, "consumed_train_samples": 8 * BEFORE}
     groups = [{"lr": LR, "step": BEFORE, "wd_mult": 1.0}, {"lr": LR, "step": BEFORE, "wd_mult": 0.0}]
@@ -436,6 +438,8 @@ def with_common(path: Path, **changes: Any) -> Path:
         "optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"},
         "opt_param_scheduler": {"max_lr": LR, "num_steps": 8 * BEFORE},
     }
+    if said is None:
+        del common["args"]
     torch.save(common, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     return path
@@ -490,11 +494,46 @@ def test_a_run_of_megatron_goes_on_here(
     )
     assert "num_layers=3, model.num_layers is 2; rotary_interleaved=True, supported is False" in other.stderr
     assert not (tmp_path / "no").exists()
+    bare = command("import", with_common(theirs, None), tmp_path / "bare", "--run-file", toml)
+    assert "has no args: nothing but names and shapes was compared" in bare.stdout, bare.output
+    own = {"llama": ("RMSNorm", "rope", True), "gpt2": ("LayerNorm", "learned_absolute", False)}
+    keys = ("normalization", "position_embedding_type", "swiglu")
+    for other, said in own.items():
+        args = dict(zip(keys, said, strict=True)) | {"decoupled_weight_decay": False, "window_size": [-1, 0]}
+        shown = command("import", with_common(theirs, **args), tmp_path / other, "--run-file", toml)
+        assert (shown.exit_code == 0) == (other == family), shown.output
+        if other == family:
+            assert changes(read_trainer_state(tmp_path / other), hub.run.config)["optimizer.name"][0] == "adam"
     run = Namespace(it=Evil(tmp_path / "ran"))
     torch.save({"args": run, "iteration": 2}, theirs / "common.pt")
     evil = command("import", theirs, tmp_path / "no", "--run-file", toml)
     assert (evil.exit_code, (tmp_path / "ran").exists()) == (1, False)
     assert "common.pt cannot be read" in evil.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    {
+        "position_embedding_type": "yarn",
+        "rotary_seq_len_interpolation_factor": 4,
+        "no_rope_freq": 4,
+        "softmax_type": "off-by-one",
+        "qk_l2_norm": True,
+        "use_mup": True,
+        "glu_linear_offset": 1.0,
+        "swiglu": False,
+        "normalization": "LayerNorm",
+        "window_size": (4, 0),
+    }.items(),
+)
+def test_what_megatron_computes_otherwise_and_keeps_in_no_tensor_is_refused(key: str, value: Any) -> None:
+    model = shape(1).config.model
+    assert [line for line in differences({key: value}, model) if line.startswith(f"{key}={value!r}, ")]
+    windowed = model.model_copy(update={"family": "mistral", "sliding_window": 5})
+    assert not list(differences({"window_size": (4, 0)}, windowed))
+    assert list(differences({"num_layers": 2}, windowed)) == [
+        "window_size=None, as model.sliding_window None, which is 5"
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -532,6 +571,11 @@ def escapes(about: Any) -> None:
 
 def drops_a_part(about: Any) -> None:
     about.state_dict_metadata["output.weight"].chunks.pop()
+
+
+def adds_an_optimizer(about: Any) -> None:
+    listed = about.state_dict_metadata
+    listed["opt2.state.norm.weight.exp_avg"] = listed["optimizer.state.norm.weight.exp_avg"]
 
 
 def moves_down(theirs: Path) -> None:
@@ -586,6 +630,7 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
     refused("Odd .named in .metadata. is not understood", edited(plants([Odd()])))
     refused(".metadata cannot be read", lambda theirs: (theirs / ".metadata").write_bytes(b"no pickle"))
     refused("train_state.step cannot be read.*posix.system", plants_in_part)
+    refused("opt2.state.norm.weight.exp_avg.*beside optimizer.state.norm.weight.exp_avg", edited(adds_an_optimizer))
     refused("holds several checkpoints; name one of them: step-2", moves_down)
 
     theirs = tmp_path / "adapted"
@@ -595,3 +640,20 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
     assert taken.exit_code == 0, taken.output
     begun = import_checkpoint(theirs, tmp_path / "at", run_file=toml, step=7, samples=70, ignore=["adapter.*"])
     assert (begun.trainer.step, begun.trainer.consumed_samples, begun.trainer.optimizer_steps) == (7, 70, BEFORE)
+
+
+def test_of_two_models_the_one_that_is_not_ignored_is_taken(hubs: dict[str, Hub], tmp_path: Path) -> None:
+    hub = hubs["llama"]
+    toml = run_file(tmp_path / "run.toml", hub.run)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in hub.weights.items()}
+    for number, names in enumerate((("ema", "model"), ("model", "ema"))):
+        theirs = tmp_path / f"theirs{number}"
+        sets = {"ema": zeros, "model": hub.weights}
+        dcp.save({name: sets[name] for name in names}, checkpoint_id=theirs, no_dist=True)
+        shown = command("import", theirs, tmp_path / "no", "--run-file", toml)
+        assert re.search(r"two whole sets.*(ema.*model|model.*ema).*--ignore", shown.stderr), shown.output
+        for ignored, kept in (names, names[::-1]):
+            out = tmp_path / f"{kept}{number}"
+            import_checkpoint(theirs, out, run_file=toml, ignore=[f"{ignored}.*"])
+            norm = StoredTensors(out, "model")["model.norm.weight"].whole()
+            assert torch.equal(norm, sets[kept]["model.norm.weight"])

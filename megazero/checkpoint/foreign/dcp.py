@@ -164,13 +164,13 @@ class _Entries(Found):
             if state["kind"] == "step":
                 self.updates.add(int(read()))
             elif state["kind"] in ADAM and isinstance(entry, ForeignTensor):
-                self.tensors.setdefault(state["kind"], {})[state["name"]] = entry
+                self.add_tensor(state["kind"], state["name"], entry, entry=name)
             else:
                 self.unknown.append(name)
         elif group := _GROUP.fullmatch(name):
             self.add_setting(name, group["key"], read())
         elif _STEP.fullmatch(name):
-            self.step = int(read())
+            self.add_step(int(read()), entry=name)
         elif self.is_not_taken(name, _NOT_TAKEN):
             pass
         elif isinstance(entry, ForeignTensor):

@@ -30,6 +30,8 @@ class Found:
         step, samples: steps of the run and samples consumed; None where the checkpoint does not say.
         notes: lines about what was understood and is not taken over; in order, each once.
         unknown: names of what was not understood.
+        settings: by key, each value of a group once.
+        entries: by kind and name, the entry of the checkpoint that says it.
     """
 
     tensors: dict[str, dict[str, ForeignTensor]] = field(default_factory=lambda: {MODEL: {}})
@@ -38,7 +40,24 @@ class Found:
     samples: int | None = None
     notes: dict[str, None] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
-    settings: dict[str, list[Any]] = field(default_factory=dict)  # each value once
+    settings: dict[str, list[Any]] = field(default_factory=dict)
+    entries: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def add_tensor(self, kind: str, name: str, tensor: ForeignTensor, *, entry: str) -> None:
+        """Take the tensor of an entry; a second one for the same name is not understood."""
+        if self._is_first(kind, name, entry):
+            self.tensors.setdefault(kind, {})[name] = tensor
+
+    def add_step(self, step: int, *, entry: str) -> None:
+        """Take the step of the run; another one is not understood."""
+        if self.step == step or self._is_first("step", "", entry):
+            self.step = step
+
+    def _is_first(self, kind: str, name: str, entry: str) -> bool:
+        first = self.entries.setdefault((kind, name), entry)
+        if first != entry:
+            self.unknown.append(f"{entry} (beside {first}, which says the same)")
+        return first == entry
 
     def add_setting(self, name: str, key: str, value: Any) -> None:
         """Take a setting of one of the optimizer's groups; `name` is that of the entry, for messages."""

@@ -76,7 +76,7 @@ def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
         raise CheckpointError(
             f"{folder}/{COMMON}: iteration {step!r} and consumed_train_samples {samples!r} must be numbers from 0"
         )
-    if differ := list(_differences(args, model)):
+    if differ := list(differences(args, model)):
         raise CheckpointError(f"{folder}/{COMMON} is of another model than the run file: {'; '.join(differ)}")
     source, found = DcpFolder(folder), Found(step=step, samples=samples)
     for name in (*named, *source.unknown):
@@ -93,8 +93,13 @@ def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
             found.unknown.append(name)
             continue
         kind, short = (_KINDS[state["kind"]], state["name"]) if state else (MODEL, name)
-        found.tensors.setdefault(kind, {}).update(_layers(source, name, short, tensor))
+        for one, held in _layers(source, name, short, tensor).items():
+            found.add_tensor(kind, one, held, entry=name)
+    if not args:
+        found.notes[f"{COMMON} has no args: nothing but names and shapes was compared with the run file"] = None
     if ADAM[0] in found.tensors:
+        if not _is(said := args.get("optimizer", "adam"), "adam"):
+            raise CheckpointError(f"{folder}/{COMMON}: optimizer={said!r}, supported is 'adam'")
         found.updates = set(_updates(common.get("optimizer")))
         if not found.updates:
             found.updates = {found.step or 0}
@@ -118,12 +123,12 @@ def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
     return common, named
 
 
-def _differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
+def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     """What args say otherwise than the run file."""
     said, by_rope = dict(args), "rope_theta" in FAMILIES[model.family].reads
     if not said.get("group_query_attention", True):  # then the number of groups means nothing
         said["num_query_groups"] = said.get("num_attention_heads")
-    if not by_rope:
+    if said.get("position_embedding_type", "rope") != "rope":
         said = {key: value for key, value in said.items() if not key.startswith("rotary")}
     for key, ours in _SIZES.items():
         if key in said and not _is(said[key], getattr(model, ours)):
@@ -131,8 +136,8 @@ def _differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
     for key, value in (_CONSTANT | (_AS_LLAMA if by_rope else _AS_GPT2)).items():
         if key in said and not _is(said[key], value):
             yield f"{key}={said[key]!r}, supported is {value!r}"
-    if said and not _is(window := said.get("window_size"), wanted := _window(model)):
-        yield f"window_size={window!r}, model.sliding_window={model.sliding_window} makes it {wanted!r}"
+    if said and (window := _window(said.get("window_size"))) != model.sliding_window:
+        yield f"window_size={said.get('window_size')!r}, as model.sliding_window {window!r}, which is {model.sliding_window!r}"
     if (interpolated := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
         yield f"rotary_seq_len_interpolation_factor={interpolated!r}, supported is None"
     if said and model.rope_scaling is not None:
@@ -145,9 +150,12 @@ def _is(said: Any, value: Any) -> bool:
     return isinstance(said, bool | int | float | str | tuple | None) and said == value
 
 
-def _window(model: ModelConfig) -> tuple[int, int] | None:
-    """Positions that a token sees (before itself, after itself)."""
-    return None if model.sliding_window is None else (model.sliding_window - 1, 0)
+def _window(said: Any) -> Any:
+    """window_size, positions before and after a token, as model.sliding_window, which counts the token; -1 is no end."""
+    if said is None or (isinstance(said, list | tuple) and len(said) == 2 and _is(said[0], -1)):
+        return None
+    plain = isinstance(said, list | tuple) and len(said) == 2 and _is(said[1], 0) and isinstance(said[0], int)
+    return said[0] + 1 if plain else said
 
 
 def _layers(source: DcpFolder, name: str, short: str, tensor: ForeignTensor) -> dict[str, ForeignTensor]:
@@ -174,4 +182,5 @@ def _settings(args: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of our [optimizer]."""
     found = {key: args[key] for key in ("lr", "weight_decay") if args.get(key) is not None}
     found |= {"eps": args["adam_eps"]} if "adam_eps" in args else {}
+    found |= {"name": "adam"} if args.get("decoupled_weight_decay") is False else {}
     return found | ({"betas": [args["adam_beta1"], args["adam_beta2"]]} if "adam_beta1" in args else {})

@@ -101,9 +101,17 @@ def match(
     problems: list[str] = []
     unknown = {name: f"{name} is not understood" for name in found.unknown}
     matched: dict[str, dict[str, ForeignTensor]] = {}
-    for kind, tensors in found.tensors.items():
-        label = "" if kind == MODEL else f"{kind} of "
-        table, prefix = _best_table(tensors, model.family, shapes)
+    used = {
+        kind: {name: one for name, one in tensors.items() if not is_named(_label(kind) + name, ignore)}
+        for kind, tensors in found.tensors.items()
+    }
+    # A script may keep the model behind a prefix of its own, and the state of the optimizer not.
+    others = [tensors for kind, tensors in used.items() if kind != MODEL]
+    of_model = _best_table([used[MODEL]], model.family, shapes, found.path)
+    of_others = _best_table(others, model.family, shapes, found.path) if others else of_model
+    for kind, tensors in used.items():
+        label = _label(kind)
+        table, prefix = of_model if kind == MODEL else of_others
         places = {name: table.theirs(name) for name in shapes}
         names = {ours: prefix + theirs.name for ours, theirs in places.items()}
         for ours, shape in shapes.items():
@@ -141,22 +149,40 @@ def is_named(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+def _label(kind: str) -> str:
+    return "" if kind == MODEL else f"{kind} of "
+
+
 def _best_table(
-    tensors: Mapping[str, ForeignTensor], family: str, shapes: Mapping[str, tuple[int, ...]]
+    kinds: Sequence[Mapping[str, ForeignTensor]], family: str, shapes: Mapping[str, tuple[int, ...]], path: str
 ) -> tuple[NameTable, str]:
-    """The table, and the prefix before its names, that know most of the tensors."""
+    """The table, and the prefix before its names, that know most of the tensors of all these kinds.
+
+    Raises: CheckpointError: two know all of them, and other ones.
+    """
 
     def candidates() -> Iterator[tuple[NameTable, str]]:
         for table in tables_of(family):
             embedding = table.theirs(table.embedding).name
-            prefixes = [name.removesuffix(embedding) for name in tensors if name.endswith(embedding)]
+            prefixes = {name.removesuffix(embedding): None for one in kinds for name in one if name.endswith(embedding)}
             yield from ((table, prefix) for prefix in [*prefixes, ""] if prefix == "" or prefix.endswith("."))
 
-    def known(candidate: tuple[NameTable, str]) -> int:
+    def named(candidate: tuple[NameTable, str]) -> list[str]:
         table, prefix = candidate
-        return sum(prefix + table.theirs(name).name in tensors for name in shapes)
+        return [prefix + table.theirs(name).name for name in shapes]
 
-    return max(candidates(), key=known)
+    def known(candidate: tuple[NameTable, str]) -> int:
+        return sum(name in tensors for name in named(candidate) for tensors in kinds)
+
+    best = max(candidates(), key=known)
+    if known(best) == len(shapes) * len(kinds):
+        for other in candidates():
+            if known(other) == known(best) and named(other) != named(best):
+                one, two = (f"{table.name!r} behind the prefix {prefix!r}" for table, prefix in (best, other))
+                raise CheckpointError(
+                    f"{path} holds two whole sets of tensors, {one} and {two}: leave one out by --ignore PATTERN"
+                )
+    return best
 
 
 def _wrong(stored: ForeignTensor, theirs: Theirs, model: ModelConfig, shape: tuple[int, ...]) -> Iterator[str]:
