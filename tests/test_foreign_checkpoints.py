@@ -638,6 +638,18 @@ def test_what_is_damaged_or_not_understood_is_named_and_nothing_is_left(
     edit(theirs, adds_adapter)
     taken = command("import", theirs, tmp_path / "ours", "--run-file", toml, "--ignore", "adapter.*")
     assert taken.exit_code == 0, taken.output
+    written = read_trainer_state(tmp_path / "ours").config["optimizer"]
+    for name in ("adam", "lion", "sgd"):
+        named = run_file(tmp_path / f"{name}.toml", shape(1))
+        section = re.compile(r"\[optimizer\].*?(?=\n\[)", re.DOTALL)
+        named.write_text(section.sub(f'[optimizer]\nname = "{name}"\n', named.read_text()))
+        shown = command("import", theirs, tmp_path / name, "--run-file", named, "--ignore", "adapter.*")
+        if name == "adam":
+            assert "the moments are those of adamw, the run file has adam: adam adds" in shown.stdout, shown.output
+            assert read_trainer_state(tmp_path / name).config["optimizer"]["name"] == written["name"] == "adamw"
+        else:
+            assert re.search(f"AdamW's exp_avg and exp_avg_sq, and optimizer.name={name}", shown.stderr), shown.output
+            assert not (tmp_path / name).exists()
     begun = import_checkpoint(theirs, tmp_path / "at", run_file=toml, step=7, samples=70, ignore=["adapter.*"])
     assert (begun.trainer.step, begun.trainer.consumed_samples, begun.trainer.optimizer_steps) == (7, 70, BEFORE)
 

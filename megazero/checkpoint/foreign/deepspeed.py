@@ -174,6 +174,11 @@ class _Reader:
         for key in _NOT_TAKEN:
             if state.get(key) is not None:
                 self.found.is_not_taken(key, _NOT_TAKEN)
+        config = (state.get("ds_config") or {}).get("optimizer") or {}
+        if str(config.get("type")).lower() == "adam":
+            given = config.get("params") or {}
+            decoupled = given.get("adam_w_mode", True) and given.get("adamw_mode", True)
+            self.found.add_setting("ds_config.optimizer", "decoupled_weight_decay", decoupled)
         if own := sorted(str(key) for key in state.keys() - _KNOWN_KEYS):
             self.found.notes[f"client_state is not taken over: {', '.join(own)}"] = None
 

@@ -15,9 +15,9 @@ from megazero.zero.state import MODEL
 
 ADAM = ("exp_avg", "exp_avg_sq")
 # The keys of AdamW's groups: its settings; how it is computed; and what ours computes in one way only.
-_SETTINGS = ("betas", "eps", "weight_decay", "lr", "initial_lr")
+_SETTINGS = ("name", "betas", "eps", "weight_decay", "lr", "initial_lr")
 _COMPUTED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "step")
-_CONSTANT = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True, "bias_correction": True}
+_CONSTANT = {"amsgrad": False, "maximize": False, "bias_correction": True}
 
 
 @dataclass
@@ -63,6 +63,8 @@ class Found:
         """Take a setting of one of the optimizer's groups; `name` is that of the entry, for messages."""
         if key in _COMPUTED:
             return
+        if key == "decoupled_weight_decay":
+            key, value = "name", "adamw" if value else "adam"
         value = value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
         if key in _SETTINGS:
             seen = self.settings.setdefault(key, [])

@@ -15,8 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megazero.checkpoint.folder import LocalFolder, Location
 from megazero.checkpoint.foreign.deepspeed import find_deepspeed
+from megazero.checkpoint.foreign.found import ADAM
 from megazero.checkpoint.foreign.source import ForeignCheckpoint, match
 from megazero.checkpoint.foreign.writer import Imported, write_step
 from megazero.checkpoint.hugging_face.config import logical_shapes
@@ -25,6 +28,8 @@ from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, 
 from megazero.checkpoint.shards import new_folder
 from megazero.config import RunConfig
 from megazero.config.load import read_run_file
+from megazero.optim.optimizers import make_optimizer, state_names
+from megazero.optim.registry import OPTIMIZERS
 from megazero.settings import hide_passwords, toml_value
 
 HUGGING_FACE = "hf"
@@ -109,9 +114,10 @@ def import_checkpoint(
         return import_model(
             folder.path, out, dtype=dtype, seq_len=seq_len, max_shard_bytes=max_shard_bytes, ignore=ignore
         )
-    if run_file is None or seq_len is not None:
-        what = "does not describe its model" if run_file is None else "has the seq_len of its run file"
-        raise ValueError(f"a checkpoint of {FORMS[form].about} {what}: say --run-file RUN.toml, without --seq-len")
+    if run_file is None:
+        raise ValueError(f"a checkpoint of {FORMS[form].about} does not describe its model: say --run-file RUN.toml")
+    if seq_len is not None:
+        raise ValueError("--seq-len is for transformers models; the run file has it (model.seq_len)")
     config = read_run_file(run_file)
     module, _, function = FORMS[form].reader.partition(":")
     found: ForeignCheckpoint = getattr(import_module(module), function)(folder, config.model)
@@ -123,6 +129,8 @@ def import_checkpoint(
             f"{folder} has {' and '.join(moments)} after {found.optimizer_steps} updates: AdamW needs exp_avg, exp_avg_sq "
             "and the number of its updates"
         )
+    if moments:
+        _check_optimizer(config, run_file)
     trainer, told = _trainer_state(found, config, step, samples, has_moments=bool(moments))
     with new_folder(out) as target:
         lines = [f"# {line}" for line in (f"Goes on from {folder}.", *found.notes, *told)]
@@ -154,6 +162,18 @@ def _recognised(folder: LocalFolder) -> str:
     )
 
 
+def _check_optimizer(config: RunConfig, run_file: str | Path) -> None:
+    """The optimizer of the run file must keep the moments that AdamW has.  Raises: CheckpointError."""
+    name = config.optimizer.name
+    groups = [{"params": [torch.zeros(2, requires_grad=True)], "weight_decay": config.optimizer.weight_decay}]
+    kept, _ = state_names(make_optimizer(name, OPTIMIZERS[name].settings(config.optimizer), groups))
+    if set(kept) != set(ADAM):
+        raise CheckpointError(
+            f"the checkpoint has AdamW's {' and '.join(ADAM)}, and optimizer.name={name} of {run_file} keeps "
+            f"{' and '.join(kept) or 'no state'}: say optimizer.name = 'adamw' or 'adam' there"
+        )
+
+
 def _trainer_state(
     found: ForeignCheckpoint, config: RunConfig, step: int | None, samples: int | None, *, has_moments: bool
 ) -> tuple[TrainerState, tuple[str, ...]]:
@@ -168,10 +188,16 @@ def _trainer_state(
             raise ValueError(f"{found.path} does not say how many samples its {step} steps took: say --samples N")
         samples = step * batch if isinstance(batch, int) else 0
     moments = f"AdamW's moments after {found.optimizer_steps} updates" if has_moments else "moments that begin anew"
-    told = f"goes on after step {step} and sample {samples:,} of the run file's data, with {moments}"
+    told: tuple[str, ...] = (
+        f"goes on after step {step} and sample {samples:,} of the run file's data, with {moments}",
+    )
     written: dict[str, Any] = hide_passwords(json.loads(config.model_dump_json()))
-    written["optimizer"] |= found.optimizer
+    theirs = {"name": "adamw"} | dict(found.optimizer)
+    written["optimizer"] |= theirs if has_moments else found.optimizer
+    if has_moments and theirs["name"] != (ours := config.optimizer.name):
+        decay = "adam adds the weight decay to the gradient, adamw does not"
+        told = (f"the moments are those of {theirs['name']}, the run file has {ours}: {decay}", *told)
     updates = found.optimizer_steps if has_moments else 0
     tokens = samples * config.model.seq_len
     state = TrainerState(step, samples, tokens, updates, "", set_keys(config.model), written, {}, versions())
-    return state, (told,)
+    return state, told

@@ -98,15 +98,19 @@ def read_megatron(folder: LocalFolder, model: ModelConfig) -> ForeignCheckpoint:
     if not args:
         found.notes[f"{COMMON} has no args: nothing but names and shapes was compared with the run file"] = None
     if ADAM[0] in found.tensors:
-        if not _is(said := args.get("optimizer", "adam"), "adam"):
-            raise CheckpointError(f"{folder}/{COMMON}: optimizer={said!r}, supported is 'adam'")
-        found.updates = set(_updates(common.get("optimizer")))
-        if not found.updates:
-            found.updates = {found.step or 0}
-            found.notes[f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"] = (
-                None
-            )
+        _add_updates(found, common, args)
     return replace(found.checkpoint(str(folder)), optimizer=_settings(args))
+
+
+def _add_updates(found: Found, common: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+    """How often AdamW has updated the tensors."""
+    if not _is(said := args.get("optimizer", "adam"), "adam"):
+        raise CheckpointError(f"{COMMON}: optimizer={said!r}, supported is 'adam'")
+    found.updates = set(_updates(common.get("optimizer")))
+    if not found.updates:
+        found.updates = {found.step or 0}
+        told = f"{COMMON} does not say how many updates AdamW has done: taken as its {found.step} steps"
+        found.notes[told] = None
 
 
 def _common(folder: LocalFolder) -> tuple[dict[str, Any], list[str]]:
@@ -137,7 +141,8 @@ def differences(args: Mapping[str, Any], model: ModelConfig) -> Iterator[str]:
         if key in said and not _is(said[key], value):
             yield f"{key}={said[key]!r}, supported is {value!r}"
     if said and (window := _window(said.get("window_size"))) != model.sliding_window:
-        yield f"window_size={said.get('window_size')!r}, as model.sliding_window {window!r}, which is {model.sliding_window!r}"
+        theirs = f"window_size={said.get('window_size')!r}, as model.sliding_window {window!r}"
+        yield f"{theirs}, which is {model.sliding_window!r}"
     if (interpolated := said.get("rotary_seq_len_interpolation_factor") or 1) != 1:
         yield f"rotary_seq_len_interpolation_factor={interpolated!r}, supported is None"
     if said and model.rope_scaling is not None:
