@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from typer.testing import CliRunner, Result
 from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, run_of
 
+from megazero.checkpoint.foreign import exporter
 from megazero.checkpoint.foreign.importer import import_checkpoint
 from megazero.checkpoint.foreign.megatron import differences
 from megazero.checkpoint.index import read_trainer_state
@@ -669,3 +670,40 @@ def test_of_two_models_the_one_that_is_not_ignored_is_taken(hubs: dict[str, Hub]
             import_checkpoint(theirs, out, run_file=toml, ignore=[f"{ignored}.*"])
             norm = StoredTensors(out, "model")["model.norm.weight"].whole()
             assert torch.equal(norm, sets[kept]["model.norm.weight"])
+
+
+def test_an_export_that_fails_removes_what_it_wrote_and_nothing_else(
+    hubs: dict[str, Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hubs["llama"].run.config.model.model_dump()
+    mistral = shape(1, model | {"family": "mistral", "sliding_window": 5})
+    dcp.save(dict(hubs["llama"].weights), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    import_checkpoint(tmp_path / "theirs", tmp_path / "ours", run_file=run_file(tmp_path / "run.toml", mistral))
+    shown = command("export", tmp_path / "ours", tmp_path / "whole", "--to", "dcp")
+    assert "the file does not carry model.sliding_window" in shown.stdout, shown.output
+
+    def fails(*_: Any) -> Tensor:
+        (tmp_path / "out" / "precious.txt").write_text("of another")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporter, "_given", fails)
+    shown = command("export", tmp_path / "ours", tmp_path / "out", "--to", "dcp")
+    assert re.search("out could not be written .*No space left", shown.stderr), shown.output
+    assert os.listdir(tmp_path / "out") == ["precious.txt"]
+
+
+def test_what_an_option_is_for_is_told(hubs: dict[str, Hub], tmp_path: Path) -> None:
+    def told(*words: object) -> str:
+        shown = command(*words)
+        assert shown.exit_code == 1
+        return " ".join(shown.stderr.split())
+
+    assert "--to x must be hf or dcp" in told("export", "a", "b", "--to", "x")
+    assert "--max-shard-size is for --to hf" in told("export", "a", "b", "--to", "dcp", "--max-shard-size", "1MB")
+    assert "--names is for --to dcp" in told("export", "a", "b", "--names", "torchtitan")
+    theirs = tmp_path / "theirs"
+    dcp.save({"decoder.x": torch.zeros(1)}, checkpoint_id=theirs, no_dist=True)
+    olmo2 = run_file(tmp_path / "run.toml", shape(1, MODEL | {"family": "olmo2"}))
+    of_file = ("import", theirs, tmp_path / "no", "--run-file", olmo2)
+    assert "--seq-len is for transformers models; the run file has it" in told(*of_file, "--seq-len", 8)
+    assert "olmo2 is known under the names of hugging-face, and no tensor has one" in told(*of_file)

@@ -265,15 +265,19 @@ def export(
     with _user_errors():
         load_extensions(extension)
         _check_dtype(dtype)
-        if to == "dcp" and max_shard_size == _SHARD:
+        if to not in ("hf", "dcp"):
+            raise ValueError(f"--to {to} must be hf or dcp")
+        if to == "dcp" and max_shard_size != _SHARD:
+            raise ValueError("--max-shard-size is for --to hf: torch's writer makes one file of --to dcp")
+        if to == "hf" and names is not None:
+            raise ValueError("--names is for --to dcp: transformers has one table of names")
+        if to == "dcp":
             from megazero.checkpoint.foreign.exporter import export_dcp
 
             made = export_dcp(directory, out, dtype=dtype, names=names)
-        elif to == "hf" and names is None:
+        else:
             from megazero.checkpoint.hugging_face.exporter import export_model
 
             made = export_model(directory, out, dtype=dtype, max_shard_bytes=parse_size(max_shard_size))
-        else:
-            raise ValueError(f"--to {to} must be hf or dcp; --names is for dcp, and --max-shard-size for hf")
     files = "1 file" if made.files == 1 else f"{made.files} files"
     print(f"{out}: weights in {made.dtype}, {files}, {made.bytes / 2**20:,.1f} MiB; {made.about}")

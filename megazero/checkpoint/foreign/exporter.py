@@ -10,6 +10,7 @@ torch's own writer writes; a tensor is read when its turn has come, and released
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -37,6 +39,8 @@ from megazero.models.config import ModelConfig
 from megazero.models.foreign import NameTable, Theirs
 from megazero.optim.config import OptimizerConfig
 from megazero.zero.state import MASTER, MODEL
+
+_WRITTEN = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?")  # what torch's writer names so
 
 
 class _Planner(DefaultSavePlanner):
@@ -76,19 +80,30 @@ def export_dcp(path: Location, out: str | Path, *, dtype: str | None = None, nam
             try:
                 writer = FileSystemWriter(str(out), overwrite=False)
                 save(state, storage_writer=writer, planner=_Planner(reads), no_dist=True)
-            except BaseException:
-                target.remove(*target.files())  # it was empty
-                raise
+            except BaseException as error:
+                target.remove(*filter(_WRITTEN.fullmatch, target.files()))
+                if not isinstance(error, CheckpointException):
+                    raise
+                failed = next(iter(error.failures.values()))[0]
+                if not isinstance(failed, Exception):  # such as Ctrl-C
+                    raise failed from error
+                raise CheckpointError(f"{out} could not be written ({failed}); nothing was left there") from error
     kept = next(one.dtype for name, one in state.items() if isinstance(one, Tensor))
     moments = "with AdamW's moments" if len(reads) > len(logical_shapes(model)) + 1 else "without moments"
-    return Exported(DTYPE_NAMES[kept], 1, elements, f"names of {table.name}, {moments}")
+    return Exported(DTYPE_NAMES[kept], 1, elements, f"names of {table.name}, {moments}{_not_told(model)}")
+
+
+def _not_told(model: ModelConfig) -> str:
+    """What the model computes and no tensor shows: tables of names carry no configuration."""
+    keys = [key for key in ("sliding_window", "rope_scaling") if getattr(model, key) is not None]
+    return f"; the file does not carry {' and '.join(f'model.{key}' for key in keys)}: set it there" if keys else ""
 
 
 def _table(family: str, name: str | None) -> NameTable:
     tables = {table.name: table for table in tables_of(family) if not table.dropped}
     writable = [name for name, table in tables.items() if all(one.give is not None for one in table.tensors.values())]
     if (name or writable[0]) not in writable:
-        raise ValueError(f"--names {name} must be one of {', '.join(writable)}")
+        raise ValueError(f"--names {name} must be one of {', '.join(writable)}, which {family} has")
     return tables[name or writable[0]]
 
 

@@ -78,6 +78,10 @@ def tables_of(family: str) -> tuple[NameTable, ...]:
     return (*own, hugging_face_table(family), hugging_face_table(family, dropped=True))
 
 
+def _names_of(family: str) -> list[str]:
+    return list(dict.fromkeys(table.name for table in tables_of(family)))
+
+
 def match(
     found: ForeignCheckpoint,
     model: ModelConfig,
@@ -140,6 +144,9 @@ def match(
         lines = [*problems, *left]
         shown = "; ".join(lines[:_SHOWN]) + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
         hint = ". --ignore NAME leaves out what is not needed" if left and not problems else ""
+        if not matched.get(MODEL):
+            known = ", ".join(_names_of(model.family))
+            hint = f". {model.family} is known under the names of {known}, and no tensor has one"
         raise CheckpointError(f"the weights in {found.path} are not those of {described_by}: {shown}{hint}")
     return matched
 
