@@ -72,12 +72,14 @@ class ActsWhere:
         values: its values; a function of the run where names decide; () for every number above `above`, true, or a text.
         why: says why it has no effect elsewhere.
         above: see `values`.
+        refused_unset: a key that is unset by default, and set where it has no effect, is refused and not only told.
     """
 
     keys: str
     values: tuple[object, ...] | Callable[[Any], tuple[object, ...]]
     why: str
     above: int = 0
+    refused_unset: bool = False
 
     def values_in(self, run: Any) -> tuple[object, ...]:
         """Give the values; a run says which names there are, and what they read."""

@@ -566,6 +566,9 @@ precision.loss_scale=8         precision.dtype=bf16
 precision.accumulate_dtype=bf16 precision.dtype=fp32
 precision.reduce_dtype=bf16    precision.dtype=fp32
 model.rope_theta=5e5           model.family=gpt2
+model.head_dim=96              model.family=gpt2
+model.sliding_window=96        model.family=qwen2
+model.rope_scaling={type="linear",factor=2.0} model.family=gpt2
 zero.gather_policy=step        zero.stage=1
 zero.reduce=step               zero.stage=0
 zero.shard_group_size=1        zero.stage=0
@@ -580,9 +583,6 @@ training.accumulation=1        elastic.enabled=true training.global_batch_size=8
 elastic.shapes=[{world_size=8}] elastic.enabled=false
 """
 TOLD = """
-model.head_dim=96              model.family=gpt2
-model.sliding_window=96        model.family=qwen2
-model.rope_scaling={type="linear",factor=2.0} model.family=gpt2
 parallel.order=pp-dp-cp-tp
 parallel.sequence_parallel=true parallel.tp=1
 parallel.layout=cost           parallel.pp=1
@@ -620,10 +620,30 @@ def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
     assert all("has no effect where" in notice or "exceeds" in notice for notice in told)
 
 
-def test_a_window_that_the_family_does_not_read_is_not_there(write):
-    for family, window in (("llama", None), ("mistral", 96)):
-        run = load_config(write(""), [f"model.family={family}", "model.sliding_window=96"], 1)
-        assert run.config.model.sliding_window == window
+FAMILY_KEYS = {
+    "rope_theta": "5e5",
+    "rope_scaling": '{ type = "linear", factor = 2.0 }',
+    "head_dim": "96",
+    "sliding_window": "96",
+}
+
+
+def test_a_key_of_another_family_is_refused_and_the_resolved_run_loads_again(write, tmp_path):
+    """Otherwise another model than the file asks for would be trained."""
+    assert set(FAMILY_KEYS) == {key for name in FAMILIES for key in FAMILIES[name].reads}
+    for key, value in FAMILY_KEYS.items():
+        readers = {name for name in FAMILIES if key in FAMILIES[name].reads}
+        for name in FAMILIES:
+            file = write(f"[model]\nfamily = '{name}'\n{key} = {value}")
+            if name in readers:
+                run = load_config(file, (), 1)
+                assert getattr(run.config.model, key)
+                save_config(run.config, tmp_path / "written.toml")
+                assert load_config(tmp_path / "written.toml", (), 1).config == run.config
+            else:
+                (told,) = [problem for problem in problems(file, world_size=1) if problem.startswith(f"model.{key} =")]
+                assert f'where model.family = "{name}"' in told
+                assert "leave it out" in told and all(f'"{reader}"' in told for reader in readers)
 
 
 def test_every_declaration_is_in_one_of_the_two_tables():

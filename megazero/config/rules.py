@@ -9,7 +9,8 @@ fitted to the world. Its shapes, that of [parallel] among them, are checked as w
 
 A key that is not at its default and cannot act in this run, as the declarations in the schema say, is refused where another
 key names a choice that does not read it (betas beside sgd). It is told where a number or a switch decides, since one file
-serves every shape and an override switches things off for a while; and where it acts in part.
+serves every shape and an override switches things off for a while; and where it acts in part. A key that no override can
+unset is told too, but for one of a model family: another model than the file asks for would be trained.
 """
 
 from collections import Counter
@@ -104,7 +105,7 @@ def idle_keys(config: RunConfig, world_size: int, unknown: Collection[str] = ())
         if {key, *others} & {*unknown} or any(condition.holds(one, config) for one in found):
             continue
         where = " and ".join(f"{other} = {_written(one)}" for other, one in zip(others, found, strict=True))
-        if not condition.values or default is None:  # an override cannot write an unset key
+        if not condition.values or (default is None and not condition.refused_unset):  # no override can unset it
             told.append(f"{key} = {toml_value(value)} has no effect where {where}: {condition.why}")
         else:
             refused.append(_refused(key, value, default, condition, where, config))
@@ -123,7 +124,7 @@ def _conditions_of_set_keys(config: RunConfig) -> Iterator[tuple[str, Any, objec
 
 def _refused(key: str, value: object, default: object, condition: ActsWhere, where: str, config: RunConfig) -> Problem:
     values, other = condition.values_in(config), condition.keys.split()[0]
-    hint = "leave it out" + ("" if default == () else f" or write {toml_value(default)}")
+    hint = "leave it out" + ("" if default in ((), None) else f" or write {toml_value(default)}")
     hint += f", or leave {other} out" if values == (None,) else f", or {other} = {' or '.join(map(_written, values))}"
     rule = f"must be {_written(default)} where {where}: {condition.why}"
     return Problem(key, value, rule, hint)

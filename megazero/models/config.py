@@ -12,7 +12,7 @@ def _of_families(key: str) -> ActsWhere:
     def reading(_: object) -> tuple[str, ...]:
         return tuple(name for name in FAMILIES if key in FAMILIES[name].reads)
 
-    return ActsWhere("model.family", reading, "this family does not read it (ModelFamily.reads)")
+    return ActsWhere("model.family", reading, "this family does not read it (ModelFamily.reads)", refused_unset=True)
 
 
 class ModelConfig(Section):
