@@ -134,10 +134,13 @@ class Attention(nn.Module):
             qkv = self.width_norm(qkv)
         if self.shared_head is not None:
             qkv = self.shared_head(qkv)
-        heads = rearrange(qkv, "s b (h d) -> b h s d", d=self.head_size)
-        rotated, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        if self.head_norm is not None:
+        heads = rearrange(qkv, "s b (h d) -> s b h d", d=self.head_size)
+        rotated, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        if (
+            self.head_norm is not None
+        ):  # before dimensions change places: attention's output takes the order of q in memory
             rotated = self.head_norm(rotated, self.heads)
+        rotated, v = (rearrange(x, "s b h d -> b h s d") for x in (rotated, v))
         if self.rope is not None:
             rotated = self.rope.rotate(rotated)
             v = v.contiguous()  # a copy: a view would keep all of q | k | v in memory for the backward
@@ -172,7 +175,8 @@ class SlidingWindow:
         row 0   [ . x x x x x x | x . . . . . . ]      row p sees keys p + 1 ... p + size of the two blocks
         row p   [ . . . . x x x | x x x x . . . ]
 
-    All blocks share one mask, so time and memory grow with seq * size, not with seq * seq.
+    All blocks share one mask, so time grows with seq * size, not with seq * seq. Half of each block is masked but
+    computed, so up to 3 * size positions it takes no less than causal attention does (docs/shapes.md).
 
     Args:
         size: of the window, in tokens.

@@ -18,7 +18,7 @@ from megazero.parallel_state import Axis
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of each query and key over its head (Qwen3).  [batch, heads + kv heads, seq, head_size], unchanged in shape.
+    """RMSNorm of each query and key over its head (Qwen3).  [seq, batch, heads + kv heads, head_size], unchanged in shape.
 
     All query heads share one weight and all key heads another; each TP rank sees some heads, so their gradients are partial.
 
@@ -39,7 +39,7 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor, heads: int) -> Tensor:
         """`heads` of this rank are queries, the others keys."""
         q, k = self.weight.split(self.head_size)
-        weight = torch.cat([q.expand(heads, 1, -1), k.expand(x.shape[1] - heads, 1, -1)])
+        weight = torch.cat([q.expand(heads, -1), k.expand(x.shape[2] - heads, -1)])
         return F.rms_norm(x, (self.head_size,), None, self.eps) * weight
 
 
@@ -63,10 +63,18 @@ class WidthNorm(nn.Module):
 
     def forward(self, qkv: Tensor) -> Tensor:
         q, k, v = qkv.split([*self.sizes, self.sizes[1]], dim=-1)
-        wide = q.float(), k.float()
-        squares = torch.stack([part.square().mean(dim=-1, keepdim=True) for part in wide])
+        wide = q.contiguous(), k.contiguous()  # copies: views would keep v too in memory for the backward
+        squares = torch.stack([_mean_square(part) for part in wide])
         # the sum goes to work on every rank again, so its gradient is summed too
         squares = copy_to_tp(reduce_from_tp(squares, self.tp), self.tp) / self.tp.size
         scales, weights = (squares + self.eps).rsqrt(), self.weight.split(self.sizes)
-        normed = (part * scale * weight for part, scale, weight in zip(wide, scales, weights, strict=True))
-        return torch.cat([*(part.to(qkv.dtype) for part in normed), v], dim=-1)
+        # the product with the scale is fp32; what is kept of it for the gradient of the weight is not
+        normed = (
+            (part * scale).to(qkv.dtype) * weight for part, scale, weight in zip(wide, scales, weights, strict=True)
+        )
+        return torch.cat([*normed, v], dim=-1)
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    """[..., size] -> [..., 1], in fp32; the backward needs x itself and no fp32 copy of it."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square() / x.shape[-1]

@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
+from torch import Tensor
 from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of, state_on
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.models.gpt import MicroBatch
+from megazero.layers import attention
+from megazero.models.config import ModelConfig
+from megazero.models.gpt import BuildContext, MicroBatch
+from megazero.models.registry import FAMILIES
+from megazero.parallel_state import Axis
 
 UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}  # divides by tp, so that no row is padding
 
@@ -236,3 +241,58 @@ def test_while_a_step_runs_each_parameter_takes_what_the_formula_says_and_no_mor
             assert 0.985 * wanted[stage] * more - late <= grown <= 1.015 * wanted[stage] * more + late, stage
             for depth, measured in ((shallow, few), (deep, many)):
                 assert -late <= measured["peak"] - measured["bytes"] <= 4 * layer + depth * saved + late, stage
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a block keeps for its backward
+
+
+def _kept_by_a_block(**keys: Any) -> tuple[float, ModelConfig]:
+    """Bytes that a bf16 block of `keys` in [model] saves, for each of s * b * h elements; the model."""
+    sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 4, "ffn_hidden_size": 96, "vocab_size": 61, "seq_len": 48}
+    model, cpu, batch = run_of(1, model=sizes | keys).config.model, torch.device("cpu"), 2
+    context = BuildContext(model, Axis("tp"), False, 1, cpu, dtype=torch.bfloat16)
+    (block,) = FAMILIES[model.family].blocks(context, [0])
+    block = block.to_empty(device="cpu").to(torch.bfloat16)
+    shared = [context.window.mask] if context.window else []
+    shared += [block.attention.rope.cos, block.attention.rope.sin] if block.attention.rope else []
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *shared)}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(model.seq_len, batch, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x, torch.arange(batch))
+    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return total / x.numel(), model
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("on_cuda", [False, True], ids=["", "keys as on CUDA"])
+def test_a_block_keeps_the_bytes_of_docs_shapes(kv_heads: int, on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if on_cuda:  # there the kernel that takes a mask needs a key for each head
+        monkeypatch.setattr(
+            attention, "_one_for_each_head", lambda q, *kv: [x.repeat_interleave(4 // x.shape[1], dim=1) for x in kv]
+        )
+    for family in ("llama", "qwen2", "qwen3", "olmo2", "mistral"):
+        for keys in ({}, {"head_dim": 32}, {"sliding_window": 16}):
+            if not {*keys} <= {*FAMILIES[family].reads}:
+                continue
+            kept, model = _kept_by_a_block(family=family, num_kv_heads=kv_heads, **keys)
+            h, s, w = model.hidden_size, model.seq_len, model.sliding_window
+            q, kv = model.attention_size / h, kv_heads * model.head_size / h
+            wanted = 20 + 4 * q + 4 * kv + 6 * (model.ffn_hidden_size or 0) / h
+            wanted += {"qwen3": 6 * (q + kv), "olmo2": 4 * (q + kv)}.get(family, 0)
+            if w:
+                wanted += 2 * q + (1 - w / s) * ((8 * q if on_cuda else 8 * kv) - 4 * kv)
+            # a number for each token and norm, and for each token and head: fp32
+            numbers = 2 + model.num_heads + {"qwen3": model.num_heads + kv_heads, "olmo2": 4}.get(family, 0)
+            weights = 2 * (model.num_heads + kv_heads) * model.head_size if family == "qwen3" else 0
+            assert kept == pytest.approx(wanted + 4 * numbers / h + weights / (2 * s * h)), (family, keys)
+    if kv_heads == 4:
+        kept, model = _kept_by_a_block(family="gpt2")
+        assert kept == pytest.approx(16 + 4 * 96 / 64 + (4 * 4 + 2 * 4) / 64)
