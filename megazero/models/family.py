@@ -236,7 +236,7 @@ class ModelFamily(ABC):
         tp_fits = heads % tp == 0  # if not, `check_heads` says so, and kv heads need only divide heads
         if heads % kv_heads or (tp_fits and not fits(kv_heads)):
             rule = f"must divide num_heads={heads}"
-            if tp_fits:
+            if tp_fits and tp > 1:
                 rule += (
                     f" and be a multiple of parallel.tp={tp}, or divide it and cut heads of {head_size} elements evenly"
                 )

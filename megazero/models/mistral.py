@@ -15,7 +15,7 @@ _WINDOW = 4096  # what transformers takes where the key is missing; null is none
 
 
 class MistralFamily(LlamaFamily):
-    """As above."""
+    """Llama that reads `sliding_window`."""
 
     reads = (*LlamaFamily.reads, "sliding_window")
 
