@@ -12,16 +12,19 @@ process may not change it (`lease`).
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import re
 import secrets
 import shutil
 import stat
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, TypeGuard
 
 import torch
 import xxhash
@@ -31,6 +34,7 @@ _READ_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 23  # written at once; after each so many bytes the disk begins to write
 _PART_BYTES = 1 << 26  # of an object: it is uploaded in parts, 10,000 at most, with one of them in memory
 _PARTIAL = ".partial"
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # as pathlib leaves it
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 ReadBytes: TypeAlias = Callable[[int, int], Tensor]  # bytes [start, stop) of a file as uint8; read-only; raises OSError
@@ -39,6 +43,11 @@ Fence: TypeAlias = Callable[[], None]  # raises where this process may not write
 
 def _no_fence() -> None:
     """Every process may write."""
+
+
+def is_file_name(name: object) -> TypeGuard[str]:
+    """Whether a name from outside is that of a file directly within a folder, on any system."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not any(one in name for one in "/\\\0")
 
 
 def partial_of(name: str) -> str:
@@ -238,11 +247,15 @@ def folder_at(location: Location) -> Folder:
 
 @dataclass(frozen=True)
 class LocalFolder(Folder):
-    """A directory of a file system."""
+    """A directory of a file system.  Raises: ValueError for a URL."""
 
     path: Path
     fence: Fence = field(default=_no_fence, compare=False, repr=False)
     created: list[str] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if found := _URL.match(str(self.path)):  # all that is said of it: the rest may hold a password
+            raise ValueError(f"only local directories are read here, not a URL of {found[1]}://")
 
     def __str__(self) -> str:
         return str(self.path)
@@ -296,9 +309,10 @@ class LocalFolder(Folder):
 
     def open(self, name: str) -> ReadBytes:
         path = self.path / name
-        size, mapped = path.stat().st_size, _NOTHING
-        if size:
-            mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        mapped = _NOTHING
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size:
+                mapped = _read_only(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         return lambda start, stop: mapped[start:stop]
 
     def _stream(self, name: str) -> BinaryIO:
@@ -316,6 +330,13 @@ class LocalFolder(Folder):
         with suppress(OSError):
             return shutil.disk_usage(self.path).free
         return None
+
+
+def _read_only(data: mmap.mmap) -> Tensor:
+    """A mapping that can be written to, even a private one, is refused above the size of memory."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def _write_new(path: Path, data: bytes) -> None:

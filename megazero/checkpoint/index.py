@@ -206,8 +206,25 @@ def read_errors(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise unreadable(path, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise DamagedError(f"{path} is damaged ({error!r}); resume from another step directory") from error
+
+
+@contextmanager
+def foreign_errors(path: str) -> Iterator[None]:
+    """Name the file of another program in errors of understanding it: anything can be in it.  Raises: CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (
+        *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
+        *(RuntimeError, MemoryError),
+    ) as error:
+        said = f"{type(error).__name__}: {(str(error) or 'nothing').splitlines()[0][:200]}"
+        raise CheckpointError(f"{path} is damaged, or laid out in a way that is not understood ({said})") from error
 
 
 def read_manifest(location: Location) -> dict[str, FileRecord]:
