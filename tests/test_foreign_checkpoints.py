@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -29,10 +29,12 @@ from torch.nn import functional as F
 from typer.testing import CliRunner, Result
 from worlds import EPS, GPT2, LLAMA, LR, engine_on, global_batch, micro_batches, run_of
 
+from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.foreign import exporter
+from megazero.checkpoint.foreign.dcp import DcpFolder
 from megazero.checkpoint.foreign.importer import import_checkpoint
 from megazero.checkpoint.foreign.megatron import differences
-from megazero.checkpoint.index import read_trainer_state
+from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli import app
 from megazero.config import to_toml
@@ -707,3 +709,85 @@ def test_what_an_option_is_for_is_told(hubs: dict[str, Hub], tmp_path: Path) -> 
     of_file = ("import", theirs, tmp_path / "no", "--run-file", olmo2)
     assert "--seq-len is for transformers models; the run file has it" in told(*of_file, "--seq-len", 8)
     assert "olmo2 is known under the names of hugging-face, and no tensor has one" in told(*of_file)
+
+
+def test_a_pickle_does_not_change_a_class_and_a_flipped_bit_is_seen(
+    titan: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    toml, number = run_file(tmp_path / "run.toml", shape(1)), iter(range(99))
+
+    def refused(message: str, change: Callable[[Path], None]) -> None:
+        theirs, out = tmp_path / f"theirs{next(number)}", tmp_path / "no"
+        shutil.copytree(titan[0], theirs)
+        change(theirs)
+        with pytest.raises(CheckpointError, match=message) as found:
+            import_checkpoint(theirs, out, run_file=toml)
+        assert "weights_only" not in str(found.value)
+        assert not out.exists() or not list(out.iterdir())
+
+    def sets_name(theirs: Path) -> None:
+        """Then `Path(file).name` would be any file."""
+        about, kept = (theirs / ".metadata").read_bytes(), pickle.dumps({"name": "x"}, protocol=2)
+        assert about[:1] == b"\x80"
+        evil = b"\x80\x02cpathlib\nPosixPath\nN" + kept[2:-1] + b"\x86b0" + about[2:]
+        (theirs / ".metadata").write_bytes(evil)
+
+    def flips(theirs: Path) -> None:
+        info = next(
+            info
+            for index, info in pickle.loads((theirs / ".metadata").read_bytes()).storage_data.items()
+            if index.fqn == "tok_embeddings.weight"
+        )
+        file = theirs / info.relative_path
+        data = bytearray(file.read_bytes())
+        data[info.offset + info.length // 2] ^= 0x40
+        file.write_bytes(data)
+
+    def sized(*size: int) -> Callable[[Path], None]:
+        def change(about: Any) -> None:
+            about.state_dict_metadata["norm.weight"].size = torch.Size(size)
+
+        return partial(edit, change=change)
+
+    def overlaps(about: Any) -> None:
+        chunks = about.state_dict_metadata["output.weight"].chunks
+        chunks[1].offsets = torch.Size([1, 0])
+        for index, info in list(about.storage_data.items()):
+            if index.fqn == "output.weight" and index.offset != torch.Size([0, 0]):
+                about.storage_data[type(index)(index.fqn, [1, 0])] = info
+
+    refused("sets attributes of a type", sets_name)
+    assert isinstance(PurePosixPath.name, property)
+    refused("tok_embeddings.weight cannot be read: Bad CRC-32", flips)
+    refused("norm.weight has shape .4398046511104.", sized(1 << 42))
+    refused("parts of output.weight overlap", partial(edit, change=overlaps))
+    for wrong in ([1], None):
+        refused(".metadata", partial(edit, change=lambda about: setattr(about, "state_dict_metadata", wrong)))  # noqa: B023
+    for size in ("ab", None, (1.5,)):
+        change = partial(setattr_in, "norm.weight", "size", size)
+        refused("metadata is damaged, or laid out in a way that is not understood", partial(edit, change=change))
+    for path in ("..", ".", "", "a\0b", "/etc/passwd", "..\\x", 3):
+        refused("does not name a file of that folder", partial(edit, change=partial(all_in, path)))
+
+
+def setattr_in(tensor: str, name: str, value: Any, about: Any) -> None:
+    setattr(about.state_dict_metadata[tensor], name, value)
+
+
+def all_in(path: Any, about: Any) -> None:
+    for info in about.storage_data.values():
+        info.relative_path = path
+
+
+def test_a_stack_without_its_bytes_makes_no_list_and_one_part_is_not_copied(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3, 4), "of": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    assert [one.read().tolist() for one in DcpFolder(LocalFolder(tmp_path)).slices("w")] == [[1.0] * 4] * 3
+    edit(tmp_path, partial(setattr_in, "w", "size", torch.Size([1 << 40, 4])))
+    with pytest.raises(CheckpointError, match="parts of w leave out"):
+        DcpFolder(LocalFolder(tmp_path)).slices("w")
+
+
+def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
+    with (tmp_path / "x").open("wb") as file:
+        file.truncate(1 << 42)  # a hole
+    assert LocalFolder(tmp_path).open("x")((1 << 42) - 2, 1 << 42).tolist() == [0, 0]

@@ -12,22 +12,23 @@ Source: torch/distributed/checkpoint (metadata.py, filesystem.py); torchtitan/co
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megazero.checkpoint.folder import LocalFolder, ReadBytes
+from megazero.checkpoint.folder import LocalFolder, ReadBytes, is_file_name
 from megazero.checkpoint.foreign.found import ADAM, Found
 from megazero.checkpoint.foreign.pickles import load_metadata, load_tensors
 from megazero.checkpoint.foreign.source import ForeignCheckpoint, ForeignTensor
-from megazero.checkpoint.index import CheckpointError, read_errors
+from megazero.checkpoint.index import CheckpointError, foreign_errors
 from megazero.models.config import ModelConfig
 from megazero.zero.state import MODEL
 
@@ -42,16 +43,22 @@ _NOT_TAKEN = {
 }
 
 
+_Box: TypeAlias = tuple[tuple[int, int], ...]  # of a part, where it begins and ends in each dimension
+
+
 @dataclass(frozen=True)
 class DcpFolder:
-    """A folder of torch.distributed.checkpoint, whose tensors are put together from their parts when they are read."""
+    """A folder of torch.distributed.checkpoint, whose tensors are put together from their parts when they are read.
+
+    Raises: CheckpointError, also by every method and by what it gives.
+    """
 
     folder: LocalFolder
 
     @cached_property
     def _loaded(self) -> tuple[Metadata, list[str]]:
         path = f"{self.folder}/{METADATA}"
-        with read_errors(path):
+        with foreign_errors(path):
             data = self.folder.read(METADATA)
         try:
             loaded, unknown = load_metadata(data)
@@ -60,6 +67,12 @@ class DcpFolder:
         if not isinstance(loaded, Metadata) or not isinstance(loaded.storage_data, dict):
             named = f"; it names {', '.join(unknown)}, which was not run" if unknown else ""
             raise CheckpointError(f"{path} is no metadata of torch.distributed.checkpoint{named}")
+        with foreign_errors(path):
+            for name, one in loaded.state_dict_metadata.items():
+                if not isinstance(name, str):
+                    raise TypeError(f"{name!r} is no name")
+                if isinstance(one, TensorStorageMetadata):
+                    _check_types(name, one)
         return loaded, unknown
 
     @property
@@ -68,15 +81,22 @@ class DcpFolder:
         return self._loaded[1]
 
     @cached_property
-    def _files(self) -> dict[str, ReadBytes]:
+    def _files(self) -> dict[str, tuple[ReadBytes, int]]:
+        """How to read a file, and its size."""
+        return {}
+
+    @cached_property
+    def _tiled(self) -> dict[str, list[tuple[_Box, tuple[int, ...]]]]:
+        """The parts of tensors that were checked."""
         return {}
 
     @cached_property
     def _parts(self) -> dict[str, dict[tuple[int, ...], Any]]:
         """By name, then by offset in the tensor, where a part lies."""
         found: dict[str, dict[tuple[int, ...], Any]] = {}
-        for index, info in self._loaded[0].storage_data.items():
-            found.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+        with foreign_errors(f"{self.folder}/{METADATA}"):
+            for index, info in self._loaded[0].storage_data.items():
+                found.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
         return found
 
     def tensors(self) -> dict[str, ForeignTensor]:
@@ -98,53 +118,92 @@ class DcpFolder:
     def slices(self, name: str) -> list[ForeignTensor]:
         """The tensors that are stacked along dimension 0 of another one; only the parts that hold one are read for it."""
         about: Any = self._loaded[0].state_dict_metadata[name]
+        if not self._checked(name, about):  # their bytes are there, so the list is not longer than these
+            raise CheckpointError(f"{self.folder}/{METADATA}: {name} has no elements")
         shape, dtype = tuple(about.size[1:]), about.properties.dtype
         return [ForeignTensor(shape, dtype, partial(self._slice, name, about, index)) for index in range(about.size[0])]
 
     def _slice(self, name: str, about: TensorStorageMetadata, index: int) -> Tensor:
         return self._tensor(name, about, (index, index + 1))[0]
 
+    def _checked(self, name: str, about: TensorStorageMetadata) -> list[tuple[_Box, tuple[int, ...]]]:
+        """The parts of a tensor that have elements, each with its offset: they fill it, and the files are as long."""
+        if name in self._tiled:
+            return self._tiled[name]
+        path, item = f"{self.folder}/{METADATA}", about.properties.dtype.itemsize
+        boxes: set[_Box] = set()
+        for chunk in about.chunks:
+            box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            if len(box) != len(about.size) or any(
+                not 0 <= start <= stop <= size for (start, stop), size in zip(box, about.size, strict=True)
+            ):
+                raise CheckpointError(f"{path}: a part of {name} does not lie within its shape {list(about.size)}")
+            elements = _elements(box)
+            if elements == 0:
+                continue
+            _, start, stop = self._place(name, offset := tuple(chunk.offsets))
+            if elements * item > stop - start:
+                raise CheckpointError(f"{path}: {name} at {list(offset)} has fewer bytes than elements")
+            boxes.add(box)
+        if missing := prod(about.size) - sum(map(_elements, boxes)):
+            how = f"leave out {missing}" if missing > 0 else f"have {-missing} too many"
+            raise CheckpointError(f"{path}: the parts of {name} {how} elements")
+        if _overlap(sorted(boxes)):
+            raise CheckpointError(f"{path}: parts of {name} overlap")
+        self._tiled[name] = [(box, tuple(start for start, _ in box)) for box in sorted(boxes)]
+        return self._tiled[name]
+
     def _tensor(self, name: str, about: TensorStorageMetadata, rows: tuple[int, int] | None = None) -> Tensor:
-        """All of a tensor, or only some rows."""
+        """All of a tensor, or only some rows; one that lies in one part is that part, without a copy."""
+        parts = self._checked(name, about)
         first, last = rows or (0, about.size[0] if about.size else 0)
         shape = (last - first, *about.size[1:]) if about.size else ()
-        whole, missing = torch.empty(shape, dtype=about.properties.dtype), torch.ones(shape, dtype=torch.bool)
-        for chunk in about.chunks:
-            box = [slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-            low, high = (max(first, box[0].start), min(last, box[0].stop)) if box else (0, 0)
+        whole: Tensor | None = None
+        for box, offset in parts:
+            low, high = (max(first, box[0][0]), min(last, box[0][1])) if box else (0, 0)
             if box and low >= high:
                 continue
-            part = self._read(name, tuple(chunk.offsets))
-            if not isinstance(part, Tensor) or part.shape != chunk.sizes or part.dtype != whole.dtype:
-                raise CheckpointError(f"{self.folder}: {name} at {list(chunk.offsets)} is not what {METADATA} says")
-            if box:
-                part = part[low - box[0].start : high - box[0].start]
-                box[0] = slice(low - first, high - first)
-            whole[tuple(box)], missing[tuple(box)] = part, False
-        if missing.any():
-            raise CheckpointError(
-                f"{self.folder}/{METADATA}: the parts of {name} leave out {int(missing.sum())} elements"
-            )
-        return whole
+            part, sizes = self._read(name, offset), tuple(stop - start for start, stop in box)
+            if not isinstance(part, Tensor) or part.shape != sizes or part.dtype != about.properties.dtype:
+                raise CheckpointError(f"{self.folder}: {name} at {list(offset)} is not what {METADATA} says")
+            with foreign_errors(f"{self.folder}: {name}"):
+                part = part.detach()
+                if box:
+                    part = part[low - box[0][0] : high - box[0][0]]
+                if part.shape == shape and part.layout == torch.strided and part.device.type == "cpu":
+                    return part
+                if whole is None:
+                    whole = torch.empty(shape, dtype=part.dtype)
+                at = [slice(low - first, high - first), *(slice(*one) for one in box[1:])] if box else []
+                whole[tuple(at)] = part
+            del part
+        return torch.empty(shape, dtype=about.properties.dtype) if whole is None else whole
 
-    def _read(self, name: str, offset: tuple[int, ...]) -> Any:
+    def _place(self, name: str, offset: tuple[int, ...]) -> tuple[str, int, int]:
+        """The file of a part or value, and the bytes of it, which are there."""
         info: Any = self._parts.get(name, {}).get(offset)
         file = getattr(info, "relative_path", None)
-        if not isinstance(file, str) or Path(file).name != file:
+        if not is_file_name(file):
             raise CheckpointError(f"{self.folder}/{METADATA} does not name a file of that folder for {name}: {file!r}")
         path = f"{self.folder}/{file}"
-        if info.transform_descriptors:
-            raise CheckpointError(
-                f"{path} is written with {', '.join(info.transform_descriptors)}, which is not supported"
-            )
-        with read_errors(path):
+        with foreign_errors(path):
+            if info.transform_descriptors:
+                told = ", ".join(map(str, info.transform_descriptors))
+                raise CheckpointError(f"{path} is written with {told}, which is not supported")
             if file not in self._files:
-                self._files[file] = self.folder.open(file)
-            data = self._files[file](info.offset, info.offset + info.length)
-            if data.numel() != info.length:
-                raise ValueError(f"it ends before byte {info.offset + info.length}")
+                self._files[file] = self.folder.open(file), self.folder.size(file) or 0
+            if not (_is_count(info.offset) and _is_count(info.length)):
+                raise ValueError(f"{name} at byte {info.offset!r} of length {info.length!r}")
+            start, stop = info.offset, info.offset + info.length
+            if stop > self._files[file][1]:
+                raise ValueError(f"it ends before byte {stop}")
+        return file, start, stop
+
+    def _read(self, name: str, offset: tuple[int, ...]) -> Any:
+        file, start, stop = self._place(name, offset)
+        path = f"{self.folder}/{file}"
         try:
-            loaded, unknown = load_tensors(data.numpy().tobytes())
+            loaded, unknown = load_tensors(self._files[file][0](start, stop).numpy().data)
         except ValueError as error:
             raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
         if unknown:
@@ -154,23 +213,76 @@ class DcpFolder:
         return loaded
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _check_types(name: str, about: TensorStorageMetadata) -> None:
+    """Raises: TypeError."""
+    sizes = [about.size, *(one for chunk in about.chunks for one in (chunk.offsets, chunk.sizes))]
+    if any(not isinstance(one, tuple) or not all(type(size) is int for size in one) for one in sizes):
+        raise TypeError(f"the shape of {name} or of a part of it")
+    if not all(map(_is_count, about.size)) or not isinstance(about.properties.dtype, torch.dtype):
+        raise TypeError(f"the shape or dtype of {name}")
+
+
+def _elements(box: _Box) -> int:
+    return prod(stop - start for start, stop in box)
+
+
+def _overlap(boxes: Sequence[_Box]) -> bool:
+    """Whether two of the boxes, in order, have an element in common."""
+    open_: list[_Box] = []  # those that have not ended in dimension 0
+    for box in boxes:
+        if box:
+            open_ = [one for one in open_ if one[0][1] > box[0][0]]
+        for one in open_:
+            if all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, box, strict=True)):
+                return True
+        open_.append(box)
+    return False
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A setting as a plain value.  Raises: CheckpointError for a number that is none."""
+    if isinstance(value, list | tuple):
+        return [_plain(name, one) for one in value]
+    value = value.item() if isinstance(value, Tensor) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(f"{name} is {value}")
+    return value
+
+
+def _setting(name: str, entry: ForeignTensor | Callable[[], Any]) -> Any:
+    if isinstance(entry, ForeignTensor) and prod(entry.shape) != 1:
+        raise CheckpointError(f"{name} has shape {list(entry.shape)}, it must be one number")
+    return _plain(name, entry.read() if isinstance(entry, ForeignTensor) else entry())
+
+
+def _count(name: str, entry: ForeignTensor | Callable[[], Any]) -> int:
+    """A number of steps."""
+    found = int(_setting(name, entry))
+    if found < 0:
+        raise CheckpointError(f"{name} is {found}")
+    return found
+
+
 class _Entries(Found):
     """What the entries of a checkpoint say, gathered one by one."""
 
     def add(self, name: str, entry: ForeignTensor | Callable[[], Any]) -> None:
         """Understand an entry, or note that it is not understood."""
-        read = entry.read if isinstance(entry, ForeignTensor) else entry
         if state := _STATE.fullmatch(name):
             if state["kind"] == "step":
-                self.updates.add(int(read()))
+                self.updates.add(_count(name, entry))
             elif state["kind"] in ADAM and isinstance(entry, ForeignTensor):
                 self.add_tensor(state["kind"], state["name"], entry, entry=name)
             else:
                 self.unknown.append(name)
         elif group := _GROUP.fullmatch(name):
-            self.add_setting(name, group["key"], read())
+            self.add_setting(name, group["key"], _setting(name, entry))
         elif _STEP.fullmatch(name):
-            self.add_step(int(read()), entry=name)
+            self.add_step(_count(name, entry), entry=name)
         elif self.is_not_taken(name, _NOT_TAKEN):
             pass
         elif isinstance(entry, ForeignTensor):
@@ -185,5 +297,6 @@ def read_dcp(folder: LocalFolder, _: ModelConfig) -> ForeignCheckpoint:
     found = _Entries(unknown=[f"{name} (named in {METADATA})" for name in source.unknown])
     for entries in (source.tensors(), source.values()):
         for name, entry in entries.items():
-            found.add(name, entry)
+            with foreign_errors(f"{folder}: {name}"):
+                found.add(name, entry)
     return found.checkpoint(str(folder))

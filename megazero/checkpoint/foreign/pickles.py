@@ -4,18 +4,22 @@
     *.distcp, *.pt      torch.save          torch's loader of tensors and plain values; again with stand-ins
 
 A pickle can only name what to call.  Here a name is looked up in a short list, and what is not on it is never imported: its
-calls make a `StandIn`, and its name is told to the caller.
+calls make a `StandIn`, and its name is told to the caller.  A pickle can also set attributes: here only those of objects
+that it has made, never those of a class.  The sums of a zip, which torch does not look at, are checked.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import zipfile
 from argparse import Namespace
 from collections import OrderedDict, defaultdict
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path, PosixPath, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch.distributed.checkpoint import metadata
@@ -71,7 +75,23 @@ class StandIn:
     def __setitem__(self, *_: Any) -> None: ...
 
 
-class _Unpickler(pickle.Unpickler):
+# What a pickle makes anew, and so may fill.
+_FILLED = (
+    metadata.Metadata,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.TensorProperties,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    _StorageInfo,
+    StandIn,
+)
+
+
+class _Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be refused
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         self.unknown: set[str] = set()
@@ -85,6 +105,14 @@ class _Unpickler(pickle.Unpickler):
         self.unknown.add(full)
         return type("StandIn", (StandIn,), {})
 
+    def _load_build(self) -> None:
+        made = self.stack[-2]  # type: ignore[attr-defined]
+        if not isinstance(made, _FILLED):
+            raise pickle.UnpicklingError(f"it sets attributes of a {type(made).__name__}, which was refused")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = _load_build  # type: ignore[assignment]
+
 
 def load_metadata(data: bytes) -> tuple[Any, list[str]]:
     """The value of a plain pickle, and the names in it that were not admitted.  Raises: ValueError: it is damaged."""
@@ -96,7 +124,31 @@ def load_metadata(data: bytes) -> tuple[Any, list[str]]:
         raise ValueError(f"{str(error) or type(error).__name__}{named}") from error
 
 
-def load_tensors(file: Path | bytes) -> tuple[Any, list[str]]:
+class _View(io.RawIOBase):
+    """Bytes that lie in memory as a file, without a copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._data)}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def load_tensors(file: Path | memoryview) -> tuple[Any, list[str]]:
     """The value of a file of `torch.save`, and the names in it that were not admitted; tensors of a path are mapped.
 
     Raises:
@@ -105,19 +157,46 @@ def load_tensors(file: Path | bytes) -> tuple[Any, list[str]]:
     """
 
     def source() -> Any:
-        return io.BytesIO(file) if isinstance(file, bytes) else file
+        return file if isinstance(file, Path) else io.BufferedReader(_View(file))
 
+    def load(*stand_ins: tuple[Any, str]) -> Any:
+        with safe_globals([*((one, name) for name, one in _PLAIN.items()), *stand_ins]):
+            return torch.load(source(), map_location="cpu", weights_only=True, mmap=is_mapped or None)
+
+    unknown: list[str] = []
     try:
-        unknown = sorted(set(get_unsafe_globals_in_checkpoint(source())) - _PLAIN.keys())
-        stand_ins = [(type("StandIn", (StandIn,), {}), name) for name in unknown]
-        plain = [(one, name) for name, one in _PLAIN.items()]
-        with safe_globals([*plain, *stand_ins]):
-            loaded = torch.load(source(), map_location="cpu", weights_only=True, mmap=isinstance(file, Path) or None)
+        if is_zip := zipfile.is_zipfile(source()):
+            if isinstance(file, Path):
+                _check_path(file, (about := file.stat()).st_size, about.st_mtime_ns)
+            else:
+                _check_sums(source())
+        is_mapped = is_zip and isinstance(file, Path)
+        with suppress(pickle.UnpicklingError):
+            return load(), []
+        unknown = sorted(set(get_unsafe_globals_in_checkpoint(source())) - _PLAIN.keys()) if is_zip else []
+        return load(*((type("StandIn", (StandIn,), {}), name) for name in unknown)), unknown
     except FileNotFoundError:
         raise
     except Exception as error:  # of pickle, of zip, of torch
-        text = str(error) or type(error).__name__
-        with suppress(Exception):
-            text = f"{text.splitlines()[0]}; it names {', '.join(get_unsafe_globals_in_checkpoint(source()))}"
-        raise ValueError(text.splitlines()[0]) from error
-    return loaded, unknown
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in text:  # torch advises to run it
+            text = "it is damaged, or more than tensors and plain values"
+        named = f"; it names {', '.join(unknown)}, which was not run" if unknown else ""
+        raise ValueError(text + named) from error
+
+
+@lru_cache(maxsize=4096)  # a file of many tensors is opened more than once
+def _check_path(path: Path, size: int, changed: int) -> None:
+    _check_sums(path)
+
+
+def _check_sums(file: Path | BinaryIO) -> None:
+    """Raises: zipfile.BadZipFile or ValueError where a member is not what was written."""
+    with zipfile.ZipFile(file) as archive:
+        for one in archive.infolist():
+            if one.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{one.filename} is compressed, which torch.save does not do")
+            if one.CRC:  # torch can be told to write none
+                with archive.open(one) as member:
+                    while member.read(1 << 20):
+                        pass
