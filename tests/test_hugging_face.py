@@ -514,7 +514,7 @@ class _LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         views = {one.untyped_storage()._cdata for one in args if isinstance(one, Tensor)}
-        if isinstance(out, Tensor) and out.device.type == "cpu" and "from_file" not in str(func):
+        if isinstance(out, Tensor) and out.device.type == "cpu":
             storage = out.untyped_storage()
             if storage._cdata not in views:
                 self._live[id(out)] = storage.nbytes()
@@ -678,3 +678,35 @@ def test_verify_has_a_line_for_each_step_and_names_damage(steps: Path, tmp_path:
     assert command("verify", state.parent).exit_code == 1
     nothing = command("verify", tmp_path / "nowhere")
     assert (nothing.exit_code, nothing.stderr.count("\n")) == (1, 1)
+
+
+def test_one_file_comes_before_an_index_and_what_is_no_tensor_is_named(tmp_path: Path) -> None:
+    hub = hub_model("llama", tmp_path / "hub")
+    weights = load_file(hub / "model.safetensors")
+    old = {name: torch.zeros_like(one) for name, one in weights.items()}
+    save_file(old, hub / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(old, "model-00001-of-00001.safetensors")}
+    (hub / "model.safetensors.index.json").write_text(json.dumps(index))
+    import_model(hub, tmp_path / "ours")
+    assert stored(tmp_path / "ours")["model.norm.weight"].any()
+    with pytest.raises(CheckpointError, match=r"is a checkpoint of megazero: set checkpoint\.resume"):
+        import_model(tmp_path / "ours", tmp_path / "no")
+    with pytest.raises(ValueError, match=r"only local directories are read here, not a URL of https://$"):
+        import_model("https://user:secret@host/x", tmp_path / "no")
+
+    for file in ("model.safetensors", "model.safetensors.index.json"):
+        (hub / file).unlink()
+    for content, message in (
+        (weights | {"lora": {"a": torch.ones(3)}}, r"lora \(in pytorch_model.bin\) is not understood.*--ignore"),
+        ([1, 2], "pytorch_model.bin cannot be read .it holds a list"),
+    ):
+        torch.save(content, hub / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match=message):
+            import_model(hub, tmp_path / "no")
+    torch.save(weights, hub / "pytorch_model.bin")
+    config = json.loads((hub / "config.json").read_text())
+    for change in ({"layer_types": 7}, {"rope_scaling": [1]}, {"hidden_size": 1 << 40}, {"num_hidden_layers": 1 << 40}):
+        (hub / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            import_model(hub, tmp_path / "no")
+    assert not (tmp_path / "no").exists()

@@ -22,7 +22,15 @@ from megazero.checkpoint.foreign.writer import Imported, write_step
 from megazero.checkpoint.hugging_face.config import format_of, logical_shapes, model_section
 from megazero.checkpoint.hugging_face.tokenizer import TOKEN_IDS, TOKENIZER, tokenizer_files
 from megazero.checkpoint.hugging_face.weights import open_weights
-from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, versions
+from megazero.checkpoint.index import (
+    HF_CONFIG,
+    MANIFEST,
+    TRAINER_STATE,
+    CheckpointError,
+    TrainerState,
+    foreign_errors,
+    versions,
+)
 from megazero.checkpoint.shards import new_folder
 from megazero.models.config import ModelConfig
 from megazero.settings import toml_value
@@ -53,15 +61,23 @@ def import_model(
             or the files cannot be read or written; nothing is left in `out`.
     """
     folder = LocalFolder(Path(source))
+    if folder.has(TRAINER_STATE) and folder.has(MANIFEST):
+        raise CheckpointError(f"{folder} is a checkpoint of megazero: set checkpoint.resume to it")
     config = _read_config(folder)
-    try:
-        model = model_section(config, seq_len)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}/{HF_CONFIG} is not a model that can be imported: {error}") from error
-    told = format_of(model.family).told(config, seq_len)
+    with foreign_errors(f"{folder}/{HF_CONFIG}"):
+        try:
+            model = model_section(config, seq_len)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}/{HF_CONFIG} is not a model that can be imported: {error}") from error
+        told = format_of(model.family).told(config, seq_len)
     tokenizer = tokenizer_files(folder)
-    found = ForeignCheckpoint(str(folder), {MODEL: open_weights(folder)})
-    kinds = match(found, model, logical_shapes(model), described_by=f"its {HF_CONFIG}", ignore=ignore)
+    weights, unknown = open_weights(folder)
+    if model.num_layers > len(weights):
+        raise CheckpointError(f"{folder}/{HF_CONFIG} is of {model.num_layers} layers, there are {len(weights)} tensors")
+    with foreign_errors(f"{folder}/{HF_CONFIG}"):
+        shapes = logical_shapes(model)
+    found = ForeignCheckpoint(str(folder), {MODEL: weights}, unknown=unknown)
+    kinds = match(found, model, shapes, described_by=f"its {HF_CONFIG}", ignore=ignore)
     # before the first step, on data that is not chosen yet
     trainer = TrainerState(0, 0, 0, 0, "", set_keys(model), {}, {}, versions())
     ids = {key: config[key] for key in TOKEN_IDS if key in config}

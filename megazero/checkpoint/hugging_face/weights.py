@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megazero.checkpoint.folder import LocalFolder
+from megazero.checkpoint.foreign.pickles import load_tensors
 from megazero.checkpoint.foreign.source import ForeignTensor
 from megazero.checkpoint.index import CheckpointError
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
-def open_weights(folder: LocalFolder) -> dict[str, ForeignTensor]:
+def open_weights(folder: LocalFolder) -> tuple[dict[str, ForeignTensor], list[str]]:
     """The tensors of a transformers model directory, in any of its formats, by the names in the files.
+
+    Also the names of what is no tensor.
 
     Raises:
         CheckpointError: there are no weights, a file is missing or cannot be read, or does not hold what the index says.
     """
     files, listed = _find(folder)
     tensors: dict[str, ForeignTensor] = {}
+    unknown: list[str] = []
     for file in files:
         try:
-            opened = (_open_safetensors if file.endswith(".safetensors") else _open_pickled)(folder.path / file)
+            if file.endswith(".safetensors"):
+                opened = _open_safetensors(folder.path / file)
+            else:
+                opened, others = _open_pickled(folder.path / file)
+                unknown += (f"{name} (in {file})" for name in others)
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder}/{file} is missing") from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -38,12 +44,14 @@ def open_weights(folder: LocalFolder) -> dict[str, ForeignTensor]:
         tensors |= opened
     if lost := [name for name in listed if name not in tensors]:
         raise CheckpointError(f"{folder}/{listed[lost[0]]} does not hold {lost[0]}, which its index says it does")
-    return tensors
+    return tensors, unknown
 
 
 def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
-    """Files of weights, and their index's map of tensors to files."""
+    """Files of weights, and their index's map of tensors to files.  One file comes before an index, as in transformers."""
     for name in _WEIGHTS:
+        if folder.has(name):
+            return [name], {}
         index = f"{name}.index.json"
         if folder.has(index):
             try:
@@ -53,8 +61,6 @@ def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
             for tensor, file in listed.items():
                 _check_inside(folder, index, tensor, file)
             return sorted(set(listed.values())), listed
-        if folder.has(name):
-            return [name], {}
     raise CheckpointError(f"{folder} has no weights: neither {_WEIGHTS[0]} nor {_WEIGHTS[1]}, nor their index")
 
 
@@ -76,13 +82,15 @@ def _open_safetensors(path: Path) -> dict[str, ForeignTensor]:
     return {name: stored(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
 
 
-def _open_pickled(path: Path) -> dict[str, ForeignTensor]:
-    """The tensors of a file of `torch.save`, mapped; a file older than torch 1.6 is read whole."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # of pickle, of zip, of torch: anything can be in the file
-        raise ValueError(str(error).splitlines()[0]) from error
-    tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
-    return {name: ForeignTensor(tuple(one.shape), one.dtype, one.detach) for name, one in tensors.items()}
+def _open_pickled(path: Path) -> tuple[dict[str, ForeignTensor], list[str]]:
+    """The tensors of a file of `torch.save`, mapped, and what else is in it; a file older than torch 1.6 is read whole."""
+    found, unknown = load_tensors(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, not tensors by name")
+    tensors: dict[str, ForeignTensor] = {}
+    for name, one in found.items():
+        if isinstance(name, str) and isinstance(one, Tensor):
+            tensors[name] = ForeignTensor(tuple(one.shape), one.dtype, one.detach)
+        else:
+            unknown.append(str(name))
+    return tensors, unknown
