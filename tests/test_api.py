@@ -1037,6 +1037,29 @@ def test_values_set_before_a_parameter_is_registered_are_kept_under_init() -> No
     assert found == expected
 
 
+def _copied() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    nn.init.constant_(layer.bias, 1.0)
+    copies = nn.ModuleList(copy.deepcopy(layer) for _ in range(3))
+    nn.init.constant_(layer.bias, 2.0)  # the copies are drawn by then
+    nn.init.constant_(copies[1].weight, 3.0)
+    copies[2].weight.data.add_(torch.randn_like(copies[2].weight))
+    twice = copy.deepcopy(copies[2])
+    nn.init.constant_(copies[2].bias, 4.0)
+    return nn.ModuleList([*copies, twice, layer])
+
+
+def test_a_copy_of_a_module_goes_on_by_itself_under_init() -> None:
+    with megazero.zero.Init():
+        model = _copied()
+    found = weights(bring(lambda: model, settings()))
+    assert [found[f"{at}.bias"].unique().tolist() for at in range(5)] == [[1.0], [1.0], [4.0], [1.0], [2.0]]
+    assert torch.equal(found["0.weight"], found["4.weight"])  # as a copy in memory is
+    assert found["1.weight"].eq(3.0).all()
+    assert torch.equal(found["2.weight"], found["3.weight"])
+    assert not torch.isclose(found["2.weight"], found["0.weight"]).any()
+
+
 class LiveBytes(TorchDispatchMode):
     """Greatest number of bytes in tensors of at least `least` bytes that were alive at once."""
 

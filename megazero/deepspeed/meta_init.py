@@ -10,7 +10,7 @@ built as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,12 @@ class _History:
 
     make: Callable[[], Tensor]
     steps: list[tuple[Any, Any, Any, int]] = field(default_factory=list)
+    # Where random numbers begin anew: (steps before it, identity).  Copies share those before they were copied.
+    draws: list[tuple[int, object]] = field(default_factory=lambda: [(0, object())])
+
+    def copy(self) -> _History:
+        """A history that goes on by itself: what the parameter was is the copy's, too."""
+        return _History(self.make, list(self.steps), [*self.draws, (len(self.steps), object())])
 
 
 @dataclass(frozen=True)
@@ -82,28 +88,43 @@ class MetaParameter(nn.Parameter):
                 lambda value: _proxy(value, history, number, False) if isinstance(value, Tensor) else value, result
             )
 
-    def replay(self, seed: int, name: str) -> Tensor:
-        """The initial values, on the CPU; the run's seed and the parameter's name key the random numbers."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> MetaParameter:
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = _proxy(self.data, self.history.copy(), self.number, self.requires_grad)
+        copied: MetaParameter = memo[id(self)]
+        return copied
+
+    def replay(self, seed: int, keys: Mapping[object, str]) -> Tensor:
+        """The initial values, on the CPU; the run's seed and the `keys` of the history's draws key the random numbers."""
+        (_, first), *others = [(steps, derive_key(seed, keys[draw]) % 2**63) for steps, draw in self.history.draws]
+        draws = dict(others)
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            torch.manual_seed(derive_key(seed, name) % 2**63)
+            torch.manual_seed(first)
             results: dict[int, Any] = {0: self.history.make()}
 
             def recall(value: Any) -> Any:
                 return results[value.number] if isinstance(value, _Result) else value
 
             for func, args, kwargs, number in self.history.steps:
+                if number - 1 in draws:
+                    torch.manual_seed(draws[number - 1])
                 results[number] = func(*tree_map(recall, args), **tree_map(recall, kwargs))
-            values: Tensor = results[0]
+            values: Tensor = results[self.number]
         return values
 
 
 def deferred_values(described: Sequence[Described], seed: int) -> DeferredValues:
     """Replays the parameters of a model that were built under `Init`, each once, under the run's seed."""
     recorded = {one.name: one.parameter for one in described if isinstance(one.parameter, MetaParameter)}
+    keys: dict[object, str] = {}  # what copies share has the key of the first
+    for name, parameter in recorded.items():
+        for copies, (_, draw) in enumerate(parameter.history.draws):
+            keys.setdefault(draw, f"{name} after {copies} copies" if copies else name)
 
     def replay(name: str) -> Tensor | None:
         parameter = recorded.pop(name, None)
-        return None if parameter is None else parameter.replay(seed, name)
+        return None if parameter is None else parameter.replay(seed, keys)
 
     return replay
 
