@@ -1060,6 +1060,25 @@ def test_a_copy_of_a_module_goes_on_by_itself_under_init() -> None:
     assert not torch.isclose(found["2.weight"], found["0.weight"]).any()
 
 
+def test_init_remembers_a_tensor_s_values_as_they_were() -> None:
+    """The script may write its scratch memory again, by whatever path; what it reads of a parameter is refused."""
+    scratch = torch.full((2, 3), 5.0)
+    with megazero.zero.Init():
+        model = nn.Linear(3, 2)
+    model.weight.data.copy_(scratch)
+    scratch.mul_(2)
+    model.weight.data.add_(scratch)
+    scratch.numpy()[:] = 9.0
+    model.bias.data.copy_(scratch[:, 0])
+    scratch.data.zero_()
+    for read in (scratch.copy_, lambda weight: torch.mul(weight, 2, out=scratch), scratch.__iadd__):
+        with pytest.raises(RuntimeError, match="writes a parameter's values into another tensor"):
+            read(model.weight.data)
+    found = weights(bring(lambda: model, settings()))
+    assert found["weight"].eq(15.0).all()
+    assert found["bias"].eq(9.0).all()
+
+
 class LiveBytes(TorchDispatchMode):
     """Greatest number of bytes in tensors of at least `least` bytes that were alive at once."""
 

@@ -77,12 +77,18 @@ class MetaParameter(nn.Parameter):
                     "build it without zero.Init, or tie the modules' parameters by assignment"
                 )
             history = next(iter(histories.values())).history
+            changed = (kwargs or {}).get("out", args[0] if args and _changes_first(name) else None)
+            if isinstance(changed, Tensor) and not isinstance(changed, cls):
+                raise RuntimeError(
+                    f"{name} writes a parameter's values into another tensor; under zero.Init they are not known before "
+                    "initialize"
+                )
             number = len(history.steps) + 1
             history.steps.append((func, tree_map(_record, args), tree_map(_record, kwargs), number))
             with torch.no_grad():
                 result = func(*tree_map(_as_meta, args), **tree_map(_as_meta, kwargs))
             target = args[0] if args else None
-            if isinstance(target, cls) and name.endswith("_") and not name.endswith("__"):
+            if isinstance(target, cls) and _changes_first(name) and not name.startswith("__"):
                 return target  # in place: the same object
             return tree_map(
                 lambda value: _proxy(value, history, number, False) if isinstance(value, Tensor) else value, result
@@ -135,8 +141,18 @@ def _proxy(meta: Tensor, history: _History, number: int, requires_grad: bool) ->
     return made
 
 
+def _changes_first(name: str) -> bool:
+    """Whether a function changes its first argument in place."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return name.endswith("_")
+
+
 def _record(value: Any) -> Any:
-    return _Result(value.number) if isinstance(value, MetaParameter) else value
+    """What stands for an argument until the replay; a tensor is copied, for the script may use its memory again."""
+    if isinstance(value, MetaParameter):
+        return _Result(value.number)
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) and not value.is_meta else value
 
 
 def _as_meta(value: Any) -> Any:
