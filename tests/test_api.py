@@ -1079,6 +1079,49 @@ def test_init_remembers_a_tensor_s_values_as_they_were() -> None:
     assert found["bias"].eq(9.0).all()
 
 
+def _whole_within_whole(rank: int) -> None:
+    gathered = megazero.zero.GatheredParameters
+    for stage in STAGES:
+        engine = megazero.initialize(model=nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), config=settings(stage))[0]
+        weight, traffic = engine.module[0].weight, engine.parallel_state.traffic
+        with torch.no_grad():
+            with gathered(list(engine.module.parameters()), modifier_rank=0):
+                if rank == 0:
+                    weight.fill_(2.0)
+                with gathered(weight):  # DeepSpeed's scripts read what a caller may have gathered
+                    assert stage < 3 or rank > 0 or weight.eq(2.0).all()
+                if rank == 0:
+                    weight[1:].add_(1.0)
+                with gathered(weight, modifier_rank=0):
+                    if rank == 0:
+                        weight[2:].add_(1.0)
+                with pytest.raises(ValueError, match=r"weight is already within .*modifier_rank=0"):
+                    gathered(weight, modifier_rank=1).__enter__()
+            found = weights(engine)["0.weight"]
+            assert found[:, 0].tolist() == [2.0, 3.0, 4.0, 4.0], stage
+            with gathered(weight, modifier_rank=0):
+                if rank == 1:
+                    weight.fill_(7.0)  # counts nowhere
+            assert torch.equal(weights(engine)["0.weight"], found), stage
+            if stage == 3:
+                with gathered(weight), pytest.raises(ValueError, match="modifier_rank=None"):
+                    gathered(weight, modifier_rank=0).__enter__()
+            traffic.reset()
+            with gathered(weight, modifier_rank=0):
+                pass
+            unchanged = sum(traffic.sent_bytes.values())
+            with gathered(engine.module[1].weight, modifier_rank=0):
+                engine.module[1].weight.add_(1.0)
+            changed = sum(traffic.sent_bytes.values()) - unchanged
+        assert unchanged <= (100 if stage == 3 else 8), stage  # 20 elements of a unit, and who has changed what
+        assert stage < 3 or changed <= 600, (stage, changed)  # of 8 units one
+        engine.close()
+
+
+def test_whole_parameters_may_be_asked_for_within_each_other_and_send_what_changed() -> None:
+    run_world(2, _whole_within_whole)
+
+
 class LiveBytes(TorchDispatchMode):
     """Greatest number of bytes in tensors of at least `least` bytes that were alive at once."""
 

@@ -192,16 +192,21 @@ class ShardedParameters:
                 bucket.write(bucket.weight_shard, bucket.owned, bucket.read(bucket.master, bucket.owned))
         self.all_gather_weights(gathers=gathers)
 
-    def all_gather_weights(self, *, gathers: bool = True) -> None:
-        """Let modules see the changed weights of all ranks; `gathers`: False where `weights` holds the others' already."""
+    def all_gather_weights(self, *, gathers: bool = True, changed: Sequence[Bucket] | None = None) -> None:
+        """Let modules see the changed weights of all ranks.
+
+        `gathers`: False where `weights` holds the others' already.  `changed`: the buckets that have changed; None for all.
+        """
+        buckets = self.buckets if changed is None else changed
         pendings = [
             all_gather(bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop], self.policy.shard)
-            for bucket in self.buckets
+            for bucket in buckets
             if gathers and bucket.keeps_weights and bucket.owned != bucket.layout.whole
         ]
         for pending in pendings:
             pending.wait()
-        increment_version(self.by_name.values())  # a backward of an earlier forward must not use them
+        parameters = [self.by_name[slot.info.name] for bucket in buckets for slot in bucket.layout.slots]
+        increment_version(parameters)  # a backward of an earlier forward must not use them
         if self.gatherer is not None:
             self.gatherer.forget()
 
