@@ -21,7 +21,7 @@ from harness import run_world
 from torch import nn
 
 from megazero.deepspeed import comm, script_optimizers
-from megazero.deepspeed.__main__ import main
+from megazero.deepspeed.__main__ import main, other_launcher
 from megazero.deepspeed.accelerator import _OF_TORCH, Accelerator
 from megazero.deepspeed.mirror import _names_of, lookup, stand_for_deepspeed
 from megazero.deepspeed.names import HOMES, UNSUPPORTED
@@ -220,6 +220,33 @@ def test_without_a_script_the_command_says_how_it_is_used(
     assert re.search(
         r"usage: python -m megazero.deepspeed(.|\n)*(required: script|no script missing.py)", capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2(.|\n)*torchrun"),
+        ({"PMI_SIZE": "4"}, "PMI_SIZE=4(.|\n)*torchrun"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, "SLURM_NTASKS=2(.|\n)*torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "LOCAL_RANK is not"),
+    ],
+)
+def test_tasks_without_ranks_do_not_each_train_alone(
+    environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        main([__file__])
+    assert end.value.code == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_one_task_or_an_allocation_is_no_other_launcher() -> None:
+    for environment in ({"SLURM_NTASKS": "2"}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"PMI_SIZE": "2", "RANK": "0"}):
+        assert other_launcher(environment) is None
 
 
 def test_importing_the_names_costs_no_torch() -> None:

@@ -1,7 +1,8 @@
 """Runs a script that was written for DeepSpeed, unchanged: `torchrun ... -m megazero.deepspeed script.py ARGS`.
 
 `import deepspeed` in it, or in what it imports, gives megazero's names.  Before ARGS it passes --local_rank=N as
-DeepSpeed's launcher does; `--no_local_rank` before the script leaves that out.  Without torchrun it is the only rank.
+DeepSpeed's launcher does; `--no_local_rank` before the script leaves that out.  Without torchrun it is the only rank;
+under mpirun or srun with several tasks each would be one of its own, which is refused.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ import argparse
 import os
 import runpy
 import sys
+from collections.abc import Mapping
 
 from megazero.deepspeed.mirror import stand_for_deepspeed
 
 # What torchrun sets.  Port 0 is any free one: nobody else joins.
 _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 _ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def other_launcher(environment: Mapping[str, str]) -> str | None:
+    """The variable by which a launcher without RANK says that this process is one of several; None if none does."""
+    sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+    sizes += ["SLURM_NTASKS"] if "SLURM_PROCID" in environment else []  # else no task of srun's
+    found = [name for name in sizes if environment.get(name, "").isdecimal() and int(environment[name]) > 1]
+    return found[0] if found and "RANK" not in environment else None
 
 
 def main(arguments: list[str]) -> None:
@@ -29,6 +39,13 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     if not os.path.isfile(given.script):
         parser.error(f"there is no script {given.script}")
+    if several := other_launcher(os.environ):
+        parser.error(
+            f"{several}={os.environ[several]}, but no RANK is set, so that every process would train alone; start it with "
+            "torchrun, one on each machine"
+        )
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+        parser.error("RANK is set, but LOCAL_RANK is not; start it with torchrun, which sets both")
     if "RANK" not in os.environ:
         os.environ.update(_ALONE)
     rank = [] if given.no_local_rank else [f"--local_rank={os.environ['LOCAL_RANK']}"]
