@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -279,6 +280,39 @@ def test_every_module_is_one_under_both_names() -> None:
     for accelerator in (Accelerator("cpu"), Accelerator("cuda")):
         for name in _OF_TORCH:
             assert getattr(accelerator, name) is not None, name
+
+
+def _source(module: str) -> ast.Module:
+    """The installed DeepSpeed's source of a module, which is not run."""
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs DeepSpeed's source: pip install deepspeed")
+    path = Path(spec.origin).parent.joinpath(*module.split("."))
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+@pytest.mark.parametrize(
+    ("module", "home"),
+    [
+        ("runtime.lr_schedules", "runtime.lr_schedules"),
+        ("runtime.zero.partition_parameters", "zero"),
+        ("runtime.pipe.topology", "runtime.pipe.topology"),
+        ("runtime.utils", "runtime.utils"),
+        ("utils.logging", "utils.logging"),
+        ("utils.groups", "utils.groups"),
+    ],
+)
+def test_what_is_called_the_same_takes_the_same_arguments_by_position(module: str, home: str) -> None:
+    differs = {"Init", "log_dist", "see_memory_usage"}
+    for node in _source(module).body:
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name not in set(_names_of(home)) - differs:
+            continue
+        made = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+        theirs = [one.arg for one in (made[0] if isinstance(node, ast.ClassDef) else node).args.args]
+        signature = inspect.signature(lookup(home, node.name)).parameters.values()
+        ours = [one.name for one in signature if one.kind is one.POSITIONAL_OR_KEYWORD]
+        theirs = theirs[1:] if made else theirs
+        assert ours[: len(theirs)] == theirs, node.name
 
 
 def _public_names(module: str) -> set[str]:

@@ -49,22 +49,23 @@ def _count(default: Any = MISSING, *, least: int) -> Any:
     return field(default=default, metadata={"least": least})
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class LRSchedule(ABC):
     """A learning rate for each parameter group as a function of the step, which is all its state.
+
+    Each schedule is a dataclass with all its fields, in DeepSpeed's order.
 
     Args:
         optimizer: anything with `param_groups`; the groups are changed in place.
         last_batch_iteration: steps already done minus 1; -1 starts from the beginning.
     """
 
-    optimizer: Any = field(kw_only=False)
-    last_batch_iteration: int = _count(-1, least=-1)
+    optimizer: Any
+    last_batch_iteration: int
 
     def __post_init__(self) -> None:
         if not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"a schedule needs an optimizer with param_groups, got {type(self.optimizer).__name__}")
-        for one in fields(self):
+        for one in fields(self):  # type: ignore[arg-type]  # of a schedule
             name, least, value = one.name, one.metadata.get("least"), getattr(self, one.name)
             if least is None or (value is None and one.default is None):
                 continue
@@ -133,10 +134,9 @@ class LRSchedule(ABC):
         return [float(group["initial_lr"]) for group in self.optimizer.param_groups]
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class _WarmupSchedule(LRSchedule):
-    warmup_num_steps: int = _count(1000, least=1)
-    warmup_type: str = "log"
+    warmup_num_steps: int
+    warmup_type: str
 
     def _prepare(self) -> None:
         if self.warmup_type not in ("log", "linear"):
@@ -152,18 +152,9 @@ class _WarmupSchedule(LRSchedule):
         return warmup_factor(step, self.warmup_num_steps, self.warmup_type)
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class WarmupLR(_WarmupSchedule):
-    """From warmup_min_lr up to warmup_max_lr over warmup_num_steps steps, then constant.
-
-    Args:
-        warmup_max_lr: None takes each group's own rate.
-        warmup_num_steps: at least 1; 1 counts as 2, as in DeepSpeed.
-        warmup_type: "log" or "linear".
-    """
-
-    warmup_min_lr: PerGroup = 0.0
-    warmup_max_lr: PerGroup | None = None
+class _WarmupBetween(_WarmupSchedule):
+    warmup_min_lr: PerGroup
+    warmup_max_lr: PerGroup | None
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -174,12 +165,35 @@ class WarmupLR(_WarmupSchedule):
         return _between(self._min_lrs, self._max_lrs, self.factor_at(step))
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
-class WarmupDecayLR(WarmupLR):
+@dataclass(eq=False, repr=False)
+class WarmupLR(_WarmupBetween):
+    """From warmup_min_lr up to warmup_max_lr over warmup_num_steps steps, then constant.
+
+    Args:
+        warmup_max_lr: None takes each group's own rate.
+        warmup_num_steps: at least 1; 1 counts as 2, as in DeepSpeed.
+        warmup_type: "log" or "linear".
+    """
+
+    optimizer: Any
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = None
+    warmup_num_steps: int = _count(1000, least=1)
+    warmup_type: str = "log"
+    last_batch_iteration: int = _count(-1, least=-1)
+
+
+@dataclass(eq=False, repr=False)
+class WarmupDecayLR(_WarmupBetween):
     """As WarmupLR, then linearly down to warmup_min_lr at total_num_steps, where it stays."""
 
+    optimizer: Any
     total_num_steps: int = _count(least=1)
+    warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = 0.001
+    warmup_num_steps: int = _count(1000, least=1)
+    warmup_type: str = "log"
+    last_batch_iteration: int = _count(-1, least=-1)
 
     def factor_at(self, step: int) -> float:
         if step < self.warmup_num_steps:
@@ -188,7 +202,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / max(1, steps))
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class WarmupCosineLR(_WarmupSchedule):
     """Each group's own rate times a ratio: from warmup_min_ratio up to 1, then along a cosine down to cos_min_ratio.
 
@@ -196,9 +210,13 @@ class WarmupCosineLR(_WarmupSchedule):
     DeepSpeed sets 0 there.
     """
 
+    optimizer: Any
     total_num_steps: int = _count(least=1)
     warmup_min_ratio: PerGroup = 0.0
+    warmup_num_steps: int = _count(1000, least=1)
     cos_min_ratio: float = 0.0001
+    warmup_type: str = "log"
+    last_batch_iteration: int = _count(-1, least=-1)
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -217,7 +235,7 @@ class WarmupCosineLR(_WarmupSchedule):
         return [lr * ratio for lr, ratio in zip(self._base_lrs, ratios, strict=True)]
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class OneCycle(LRSchedule):
     """One cycle of the learning rate up and down again, momentum the other way, then a slow decay (Smith 2018).
 
@@ -233,6 +251,7 @@ class OneCycle(LRSchedule):
     beta2 stays the group's own (there 0.99), and before the first step beta1 is cycle_max_mom (there cycle_min_mom).
     """
 
+    optimizer: Any
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
     decay_lr_rate: float = 0.0
@@ -245,6 +264,7 @@ class OneCycle(LRSchedule):
     cycle_min_mom: PerGroup = 0.8
     cycle_max_mom: PerGroup = 0.9
     decay_mom_rate: float = 0.0
+    last_batch_iteration: int = _count(-1, least=-1)
 
     def _prepare(self) -> None:
         self._check_not_negative("decay_lr_rate")
@@ -293,7 +313,7 @@ class OneCycle(LRSchedule):
         return (after + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class LRRangeTest(LRSchedule):
     """A rate that only grows, to find the greatest one that trains (Smith 2018).
 
@@ -302,10 +322,12 @@ class LRRangeTest(LRSchedule):
         lr_range_test_staircase: grow once every interval instead of at every step.
     """
 
+    optimizer: Any
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: int = _count(2000, least=1)
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
+    last_batch_iteration: int = _count(-1, least=-1)
 
     def _prepare(self) -> None:
         self._check_not_negative("lr_range_test_step_rate")
