@@ -88,8 +88,12 @@ class ProcessTopology:
         """The groups of ranks that differ only along an axis; none for an axis that the topology does not have."""
         if axis not in self.axes:
             return []
-        ranks = range(self.world_size())
-        return [list(group) for group in sorted({self.grid.group_of(rank, _AXES[axis]) for rank in ranks})]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        number = self.axes.index(axis)
+        for rank in range(self.world_size()):
+            at = tuple(self.get_coord(rank))
+            groups.setdefault(at[:number] + at[number + 1 :], []).append(rank)
+        return list(groups.values())
 
 
 class PipeDataParallelTopology(ProcessTopology):
