@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 _OF_TORCH = {
     "BFloat16Tensor", "ByteTensor", "DoubleTensor", "Event", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor",
-    "Stream", "current_stream", "device_count", "empty_cache", "get_rng_state", "initial_seed",
+    "Stream", "current_stream", "default_stream", "device_count", "empty_cache", "get_rng_state", "initial_seed",
     "is_available", "manual_seed", "manual_seed_all", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
     "memory_reserved", "memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats",
     "range_pop", "range_push", "set_rng_state", "stream", "synchronize",
@@ -38,7 +39,8 @@ class Accelerator:
             raise AttributeError(f"megazero's accelerator has no {name!r}; docs/deepspeed.md lists what it has")
         if not self._is_cuda:
             return _of_host(name)
-        return getattr(torch.cuda.nvtx if name.startswith("range_") else torch.cuda, name)
+        found = getattr(torch.cuda.nvtx if name.startswith("range_") else torch.cuda, name)
+        return found if name[0].isupper() else _with_index(found)
 
     def device_name(self, device_index: int | None = None) -> str:
         """The name for `Tensor.to`: "cuda", "cuda:1", "cpu"."""
@@ -95,9 +97,56 @@ class Accelerator:
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
 
-    def pin_memory(self, tensor: Tensor, **_: Any) -> Tensor:
-        """The tensor in page-locked memory, where that speeds up copies to the device."""
+    def pin_memory(
+        self,
+        tensor: Tensor,
+        make_copy: bool = True,
+        match_shape: bool = True,
+        *,
+        align_bytes: int = 1,  # noqa: ARG002
+    ) -> Tensor:
+        """The tensor in page-locked memory, where that speeds up copies to the device.
+
+        Without `make_copy` the values are undefined, and without `match_shape`, too, the shape is flat.  `align_bytes`: as
+        older releases have it, also as the second argument; torch aligns to at least 64.
+        """
+        if not make_copy and not match_shape:
+            tensor = tensor.reshape(-1)
         return tensor.pin_memory() if self._is_cuda else tensor
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in page-locked memory."""
+        return self._is_cuda and tensor.is_pinned()
+
+    def is_synchronized_device(self) -> bool:
+        """Whether a call returns when its work is done."""
+        return not self._is_cuda
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def is_fp64_supported(self) -> bool:
+        """Whether it computes in fp64."""
+        return True
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton's kernels run on it."""
+        return self._is_cuda and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+    def random(self) -> Any:
+        """The module `torch.random`."""
+        return torch.random
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator from which a device draws by itself."""
+        return torch.cuda.default_generators[device_index] if self._is_cuda else torch.default_generator
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call something once the device is initialised."""
+        return torch.cuda._lazy_call(callback) if self._is_cuda else callback()
+
+    def visible_devices_envs(self) -> list[str]:
+        """The variables that say which devices a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
 
 
 @cache
@@ -106,18 +155,38 @@ def get_accelerator() -> Accelerator:
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _with_index(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch.cuda that takes its argument `device` under DeepSpeed's name."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{"device" if key == "device_index" else key: value for key, value in kwargs.items()})
+
+    return called
+
+
 def _of_host(name: str) -> Any:
     """What stands on the CPU for a function or class of torch.cuda."""
-    if name == "memory_stats":
-        return lambda *_: {f"allocated_bytes.all.{which}": _resident_bytes() for which in ("current", "peak")}
+    without_index: dict[str, Callable[..., Any]] = {
+        "memory_stats": lambda: {f"allocated_bytes.all.{which}": _resident_bytes() for which in ("current", "peak")},
+        "current_stream": torch.cpu.current_stream,
+        "default_stream": torch.cpu.current_stream,
+        "synchronize": torch.cpu.synchronize,
+        "get_rng_state": torch.get_rng_state,
+        "initial_seed": torch.initial_seed,
+    }
+    if name in without_index:
+        return lambda *_, **__: without_index[name]()
+    if name == "set_rng_state":
+        return lambda new_state, *_, **__: torch.set_rng_state(new_state)
     if name.startswith(("reset_", "empty_", "range_")):
-        return lambda *_: None
+        return lambda *_, **__: None
     if "memory" in name:
         return _resident_bytes
     home = torch.cpu if hasattr(torch.cpu, name) else torch
     return getattr(home, name.removesuffix("_all"))
 
 
-def _resident_bytes(*_: Any) -> int:
+def _resident_bytes(*_: Any, **__: Any) -> int:
     """The most memory that this process has held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -41,6 +41,7 @@ _COMPILE = "compile the module with torch.compile before initialize"
 _CONFIGURED = "it is set in the configuration, and has no method; engine.config has what was read"
 _DATA = "it has no curriculum and drops no tokens; order the data set yourself"
 _GRADIENTS = "engine.backward reduces gradients as they come; engine.no_sync() holds them back"
+_MONITOR = "set the tensorboard block of the configuration, or write what engine.get_lr() and the loss say yourself"
 _MOE = "it has no mixture-of-experts layers"
 _OFFLOAD = "state is offloaded for the whole run by the configuration (zero_optimization.offload_optimizer)"
 _PROFILER = "count operations with torch.utils.flop_counter.FlopCounterMode, time with torch.profiler"
@@ -65,6 +66,8 @@ _REFUSED = {
     "clip_fp32_gradients coalesce_grad_reduction sparse_all_gather sparse_allreduce sparse_allreduce_bucket "
     "sparse_allreduce_no_retain": _GRADIENTS,
     "load_moe_state_dict": _MOE,
+    "monitor summary_writer": _MONITOR,
+    "block_eigenvalue eigenvalue": "it measures no curvature; compute eigenvalues with torch.func in the script",
     "offload_states reload_states": _OFFLOAD,
     "flops_profiler_detailed flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file "
     "flops_profiler_profile_step flops_profiler_recompute_fwd_factor flops_profiler_top_modules get_wall_clock_timers "
