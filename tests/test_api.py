@@ -1082,7 +1082,9 @@ def test_init_remembers_a_tensor_s_values_as_they_were() -> None:
 def _whole_within_whole(rank: int) -> None:
     gathered = megazero.zero.GatheredParameters
     for stage in STAGES:
-        engine = megazero.initialize(model=nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), config=settings(stage))[0]
+        engine = megazero.initialize(model=nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), config=settings(stage))[
+            0
+        ]
         weight, traffic = engine.module[0].weight, engine.parallel_state.traffic
         with torch.no_grad():
             with gathered(list(engine.module.parameters()), modifier_rank=0):
