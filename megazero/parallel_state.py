@@ -18,9 +18,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -223,6 +224,25 @@ class Group:
         self.process_group = None
 
 
+class Groups(dict[tuple[tuple[int, ...], str], Group]):
+    """This rank's groups by their ranks and purpose; the first who needs one makes it.
+
+    Attributes:
+        is_reusable: whether further states may use them: they are open, and no operation was left under way.
+        savers: how many states have communicators for saving.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reusable, self.savers = True, 0
+
+    def close(self) -> None:
+        """Release every process group."""
+        self.is_reusable = False
+        for group in self.values():
+            group.close()
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One rank's view of a group: the argument of every parallel layer and every collective."""
@@ -263,9 +283,11 @@ class ParallelState:
         shard_group_size: neighbours on the dp axis that share one copy of the sharded state; 0 for all of them.
         neighbours: ranks that run on this host, this one included.
         shares_memory: CPU ranks of one host reduce and gather through shared memory; False always takes process groups.
+        groups: those of another state that was made with the same arguments.
 
     Attributes:
         shard, replica: dp cut in two: ranks that hold different shards, and ranks that hold the same one.
+        groups: its process groups, of which another state may use the same.
 
     Raises:
         ValueError: `shard_group_size` does not divide dp, the grid does not have as many ranks as were started, or a
@@ -281,6 +303,7 @@ class ParallelState:
         shard_group_size: int = 0,
         neighbours: int = 1,
         shares_memory: bool = True,
+        groups: Groups | None = None,
     ) -> None:
         running = dist.get_world_size() if dist.is_initialized() else 1
         if grid.world_size != running:
@@ -300,7 +323,7 @@ class ParallelState:
         self.at = grid.coordinate(rank)
         self.traffic = Traffic()
         self._timeout_seconds, self._shares_memory = timeout_seconds, shares_memory
-        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        self.groups = Groups() if groups is None else groups
         self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)
         # Messages down and up the pipeline have communicators of their own, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
@@ -329,7 +352,9 @@ class ParallelState:
         Make them before the first step: in the middle of a run the ranks would wait for one that has died meanwhile.
         """
         traffic = Traffic()  # of another thread
-        groups = [self._group(axis.ranks, "save", timeout_seconds) for axis in (self.model, self.world)]
+        self.groups.savers += 1  # engines that share groups save in threads of their own
+        purpose = f"save {self.groups.savers}"
+        groups = [self._group(axis.ranks, purpose, timeout_seconds) for axis in (self.model, self.world)]
         return SavingAxes(
             replace(self.model, name="saving stage", group=groups[0], traffic=traffic),
             replace(self.world, name="saving world", group=groups[1], traffic=traffic),
@@ -337,8 +362,7 @@ class ParallelState:
 
     def leave(self) -> None:
         """Release every process group: one that is still referenced when the interpreter exits aborts the process."""
-        for group in self._groups.values():
-            group.close()
+        self.groups.close()
 
     def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         return Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic)
@@ -346,16 +370,16 @@ class ParallelState:
     def _group(self, ranks: tuple[int, ...], purpose: str = "", timeout_seconds: float | None = None) -> Group | None:
         if len(ranks) == 1:
             return None
-        if (ranks, purpose) not in self._groups:
-            saves = purpose == "save"
+        if (ranks, purpose) not in self.groups:
+            saves = purpose.startswith("save")
             device = torch.device("cpu") if saves else self.device
             seconds = timeout_seconds or self._timeout_seconds
             # On CUDA the world's own group has the options of whoever made it; unused, it costs nothing.
             takes_world = len(ranks) == self.grid.world_size and not purpose and device.type != "cuda"
             made = dist.group.WORLD if takes_world else self._process_group(ranks, saves, device, seconds)
             shares = self._shares_memory and device.type == "cpu" and not saves  # a channel serves one thread
-            self._groups[ranks, purpose] = Group(made, device, seconds, shares, self._groups.values())
-        return self._groups[ranks, purpose]
+            self.groups[ranks, purpose] = Group(made, device, seconds, shares, self.groups.values())
+        return self.groups[ranks, purpose]
 
     def _process_group(self, ranks: tuple[int, ...], saves: bool, device: torch.device, seconds: float) -> Any:
         # Only members wait for one another, so the time to make a group does not grow with the world.  torch names a group
@@ -385,6 +409,10 @@ def nccl_options(device: torch.device, timeout: timedelta) -> Any:
     return options
 
 
+_MADE: WeakValueDictionary[tuple[Any, ...], Groups] = WeakValueDictionary()
+"""Groups by the arguments of their states: torch never gives the sockets and threads of a process group back."""
+
+
 def parallel_state_of(
     grid: RankGrid | None = None,
     device: torch.device | None = None,
@@ -393,6 +421,9 @@ def parallel_state_of(
     shard_group_size: int = 0,
 ) -> ParallelState:
     """The state of this rank, started by a launcher such as torchrun or alone.
+
+    The same arguments give the same process groups, as long as torch's default one is the same.  Every rank makes its
+    calls in one order, whichever engine makes them.
 
     Args:
         grid: the rank grid; data parallelism over all ranks when None.
@@ -404,9 +435,15 @@ def parallel_state_of(
     """
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-    return ParallelState(
-        grid or RankGrid(dp=world), rank, device or local_device(), timeout_seconds, shard_group_size, neighbours
-    )
+    grid, device = grid or RankGrid(dp=world), device or local_device()
+    make = partial(ParallelState, grid, rank, device, timeout_seconds, shard_group_size, neighbours)
+    if not dist.is_initialized():
+        return make()
+    key = dist.group.WORLD, grid, device, timeout_seconds, shard_group_size, neighbours
+    groups = _MADE.get(key)
+    if groups is None or not groups.is_reusable:
+        groups = _MADE[key] = Groups()
+    return make(groups=groups)
 
 
 def local_device() -> torch.device:
