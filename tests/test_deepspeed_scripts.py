@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import ref
 
 import pytest
 import torch
@@ -241,6 +243,127 @@ def _saves_16bit(rank: int, folder: Path) -> None:
 
 def test_weights_are_saved_whole_in_16_bit(tmp_path: Path) -> None:
     run_world(2, _saves_16bit, tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One engine after another
+
+
+class _Two(nn.Module):
+    def __init__(self, encoder: nn.Module, out: int) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(2, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.encoder(x)))
+
+
+def _plain_step(model: nn.Module, x: Tensor) -> None:
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    model(x).square().mean().backward()
+    for one in model.parameters():
+        if one.requires_grad and dist.is_initialized():
+            dist.all_reduce(one.grad)
+            one.grad /= dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _phases(rank: int) -> None:
+    """An engine, the plain module, then an engine that trains the head alone."""
+    for stage in STAGES:
+        model, plain = network(2, 3), network(2, 3)
+        config = settings(stage) | {"gradient_clipping": 0.0}
+        for phase in range(3):
+            if phase == 2:
+                for one in (*model[0].parameters(), *plain[0].parameters()):
+                    one.requires_grad_(False)
+            if phase == 1:
+                _plain_step(model, data(phase))
+            else:
+                trained = [one for one in model.parameters() if one.requires_grad]
+                optimizer = torch.optim.SGD(trained, lr=0.1)
+                engine = megazero.deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+                engine.backward(engine(data(phase)).square().mean())
+                engine.step()
+                engine.destroy()
+                with pytest.raises(RuntimeError, match="closed"):
+                    engine._finish_step(torch.zeros(()), 1)
+                held = ref(engine)
+                del engine
+                gc.collect()
+                assert held() is None
+            _plain_step(plain, data(phase))
+            assert [type(one) for one in model.parameters()] == [nn.Parameter] * 4
+            for (name, one), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one, expected, **CLOSE, msg=f"{stage} {phase} {name}")
+
+
+def _shared(rank: int) -> None:
+    """Two live engines may not hold one parameter; one that was dropped, or closed while an error was handled, may."""
+    for stage in (1, 3):
+        encoder = nn.Linear(WIDTH, 2)
+        first = engine_of(_Two(encoder, 1), settings(stage))
+        first.backward(first(data(1)).square().mean())
+        first.step()
+        with pytest.raises(ValueError, match=r"encoder\.\w+: another engine holds it; close that engine first"):
+            engine_of(_Two(encoder, 3), settings(stage))
+        before = first.module_state_dict()["encoder.weight"].clone()
+        if stage == 1:
+            del first
+        else:
+            with pytest.raises(OSError, match="lost"):
+                _fails(first)
+        second = megazero.deepspeed.initialize(
+            model=_Two(encoder, 3), optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1), config=settings(stage)
+        )[0]
+        assert torch.equal(second.module_state_dict()["encoder.weight"], before)
+        second.backward(second(data(1)).square().mean())
+        second.step()
+        assert not torch.equal(second.module_state_dict()["encoder.weight"], before)
+        second.close()
+
+
+def _fails(engine: Any) -> None:
+    try:
+        raise OSError("lost")
+    finally:
+        engine.close()  # makes no collective call
+
+
+def _one_after_another(rank: int) -> None:
+    _phases(rank)
+    _shared(rank)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_closed_engine_leaves_a_plain_module_and_a_live_one_keeps_its_parameters(world: int) -> None:
+    run_world(world, _one_after_another)
+
+
+def _held() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _many_engines(rank: int) -> None:
+    held = []
+    for _ in range(3):
+        engine = engine_of(network(2, 1), settings(2))
+        engine.backward(engine(data(1)).sum())
+        engine.step()
+        engine.close()
+        pipeline = megazero.deepspeed.PipelineModule(
+            [nn.Linear(2, 2), nn.Linear(2, 2)], num_stages=2, loss_fn=F.mse_loss
+        )
+        engine = engine_of(pipeline, settings(0))
+        engine.train_batch(iter([(torch.zeros(BATCH, 2), torch.zeros(BATCH, 2))]))
+        engine.close()
+        held.append((_held(), len(os.listdir("/proc/self/task"))))
+    assert held[0] == held[2]
+
+
+def test_engines_of_one_shape_share_their_process_groups() -> None:
+    run_world(2, _many_engines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ class ModuleEngine(TrainingEngine):
         self._wants_step = False
         self._graph_task: int | None = None  # of the script's own backward that was met last
         self._is_scaled = False  # `scale` has multiplied the loss of the next one
-        model.reducer.admits = self._admits
+        admits = WeakMethod(self._admits)  # the parameters' hooks must not keep the engine alive
+        model.reducer.admits = lambda gradient: (own := admits()) is not None and own(gradient)
         model.begin_step(config.accumulation)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from megazero.comm.collectives import broadcast, gather_objects
+from megazero.comm.collectives import agree, broadcast, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
@@ -31,12 +31,13 @@ from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.deepspeed.pipeline_module import PipelineModule
 from megazero.deepspeed.topology import PipelineParallelGrid
-from megazero.deepspeed.training_engine import TrainingEngine
+from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.spec import whole_spec
-from megazero.parallel_state import TIMEOUT, Axis, ParallelState, local_device, parallel_state_of
+from megazero.parallel_state import TIMEOUT, Axis, Groups, ParallelState, local_device, parallel_state_of
 from megazero.terminal import Terminal
 from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
+from megazero.zero.param_proxy import UngatheredParameter, real
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import Described, describe, units_of
 
@@ -79,7 +80,8 @@ def initialize(
 
     Raises:
         ConfigError: with everything that is wrong with the configuration.
-        ValueError, TypeError: the arguments do not fit together, or the optimizer cannot run on shards.
+        ValueError, TypeError: the arguments do not fit together, the optimizer cannot run on shards, or another engine
+            holds a parameter.
         StorageError: offloaded state does not fit.
     """
     if model is None:
@@ -102,7 +104,8 @@ def initialize(
         state = parallel_state_of(shard_group_size=size)
     show = Terminal()
     if dist.is_initialized():
-        atexit.register(_leave, state)
+        _leave_at_exit(state)
+    _take_from_other_engines(model, state)
     if state.rank == 0:
         given = {"optimizer": optimizer, "scheduler": lr_scheduler}
         unread = [name for name, one in given.items() if one is not None and getattr(settings.keys, name).type]
@@ -176,14 +179,27 @@ def init_distributed(
     dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
 
 
-def _leave(state: ParallelState) -> None:
+_GROUPS: list[Groups] = []
+"""The process groups of all engines of this process, to be released when the interpreter exits."""
+
+
+def _leave_at_exit(state: ParallelState) -> None:
+    if not _GROUPS:
+        atexit.register(_leave)
+    if not any(one is state.groups for one in _GROUPS):
+        _GROUPS.append(state.groups)
+
+
+def _leave() -> None:
     """Destroy the process groups before the interpreter ends gloo's threads, which would abort the process.
 
     After a failure nothing is done: NCCL would wait for peers that may have died.
     """
     if hasattr(sys, "last_value"):
         return
-    state.leave()
+    for groups in _GROUPS:
+        groups.close()
+    _GROUPS.clear()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -216,6 +232,34 @@ def _parallel_state(model: nn.Module, mpu: ParallelState | PipelineParallelGrid 
             "make it by megazero.parallel_state_of(grid), or initialise torch.distributed with gloo alone"
         )
     return mpu
+
+
+def _take_from_other_engines(model: nn.Module, state: ParallelState) -> None:
+    """Make sure that no other engine holds a parameter, and bring back weights that one has left cut.
+
+    Raises: ValueError, on every rank, a live engine holds a parameter.
+    """
+    if _held(model) or any(isinstance(one, UngatheredParameter) for one in model.parameters()):
+        gc.collect()  # an engine that nobody refers to is not live
+
+    def check() -> None:
+        if name := _held(model):
+            raise ValueError(
+                f"parameter {name}: another engine holds it; close that engine first (engine.close()), or give both parts "
+                "to one engine"
+            )
+
+    agree(check, state.world, ValueError)
+    for part in model.modules():
+        for key, parameter in part._parameters.items():
+            if isinstance(parameter, UngatheredParameter):
+                part._parameters[key] = parameter.restore()
+
+
+def _held(model: nn.Module) -> str:
+    """A parameter that an engine trains already; "" if there is none."""
+    held = {key for engine in list(ENGINES.values()) for key in engine.sharded_model.names}
+    return next((name for name, one in model.named_parameters() if id(real(one)) in held), "")
 
 
 def _describe(model: nn.Module, state: ParallelState) -> tuple[list[Described], dict[str, Axis]]:

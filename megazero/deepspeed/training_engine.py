@@ -8,7 +8,10 @@ The calls and their meanings are DeepSpeed's; see docs/deepspeed.md for what is 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,17 +141,23 @@ class TrainingEngine(CheckpointedEngine):
         self._report = StepReport(config, model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
-        self.runs_backward = False
+        self.runs_backward = self._is_closed = False
         ENGINES[id(self)] = self
+        weakref.finalize(self, model.detach).atexit = False  # an engine that is dropped takes no gradients either
 
     # --- The end of a step.
 
     def _finish_step(self, loss_sum: Tensor, losses: int) -> float:
         """Reduce what is left, step, report: of this rank's fp64 loss sum and all ranks' number of losses, the mean loss.
 
-        Raises: NonFiniteError (on every rank, before any weight has changed), LossScaleError, StorageError.
+        Raises: NonFiniteError (on every rank, before any weight has changed), LossScaleError, StorageError; RuntimeError,
+        the engine is closed.
         """
         model = self.sharded_model
+        if self._is_closed:
+            raise RuntimeError(
+                "the engine is closed and takes no gradients; make another one of the module by initialize"
+            )
         try:
             with self._report.timed("reduce"):
                 model.finish_gradients()
@@ -233,8 +242,23 @@ class TrainingEngine(CheckpointedEngine):
         return loss.float() / self.dp_world_size
 
     def close(self) -> None:
-        """Give back files and writers, once an asynchronous checkpoint is durable.  The engine cannot be used afterwards."""
+        """Make the module a plain one again, with whole weights; give back files and writers.
+
+        A collective call, after an asynchronous checkpoint is durable.  The engine cannot be used afterwards; another may
+        take the module.  While an error is handled, or the interpreter exits, peers may be gone: weights that stage 3 has
+        cut then stay cut.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        ENGINES.pop(id(self), None)
         self._wait_for_saver()
+        if sys.exc_info()[0] is None and not hasattr(sys, "last_value") and threading.main_thread().is_alive():
+            if not self.sharded_model.restore():
+                self._show("note: the whole weights do not fit into memory; the module's parameters stay cut")
+        else:
+            self.sharded_model.detach()
+            self.parallel_state.groups.is_reusable = False  # operations may be under way
         self.sharded_model.close()
         self._report.close()
 

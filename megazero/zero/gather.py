@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather, check_order
 from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy, Slot
@@ -156,17 +157,20 @@ class BucketGatherer:
             if staging is not None:
                 self._staging.release(staging)
 
-    @_beneath_modes
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
         """A whole copy of one parameter, in memory of its own."""
+        return _part_of(self.whole_bucket(bucket, slot.info.name), slot).clone()
+
+    @_beneath_modes
+    def whole_bucket(self, bucket: Bucket, label: str) -> Tensor:
+        """[padded]: a copy of a bucket's weights, in memory of its own."""
         flat = torch.empty_like(bucket.weights)
         shard, staging = self._shard_of(bucket)
-        label = f"a copy of {slot.info.name}" if self._checks_order else ""
-        all_gather(flat, shard, self._axis, label).wait()
+        all_gather(flat, shard, self._axis, f"a copy of {label}" if self._checks_order else "").wait()
         check_order(self._axis)  # a copy may go anywhere
         if staging is not None:
             self._staging.release(staging)
-        return flat[slot.start : slot.stop].view(slot.info.shape).clone()
+        return flat
 
     def mark_end_of_pass(self) -> None:
         """Let ranks that gather more in this forward and backward than this one find that out: they would wait for it."""
@@ -199,6 +203,10 @@ class BucketGatherer:
         copy, staging = self._reading.pop(bucket)
         copy.wait()
         return staging[: bucket.weight_shard.numel], staging
+
+
+def _part_of(flat: Tensor, slot: Slot) -> Tensor:
+    return flat[slot.start : slot.stop].view(slot.info.shape)
 
 
 def _address_of(tensor: Tensor) -> int | None:
@@ -280,6 +288,7 @@ class UnitGatherer:
         gathered = [bucket for bucket in dict.fromkeys(home.values()) if not bucket.keeps_weights]
         self._gatherer = BucketGatherer(gathered, policy, checks_order=checks_order)
         self.mark_end_of_pass = self._gatherer.mark_end_of_pass
+        self._gathered, self._hooks = gathered, list[RemovableHandle]()
         self._history = _VisitHistory([unit.chunk for unit in units])
         self._buckets: list[list[Bucket]] = []  # of each unit
         self._owner: dict[int, Bucket] = {}  # by identity of a parameter
@@ -308,8 +317,9 @@ class UnitGatherer:
             self._shares.append(any(users[bucket.weights.data_ptr()] > 1 for bucket in buckets))
             self._attributes.append(attributes)
             if buckets:
-                unit.module.register_forward_pre_hook(self._before_forward(index))
-                unit.module.register_forward_hook(self._after_forward(index), always_call=True)
+                before, after = self._before_forward(index), self._after_forward(index)
+                self._hooks.append(unit.module.register_forward_pre_hook(before))
+                self._hooks.append(unit.module.register_forward_hook(after, always_call=True))
         for index in range(len(units)):
             self.reshard(index)
 
@@ -317,6 +327,30 @@ class UnitGatherer:
         """The shards have changed: nothing that was gathered is valid any more."""
         self._gatherer.forget()
         self._history.next_chunk_start = None
+
+    def detach(self) -> None:
+        """Gather for no more forwards; whoever uses a proxy gets a whole copy."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of all weights that are gathered."""
+        return sum(bucket.weights.nbytes for bucket in self._gathered)
+
+    def restore(self) -> None:
+        """Give the modules their parameters back, with whole weights in memory of their own.  A collective call."""
+        attributes = [one for unit in self._attributes for one in unit]
+        parameters = {proxy.label: (parameter, proxy) for _, _, parameter, proxy in attributes}
+        for bucket in self._gathered:
+            flat = self._gatherer.whole_bucket(bucket, bucket.layout.name)
+            for slot in bucket.layout.slots:
+                parameter, proxy = parameters[slot.info.name]
+                parameter.data, proxy.whole = _part_of(flat, slot), parameter
+        for part, key, parameter, proxy in attributes:
+            if part._parameters[key] is proxy:
+                part._parameters[key] = parameter
 
     def expect(self, chunk: int, is_forward: bool) -> None:
         """Say what runs after the chunk that runs now: its first unit is gathered while the last one of this chunk runs."""

@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import WeightGradQueue
@@ -191,6 +192,7 @@ class GradientReducer:
             order.setdefault(bucket.layout.chunk, []).append(BucketGradients(bucket, self.pool, largest))
         self._orders = {chunk: _LaunchOrder(buckets) for chunk, buckets in order.items()}
         self._owner: dict[int, tuple[_LaunchOrder, BucketGradients, int]] = {}  # by identity of a parameter
+        self._hooks: list[RemovableHandle] = []
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
         """Take every gradient that autograd and the chunks' queues compute for these parameters, both by qualified name.
@@ -206,7 +208,14 @@ class GradientReducer:
                     parameter = parameters[slot.info.name]
                     self._owner[id(parameter)] = order, one, index
                     wgrad_queue = wgrad_queues.get(slot.info.name) if parameter.dim() == 1 else None
-                    parameter.register_post_accumulate_grad_hook(partial(self._take, wgrad_queue))
+                    take = partial(self._take, wgrad_queue)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+
+    def detach(self) -> None:
+        """Take no more gradients: autograd leaves them in the parameters again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _take(self, wgrad_queue: WeightGradQueue | None, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None

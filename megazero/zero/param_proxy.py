@@ -60,6 +60,13 @@ class UngatheredParameter(nn.Parameter):
         made.whole = None
         return made
 
+    def restore(self) -> nn.Parameter:
+        """The parameter with its whole values in memory of its own, for which the proxy stands from now on; collective."""
+        if self.whole is not self.stands_for:
+            self.stands_for.data = self.whole_copy()
+            self.whole = self.stands_for
+        return self.stands_for
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A parameter of its own with the whole values."""
         copied = memo[id(self)] = nn.Parameter(self.whole_copy(), requires_grad=self.requires_grad)
@@ -126,6 +133,11 @@ class _ReadOnly(Tensor):
         if isinstance(first, cls) and name in _VIEWS:
             return cls.of(result, first.label)
         return _pytree.tree_map(_plain, result)
+
+
+def real(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself, of its proxy too."""
+    return parameter.stands_for if isinstance(parameter, UngatheredParameter) else parameter
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megazero.comm.collectives import agree, gather_objects
@@ -20,7 +21,7 @@ from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import DTYPES, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
-from megazero.zero.offload import without_auto
+from megazero.zero.offload import free_memory_bytes, without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reductions import gradient_square_sum, sum_over_replicas, sum_partial_over_tp, sum_tied
@@ -172,6 +173,28 @@ class ShardedModel:
             **self.optimizer.memory_bytes(),
             "gradient_buffers": self.reducer.pool.nbytes,
         }
+
+    def detach(self) -> None:
+        """Take all hooks off the module and its parameters."""
+        self.reducer.detach()
+        if self.parameters.gatherer is not None:
+            self.parameters.gatherer.detach()
+
+    def restore(self) -> bool:
+        """Make the module a plain one again, with whole weights, as far as they fit on every rank.  A collective call."""
+        self.detach()
+        self.begin_step(1)  # waits for the reductions under way
+        if (gatherer := self.parameters.gatherer) is None:
+            return True
+        gatherer.forget()  # waits for the gathers under way
+        device = self.state.device
+        free = free_memory_bytes(device) // (1 if device.type == "cuda" else self.state.neighbours)
+        if device.type == "cuda":
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        fits = all(gather_objects(gatherer.whole_bytes < free, self.state.world))
+        if fits:
+            gatherer.restore()
+        return fits
 
     def close(self) -> None:
         """Free what the state holds outside memory."""
