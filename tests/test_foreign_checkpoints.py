@@ -791,3 +791,14 @@ def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
     with (tmp_path / "x").open("wb") as file:
         file.truncate(1 << 42)  # a hole
     assert LocalFolder(tmp_path).open("x")((1 << 42) - 2, 1 << 42).tolist() == [0, 0]
+
+
+def test_a_mean_of_squares_is_not_negative(hubs: dict[str, Hub], tmp_path: Path) -> None:
+    hub = hubs["llama"]
+    state = copy.deepcopy(hub.optimizer)
+    state["state"]["model.norm.weight"]["exp_avg_sq"][3] = -1.0
+    dcp.save(
+        {"model": hub.weights, "optimizer": state, "step": BEFORE}, checkpoint_id=tmp_path / "theirs", no_dist=True
+    )
+    with pytest.raises(CheckpointError, match="model.norm.weight: exp_avg_sq, a mean of squares, has negative values"):
+        import_checkpoint(tmp_path / "theirs", tmp_path / "ours", run_file=run_file(tmp_path / "run.toml", hub.run))

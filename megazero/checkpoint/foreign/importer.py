@@ -24,7 +24,7 @@ from megazero.checkpoint.foreign.source import ForeignCheckpoint, match
 from megazero.checkpoint.foreign.writer import Imported, write_step
 from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.importer import import_model, set_keys
-from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, versions
+from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, foreign_errors, versions
 from megazero.checkpoint.shards import new_folder
 from megazero.config import RunConfig
 from megazero.config.load import read_run_file
@@ -120,7 +120,8 @@ def import_checkpoint(
         raise ValueError("--seq-len is for transformers models; the run file has it (model.seq_len)")
     config = read_run_file(run_file)
     module, _, function = FORMS[form].reader.partition(":")
-    found: ForeignCheckpoint = getattr(import_module(module), function)(folder, config.model)
+    with foreign_errors(str(folder)):
+        found: ForeignCheckpoint = getattr(import_module(module), function)(folder, config.model)
     described = f"the [model] of {run_file}"
     kinds = match(found, config.model, logical_shapes(config.model), described_by=described, ignore=ignore)
     moments = [kind for kind in kinds if kind.startswith("exp_avg")]

@@ -11,8 +11,16 @@ from torch import Tensor
 
 from megazero.checkpoint.folder import FileRecord, Folder
 from megazero.checkpoint.foreign.source import ForeignTensor
-from megazero.checkpoint.index import HF_CONFIG, TRAINER_STATE, TrainerState, index_name, to_json, write_manifest
-from megazero.checkpoint.shards import DTYPE_NAMES, DTYPES, Layout, write_shards
+from megazero.checkpoint.index import (
+    HF_CONFIG,
+    TRAINER_STATE,
+    CheckpointError,
+    TrainerState,
+    index_name,
+    to_json,
+    write_manifest,
+)
+from megazero.checkpoint.shards import CHUNK_ELEMENTS, DTYPE_NAMES, DTYPES, Layout, write_shards
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.zero.state import MODEL
@@ -74,7 +82,7 @@ def write_step(
         stored = kept if kind == MODEL else torch.float32
         layout: Layout = {name: (stored, one.shape) for name, one in tensors.items()}
         described = {"kind": kind, "step": str(trainer.step)}
-        read = partial(_read, tensors)
+        read = partial(_read, tensors, kind)
         written = write_shards(target, layout, read, max_shard_bytes, kind=kind, metadata=described)
         records |= written.records
         small[index_name(kind)] = written.index
@@ -89,5 +97,8 @@ def write_step(
     return Imported(model, toml, DTYPE_NAMES[kept], count, tensor_bytes, trainer, told)
 
 
-def _read(tensors: Mapping[str, ForeignTensor], name: str) -> Tensor:
-    return tensors[name].read()
+def _read(tensors: Mapping[str, ForeignTensor], kind: str, name: str) -> Tensor:
+    tensor = tensors[name].read()
+    if kind == "exp_avg_sq" and any(bool((part < 0).any()) for part in tensor.reshape(-1).split(CHUNK_ELEMENTS)):
+        raise CheckpointError(f"{name}: exp_avg_sq, a mean of squares, has negative values; the checkpoint is damaged")
+    return tensor
