@@ -800,5 +800,5 @@ def test_a_mean_of_squares_is_not_negative(hubs: dict[str, Hub], tmp_path: Path)
     dcp.save(
         {"model": hub.weights, "optimizer": state, "step": BEFORE}, checkpoint_id=tmp_path / "theirs", no_dist=True
     )
-    with pytest.raises(CheckpointError, match="model.norm.weight: exp_avg_sq, a mean of squares, has negative values"):
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: exp_avg_sq, a mean of squares, has negative values"):
         import_checkpoint(tmp_path / "theirs", tmp_path / "ours", run_file=run_file(tmp_path / "run.toml", hub.run))
