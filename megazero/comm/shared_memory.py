@@ -207,8 +207,8 @@ def _label(operation: str, tensor: Tensor, axis: Axis, what: str = "") -> str:
 
 
 def _pieces(elements: int, longest: int) -> list[slice]:
-    """What a round carries, of a tensor that is longer than an area."""
-    return [slice(start, min(start + longest, elements)) for start in range(0, elements, longest)]
+    """What each round carries, of a tensor that may be longer than an area; one round where it is empty: labels meet in it."""
+    return [slice(start, min(start + longest, elements)) for start in range(0, max(elements, 1), longest)]
 
 
 def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Rounds:
