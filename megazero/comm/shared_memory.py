@@ -207,7 +207,7 @@ def _label(operation: str, tensor: Tensor, axis: Axis, what: str = "") -> str:
 
 
 def _pieces(elements: int, longest: int) -> list[slice]:
-    """What each round carries, of a tensor that may be longer than an area; also an empty one has a round, to meet labels."""
+    """What each round carries.  An empty tensor has a round too: labels meet in it."""
     return [slice(start, min(start + longest, elements)) for start in range(0, max(elements, 1), longest)]
 
 
