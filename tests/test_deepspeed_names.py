@@ -31,6 +31,8 @@ from megazero.deepspeed.recompute import configure
 from megazero.deepspeed.topology import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 from megazero.parallel_state import RankGrid
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 PAGE = (Path(__file__).parent.parent / "docs" / "deepspeed.md").read_text(encoding="utf-8")
 
 LAYERS = """

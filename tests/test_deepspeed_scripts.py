@@ -24,6 +24,8 @@ from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.zero import GatheredParameters, Init
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 WIDTH, HIDDEN, BATCH = 6, 10, 8
 STAGES = (0, 1, 2, 3)
 Pair: TypeAlias = tuple[Any, Any]

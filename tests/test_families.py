@@ -26,6 +26,8 @@ from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.rope_scaling import RopeScaling
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 TOLERANCE = 1e-5
 ORIGINAL = 8  # positions before scaling; the samples have 32
 LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -41,6 +41,8 @@ from megazero.config import to_toml
 from megazero.engine import Position
 from megazero.engine.phases import changes
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 MODEL = LLAMA | {"num_layers": 2, "hidden_size": 32, "tie_embeddings": False, "rope_theta": 500.0}
 BEFORE, THEN = 2, 2  # steps there, and after the change
 DECAY, CLIP = 0.1, 0.5

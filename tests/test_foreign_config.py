@@ -17,6 +17,8 @@ from megazero.checkpoint.hugging_face.exporter import export_model
 from megazero.checkpoint.hugging_face.importer import import_model
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 
 @pytest.fixture(scope="module")
 def hubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

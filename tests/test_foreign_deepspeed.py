@@ -28,6 +28,8 @@ from megazero.checkpoint.index import CheckpointError, find_damage, read_trainer
 from megazero.cli import app
 from megazero.config import ResolvedRun, to_toml
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 if find_spec("deepspeed") is None:  # it is imported in ranks only: other tests put their own module under its name
     pytest.skip("needs DeepSpeed", allow_module_level=True)

@@ -31,6 +31,8 @@ from megazero.training.callbacks.stragglers import RankWork, slow_ranks, spread_
 from megazero.training.loop import train
 from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 SOUND, BAD = StepStatistics(2.0, 1.0, 64), StepStatistics(nan, nan, 64, finite=False)
 SAMPLES = SampleRange(128, 135)
 

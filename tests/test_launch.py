@@ -23,6 +23,8 @@ from megazero.engine import Position
 from megazero.settings import without_passwords
 from megazero.training.world import meet
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 TWO_RANKS = [*TINY, *ONE_STAGE, "launch.nproc_per_node=2", "training.steps=3"]
 
 

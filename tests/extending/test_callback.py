@@ -16,6 +16,8 @@ from megazero.config import ResolvedRun, load_config
 from megazero.training.callbacks.registry import CALLBACKS
 from megazero.training.loop import train
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 SCRIPT = """
 from megazero.comm.collectives import gather_objects
 from megazero.training.callbacks.base import Callback

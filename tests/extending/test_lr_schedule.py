@@ -19,6 +19,8 @@ from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.optim.registry import LR_SCHEDULES
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 
 def inverse_sqrt(step: int, steps: int, section: LrScheduleConfig) -> float:
     """1 / sqrt(step + 1), but not below the smallest rate."""

@@ -26,6 +26,8 @@ from megazero.models.gpt import Block, BuildContext, Embedding, Head
 from megazero.models.llama.block import llama_attention, rotary_embedding
 from megazero.models.registry import FAMILIES
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 
 class GeluLlama(ModelFamily):
     """Rotary positions, RMSNorm, down(gelu(up(x))), no biases but that of the final norm."""

@@ -19,6 +19,8 @@ from megazero.config import ConfigError
 from megazero.optim.optimizers import ElementwiseOptimizer
 from megazero.optim.registry import OPTIMIZERS
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 MOMENTUM, SOFTNESS = 0.8, 1e-2
 
 

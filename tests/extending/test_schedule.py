@@ -15,6 +15,8 @@ from megazero.schedules.kind import ScheduleKind, alternate
 from megazero.schedules.proof import program
 from megazero.schedules.registry import SCHEDULES
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 
 class Eager(ScheduleKind):
     """Rank s warms up with pp - s forwards; every weight gradient follows its backward."""

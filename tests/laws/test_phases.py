@@ -24,6 +24,8 @@ from megazero.engine import Engine
 from megazero.training.batches import DataError, open_corpus_of, without_trained
 from megazero.training.loop import train
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 VOCABULARY, SEED = 257, 7
 EVERYTHING = ["data", "seq_len", "rope", "lr_schedule", "batch"]
 # What each phase of a run changes, and the learning rates that follow, by hand.

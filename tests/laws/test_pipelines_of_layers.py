@@ -31,6 +31,8 @@ from megazero.comm.collectives import gather_objects
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 SEED, STEPS, MICRO_BATCHES, MICRO = 77, 3, 4, 3  # micro-batches of all replicas, and samples in each
 LR, EPS, CLIP = 1e-2, 1e-5, 0.5  # Adam's usual eps would make a step of rounding noise, here and in the plain model
 WIDTH, VOCAB = 6, 11

@@ -31,6 +31,8 @@ from worlds import (
 from megazero.config import ConfigError, ResolvedRun
 from megazero.engine import Position
 
+pytestmark = pytest.mark.slow  # starts whole runs
+
 EIGHT_HEADS = LLAMA | {"num_heads": 8, "tie_embeddings": False}  # of 4 elements; LLAMA has 2 kv heads
 ONE_KV_HEAD = EIGHT_HEADS | {"num_kv_heads": 1, "num_layers": 4, "tie_embeddings": True}
 CASES: dict[str, list[tuple[dict[str, Any], dict[str, Any], int]]] = {  # (model, [parallel], ZeRO stage)
