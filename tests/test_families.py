@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.rope_scaling import RopeScaling
 
-pytestmark = pytest.mark.slow  # starts whole runs
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # starts whole runs
 
 TOLERANCE = 1e-5
 ORIGINAL = 8  # positions before scaling; the samples have 32
@@ -86,15 +86,6 @@ SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tp4, more than kv heads": (4, {"tp": 4, "sequence_parallel": True}, {"stage": 2}),
     "tp2 sp pp2 dp2 zero3": (8, {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True}, {"stage": 3}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors this small are slower on more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

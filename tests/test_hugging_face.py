@@ -6,7 +6,7 @@ import json
 import os
 import tomllib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ from megazero.data.identity import fingerprint_of
 from megazero.data.tokenizer import FileTokenizer
 from megazero.models.registry import FAMILIES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODELS = {
     "untied": LLAMA | {"tie_embeddings": False, "rope_theta": 500000.0},
     "tied": LLAMA | {"tie_embeddings": True},
@@ -51,15 +53,6 @@ MODELS = {
 }
 BF16 = {"precision": {"dtype": "bf16"}}
 SMALL = 10_000  # bytes; less than the weights
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors this small are slower on more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def saved(run: ResolvedRun, directory: Path, steps: int = 2, **trainer: Any) -> tuple[float, float]:

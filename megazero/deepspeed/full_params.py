@@ -19,7 +19,7 @@ from megazero.comm.collectives import all_gather, all_reduce
 from megazero.deepspeed.meta_init import MetaParameter
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.zero.bucket import Bucket
-from megazero.zero.param_proxy import UngatheredParameter
+from megazero.zero.param_proxy import UngatheredParameter, real
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.storage import FlatArray
 
@@ -98,7 +98,7 @@ class GatheredParameters:
         with ExitStack() as opened:
             for engine in list(ENGINES.values()):
                 names = engine.sharded_model.names
-                own = {names[id(_real(one))]: one for one in self._given if id(_real(one)) in names}
+                own = {names[id(real(one))]: one for one in self._given if id(real(one)) in names}
                 if self._modifier is None:
                     own = {name: one for name, one in own.items() if isinstance(one, UngatheredParameter)}
                 if own:
@@ -238,10 +238,6 @@ class _Places:
         return cls._made[engine]
 
 
-def _real(parameter: nn.Parameter) -> nn.Parameter:
-    return parameter.stands_for if isinstance(parameter, UngatheredParameter) else parameter
-
-
 def _find(engine: TrainingEngine, names: Iterable[str] | None) -> dict[str, tuple[Bucket, int]]:
     """The bucket of each parameter and its slot there; of a tied parameter by any of its names, if it is asked for."""
     model, home = engine.sharded_model, _Places.of(engine).home
@@ -251,8 +247,8 @@ def _find(engine: TrainingEngine, names: Iterable[str] | None) -> dict[str, tupl
     if any(name not in home for name in wanted):
         home = dict(home)
         for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-            if id(_real(parameter)) in model.names:
-                home[name] = home[model.names[id(_real(parameter))]]
+            if id(real(parameter)) in model.names:
+                home[name] = home[model.names[id(real(parameter))]]
     found = {}
     for name in wanted:
         if name not in home:

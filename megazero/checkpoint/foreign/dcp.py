@@ -12,12 +12,11 @@ Source: torch/distributed/checkpoint (metadata.py, filesystem.py); torchtitan/co
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
+from math import isfinite, prod
 from typing import Any, TypeAlias
 
 import torch
@@ -41,8 +40,6 @@ _NOT_TAKEN = {
     r"((?:.+\.)?dataloader)\..+": "samples come in the order of the run file, see --samples",
     r"((?:.+\.)?train_state\.ntokens_seen)": "it counts the tokens of one rank",
 }
-
-
 _Box: TypeAlias = tuple[tuple[int, int], ...]  # of a part, where it begins and ends in each dimension
 
 
@@ -248,7 +245,7 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(name, one) for one in value]
     value = value.item() if isinstance(value, Tensor) else value
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not isfinite(value):
         raise CheckpointError(f"{name} is {value}")
     return value
 

@@ -9,7 +9,7 @@ describe it.  One tensor is read, moved and written at a time; no pickle is exec
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +33,7 @@ from megazero.optim.registry import OPTIMIZERS
 from megazero.settings import hide_passwords, toml_value
 
 HUGGING_FACE = "hf"
+_HERE = "megazero.checkpoint.foreign"
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,6 @@ class Form:
 
 def _is_megatron(folder: LocalFolder) -> bool:
     return folder.has(".metadata") and folder.has("common.pt")
-
-
-_HERE = "megazero.checkpoint.foreign"
 
 
 def _is_deepspeed(folder: LocalFolder) -> bool:
@@ -124,15 +122,10 @@ def import_checkpoint(
         found: ForeignCheckpoint = getattr(import_module(module), function)(folder, config.model)
     described = f"the [model] of {run_file}"
     kinds = match(found, config.model, logical_shapes(config.model), described_by=described, ignore=ignore)
-    moments = [kind for kind in kinds if kind.startswith("exp_avg")]
-    if moments and (len(moments) != 2 or found.optimizer_steps < 1):
-        raise CheckpointError(
-            f"{folder} has {' and '.join(moments)} after {found.optimizer_steps} updates: AdamW needs exp_avg, exp_avg_sq "
-            "and the number of its updates"
-        )
-    if moments:
+    has_moments = _has_moments(folder, kinds, found.optimizer_steps)
+    if has_moments:
         _check_optimizer(config, run_file)
-    trainer, told = _trainer_state(found, config, step, samples, has_moments=bool(moments))
+    trainer, told = _trainer_state(found, config, step, samples, has_moments=has_moments)
     with new_folder(out) as target:
         lines = [f"# {line}" for line in (f"Goes on from {folder}.", *found.notes, *told)]
         toml = "\n".join([*lines, "[checkpoint]", f"resume = {toml_value(str(target))}"]) + "\n"
@@ -163,6 +156,17 @@ def _recognised(folder: LocalFolder) -> str:
     )
 
 
+def _has_moments(folder: LocalFolder, kinds: Iterable[str], updates: int) -> bool:
+    """Whether the checkpoint has AdamW's moments.  Raises: CheckpointError: it has a part of them."""
+    moments = [kind for kind in kinds if kind in ADAM]
+    if moments and (len(moments) != len(ADAM) or updates < 1):
+        raise CheckpointError(
+            f"{folder} has {' and '.join(moments)} after {updates} updates: AdamW needs {' and '.join(ADAM)} and the number "
+            "of its updates"
+        )
+    return bool(moments)
+
+
 def _check_optimizer(config: RunConfig, run_file: str | Path) -> None:
     """The optimizer of the run file must keep the moments that AdamW has.  Raises: CheckpointError."""
     name = config.optimizer.name
@@ -178,7 +182,7 @@ def _check_optimizer(config: RunConfig, run_file: str | Path) -> None:
 def _trainer_state(
     found: ForeignCheckpoint, config: RunConfig, step: int | None, samples: int | None, *, has_moments: bool
 ) -> tuple[TrainerState, tuple[str, ...]]:
-    """Where the run goes on.  Without moments at the beginning, unless the user says otherwise."""
+    """The state at which the run goes on, and lines that tell it.  Without moments step 0, unless the user says more."""
     if step is None:
         step = found.step if has_moments else 0
     if samples is None and step == found.step:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout, get_unsafe_globals_in_checkpoint, safe_globals
 
 # Classes that hold values and do nothing when they are made.  torch's own list for torch.save is `weights_only`.
-_METADATA = (
+_RECORDS = (
     metadata.Metadata,
     metadata.TensorStorageMetadata,
     metadata.BytesStorageMetadata,
@@ -35,11 +35,9 @@ _METADATA = (
     metadata.TensorProperties,
     metadata.MetadataIndex,
     metadata.StorageMeta,
-    metadata._MEM_FORMAT_ENCODING,
     _StorageInfo,
-    torch.Size,
-    OrderedDict,
 )
+_METADATA = (*_RECORDS, metadata._MEM_FORMAT_ENCODING, torch.Size, OrderedDict)
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _ALLOWED: dict[str, Any] = {f"{one.__module__}.{one.__qualname__}": one for one in _METADATA} | {
     "torch.Size": torch.Size,
@@ -76,17 +74,7 @@ class StandIn:
 
 
 # What a pickle makes anew, and so may fill.
-_FILLED = (
-    metadata.Metadata,
-    metadata.TensorStorageMetadata,
-    metadata.BytesStorageMetadata,
-    metadata.ChunkStorageMetadata,
-    metadata.TensorProperties,
-    metadata.MetadataIndex,
-    metadata.StorageMeta,
-    _StorageInfo,
-    StandIn,
-)
+_FILLED = (*_RECORDS, StandIn)
 
 
 class _Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be refused

@@ -63,7 +63,8 @@ class ForeignCheckpoint:
 
 
 def hugging_face_table(family: str, *, dropped: bool = False) -> NameTable:
-    """Of the names that transformers gives; `dropped`: as of a model without its head."""
+    """The table of the names that transformers gives a family's tensors; `dropped`: without the prefix of the whole model,
+    as a model without its head has them."""
     form = FAMILIES[family].hugging_face
     if form is None:
         return NameTable("own", "")
