@@ -27,7 +27,8 @@ edge of a pipeline's chunk the schedule knows better and says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
@@ -46,6 +47,7 @@ from megazero.zero.units import Unit
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_NO_BACKWARD = -1  # torch's number of the backward under way, where there is none
 Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation" or "backward", unit)
 
 
@@ -158,7 +160,10 @@ class BucketGatherer:
                 self._staging.release(staging)
 
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
-        """A whole copy of one parameter, in memory of its own."""
+        """A whole copy of one parameter, in memory of its own; from the bucket's buffer while its weights are there."""
+        if self.is_unsharded(bucket):
+            self.wait_for_unshard(bucket)
+            return _part_of(bucket.weights, slot).clone()
         return _part_of(self.whole_bucket(bucket, slot.info.name), slot).clone()
 
     @_beneath_modes
@@ -266,7 +271,7 @@ class _Running(NamedTuple):
     """A forward of a unit that is under way."""
 
     unit: int
-    saving: SavingForward | None
+    saving: SavingForward
     versions: list[int]  # of its parameters when it began
 
 
@@ -392,6 +397,28 @@ class UnitGatherer:
             if part._parameters[key] is parameter:
                 part._parameters[key] = proxy
 
+    def _show(self, index: int) -> list[tuple[nn.Module, str, UngatheredParameter]]:
+        """Give a unit's modules its weights; the attributes that had hidden them."""
+        hidden = []
+        for part, key, parameter, proxy in self._attributes[index]:
+            if part._parameters[key] is proxy:  # else a script has put a tensor of its own there (functional_call)
+                part._parameters[key] = parameter
+                hidden.append((part, key, proxy))
+        return hidden
+
+    @contextmanager
+    def _shown(self, index: int) -> Iterator[None]:
+        """A context in which a part of a unit's forward is run again, for its backward."""
+        if not self.is_unsharded(index):
+            self._visit("backward", index)
+        self.wait_for_unshard(index)
+        hidden = self._show(index)
+        try:
+            yield
+        finally:
+            for part, key, proxy in hidden:
+                part._parameters[key] = proxy
+
     def _visit(self, direction: str, index: int) -> None:
         self.wait_for_unshard(index)
         self._history.record((direction, index))
@@ -399,12 +426,14 @@ class UnitGatherer:
 
     def _before_forward(self, index: int) -> Any:  # a function, since a deep copy of the module must not copy `self`
         def hook(module: nn.Module, args: Any) -> None:
-            self._visit("forward" if torch.is_grad_enabled() else "evaluation", index)
-            for part, key, parameter, proxy in self._attributes[index]:
-                if part._parameters[key] is proxy:  # else a script has put a tensor of its own there (functional_call)
-                    part._parameters[key] = parameter
-            bring = partial(self._visit, "backward", index)
-            saving = SavingForward(self._gatherer, self._owner, bring) if self._shares[index] else None
+            if torch._C._current_graph_task_id() != _NO_BACKWARD:  # a recomputation; its backward has been visited
+                self.wait_for_unshard(index)
+            else:
+                self._visit("forward" if torch.is_grad_enabled() else "evaluation", index)
+            self._show(index)
+            bring, shown = partial(self._visit, "backward", index), partial(self._shown, index)
+            saving = SavingForward(self._gatherer, self._owner, self._shares[index], bring, shown)
+            saving.enter()
             versions = [parameter._version for _, _, parameter, _ in self._attributes[index]]
             self._running.append(_Running(index, saving, versions))
 
@@ -415,8 +444,7 @@ class UnitGatherer:
             self.reshard(index)
             if self._running and self._running[-1].unit == index:  # else it has not begun
                 ended = self._running.pop()
-                if ended.saving is not None:
-                    ended.saving.leave()
+                ended.saving.leave()
                 if self._running:
                     self.wait_for_unshard(self._running[-1].unit)
                 self._refuse_changes(index, ended.versions)

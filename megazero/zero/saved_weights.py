@@ -9,13 +9,14 @@ A view of a gather buffer would not do: it does not say whose weights it will sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
+from megazero.layers.saved_tensors import SavedTensorHooks
 from megazero.zero.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -33,51 +34,49 @@ class _SavedWeight(NamedTuple):
     negated: bool
 
 
-class SavingForward:
-    """One forward of a unit, from when it is made until `leave`: the hooks through which all that autograd saves passes.
-
-    Hooks of whoever runs the unit, such as a recomputation, get what is no weight.
+class SavingForward(SavedTensorHooks):
+    """One forward of a unit: the hooks through which all that autograd saves passes.
 
     Args:
         gatherer: of the unit's buckets.
         owner: the bucket of each parameter, by its identity.
+        shares: another unit may take a buffer of this one.
         bring: gathers the unit for its backward, and what probably follows it.
+        shown: a context in which the unit's modules have its weights.
     """
 
-    def __init__(self, gatherer: BucketGatherer, owner: Mapping[int, Bucket], bring: Callable[[], object]) -> None:
-        self._gatherer, self._owner, self._bring = gatherer, owner, bring
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        within = outer and getattr(outer[0], "__self__", None)
-        self._outer: Any = within._outer if isinstance(within, SavingForward) else outer
-        self._hooks: Any = saved_tensors_hooks(self._pack, self._unpack)
-        self._hooks.__enter__()
+    def __init__(
+        self,
+        gatherer: BucketGatherer,
+        owner: Mapping[int, Bucket],
+        shares: bool,
+        bring: Callable[[], object],
+        shown: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__()
+        self._unit = gatherer, owner, shares, bring, shown
+        self._gatherer, self._owner, self._shares, self._bring, self._shown = self._unit
 
-    def leave(self) -> None:
-        """The forward has ended."""
-        self._hooks.__exit__()
-        self._hooks = None  # they refer to this object
+    def pack(self, tensor: Tensor) -> Any:
+        weight = self.pack_weight(tensor)
+        return self.beneath.pack(tensor) if weight is None else weight
 
-    def _pack(self, tensor: Tensor) -> Any:
-        bucket = self._gatherer.bucket_at(tensor)
-        if bucket is not None:
-            return self._identify(tensor, bucket)
-        if self._outer is not None:
-            return self._outer[0](tensor)
-        return tensor.detach(), tensor._version  # detached: a result that its own node holds would never be freed
+    def pack_weight(self, tensor: Tensor) -> _SavedWeight | None:
+        bucket = self._gatherer.bucket_at(tensor) if self._shares else None
+        return None if bucket is None else self._identify(tensor, bucket)
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, _SavedWeight):
-            return self._weight_of(saved)
-        if self._outer is not None:
-            unpacked: Tensor = self._outer[1](saved)
-            return unpacked
-        tensor, version = saved
-        if tensor._version != version:  # autograd itself does not check what passes through hooks
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-                f"of shape {list(tensor.shape)} is at version {tensor._version}; expected version {version} instead"
-            )
-        return tensor
+    def unpack(self, saved: Any) -> Tensor:
+        return self._weight_of(saved) if isinstance(saved, _SavedWeight) else self.beneath.unpack(saved)
+
+    @contextmanager
+    def again(self, hooks: SavedTensorHooks) -> Iterator[None]:
+        with self.beneath.again(hooks), self._shown():
+            saving = SavingForward(*self._unit)
+            saving.enter()
+            try:
+                yield
+            finally:
+                saving.leave()
 
     def _identify(self, tensor: Tensor, bucket: Bucket) -> _SavedWeight:
         """What to save for a tensor that lies where the weights of `bucket` are.

@@ -1,0 +1,277 @@
+"""Recomputation: what a function would save for its backward is dropped, and made again by a second run of the function.
+
+    forward     y = f(x)         keeps x (and what `kept` names), drops what the operations of f save, and y if asked
+    backward    y' = f(x)        once, when the first of the dropped tensors is needed; then the backward of f goes on
+
+    x --[norm]--> n --[linear]-->      norm is recomputed: the linear layer saves n, which norm can make again from x
+
+The graph of the second run serves only to collect what it saves; the backward runs on the first graph.
+
+Source: Chen et al. 2016; Korthikanti et al. 2022, section 5, for recomputing parts of a layer; the mechanism of saved-tensor
+hooks is that of torch.utils.checkpoint without re-entrance.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megazero.comm.collectives import all_gather
+from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
+from megazero.parallel_state import Axis
+
+WHOLE = Axis("none")
+"""An axis of one rank: what is kept is not cut."""
+
+
+class _Dropped:
+    """A tensor that was dropped; after the second run it holds what takes its place."""
+
+    __slots__ = ("__weakref__", "kept", "source")
+
+    def __init__(self, source: Recomputation) -> None:
+        self.source = source
+        self.kept: Any = None
+
+    def tensor(self) -> Tensor:
+        """The tensor; the first that is asked for makes all."""
+        if self.kept is None:
+            self.source.run_again()
+        return kept_tensor(self.kept)
+
+
+class _View(NamedTuple):
+    """A tensor in the memory of a dropped one."""
+
+    base: _Dropped
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+
+class Recomputation(SavedTensorHooks):
+    """One run of a function; see above.
+
+    Args:
+        function: with the same arguments it must do the same again.
+        args: its arguments, nested in any way; their tensors are kept.
+        kept: results within the function that are kept instead of computed twice.
+        cut: the tensors among `args` are equal on all ranks of this axis, and each keeps its part only.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], args: Any, kept: KeptResults | None = None, cut: Axis = WHOLE
+    ) -> None:
+        super().__init__()
+        self._function, self._kept, self._cut = function, kept, cut
+        leaves, self._structure = tree_flatten(args)
+        self._args = [self._pack_argument(one) if isinstance(one, Tensor) else one for one in leaves]
+        self._dropped: list[weakref.ref[_Dropped]] = []
+        self._signature: list[tuple[torch.Size, torch.dtype]] = []
+        self._outputs: dict[int, weakref.ref[_Dropped]] = {}
+        self._kept_results: list[list[Any]] = []
+
+    def run(self) -> Any:
+        """The function's result."""
+        args = tree_unflatten([one.given if isinstance(one, _Argument) else one for one in self._args], self._structure)
+        for one in self._args:
+            if isinstance(one, _Argument):
+                one.given = None
+        self.enter()
+        try:
+            if self._kept is not None:
+                self._kept.record()
+            result = self._function(*args)
+        finally:
+            results = self._kept.stop() if self._kept is not None else []
+            self.leave()
+        self._kept_results = [[self.beneath.pack(tensor) for tensor in tensors] for tensors in results]
+        self.beneath.drop(self, [one for one in tree_flatten(result)[0] if isinstance(one, Tensor)])
+        return result
+
+    def pack(self, tensor: Tensor) -> Any:
+        weight = self.pack_weight(tensor)
+        if weight is not None:
+            return weight
+        dropped = _Dropped(self)
+        self._dropped.append(weakref.ref(dropped))
+        self._signature.append((tensor.shape, tensor.dtype))
+        return dropped
+
+    def unpack(self, saved: Any) -> Tensor:
+        return saved.tensor() if isinstance(saved, _Dropped) else self.beneath.unpack(saved)
+
+    def output(self, number: int) -> _Dropped:
+        """A result of the function, to be dropped."""
+        reference = self._outputs.get(number)
+        dropped = reference() if reference is not None else None
+        if dropped is None:
+            dropped = _Dropped(self)
+            self._outputs[number] = weakref.ref(dropped)
+        return dropped
+
+    def run_again(self) -> None:
+        """Make what was dropped.  Raises: RuntimeError: the function did not do the same again."""
+        args = [self._unpack_argument(one) if isinstance(one, _Argument) else one for one in self._args]
+        collected = _Collection()
+        with self.beneath.again(collected), torch.enable_grad():
+            try:
+                if self._kept is not None:
+                    self._kept.replay([[self.beneath.unpack(one) for one in results] for results in self._kept_results])
+                result = self._function(*tree_unflatten(args, self._structure))
+            finally:
+                if self._kept is not None:
+                    self._kept.stop()
+        if collected.signature != self._signature:
+            raise RuntimeError(_describe_difference(self._function, self._signature, collected.signature))
+        for reference, kept in zip(self._dropped, collected.kept, strict=True):
+            if (dropped := reference()) is not None:
+                dropped.kept = kept
+        outputs = [one for one in tree_flatten(result)[0] if isinstance(one, Tensor)]
+        for number, reference in self._outputs.items():
+            if (dropped := reference()) is not None:
+                dropped.kept = keep(outputs[number])
+
+    def _pack_argument(self, tensor: Tensor) -> _Argument:
+        part = tensor
+        is_cut = self._cut.size > 1 and tensor.is_floating_point()
+        if is_cut:
+            part = tensor.detach().reshape(-1).chunk(self._cut.size)[self._cut.index].clone()
+        return _Argument(self.beneath.pack(part), tensor.requires_grad, tensor.shape if is_cut else None, tensor)
+
+    def _unpack_argument(self, argument: _Argument) -> Tensor:
+        tensor = self.beneath.unpack(argument.saved)
+        if argument.whole_shape is not None:
+            whole = tensor.new_empty(argument.whole_shape)
+            all_gather(whole.view(-1), tensor, self._cut).wait()
+            tensor = whole
+        return tensor.detach().requires_grad_(argument.requires_grad)
+
+
+class _Argument:
+    """A tensor argument; `given` until the function has run."""
+
+    __slots__ = ("given", "requires_grad", "saved", "whole_shape")
+
+    def __init__(self, saved: Any, requires_grad: bool, whole_shape: torch.Size | None, given: Tensor) -> None:
+        self.saved, self.requires_grad, self.whole_shape = saved, requires_grad, whole_shape
+        self.given: Tensor | None = given
+
+
+class _Collection(SavedTensorHooks):
+    """Collects what the second run saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+        self.signature: list[tuple[torch.Size, torch.dtype]] = []
+
+    def pack(self, tensor: Tensor) -> Any:
+        self.signature.append((tensor.shape, tensor.dtype))
+        self.kept.append(keep(tensor))
+        return self.kept[-1]
+
+    def unpack(self, saved: Any) -> Tensor:
+        return kept_tensor(saved)
+
+
+class KeptResults:
+    """Results within a recomputed function that are kept: the second run gets those of the first."""
+
+    def __init__(self) -> None:
+        self._recorded: list[Sequence[Tensor]] | None = None
+        self._replayed: list[Sequence[Tensor]] = []
+
+    def record(self) -> None:
+        """Remember the results that come now."""
+        self._recorded = []
+
+    def replay(self, results: Sequence[Sequence[Tensor]]) -> None:
+        """Give these results, first to last, instead of computing them."""
+        self._recorded, self._replayed = None, list(results)
+
+    def stop(self) -> list[Sequence[Tensor]]:
+        """Compute again from now on; what was recorded."""
+        recorded, self._recorded, self._replayed = self._recorded or [], None, []
+        return recorded
+
+    def through(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `compute` returns, or returned in the first run."""
+        if self._replayed:
+            return tuple(tensor.detach() for tensor in self._replayed.pop(0))
+        results = compute()
+        if self._recorded is not None:
+            self._recorded.append([tensor.detach() for tensor in results])
+        return results
+
+
+class DroppingOutputs(SavedTensorHooks):
+    """Within it the results of recomputed functions are not kept by those who save them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By address, with the tensor: another must not get its memory as long as it is looked for here.
+        self._outputs: dict[int, tuple[_Dropped, Tensor]] = {}
+
+    def leave(self) -> None:
+        super().leave()
+        self._outputs.clear()
+
+    def drop(self, source: Recomputation, outputs: Sequence[Tensor]) -> None:
+        for number, tensor in enumerate(outputs):
+            self._outputs[tensor.untyped_storage().data_ptr()] = source.output(number), tensor
+
+    def pack(self, tensor: Tensor) -> Any:
+        weight = self.pack_weight(tensor)
+        if weight is not None:
+            return weight
+        found = self._outputs.get(tensor.untyped_storage().data_ptr())
+        if found is None:
+            return self.beneath.pack(tensor)
+        return _View(found[0], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, _View):
+            return saved.base.tensor().as_strided(saved.size, saved.stride, saved.offset)
+        return self.beneath.unpack(saved)
+
+
+class Recomputed:
+    """A function of tensors that is recomputed in each backward; see `Recomputation`.
+
+    Attributes:
+        function: what runs; `models/compiled.py` compiles it.
+    """
+
+    def __init__(self, function: Callable[..., Any], kept: KeptResults | None = None, cut: Axis = WHOLE) -> None:
+        self.function, self._kept, self._cut = function, kept, cut
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.function(*args)
+        return Recomputation(self.function, args, self._kept, self._cut).run()
+
+
+def _describe_difference(
+    function: object, first: Sequence[tuple[torch.Size, torch.dtype]], second: Sequence[tuple[torch.Size, torch.dtype]]
+) -> str:
+    name = getattr(function, "__qualname__", repr(function))
+    if len(first) != len(second):
+        found = f"saved {len(second)} tensors where the forward saved {len(first)}"
+    else:
+        number, (was, now) = next(
+            (at, pair) for at, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1]
+        )
+        found = (
+            f"saved {list(now[0])} of {now[1]} as tensor {number} where the forward saved {list(was[0])} of {was[1]}"
+        )
+    return (
+        f"recomputing {name} {found}; a recomputed function must do the same again: no global state, the same autocast, no "
+        "random numbers but those of torch's default generators"
+    )
