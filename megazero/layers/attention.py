@@ -125,27 +125,31 @@ class Attention(nn.Module):
         tp, self.shared_head = qkv.tp, None
         if tp.size > num_kv_heads:
             self.shared_head = SharedKVHead(tp.size // num_kv_heads, num_kv_heads * head_size // tp.size, tp)
-        self.heads = num_heads // tp.size
-        self.kv_heads = max(num_kv_heads // tp.size, 1)
+        self.num_heads = num_heads // tp.size
+        self.num_kv_heads = max(num_kv_heads // tp.size, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def heads(self, x: Tensor) -> Tensor:
+        """What the output projection reads: [seq, batch, this rank's heads * head_size]."""
         qkv = self.qkv(x)
         if self.width_norm is not None:
             qkv = self.width_norm(qkv)
         if self.shared_head is not None:
             qkv = self.shared_head(qkv)
         heads = rearrange(qkv, "s b (h d) -> s b h d", d=self.head_size)
-        rotated, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        rotated, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
         if (
             self.head_norm is not None
         ):  # before dimensions change places: attention's output takes the order of q in memory
-            rotated = self.head_norm(rotated, self.heads)
+            rotated = self.head_norm(rotated, self.num_heads)
         rotated, v = (rearrange(x, "s b h d -> b h s d") for x in (rotated, v))
         if self.rope is not None:
             rotated = self.rope.rotate(rotated)
             v = v.contiguous()  # a copy: a view would keep all of q | k | v in memory for the backward
-        q, k = rotated.split([self.heads, self.kv_heads], dim=1)
-        return self.out(rearrange(self.attend(q, k, v), "b h s d -> s b (h d)"))
+        q, k = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
+        return rearrange(self.attend(q, k, v), "b h s d -> s b (h d)")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.heads(x))
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

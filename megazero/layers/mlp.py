@@ -51,20 +51,37 @@ def gated(gate_up: Tensor) -> Tensor:
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)).  [seq or seq / tp, batch, hidden], unchanged in shape.  gate | up are fused."""
 
+    product = staticmethod(gated)
+
     def __init__(self, gate_up: ColumnParallelLinear, down: RowParallelLinear) -> None:
         super().__init__()
         self.gate_up, self.down = gate_up, down
 
+    def inner(self, x: Tensor) -> Tensor:
+        """What the down projection reads: [seq, batch, inner / tp]."""
+        return self.product(self.gate_up(x))
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(gated(self.gate_up(x)))
+        return self.down(self.inner(x))
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh form (Hendrycks and Gimpel 2016), of any shape."""
+    return F.gelu(x, approximate="tanh")
 
 
 class GELU(nn.Module):
     """down(gelu(up(x))) with the tanh form of GPT-2.  [seq or seq / tp, batch, hidden], unchanged in shape."""
 
+    product = staticmethod(tanh_gelu)
+
     def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
         super().__init__()
         self.up, self.down = up, down
 
+    def inner(self, x: Tensor) -> Tensor:
+        """What the down projection reads: [seq, batch, inner / tp]."""
+        return self.product(self.up(x))
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.inner(x))
