@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_serializer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from megazero.models.activation_config import ActivationsConfig
 from megazero.models.config import ModelConfig
 from megazero.optim.config import LrScheduleConfig, OptimizerConfig
 from megazero.registry import NameIn
@@ -415,6 +416,7 @@ class RunConfig(Section):
 
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()
+    activations: ActivationsConfig = ActivationsConfig()
     zero: ZeroConfig = ZeroConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

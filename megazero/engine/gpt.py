@@ -29,6 +29,9 @@ from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, s
 from megazero.engine.trainer_state import Position, check_same_run, trainer_state
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.linear import WeightGradQueue
+from megazero.layers.recompute import WHOLE
+from megazero.models.activation_config import layer_policies
+from megazero.models.activations import save_by_policy
 from megazero.models.compiled import compile_blocks, wants_compiling
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
 from megazero.models.registry import FAMILIES
@@ -327,14 +330,20 @@ def _build_chunks(
 ) -> tuple[list[GPTStage], list[WeightGradQueue]]:
     """This rank's part of the model on the meta device, and for each chunk the queue of its weight gradients."""
     chunks, queues = [], []
-    for layout, (rank, _) in zip(cut(config.model, config.parallel.layout, len(placement)), placement, strict=True):
-        if rank != state.at.pp:
-            continue  # a rank's chunks come in order
+    layouts = cut(config.model, config.parallel.layout, len(placement))
+    # a rank's chunks come in order
+    mine = [layout for layout, (rank, _) in zip(layouts, placement, strict=True) if rank == state.at.pp]
+    policies = layer_policies(config.activations, [layer for layout in mine for layer in layout.layers], state.at.pp)
+    whole = WHOLE if config.parallel.sequence_parallel else state.tp
+    for layout in mine:
         queues.append(WeightGradQueue())
         cuts, seed, dtype = config.parallel.sequence_parallel, config.training.seed, DTYPES[config.precision.dtype]
         context = BuildContext(config.model, state.tp, cuts, seed, state.device, queues[-1], dtype)
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
+        save_by_policy(
+            [(block, policies[layer]) for layer, block in zip(layout.layers, chunks[-1].layers, strict=True)], whole
+        )
     return chunks, queues
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ class SavedTensorHooks:
     @abstractmethod
     def unpack(self, saved: Any) -> Tensor:
         """The tensor of what was saved."""
+
+    def __enter__(self) -> Self:
+        self.enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
     def enter(self) -> None:
         """Let what is saved from now on pass through these hooks."""
@@ -82,11 +89,8 @@ class _Outermost(SavedTensorHooks):
 
     @contextmanager
     def again(self, hooks: SavedTensorHooks) -> Iterator[None]:
-        hooks.enter()
-        try:
+        with hooks:
             yield
-        finally:
-            hooks.leave()
 
 
 def innermost() -> SavedTensorHooks:

@@ -28,6 +28,8 @@ from megazero.layers.attention import SharedKVHead
 from megazero.layers.cross_entropy import slope_of, statistics_of
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.qk_norm import WidthNorm
+from megazero.layers.recompute import Recomputed
+from megazero.models.activations import SavingBlock
 from megazero.models.gpt import GPTStage
 
 _ALIGNED_BYTES = 16
@@ -59,13 +61,25 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
 
     Only the blocks' own `forward` is replaced; hooks and names of parameters stay.
     """
-    kinds = {type(block) for block in stage.blocks}
-    compiled: dict[type, Any] = {kind: torch.compile(kind.forward, dynamic=False, backend=backend) for kind in kinds}
+    compiled: dict[Any, Any] = {}
+
+    def compile_once(function: Any) -> Any:
+        """One code for a method of all blocks."""
+        code = function.__func__ if isinstance(function, MethodType) else function
+        if code not in compiled:
+            compiled[code] = torch.compile(code, dynamic=False, backend=backend)
+        return MethodType(compiled[code], function.__self__) if isinstance(function, MethodType) else compiled[code]
+
     for block in stage.blocks:
         for layer in block.modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear | WidthNorm | SharedKVHead):
                 _replace_forward(layer, torch.compiler.disable(layer.forward))
-        _replace_forward(block, MethodType(compiled[type(block)], block))
+            for wrapper in [one for one in layer.__dict__.values() if isinstance(one, Recomputed)]:
+                wrapper.function = compile_once(wrapper.function)
+        if isinstance(block.forward, SavingBlock):
+            block.forward.function = compile_once(block.forward.function)
+        else:
+            _replace_forward(block, compile_once(block.forward))
     if stage.head is not None:
         output = stage.head.output
         output.statistics_of = torch.compile(statistics_of, dynamic=False, backend=backend)

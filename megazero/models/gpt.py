@@ -21,6 +21,7 @@ from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
+from megazero.layers.mlp import GELU, SwiGLU
 from megazero.layers.norm import LayerNorm, RMSNorm
 from megazero.layers.qk_norm import HeadNorm, WidthNorm
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
@@ -182,26 +183,50 @@ class Block(nn.Module):
         context: BuildContext,
         sites: tuple[str, str],
         norms: tuple[nn.Module, nn.Module],
-        attention: nn.Module,
-        mlp: nn.Module,
+        attention: Attention,
+        mlp: SwiGLU | GELU,
     ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
         self.attention_dropout, self.mlp_dropout = map(context.dropout, sites)
 
+    def attended(self, x: Tensor) -> Tensor:
+        """What attention's output projection reads: [seq, batch, heads * size of this rank]."""
+        return self.attention.heads(self.attention_norm(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What the MLP's down projection reads: [seq, batch, inner size of this rank]."""
+        return self.mlp.inner(self.mlp_norm(x))
+
+    def most(self, x: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Everything before the down projection, whose result no backward reads: what it reads, and the residual stream."""
+        x = x + self.attention_dropout(self.attention.out(self.attended(x)), sample_ids)
+        return self.inner(x), x
+
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
         """[seq or seq / tp, batch, hidden], unchanged in shape; sample_ids int64 [batch]."""
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x)), sample_ids)
-        return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), sample_ids)
+        inner, x = self.most(x, sample_ids)
+        return x + self.mlp_dropout(self.mlp.down(inner), sample_ids)
 
 
 class PostNormBlock(Block):
     """As `Block`, but the norms come after attention and after the MLP, before each residual sum (OLMo 2)."""
 
+    def attended(self, x: Tensor) -> Tensor:
+        return self.attention.heads(x)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.mlp.inner(x)
+
+    def most(self, x: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """All but the last residual sum: the norm reads the result of the down projection."""
+        x = x + self.attention_dropout(self.attention_norm(self.attention.out(self.attended(x))), sample_ids)
+        return self.mlp_norm(self.mlp.down(self.inner(x))), x
+
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
-        x = x + self.attention_dropout(self.attention_norm(self.attention(x)), sample_ids)
-        return x + self.mlp_dropout(self.mlp_norm(self.mlp(x)), sample_ids)
+        branch, x = self.most(x, sample_ids)
+        return x + self.mlp_dropout(branch, sample_ids)
 
 
 class Embedding(nn.Module):
@@ -262,6 +287,11 @@ class GPTStage(nn.Module):
         self.blocks = nn.ModuleList(family.blocks(context, layout.layers))
         shared = self.embedding.tokens.weight if self.embedding is not None and context.model.tie_embeddings else None
         self.head = family.head(context, shared) if layout.has_head else None
+
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks."""
+        return [block for block in self.blocks if isinstance(block, Block)]
 
     def units(self) -> list[nn.Module]:
         """The modules that ZeRO-3 gathers one at a time, in forward order."""

@@ -70,13 +70,8 @@ class SavingForward(SavedTensorHooks):
 
     @contextmanager
     def again(self, hooks: SavedTensorHooks) -> Iterator[None]:
-        with self.beneath.again(hooks), self._shown():
-            saving = SavingForward(*self._unit)
-            saving.enter()
-            try:
-                yield
-            finally:
-                saving.leave()
+        with self.beneath.again(hooks), self._shown(), SavingForward(*self._unit):
+            yield
 
     def _identify(self, tensor: Tensor, bucket: Bucket) -> _SavedWeight:
         """What to save for a tensor that lies where the weights of `bucket` are.

@@ -1,0 +1,161 @@
+"""The `[activations]` section of a run file, and what it says for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from megazero.settings import ActsWhere, CountOrZero, Section, Spelling
+
+Region = Literal["norms", "activation", "attention", "mlp", "block"]
+"""What of a layer is recomputed.
+
+norms        the outputs of both norms                   mlp       norm and MLP, up to the down projection
+activation   the product before the down projection      block     all but the down projection
+attention    norm and attention, up to the projection
+"""
+
+PRESETS: Mapping[str, tuple[Region, ...]] = MappingProxyType(
+    {"none": (), "selective": ("norms", "activation"), "full": ("block",)}
+)
+
+
+def _recompute(value: object) -> object:
+    """Take a preset, or a list of regions."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _layers(value: object) -> object:
+    """Take "all", a number of layers, or a list of layers."""
+    listed = tuple(value) if isinstance(value, list | tuple) else ()
+    numbers = listed if value == listed or isinstance(value, list) else (value,)
+    if value != "all" and not (numbers and all(type(number) is int and number >= 0 for number in numbers)):
+        raise PydanticCustomError("layers", 'be "all", a number of layers or a list of layers such as [0, 1, 5]')
+    return listed if isinstance(value, list) else value
+
+
+Recompute = Annotated[
+    Literal["none", "selective", "full"] | tuple[Region, ...],
+    BeforeValidator(_recompute),
+    Spelling('"none", "selective", "full" or a list of norms, activation, attention, mlp, block'),
+]
+Layers = Annotated[
+    Literal["all"] | int | tuple[int, ...],
+    BeforeValidator(_layers),
+    Spelling('"all", a number of layers or a list of layers'),
+]
+_OFFLOADS = ActsWhere("activations.offload activations.stages", ("host",), "nothing is offloaded")
+
+
+class StageActivations(Section):
+    """Other choices for one pipeline rank; a key that is unset is that of [activations]."""
+
+    stage: CountOrZero
+    """The pipeline rank, from 0: the first ranks hold the activations of most micro-batches."""
+    recompute: Recompute | None = None
+    """As in [activations]."""
+    keep_attention: bool | None = None
+    """As in [activations]."""
+    layers: Layers | None = None
+    """As in [activations]."""
+    offload: Literal["none", "host"] | None = None
+    """As in [activations]."""
+    offload_layers: Layers | None = None
+    """As in [activations]."""
+
+
+class ActivationsConfig(Section):
+    """What the forward keeps for the backward; no choice changes a number of the run. See docs/activations.md."""
+
+    recompute: Recompute = "none"
+    """What the backward computes again: "none", "selective" (norms and activation), "full" (block), or a list of regions."""
+    keep_attention: bool = False
+    """Keep attention's output and log-sum-exp where attention or block is recomputed: its kernel does not run again."""
+    layers: Layers = "all"
+    """Which layers are recomputed: "all", the first so many of each pipeline rank, or a list of layers from 0."""
+    partition: bool = False
+    """Each tensor-parallel rank keeps its part of what recomputed regions start from; the backward gathers it."""
+    offload: Literal["none", "host"] = "none"
+    """Where what is kept waits for the backward: on the device, or in page-locked memory of the host."""
+    offload_layers: Annotated[Layers, _OFFLOADS] = "all"
+    """Which layers are offloaded, as for `layers`."""
+    stages: Annotated[tuple[StageActivations, ...], Field(strict=False)] = ()
+    """Other choices for some pipeline ranks: { stage, recompute, keep_attention, layers, offload, offload_layers }."""
+
+    def of_stage(self, stage: int) -> ActivationsConfig:
+        """What holds for a pipeline rank."""
+        own = next((one for one in self.stages if one.stage == stage), None)
+        written = {} if own is None else own.model_dump(exclude_none=True, exclude={"stage"})
+        return self.model_copy(update=written)
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """What one layer keeps.
+
+    Args:
+        recompute: the regions that are recomputed; a region within another is not named beside it.
+        keep_attention: attention's output and log-sum-exp stay.
+        partition: what is kept of a region's input is cut over tp.
+        offload: what is kept waits on the host.
+    """
+
+    recompute: frozenset[Region] = frozenset()
+    keep_attention: bool = False
+    partition: bool = False
+    offload: bool = False
+
+    @property
+    def name(self) -> str:
+        """For log lines: `norms+activation`, `block but attention, cut over tp, on the host`."""
+        order = ("norms", "activation", "attention", "mlp", "block")
+        regions = "+".join(region for region in order if region in self.recompute) or "none"
+        parts = [regions + (" but attention" if self.keep_attention else "")]
+        parts += ["cut over tp"] if self.partition else []
+        return ", ".join([*parts, "on the host"] if self.offload else parts)
+
+
+def layer_policies(activations: ActivationsConfig, layers: Sequence[int], stage: int) -> dict[int, LayerPolicy]:
+    """By layer of one pipeline rank, what it keeps.
+
+    Args:
+        activations: of the run.
+        layers: those of the rank, all chunks, as indices in the whole model.
+        stage: the pipeline rank.
+    """
+    own = activations.of_stage(stage)
+    regions = _outermost(PRESETS[own.recompute] if isinstance(own.recompute, str) else own.recompute)
+    recomputed, offloaded = _chosen(own.layers, layers), _chosen(own.offload_layers, layers)
+    policies = {}
+    for layer in layers:
+        here = regions if layer in recomputed else frozenset[Region]()
+        policies[layer] = LayerPolicy(
+            here,
+            keep_attention=own.keep_attention and bool(here & {"attention", "block"}),
+            partition=own.partition and bool(here - {"activation"}),
+            offload=own.offload == "host" and layer in offloaded,
+        )
+    return policies
+
+
+def _outermost(regions: Sequence[Region]) -> frozenset[Region]:
+    """Without those that lie within another."""
+    found = set(regions)
+    if "block" in found:
+        return frozenset({"block"})
+    if "mlp" in found:
+        found.discard("activation")
+    if {"mlp", "attention"} <= found:
+        found.discard("norms")
+    return frozenset(found)
+
+
+def _chosen(choice: str | int | tuple[int, ...], layers: Sequence[int]) -> set[int]:
+    if isinstance(choice, int):
+        return set(sorted(layers)[:choice])
+    return set(layers) if isinstance(choice, str) else set(choice)
