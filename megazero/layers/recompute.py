@@ -230,8 +230,8 @@ class DroppingOutputs(SavedTensorHooks):
         weight = self.pack_weight(tensor)
         if weight is not None:
             return weight
-        found = self._outputs.get(tensor.untyped_storage().data_ptr())
-        if found is None:
+        found = self._outputs.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if found is None or found[1].dtype != tensor.dtype:
             return self.beneath.pack(tensor)
         return _View(found[0], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
