@@ -11,6 +11,7 @@ from worlds import GPT2, LLAMA, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
+from megazero.layers.attention_kernels import attention
 from megazero.models.compiled import compile_blocks, wants_compiling
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -105,6 +106,20 @@ def test_what_other_families_add_to_a_layer_compiles(model: dict[str, Any], piec
     for pairs, graphs in run_world(2, _with_and_without, [runs], "eager", False):
         _check(pairs)
         assert graphs == pieces + 2
+
+
+def test_tracing_stops_where_outputs_of_attention_are_kept() -> None:
+    class Keeps:
+        def through(self, compute: Any) -> tuple[Tensor, ...]:
+            self.kept = getattr(self, "kept", None) or compute()
+            return self.kept
+
+    x, keeps, found = torch.randn(2, 2, 9, 8, requires_grad=True), Keeps(), []
+    compiled = torch.compile(lambda x, kept: attention(x * 2, x, x, kept=kept).sin(), dynamic=False, backend="eager")
+    for kept in (None, keeps, keeps):  # the third forward has the outputs of the second
+        found.append(torch.autograd.grad(compiled(x, kept).sum(), x)[0])
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert len(keeps.kept) == 2
 
 
 def test_names_of_parameters_stay() -> None:

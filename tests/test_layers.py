@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megazero.layers.attention import SlidingWindow, causal_attention
+from megazero.layers.attention import SlidingWindow
+from megazero.layers.attention_kernels import attention
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.embedding import VocabParallelEmbedding
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import gated
+from megazero.layers.norm import rms_norm
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
@@ -311,15 +313,99 @@ def test_dropout_keeps_the_expected_share_and_scale() -> None:
     assert torch.equal(dropout.eval()(torch.ones(4, 1, 2), torch.arange(1)), torch.ones(4, 1, 2))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_keeps_a_byte_for_each_element_or_draws_its_mask_again(dtype: torch.dtype) -> None:
+    dropout = Dropout(0.3, "site", seed=1, seq_len=64, seq_part=1, device=torch.device("cpu"))
+    given, slope, ids = _given((8, 3, 5)).to(dtype), _given((8, 3, 5)).cos().to(dtype), torch.tensor([4, 0, 7])
+    mask = dropout(torch.ones(8, 3, 5), ids) != 0
+    wanted = [torch.where(mask, x / (1 - 0.3), 0.0) for x in (given, slope)]
+    for dropout.remakes_mask, kept_bytes in ((False, 8 * 3 * 5), (True, 0)):
+        x, kept = given.clone().requires_grad_(), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t), t)[1], lambda t: t):
+            y = dropout(x, ids)
+        y.backward(slope)
+        assert torch.equal(y, wanted[0])
+        assert torch.equal(x.grad, wanted[1])
+        assert sum(t.nbytes for t in kept) == kept_bytes
+
+
 def test_grouped_queries_attend_as_if_their_heads_were_repeated() -> None:
     q, k, v = (torch.randn(2, heads, 6, 4) for heads in (6, 2, 2))
     by_group = torch.stack(
-        [causal_attention(q[:, [head]], k[:, [head // 3]], v[:, [head // 3]])[:, 0] for head in range(6)], 1
+        [attention(q[:, [head]], k[:, [head // 3]], v[:, [head // 3]])[:, 0] for head in range(6)], 1
     )
-    torch.testing.assert_close(causal_attention(q, k, v), by_group)
-    torch.testing.assert_close(
-        causal_attention(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1)), by_group
-    )
+    torch.testing.assert_close(attention(q, k, v), by_group)
+    torch.testing.assert_close(attention(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1)), by_group)
+
+
+class _Keeps:
+    """Remembers the outputs of kernels; once it replays, it returns them in order."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Tensor, ...]] = []
+        self.replays = False
+
+    def through(self, compute: Any) -> tuple[Tensor, ...]:
+        if self.replays:
+            return self.kept.pop(0)
+        self.kept.append(compute())
+        return self.kept[-1]
+
+
+class _Kernels(TorchDispatchMode):
+    """Which operators of attention run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += [str(func)] if "attention" in str(func) else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "size"), [((4, 4), 8), ((4, 2), 24), ((6, 2), 64)])
+@pytest.mark.parametrize("window", [None, 5], ids=["causal", "window"])
+def test_kept_outputs_of_attention_give_the_same_bits_and_no_kernel_runs_again(
+    dtype: torch.dtype, heads: tuple[int, int], size: int, window: int | None
+) -> None:
+    attend = SlidingWindow(window, dtype, torch.device("cpu")).attend if window else attention
+    leaves = [_given((17, 2, n, size)).to(dtype).permute(1, 2, 0, 3).requires_grad_() for n in (*heads, heads[1])]
+    slope, calls = _given((2, heads[0], 17, size)).to(dtype), 2 if window else 1
+
+    def run(kept: _Keeps | None) -> tuple[list[Tensor], list[int], list[str]]:
+        saved: list[int] = []
+        with (
+            _Kernels() as kernels,
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda x: (saved.append(x.untyped_storage().nbytes()), x)[1], lambda x: x
+            ),
+        ):
+            out = attend(*(leaf * 1 for leaf in leaves), kept=kept)
+        return [out.detach(), *torch.autograd.grad(out, leaves, slope)], saved, kernels.seen
+
+    wanted, saved, kernels = run(None)
+    keeps = _Keeps()
+    with torch.no_grad(), _Kernels() as first:
+        out = attend(*leaves, kept=keeps)
+    assert torch.equal(out, wanted[0])
+    assert out.stride() == wanted[0].stride()
+    assert len(keeps.kept) == len(kernels) == len(first.seen) == calls
+    for remembered in (keeps.kept[:], keeps.kept):
+        assert not any(x.requires_grad or x.grad_fn for outputs in remembered for x in outputs)
+        keeps.replays, keeps.kept = True, list(remembered)
+        got, saved_again, kernels_again = run(keeps)
+        assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+        assert sorted(saved_again) == sorted(saved)
+        assert kernels_again == []
+
+
+def test_what_no_kernel_takes_is_not_kept() -> None:
+    q, keeps = torch.randn(1, 2, 3, 8)[..., ::2], _Keeps()  # the last dimension is not contiguous
+    out = attention(q, q, q, kept=keeps)
+    assert torch.equal(out, attention(q, q, q))
+    assert keeps.kept == []
 
 
 def _seen(seq: int, window: int) -> Tensor:
@@ -394,3 +480,47 @@ def test_a_gated_unit_equals_its_formula_bit_by_bit_and_keeps_its_input_only(dty
     assert [one.data_ptr() for one in kept] == [ours.data_ptr()]
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(gated(ours).sum(), ours, create_graph=True)
+
+
+_PARTS = [((3, 2, 9), (), -1), ((3, 2, 5, 4), (3, 2), 2), ((3, 2, 9), (6, 3), -1)]
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "sizes", "dim"), _PARTS, ids=["whole", "heads", "widths"])
+def test_a_norm_of_parts_equals_its_formula_and_keeps_its_input_and_a_number(
+    shape: tuple[int, ...], sizes: tuple[int, ...], dim: int, dtype: torch.dtype, traced: bool, monkeypatch: Any
+) -> None:
+    """The input is a view of something larger.  Each part is rounded once, as torch's operator does in 16 bits."""
+    whole = _given((*shape[:2], 2 * shape[2], *shape[3:])).to(dtype)
+    lengths = [part.shape[-1] for part in whole[:, :, : shape[2]].split(sizes or shape[2], dim)]
+    weight, slope = 1 + _given((sum(lengths),)).to(dtype) / 4, _given(shape).cos().to(dtype)
+
+    def formula(x: Tensor, weight: Tensor) -> Tensor:
+        parts = zip(x.split(sizes or shape[2], dim), weight.split(lengths), strict=True)
+        return torch.cat([part / (part.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w for part, w in parts], dim)
+
+    found, kept = [], []
+    for compute, exact in ((lambda x, w: rms_norm(x, w, 1e-3, sizes, dim), dtype), (formula, torch.float64)):
+        x, w = whole.detach().to(exact).requires_grad_(), weight.detach().to(exact).requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+            part = x[:, :, : shape[2]]
+            kept.clear()
+            monkeypatch.setattr(torch.compiler, "is_compiling", lambda: traced)
+            y = compute(part, w)
+            monkeypatch.undo()
+        if exact == dtype and not traced and not found:
+            numbers = sum(part.numel() // part.shape[-1] for part in part.split(sizes or shape[2], dim))
+            inputs = {x.untyped_storage().data_ptr(), w.untyped_storage().data_ptr()}
+            assert sum(t.numel() for t in kept if t.untyped_storage().data_ptr() not in inputs) == numbers
+        y.backward(slope.to(exact))
+        found.append([y.detach().double(), x.grad.double(), w.grad.double()])
+    slack = torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 16)
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=slack, atol=slack)
+
+
+def test_a_norm_has_no_second_derivative() -> None:
+    x = _given((3, 8)).requires_grad_()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(rms_norm(x, torch.ones(8), 1e-5).sum(), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention with heads cut over TP, on torch's scaled_dot_product_attention; rotary positions.
+"""Causal grouped-query attention with heads cut over TP, with rotary positions.
 
 Where tp exceeds the number of key and value heads, tp / kv_heads ranks share a head, and each computes a part of it:
 
@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megazero.comm.autograd import gather_sequence
+from megazero.layers.attention_kernels import KeptOutputs, attention
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.qk_norm import HeadNorm, WidthNorm
 from megazero.parallel_state import Axis
@@ -70,7 +71,7 @@ class RotaryEmbedding:
 
 
 class SharedKVHead(nn.Module):
-    """Completes the key and value head that a rank shares.  [seq, batch, q | part of k | part of v] -> q | k | v.
+    """Completes the key and value head that a rank shares.  [seq, batch, q | part of k | part of v] -> q | k and v.
 
     The backward sums the gradients of the ranks that share the head (as Megatron-LM does for fewer query groups than tp).
 
@@ -84,12 +85,13 @@ class SharedKVHead(nn.Module):
         super().__init__()
         self.parts, self.part_features, self.tp = parts, part_features, tp
 
-    def forward(self, qkv: Tensor) -> Tensor:
+    def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         q, mine = qkv.split([qkv.shape[-1] - 2 * self.part_features, 2 * self.part_features], dim=-1)
         every = gather_sequence(mine, self.tp).unflatten(0, (self.tp.size, -1))
         first = self.tp.index // self.parts * self.parts
         kv = rearrange(every[first : first + self.parts], "parts s b (kv d) -> s b (kv parts d)", kv=2)
-        return torch.cat([q, kv], dim=-1)
+        k, v = kv.chunk(2, dim=-1)
+        return torch.cat([q, k], dim=-1), v
 
 
 class Attention(nn.Module):
@@ -118,13 +120,17 @@ class Attention(nn.Module):
         window: SlidingWindow | None = None,
     ) -> None:
         super().__init__()
-        self.attend = causal_attention if window is None else window.attend
+        self.attend = attention if window is None else window.attend
+        self.kept: KeptOutputs | None = None  # gives attention's output where a block is computed again
         self.qkv, self.out, self.rope, self.head_size = qkv, out, rope, head_size
         self.width_norm = qk_norm if isinstance(qk_norm, WidthNorm) else None
         self.head_norm = qk_norm if isinstance(qk_norm, HeadNorm) else None
         tp, self.shared_head = qkv.tp, None
         if tp.size > num_kv_heads:
             self.shared_head = SharedKVHead(tp.size // num_kv_heads, num_kv_heads * head_size // tp.size, tp)
+        # A view of v keeps all of q | k | v in memory for the backward.  So does a norm's input, where no head is shared.
+        self.copies_v = rope is not None and (qk_norm is None or self.shared_head is not None)
+        self.v_features = num_kv_heads * head_size // tp.size
         self.num_heads = num_heads // tp.size
         self.num_kv_heads = max(num_kv_heads // tp.size, 1)
 
@@ -132,43 +138,27 @@ class Attention(nn.Module):
         """What the output projection reads: [seq, batch, this rank's heads * head_size]."""
         qkv = self.qkv(x)
         if self.width_norm is not None:
-            qkv = self.width_norm(qkv)
-        if self.shared_head is not None:
-            qkv = self.shared_head(qkv)
-        heads = rearrange(qkv, "s b (h d) -> s b h d", d=self.head_size)
-        rotated, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
-        if (
-            self.head_norm is not None
-        ):  # before dimensions change places: attention's output takes the order of q in memory
+            rotated, v = self.width_norm(qkv)
+            if self.shared_head is not None:
+                rotated, v = self.shared_head(torch.cat([rotated, v], dim=-1))
+        elif self.shared_head is not None:
+            rotated, v = self.shared_head(qkv)
+        else:
+            rotated, v = qkv.split([qkv.shape[-1] - self.v_features, self.v_features], dim=-1)
+        rotated, v = (rearrange(x, "s b (h d) -> s b h d", d=self.head_size) for x in (rotated, v))
+        if self.head_norm is not None:
+            # before dimensions change places: attention's output takes the order of q in memory
             rotated = self.head_norm(rotated, self.num_heads)
         rotated, v = (rearrange(x, "s b h d -> b h s d") for x in (rotated, v))
         if self.rope is not None:
             rotated = self.rope.rotate(rotated)
-            v = v.contiguous()  # a copy: a view would keep all of q | k | v in memory for the backward
+        if self.copies_v:
+            v = v.contiguous()
         q, k = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
-        return rearrange(self.attend(q, k, v), "b h s d -> s b (h d)")
+        return rearrange(self.attend(q, k, v, kept=self.kept), "b h s d -> s b (h d)")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.heads(x))
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention.  q: [batch, heads, seq, size], k and v: [batch, kv heads, seq, size] -> as q.
-
-    On CUDA torch uses flash attention (or cuDNN's, where that is faster) in bf16 and fp16; it needs only the last dimension
-    contiguous, and takes fewer kv heads than heads.  In fp32 the one kernel that stores no [seq, seq] matrix needs as many.
-    """
-    if q.dtype == torch.float32:
-        k, v = _one_for_each_head(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as many as queries, on CUDA; elsewhere every kernel takes fewer."""
-    groups = q.shape[1] // k.shape[1]
-    if groups == 1 or q.device.type != "cuda":
-        return k, v
-    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
 
 class SlidingWindow:
@@ -193,19 +183,16 @@ class SlidingWindow:
         unseen = (key <= row) | (key > row + size)
         self.size, self.mask = size, torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, -torch.inf)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Shapes as for `causal_attention`; any number of positions."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, kept: KeptOutputs | None = None) -> Tensor:
+        """As `attention`; any number of positions."""
         seq, size, batch = q.shape[2], self.size, q.shape[0]
         if seq <= size:
-            return causal_attention(q, k, v)
+            return attention(q, k, v, kept=kept)
         # The first block has none before it.  It is copied: a view would keep all of q, k and v in memory for the backward.
-        first = causal_attention(*(x[:, :, :size].contiguous() for x in (q, k, v)))
+        first = attention(*(x[:, :, :size].contiguous() for x in (q, k, v)), kept=kept)
         missing = -seq % size  # zeros that no query sees
         q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (q, k, v))
         k, v = (torch.cat([x[:, :, :-1], x[:, :, 1:]], dim=3) for x in (k, v))
         q, k, v = (rearrange(x, "b h n s d -> (b n) h s d") for x in (q[:, :, 1:], k, v))
-        # With a mask no CUDA kernel but the one that stores all scores takes fewer kv heads.
-        k, v = _one_for_each_head(q, k, v)
-        rest = F.scaled_dot_product_attention(q, k, v, self.mask, enable_gqa=q.shape[1] != k.shape[1])
-        rest = rearrange(rest, "(b n) h s d -> b h (n s) d", b=batch)
+        rest = rearrange(attention(q, k, v, mask=self.mask, kept=kept), "(b n) h s d -> b h (n s) d", b=batch)
         return torch.cat([first, rest[:, :, : seq - size]], dim=2)

@@ -1,11 +1,98 @@
-"""RMSNorm and LayerNorm over the hidden dimension.  Their weights are whole on every TP rank."""
+"""RMSNorm and LayerNorm over the hidden dimension.  Their weights are whole on every TP rank.
+
+For its backward a norm keeps its input, in the input's own dtype, and a number or two of fp32 for each token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megazero.comm.autograd import reduce_from_tp
 from megazero.layers.spec import Initializer, drawn_parameter, vector_spec
+from megazero.parallel_state import Axis
+
+_WHOLE = Axis("tp")
+
+
+class _NormedParts(torch.autograd.Function):
+    """RMSNorm of the parts of x, in fp32 and rounded once; see `rms_norm`.
+
+    With r = 1 / rms(x), n the size of the last dimension and sums over it, for each token
+
+        y = x r w        dx = dy w r - x r^2 / n sum(dy x r w)        dw = dy x r, summed over tokens
+
+    by the chain rule, as dr / dx = -x r^3 / n.  Of the formula in plain torch autograd keeps three fp32 tensors like x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, sizes: Sequence[int], dim: int, tp: Axis) -> Tensor:
+        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        parts = exact.split(sizes, dim)
+        squares = _sum_over_tp([torch.linalg.vector_norm(part, dim=-1, keepdim=True).square_() for part in parts], tp)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format) if exact is x else exact
+        weights = weight.split([part.shape[-1] for part in parts])
+        for part, square, w, place in zip(parts, squares, weights, y.split(sizes, dim), strict=True):
+            r = square.div_(part.shape[-1] * tp.size).add_(eps).rsqrt_()
+            torch.mul(part, r, out=place).mul_(w)
+        ctx.save_for_backward(x, weight, *squares)  # which are 1 / rms by now
+        ctx.sizes, ctx.dim, ctx.tp = sizes, dim, tp
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("a norm has no second derivative: do not use create_graph with it")
+        x, weight, *scales = ctx.saved_tensors
+        exact, slope = x.to(scales[0].dtype), grad.to(scales[0].dtype)
+        parts, slopes = exact.split(ctx.sizes, ctx.dim), slope.split(ctx.sizes, ctx.dim)
+        weights = weight.to(slope.dtype).split([part.shape[-1] for part in parts])
+        dots, grad_weights = [], []
+        for part, dy, r, w in zip(parts, slopes, scales, weights, strict=True):
+            products = (dy * part).mul_(r).flatten(0, -2)
+            dots.append((products @ w).view_as(r))
+            grad_weights.append(products.sum(0))
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if slope is grad else slope
+        dots, places = _sum_over_tp(dots, ctx.tp), grad_x.split(ctx.sizes, ctx.dim)
+        for part, dy, r, w, dot, place in zip(parts, slopes, scales, weights, dots, places, strict=True):
+            torch.mul(dy, w, out=place).mul_(r)
+            place.addcmul_(part, dot * r.square(), value=-1 / (part.shape[-1] * ctx.tp.size))
+        return grad_x.to(x.dtype), torch.cat(grad_weights).to(weight.dtype), None, None, None, None
+
+
+def _sum_over_tp(numbers: list[Tensor], tp: Axis) -> list[Tensor]:
+    """In one message."""
+    if tp.size == 1:
+        return numbers
+    sums = reduce_from_tp(torch.cat([one.flatten() for one in numbers]), tp)
+    return [part.view_as(one) for part, one in zip(sums.split([one.numel() for one in numbers]), numbers, strict=True)]
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, sizes: Sequence[int] = (), dim: int = -1, tp: Axis = _WHOLE
+) -> Tensor:
+    """x / rms(x) * weight, where rms is over the last dimension (Zhang and Sennrich 2019).  [..., n], unchanged in shape.
+
+    It keeps x itself, which may be a view, and the weight; and 1 / rms in fp32.
+
+    Args:
+        x, weight: [n] for each part, one after the other.
+        eps: added to the mean square.
+        sizes, dim: parts of x that are normed apart, each by a weight of its own; one if there are no sizes.
+        tp: the axis that cuts the last dimension; mean squares are taken over all of it.
+    """
+    sizes = sizes or (x.shape[dim],)
+    if tp.size == 1 and (x.is_cuda or torch.compiler.is_compiling()):  # torch has a kernel there, which keeps the same
+        parts = x.split(sizes, dim)
+        weights = weight.split([part.shape[-1] for part in parts])
+        normed = [F.rms_norm(part, w.shape, w, eps) for part, w in zip(parts, weights, strict=True)]
+        return normed[0] if len(normed) == 1 else torch.cat(normed, dim)
+    result: Tensor = _NormedParts.apply(x, weight, eps, sizes, dim, tp)
+    return result
 
 
 class RMSNorm(nn.Module):
@@ -25,7 +112,7 @@ class RMSNorm(nn.Module):
         self.specs, self.weight = {"weight": spec}, drawn_parameter(spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):

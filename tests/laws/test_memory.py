@@ -18,7 +18,7 @@ from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of, st
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
-from megazero.layers import attention
+from megazero.layers import attention_kernels
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext, MicroBatch
 from megazero.models.registry import FAMILIES
@@ -247,8 +247,8 @@ def test_while_a_step_runs_each_parameter_takes_what_the_formula_says_and_no_mor
 # What a block keeps for its backward
 
 
-def _kept_by_a_block(**keys: Any) -> tuple[float, ModelConfig]:
-    """Bytes that a bf16 block of `keys` in [model] saves, for each of s * b * h elements; the model."""
+def _kept_by_a_block(**keys: Any) -> tuple[int, ModelConfig]:
+    """Bytes that a bf16 block of `keys` in [model] saves of a micro-batch of two; the model."""
     sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 4, "ffn_hidden_size": 96, "vocab_size": 61, "seq_len": 48}
     model, cpu, batch = run_of(1, model=sizes | keys).config.model, torch.device("cpu"), 2
     context = BuildContext(model, Axis("tp"), False, 1, cpu, dtype=torch.bfloat16)
@@ -267,8 +267,7 @@ def _kept_by_a_block(**keys: Any) -> tuple[float, ModelConfig]:
     x = torch.randn(model.seq_len, batch, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, torch.arange(batch))
-    total = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    return total / x.numel(), model
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), model
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -276,23 +275,25 @@ def _kept_by_a_block(**keys: Any) -> tuple[float, ModelConfig]:
 def test_a_block_keeps_the_bytes_of_docs_shapes(kv_heads: int, on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if on_cuda:  # there the kernel that takes a mask needs a key for each head
         monkeypatch.setattr(
-            attention, "_one_for_each_head", lambda q, *kv: [x.repeat_interleave(4 // x.shape[1], dim=1) for x in kv]
+            attention_kernels,
+            "_one_for_each_head",
+            lambda q, *kv: [x.repeat_interleave(4 // x.shape[1], dim=1) for x in kv],
         )
     for family in ("llama", "qwen2", "qwen3", "olmo2", "mistral"):
         for keys in ({}, {"head_dim": 32}, {"sliding_window": 16}):
             if not {*keys} <= {*FAMILIES[family].reads}:
                 continue
             kept, model = _kept_by_a_block(family=family, num_kv_heads=kv_heads, **keys)
-            h, s, w = model.hidden_size, model.seq_len, model.sliding_window
-            q, kv = model.attention_size / h, kv_heads * model.head_size / h
-            wanted = 20 + 4 * q + 4 * kv + 6 * (model.ffn_hidden_size or 0) / h
-            wanted += {"qwen3": 6 * (q + kv), "olmo2": 4 * (q + kv)}.get(family, 0)
+            h, f, a, c = model.hidden_size, model.ffn_hidden_size or 0, model.num_heads, kv_heads
+            q, k, s, w = model.attention_size, c * model.head_size, model.seq_len, model.sliding_window
+            assert keys != {"head_dim": 32} or q == 2 * h
+            of_a_token = 8 * h + 4 * q + 4 * k + 6 * f + 4 * a + 8
+            of_a_token += {"qwen3": 2 * q + 2 * k + 4 * a + 4 * c, "olmo2": 2 * q + 2 * k + 8}.get(family, 0)
+            of_a_sample = s * of_a_token
             if w:
-                wanted += 2 * q + (1 - w / s) * ((8 * q if on_cuda else 8 * kv) - 4 * kv)
-            # a number for each token and norm, and for each token and head: fp32
-            numbers = 2 + model.num_heads + {"qwen3": model.num_heads + kv_heads, "olmo2": 4}.get(family, 0)
-            weights = 2 * (model.num_heads + kv_heads) * model.head_size if family == "qwen3" else 0
-            assert kept == pytest.approx(wanted + 4 * numbers / h + weights / (2 * s * h)), (family, keys)
+                of_a_sample += s * 2 * q + (s - w) * ((8 * q if on_cuda else 8 * k) - 4 * k)
+            assert kept == 2 * of_a_sample, (family, keys)
     if kv_heads == 4:
         kept, model = _kept_by_a_block(family="gpt2")
-        assert kept == pytest.approx(16 + 4 * 96 / 64 + (4 * 4 + 2 * 4) / 64)
+        h, f, a = model.hidden_size, model.ffn_hidden_size or 0, model.num_heads
+        assert kept == 2 * model.seq_len * (16 * h + 4 * f + 4 * a + 8)  # q = k = h
