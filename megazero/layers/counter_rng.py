@@ -12,8 +12,10 @@ slice it was drawn in.
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,11 +85,28 @@ def keep_mask(key: int | Tensor, index: Tensor, drop_probability: float) -> Tens
     return _shift_right(random_bits(key, index), 11) >= int(drop_probability * 2.0**53)
 
 
+class _Dropped(torch.autograd.Function):
+    """x / (1 - p) where `draw()` is true, and 0 elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, draw: Callable[[], Tensor], remakes_mask: bool) -> Tensor:
+        mask = draw()
+        ctx.p, ctx.draw = p, draw
+        ctx.save_for_backward(None if remakes_mask else mask)
+        return torch.where(mask, x / (1 - p), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (mask,) = ctx.saved_tensors
+        return torch.where(ctx.draw() if mask is None else mask, grad / (1 - ctx.p), 0.0), None, None, None
+
+
 class Dropout(nn.Module):
     """Zero elements with probability p and scale the rest by 1 / (1 - p).
 
     The mask is a function of (seed, site, sample, position, feature), never of a rank's random state: recomputation, another
-    cluster shape and another micro-batch size drop the same elements.
+    cluster shape and another micro-batch size drop the same elements.  The mask is kept for the backward, a byte for each
+    element, or with `remakes_mask` nothing is, and the backward draws it again.
 
     Args:
         p: in [0, 1).
@@ -100,7 +119,7 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float, site: str, seed: int, seq_len: int, seq_part: int, device: torch.device) -> None:
         super().__init__()
-        self.p, self.seq_len, self.seq_part = p, seq_len, seq_part
+        self.p, self.seq_len, self.seq_part, self.remakes_mask = p, seq_len, seq_part, False
         # A tensor: compiled code would hold a number as a constant, and every site would be compiled again.
         self.key = torch.tensor(derive_key(seed, f"dropout:{site}"), device=device)
 
@@ -108,8 +127,14 @@ class Dropout(nn.Module):
         """[seq, batch, hidden] with sample_ids int64 [batch]: the global index of each sample in the run."""
         if not self.training or self.p == 0:
             return x
-        seq, _, hidden = x.shape
-        position = torch.arange(seq, device=x.device) + self.seq_part * seq
+        if torch.compiler.is_compiling():
+            return torch.where(self._mask(x.shape, sample_ids), x / (1 - self.p), 0.0)
+        result: Tensor = _Dropped.apply(x, self.p, partial(self._mask, x.shape, sample_ids), self.remakes_mask)
+        return result
+
+    def _mask(self, shape: torch.Size, sample_ids: Tensor) -> Tensor:
+        seq, _, hidden = shape
+        position = torch.arange(seq, device=sample_ids.device) + self.seq_part * seq
         row = sample_ids * self.seq_len + position.unsqueeze(1)
-        index = row.unsqueeze(-1) * hidden + torch.arange(hidden, device=x.device)
-        return torch.where(keep_mask(self.key, index, self.p), x / (1 - self.p), 0.0)
+        index = row.unsqueeze(-1) * hidden + torch.arange(hidden, device=sample_ids.device)
+        return keep_mask(self.key, index, self.p)
