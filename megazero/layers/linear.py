@@ -8,6 +8,10 @@ One autograd function serves both.  Its backward starts the exchange of the inpu
 meanwhile, straight into its bucket (or `WeightGradQueue` queues it), then waits for the exchange.  Without a queue, as in a
 user's own model, and with tp = 1 a layer is a plain `F.linear`, except where oneDNN's products are faster.
 
+    B and W together     B  gather x | dx = dy W  | dW = dy.T x      the gather runs beside the product
+    W apart              B             dx = dy W                     the queue keeps dy and this rank's shard of x
+                         W  gather x (beside the dW before it) | dW = dy.T x
+
 Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2; Qi et al. 2024, section 2.
 """
 
@@ -15,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -48,12 +53,16 @@ class GradientAccumulator(Protocol):
         """Take one micro-batch's gradient as a sum of a.T @ b."""
 
 
+_Start: TypeAlias = Callable[[], Callable[[GradientAccumulator], None]]
+"""Starts the exchange that a weight gradient needs, if any, and returns what waits for it and adds the gradient."""
+
+
 class WeightGradQueue:
     """Takes weight gradients of linear layers past autograd to where they add up: at once, or when it is asked to.
 
     While `defers` is set a backward pass computes input gradients only and queues the rest; `run_oldest` computes the
-    queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.  What `submit` and
-    `add_now` return is left for autograd.
+    queued gradients of one backward pass, oldest first, so that they accumulate in micro-batch order.  What `add_now`
+    returns is left for autograd.
 
     Attributes:
         defers: queue the gradients instead of computing them at once.
@@ -63,7 +72,7 @@ class WeightGradQueue:
     def __init__(self) -> None:
         self.defers = False
         self.accumulator: GradientAccumulator | None = None
-        self._passes: deque[list[Callable[[GradientAccumulator], None]]] = deque()
+        self._passes: deque[deque[_Start]] = deque()
 
     def clear(self) -> None:
         """Drop what a failed step has left."""
@@ -72,14 +81,7 @@ class WeightGradQueue:
     def begin_pass(self) -> None:
         """Open the list of the backward pass that starts now."""
         if self.defers:
-            self._passes.append([])
-
-    def submit(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
-        """Add the gradient a.T @ b of a weight, or queue it.  weight: [m, n], a: [k, m], b: [k, n]."""
-        if not self.defers:
-            return self.add_now(weight, [(a, b)])
-        self._passes[-1].append(lambda accumulator: accumulator.add_products(weight, [(a, b)]))
-        return None
+            self._passes.append(deque())
 
     def add_now(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
         """Add a weight gradient that is a sum of a.T @ b, at once."""
@@ -90,17 +92,42 @@ class WeightGradQueue:
 
     def defer(self, weight: Tensor, gradient: Tensor) -> None:
         """Queue a gradient that is known already behind those of the same backward pass."""
-        self._passes[-1].append(lambda accumulator: accumulator.add(weight, gradient))
+        self._passes[-1].append(lambda: lambda accumulator: accumulator.add(weight, gradient))
+
+    def defer_product(self, weight: Tensor, a: Tensor, start_b: Callable[[], tuple[Tensor, Pending]]) -> None:
+        """Queue the gradient a.T @ b.  weight: [m, n], a: [..., m]; `start_b` begins to bring b, [..., n]."""
+
+        def start() -> Callable[[GradientAccumulator], None]:
+            b, pending = start_b()
+
+            def finish(accumulator: GradientAccumulator) -> None:
+                pending.wait()
+                accumulator.add_products(weight, [(_rows(a), _rows(b))])
+
+            return finish
+
+        self._passes[-1].append(start)
 
     def run_oldest(self) -> None:
-        """Compute the weight gradients of the oldest backward pass in the queue."""
+        """Compute the weight gradients of the oldest backward pass in the queue.
+
+        The exchange of the next one runs while one is computed, so two gathered inputs at most are held.  Every tp rank
+        starts the exchanges in the order of the queue.
+        """
         assert self.accumulator is not None
+        entries = self._passes.popleft()
         with torch.no_grad():
-            for compute in self._passes.popleft():
-                compute(self.accumulator)
+            following = entries.popleft()() if entries else None
+            while (finish := following) is not None:
+                following = entries.popleft()() if entries else None
+                finish(self.accumulator)
 
     def __len__(self) -> int:
         return len(self._passes)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def sum_of_products(weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
@@ -141,26 +168,32 @@ class _ParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        tp = ctx.tp
-        gathering = Pending()
-        if ctx.entry == "sequence":
-            # Only the shard was saved; the whole sequence comes back while the input gradient is computed.
-            x, gathering = start_gather_sequence(x, tp)
+        x, weight = (
+            tensor.detach() for tensor in ctx.saved_tensors
+        )  # a queue must not keep the graph that x came from
+        tp, queue = ctx.tp, ctx.wgrad_queue
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        # Only a shard of the sequence was saved; the weight's gradient alone needs the whole, now or when it is computed.
+        start_input = partial(start_gather_sequence, x, tp) if ctx.entry == "sequence" else lambda: (x, Pending())
+        defers = queue is not None and queue.defers
+        now = start_input() if needs_weight and not defers else None  # while the input's gradient is computed
         grad_x, exchanging = None, Pending()
-        if ctx.needs_input_grad[0]:
+        if needs_x:
             grad_x = product_t(grad, weight.t())
             if ctx.entry == "replicated":
                 exchanging = all_reduce(grad_x, tp)
             elif ctx.entry == "sequence":
                 grad_x, exchanging = start_scatter_sequence(grad_x, tp)
-        gathering.wait()
 
-        grad_weight, a = None, grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[1]:
-            b, queue = x.reshape(-1, x.shape[-1]), ctx.wgrad_queue
-            grad_weight = sum_of_products(weight, [(a, b)]) if queue is None else queue.submit(ctx.parameter, a, b)
-        grad_bias = a.sum(0) if ctx.has_bias else None
+        grad_weight = None
+        if now is not None:
+            full, gathering = now
+            gathering.wait()
+            factors = [(_rows(grad), _rows(full))]
+            grad_weight = sum_of_products(weight, factors) if queue is None else queue.add_now(ctx.parameter, factors)
+        elif needs_weight:
+            queue.defer_product(ctx.parameter, grad, start_input)
+        grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
         exchanging.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
 

@@ -95,10 +95,12 @@ def test_tied_or_not_on_two_ranks_and_two_replicas(schedule: str) -> None:
         _assert_agrees(got, _plain(model), model)
 
 
-def _gradients(rank: int, runs: dict[str, ResolvedRun]) -> dict[int, dict[str, Any]]:
+def _gradients(
+    rank: int, runs: dict[str, ResolvedRun], counts: tuple[int, ...] = (1, 2, 4, 5, 8)
+) -> dict[int, dict[str, Any]]:
     """By number of micro-batches, of one sample each, and by schedule: the gradients; on rank 0."""
     state = state_on(rank, runs["gpipe"])
-    found: dict[int, dict[str, Any]] = {microbatches: {} for microbatches in (1, 2, 4, 5, 8)}
+    found: dict[int, dict[str, Any]] = {microbatches: {} for microbatches in counts}
     for schedule, run in runs.items():
         engine = initialize(run.config, state)
         model = run.config.model
@@ -130,6 +132,23 @@ def test_all_schedules_give_bit_equal_gradients_on_one_shape(pp: int, tied: bool
         for schedule, got in by_schedule.items():
             for name, tensor in wanted.items():
                 assert torch.equal(got[name], tensor), f"{name} under {schedule}, {microbatches} micro-batches"
+
+
+def test_weight_gradients_that_gather_their_inputs_later_are_bit_equal() -> None:
+    """Under sequence parallelism: at once, and deferred with a shard of the input."""
+    runs = {
+        name: run_of(
+            4,
+            model=LLAMA | {"num_layers": 2, "tie_embeddings": False},
+            parallel={"pp": 2, "tp": 2, "sequence_parallel": True, **SCHEDULES[name]},
+        )
+        for name in ("gpipe", "zb-h1")
+    }
+    for by_schedule in run_world(4, _gradients, runs, (3,))[0].values():
+        wanted = by_schedule.pop("gpipe")
+        assert by_schedule
+        for schedule, got in by_schedule.items():
+            assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items()), schedule
 
 
 def test_any_cut_of_the_layers_is_the_same_run() -> None:

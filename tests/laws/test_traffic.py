@@ -118,6 +118,34 @@ def test_tensor_parallel_sends_four_passes_per_layer_and_direction(sequence_para
         assert difference == {"all_reduce": 4 * 2 * activation // 2}
 
 
+def _gathered_by_kind(engine: Engine, run: ResolvedRun) -> dict[str, int]:
+    """Bytes that a step's forwards, backwards and weight gradients gather over tp."""
+    marks: list[tuple[str, int]] = []  # before and after each action
+    gathered = engine.state.traffic.sent_bytes
+    engine.on_action = lambda action: marks.append((action.kind.value, gathered["tp", "all_gather"]))
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    sent = dict.fromkeys("FBW", 0)
+    for (kind, before), (_, after) in zip(marks[::2], marks[1::2], strict=True):
+        sent[kind] += after - before
+    return sent
+
+
+def test_a_deferred_weight_gradient_gathers_its_input_and_the_backward_does_not() -> None:
+    """Of the six gathers per layer W has the two for the inputs of the column-parallel layers: none comes on top."""
+    parallel = {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zb-h1"}
+    runs = [
+        run_of(4, model=UNTIED | {"num_layers": count}, parallel=parallel, training={"accumulation": 2})
+        for count in (2, 4)
+    ]
+    gather = 8 * 16 * 32 * 4 // 2  # samples x seq x hidden, fp32, over 2 ranks
+    for shallow, deep in run_world(4, on_one_state, runs, _gathered_by_kind):
+        assert {kind: deep[kind] - shallow[kind] for kind in deep} == {
+            "F": 2 * gather,
+            "B": 2 * gather,
+            "W": 2 * gather,
+        }
+
+
 def test_norms_of_queries_and_keys_send_their_mean_squares_or_their_gradients() -> None:
     """Over all heads: two fp32 numbers of each token forward, two backward.  Of each head: a step's sum of two weights."""
     models = [UNTIED | {"family": family, "num_layers": count} for family in ("olmo2", "qwen3") for count in (1, 2)]
