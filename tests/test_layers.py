@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from megazero.layers import cross_entropy
 from megazero.layers.attention import SlidingWindow
 from megazero.layers.attention_kernels import attention
 from megazero.layers.counter_rng import Dropout
-from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
+from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead, slope_of, statistics_of
 from megazero.layers.embedding import VocabParallelEmbedding
 from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
@@ -278,6 +279,27 @@ def test_logits_of_a_long_sequence_never_exist_whole() -> None:
     with Watch():
         head(x, torch.zeros(tokens, 1, dtype=torch.int64)).backward()
     assert largest == chunk * vocab
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_a_head_gives_the_same_bits_with_kept_logits_and_without_and_in_blocks(
+    dtype: torch.dtype, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with passes over all logits at once."""
+    vocab, found = 11, []
+    monkeypatch.setattr(cross_entropy, "_CPU_BLOCK_BYTES", 4 * vocab * -(-SEQ * BATCH // blocks))
+    for keeps in (None, True, False):
+        head = _untied_head(vocab, 2048, Axis("tp"), dtype=dtype)
+        head.keeps_logits = keeps is not False
+        if keeps is None:
+            head.statistics_of, head.slope_of = statistics_of, slope_of
+        x = _given((SEQ, BATCH, HIDDEN)).to(dtype).requires_grad_()
+        loss = head(x, _labels(vocab))
+        (loss * 0.37).backward()
+        found.append((loss, x.grad, head.weight.grad))
+    for one in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(one, found[0], strict=True))
 
 
 def test_weight_gradients_wait_in_micro_batch_order_and_are_bit_equal() -> None:

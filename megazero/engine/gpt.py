@@ -27,7 +27,7 @@ from megazero.engine.phases import phases_after
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
 from megazero.engine.trainer_state import Position, check_same_run, trainer_state
-from megazero.layers.cross_entropy import IGNORED_LABEL
+from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import layer_policies
@@ -77,6 +77,7 @@ class Engine:
         placement = kind.placement(state.pp.size, chunks_per_rank)
         self._stages, self._wgrad_queues = _build_chunks(config, state, placement)
         self.chunks = nn.ModuleList(self._stages)
+        self._heads = [module for module in self.chunks.modules() if isinstance(module, VocabParallelHead)]
         described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(self.chunks)]
         queue_of = {
             f"{index}.{name}": queue
@@ -293,6 +294,8 @@ class Engine:
         executor = self._executor_of(batches, trains=trains)
         for queue in self._wgrad_queues:
             queue.defers = executor.schedule.splits_backward
+        for head in self._heads:
+            head.keeps_logits = executor.schedule.waiting_losses <= 1
         chunks = [
             ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
             for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)

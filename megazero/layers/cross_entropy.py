@@ -5,7 +5,8 @@
                            loss = log(sum) + peak - target
 
 A chunk's logits are 1 GiB at most.  With several chunks only two numbers per token are kept, and the backward computes each
-chunk's logits again.  A single chunk's logits are kept instead of computed twice; in fp32 as probabilities.
+chunk's logits again.  A single chunk's logits are kept instead of computed twice, in fp32 as probabilities, unless several
+micro-batches would keep theirs at once (gpipe).  Kept or not, the gradients have the same bits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ IGNORED_LABEL = -100
 
 LOGITS_BYTES = 2**30
 """Largest size of one chunk's logits on a rank, in the dtype of the weights."""
+
+_BLOCK_BYTES, _CPU_BLOCK_BYTES = 2**26, 2**22
+"""What a pass over 16-bit logits takes for their fp32 copy.  On a CPU it stays in the cache; a GPU launches few kernels."""
 
 _LEAST = torch.finfo(torch.float32).min
 
@@ -63,10 +67,35 @@ def slope_of(
     wide = scores.float()
     if are_logits:
         wide = wide.sub_(shift.unsqueeze(-1)).exp_()
-    slope = wide.mul_(scale.unsqueeze(-1)).to(scores.dtype)
+    slope = wide.mul_(scale.unsqueeze(-1))
     at = local.unsqueeze(-1)
-    of_labels = ((of_label - 1) * scale).to(slope.dtype).unsqueeze(-1)
-    return slope.scatter_(-1, at, of_labels.where(here.unsqueeze(-1), slope.gather(-1, at)))
+    of_labels = ((of_label - 1) * scale).unsqueeze(-1)
+    return slope.scatter_(-1, at, of_labels.where(here.unsqueeze(-1), slope.gather(-1, at))).to(scores.dtype)
+
+
+def _blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """Tensors of [tokens, ...] in blocks of tokens."""
+    nbytes = _CPU_BLOCK_BYTES if logits.device.type == "cpu" else _BLOCK_BYTES
+    tokens = max(1, nbytes // (4 * logits.shape[-1]))
+    if tokens >= logits.shape[0]:
+        return [(logits, *others)]
+    return list(zip(*(tensor.split(tokens) for tensor in (logits, *others)), strict=True))
+
+
+def statistics_by_blocks(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`statistics_of`, in little memory."""
+    parts = [statistics_of(*block) for block in _blocks(logits, local, here)]
+    if len(parts) == 1:
+        return parts[0]
+    peak, total, target = map(torch.cat, zip(*parts, strict=True))
+    return peak, total, target
+
+
+def slope_by_blocks(scores: Tensor, *others: Tensor, are_logits: bool) -> Tensor:
+    """`slope_of`, in little memory: the logits are overwritten."""
+    for block, *rest in _blocks(scores, *others):
+        block.copy_(slope_of(block, *rest, are_logits=are_logits))
+    return scores
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -90,8 +119,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += (log_sum - target).where(counted[part], 0.0).sum()
             sums.append(log_sum)
             label_logits.append(target)
-            if chunk >= x.shape[0]:
-                kept = logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
+            if head.keeps_logits and chunk >= x.shape[0]:
+                kept = _kept_form(logits, peak, log_sum)
             del logits  # before the next chunk's
         ctx.save_for_backward(x, weight, local, here, counted, torch.cat(sums), torch.cat(label_logits), kept)
         ctx.head = head
@@ -114,6 +143,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None, None
 
 
+def _kept_form(logits: Tensor, peak: Tensor, log_sum: Tensor) -> Tensor:
+    """Logits that `statistics_of` has seen; fp32 ones become probabilities."""
+    return logits if logits.dtype != torch.float32 else logits.mul_((peak - log_sum).exp_().unsqueeze(-1))
+
+
 def _slopes(
     head: VocabParallelHead, saved: Sequence[Any], grad: Tensor, grad_x: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -125,6 +159,9 @@ def _slopes(
         part = slice(start, start + chunk)
         # Kept logits may be overwritten: autograd frees them after this.
         scores = head.logits_of(x[part], weight) if kept is None else kept
+        are_logits = scores.dtype != torch.float32 or (kept is None and chunk < x.shape[0])
+        if kept is None and not are_logits:
+            scores = _kept_form(scores, head.statistics_of(scores, local, here)[0], log_sum)
         slope = head.slope_of(
             scores,
             log_sum[part],
@@ -132,7 +169,7 @@ def _slopes(
             local[part],
             here[part],
             scale[part],
-            are_logits=kept is None or kept.dtype != torch.float32,
+            are_logits=are_logits,
         )
         del scores
         grad_x[part] = product_t(slope, weight.t())
@@ -160,6 +197,9 @@ class VocabParallelHead(nn.Module):
         weight: the embedding's parameter when this rank holds both; None makes one.
         wgrad_queue: takes the weight gradient if the weight is used here alone; None returns it to autograd.
         logits_bytes: of the logits of one chunk.
+
+    Attributes:
+        keeps_logits: a single chunk's logits wait for the backward; else they are computed again, at one product more.
     """
 
     def __init__(
@@ -174,8 +214,10 @@ class VocabParallelHead(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.vocab_size, self.logits_bytes = tp, spec.sections[0].rows, logits_bytes
-        self.statistics_of: Any = statistics_of  # the two passes over logits; `models/compiled.py` compiles them
-        self.slope_of: Any = slope_of
+        self.keeps_logits = True
+        # The two passes over logits; `models/compiled.py` compiles them, which needs no blocks.
+        self.statistics_of: Any = statistics_by_blocks
+        self.slope_of: Any = slope_by_blocks
         self.enter = gather_sequence if sequence_parallel else copy_to_tp
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size) if weight is None else weight

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 
 class ActionKind(StrEnum):
@@ -97,6 +98,13 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether backwards give the input's gradient only and weight gradients are actions of their own."""
         return any(action.kind is ActionKind.WEIGHT for actions in self.ranks for action in actions)
+
+    @cached_property
+    def waiting_losses(self) -> int:
+        """Most micro-batches that have their loss and wait for their backward, at once."""
+        rank, chunk = self.placement[-1]
+        change = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
+        return max(accumulate(change.get(one.kind, 0) for one in self.ranks[rank] if one.chunk == chunk))
 
     def source(self, rank: int, action: Action) -> tuple[int, Action] | None:
         """The (rank, action) whose result `action` needs, or None for the first forward.

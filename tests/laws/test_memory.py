@@ -6,7 +6,7 @@ import gc
 import itertools
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of, st
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.layers import attention_kernels
+from megazero.layers.cross_entropy import VocabParallelHead
+from megazero.layers.linear import WeightGradQueue
+from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext, MicroBatch
 from megazero.models.registry import FAMILIES
@@ -198,15 +201,20 @@ def _peaks(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, Any]]:
     return results
 
 
-def _peak(profile: torch.profiler.profile) -> int:
-    """Of the steps after the first the one with the lowest peak."""
+def _events(profile: torch.profiler.profile) -> tuple[list[float], list[tuple[float, int]]]:
+    """When steps began, and (time, bytes) of each allocation and of each release."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     starts = sorted(event["ts"] for event in events if event["name"] == STEP_BEGINS)
     memory = [event for event in events if event["name"] == "[memory]"]
-    changes = sorted(((event["ts"], event["args"]["Bytes"]) for event in memory), key=lambda change: change[0])
+    return starts, sorted(((event["ts"], event["args"]["Bytes"]) for event in memory), key=lambda change: change[0])
+
+
+def _peak(profile: torch.profiler.profile) -> int:
+    """Of the steps after the first the one with the lowest peak."""
+    starts, changes = _events(profile)
     totals = list(itertools.accumulate(change for _, change in changes))
     spans = itertools.pairwise([*starts[1:], float("inf")])
     return min(
@@ -297,3 +305,138 @@ def test_a_block_keeps_the_bytes_of_docs_shapes(kv_heads: int, on_cuda: bool, mo
         kept, model = _kept_by_a_block(family="gpt2")
         h, f, a = model.hidden_size, model.ffn_hidden_size or 0, model.num_heads
         assert kept == 2 * model.seq_len * (16 * h + 4 * f + 4 * a + 8)  # q = k = h
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What waits between a backward and its weight gradients
+
+
+class _InGrad:
+    """Gradients add up in `weight.grad`."""
+
+    def add(self, weight: Tensor, gradient: Tensor) -> None:
+        weight.grad += gradient
+
+    def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for a, b in factors:
+            weight.grad += a.T @ b
+
+
+def _kept_by_the_queue(rank: int, tp: int) -> tuple[int, int, ModelConfig]:
+    """Bytes that a block's backward leaves in its queue; those left when the weight gradients are done."""
+    sizes = {
+        "hidden_size": 64,
+        "num_layers": 1,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "ffn_hidden_size": 96,
+        "seq_len": 32,
+    }
+    run = run_of(tp, model={"family": "llama"} | sizes, parallel={"tp": tp, "sequence_parallel": True})
+    model, cpu, queue = run.config.model, torch.device("cpu"), WeightGradQueue()
+    context = BuildContext(model, state_on(rank, run).tp, True, 1, cpu, queue, torch.bfloat16)
+    (block,) = FAMILIES[model.family].blocks(context, [0])
+    block = block.to_empty(device="cpu").to(torch.bfloat16)
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight)
+        weight.grad = torch.zeros_like(weight)
+    queue.accumulator, queue.defers = _InGrad(), True
+
+    def backward() -> None:
+        x = torch.randn(model.seq_len // tp, 1, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        queue.begin_pass()
+        y = block(x, torch.arange(1))
+        y.backward(torch.randn_like(y))
+
+    backward(), queue.run_oldest()  # what is made once
+    kept = []
+    for part in (backward, queue.run_oldest):
+        gc.collect()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            part()
+            gc.collect()
+        kept.append(sum(change for _, change in _events(profile)[1]))
+    return kept[0], sum(kept), model
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_queued_weight_gradient_keeps_its_shard_of_the_sequence(tp: int) -> None:
+    """Column-parallel layers: x as [seq / tp, hidden] and dy.  Row-parallel ones: x, and dy as the backward gathered it."""
+    for kept, left, model in run_world(tp, _kept_by_the_queue, tp):
+        h, f = model.hidden_size, model.ffn_hidden_size or 0
+        kv = model.num_kv_heads * model.head_size
+        columns = 2 * h // tp + (h + 2 * kv) // tp + 2 * f // tp
+        rows = (h + f) // tp + 2 * h
+        assert kept == 2 * model.seq_len * (columns + rows)
+        assert left == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Step after step
+
+
+def _resident_bytes(engine: Engine, run: ResolvedRun) -> list[int]:
+    """After each of 32 steps, whose micro-batch has 1 to 4 samples in turns."""
+    found, model, pages = [], run.config.model, Path("/proc/self/statm")
+    for step in range(32):
+        ids = torch.randint(0, model.vocab_size, (model.seq_len, step % 4 + 1))
+        engine.train_step([MicroBatch(torch.arange(step % 4 + 1), ids, ids)], LR)
+        found.append(int(pages.read_text().split()[1]) * 4096)
+    return found
+
+
+def test_micro_batches_of_varying_size_do_not_raise_the_memory_of_a_process() -> None:
+    """Once each size was there: less than half a MiB in 20 steps, each of which allocates some MiB."""
+    run = run_of(2, model=UNTIED | {"num_layers": 1, "seq_len": 128}, parallel={"tp": 2, "sequence_parallel": True})
+    for (resident,) in run_world(2, on_one_state, [run], _resident_bytes):
+        assert max(resident[12:]) - max(resident[:12]) < 2**19
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The logits
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_passes_over_16_bit_logits_take_the_logits_and_two_blocks(keeps: bool) -> None:
+    """Forward and backward, not compiled; kept between them are the logits, or some numbers for each token."""
+    tokens, vocab, hidden = 1024, 8192, 16
+    spec = ParamSpec((NamedRows("head", vocab),), hidden, 0, Initializer())
+    head = VocabParallelHead(spec, Axis("tp"), sequence_parallel=False).bfloat16()
+    head.keeps_logits = keeps
+    torch.nn.init.normal_(head.weight)
+    head.weight.grad = torch.zeros_like(head.weight)
+    x = torch.randn(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
+    labels, profiles = torch.zeros(tokens, 1, dtype=torch.int64), []
+    for _ in range(2):
+        profiles.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True))
+    with profiles[0]:
+        loss = head(x, labels)
+    with profiles[1]:
+        loss.backward()
+    forward, backward = ([*itertools.accumulate(change for _, change in _events(one)[1])] for one in profiles)
+    logits, numbers, two_blocks = 2 * tokens * vocab, 64 * tokens, 2 * 2**22
+    products = 4 * hidden * (tokens + vocab)  # the gradients
+    assert 0 <= forward[-1] - keeps * logits <= numbers
+    assert logits <= max(forward) <= logits + numbers + two_blocks
+    assert logits <= max(backward) + forward[-1] <= logits + numbers + two_blocks + products
+
+
+def _keeps_logits(engine: Engine, run: ResolvedRun) -> list[bool]:
+    found = []
+    for micro_batches_of_a_step in (micro_batches(run, engine.state, 0), micro_batches(run, engine.state, 1)[:1]):
+        engine.compute_gradients(micro_batches_of_a_step)
+        found += [one.keeps_logits for one in engine.chunks.modules() if isinstance(one, VocabParallelHead)]
+    return found
+
+
+def test_logits_are_kept_where_those_of_one_micro_batch_at_most_wait() -> None:
+    """Under gpipe with several micro-batches they are computed again; with one, and under other schedules, they are kept."""
+    schedules = {"gpipe": [False, True], "1f1b": [True, True], "zb-h1": [True, True], "zbv": [True, True]}
+    runs = [
+        run_of(2, model=UNTIED | {"num_layers": 4}, parallel={"pp": 2, "schedule": name}, training={"accumulation": 4})
+        for name in schedules
+    ]
+    for name, by_rank in zip(
+        schedules, zip(*run_world(2, on_one_state, runs, _keeps_logits), strict=True), strict=True
+    ):
+        assert sorted(by_rank) == [[], schedules[name]]
