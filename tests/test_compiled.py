@@ -7,7 +7,7 @@ import torch
 from harness import run_world
 from torch import Tensor
 from torch._dynamo.utils import counters
-from worlds import GPT2, LLAMA, engine_on, micro_batches, run_of, state_on
+from worlds import GPT2, LLAMA, counted, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
@@ -94,18 +94,54 @@ def test_gpt2_blocks_compile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "pieces"),
-    [({"family": "olmo2"}, 4), ({"family": "mistral", "num_kv_heads": 1, "sliding_window": 5}, 5)],
+    "model",
+    [{"family": "olmo2"}, {"family": "mistral", "num_kv_heads": 1, "sliding_window": 5}],
     ids=["olmo2", "mistral"],
 )
-def test_what_other_families_add_to_a_layer_compiles(model: dict[str, Any], pieces: int) -> None:
+def test_what_other_families_add_to_a_layer_compiles(model: dict[str, Any]) -> None:
     """A norm over all heads, or the exchange of a shared key head, talks over tp, so tracing stops before it, as before the
-    four linear layers.  It follows the first of them at once; with norms after the branches, that begins the block.  A
-    window is traced."""
+    four linear layers.  It follows the first of them at once.  A window is traced."""
     runs = _runs(2, model=LLAMA | {"num_layers": 1} | model, parallel={"tp": 2})
     for pairs, graphs in run_world(2, _with_and_without, [runs], "eager", False):
         _check(pairs)
-        assert graphs == pieces + 2
+        assert graphs == 5 + 2
+
+
+def _pieces(rank: int, runs: list[ResolvedRun]) -> list[tuple[list[str], list[float], int]]:
+    """Of each run what is compiled, the numbers of a step, and how often something ran again."""
+    state, found = state_on(rank, runs[0]), []
+    for run in runs:
+        torch.compiler.reset()
+        codes: list[str] = []
+
+        def backend(graph: Any, _: Any, codes: list[str] = codes) -> Any:
+            calls = [node for node in graph.graph.nodes if node.op.startswith("call")]
+            codes.append(" ".join(str(node.target) for node in calls))
+            return graph.forward
+
+        engine = engine_on(rank, run, state=state)
+        for stage in engine.chunks:
+            compile_blocks(stage, backend)
+        with counted() as ran:
+            losses = _losses(engine, run, evaluates=False)
+        norm = engine.compute_gradients(micro_batches(run, state, 2)).grad_norm
+        found.append((sorted(codes), [*losses, norm], len(ran)))
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_the_pieces_and_the_bits_are_the_same_whatever_is_recomputed(family: str) -> None:
+    """Other pieces would be fused otherwise, so that their numbers are rounded at other places."""
+    policies: list[Any] = ["none", "selective", ["mlp", "norms"], "full"]
+    model = LLAMA | {"family": family, "dropout": 0.1}
+    runs = [run_of(1, model=model, precision={"dtype": "bf16"}, activations={"recompute": one}) for one in policies]
+    ((without, *others),) = run_world(1, _pieces, runs)
+    assert len(without[0]) == 5 + 2
+    assert without[2] == 0
+    for policy, (codes, numbers, again) in zip(policies[1:], others, strict=True):
+        assert codes == without[0], policy
+        assert numbers == without[1], policy
+        assert again > 0, policy
 
 
 def test_tracing_stops_where_outputs_of_attention_are_kept() -> None:
@@ -153,4 +189,4 @@ def test_the_configured_engine_has_its_blocks_replaced_and_no_others() -> None:
         return {type(module).__name__ for module in engine.chunks.modules() if "forward" in vars(module)}
 
     assert own_forwards(False) == set()
-    assert own_forwards(True) == {"Block", "ColumnParallelLinear", "RowParallelLinear"}
+    assert own_forwards(True) == {"Block", "RMSNorm", "ColumnParallelLinear", "RowParallelLinear"}

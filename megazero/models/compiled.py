@@ -11,6 +11,9 @@ all heads and the exchange of a shared key and value head, which communicate too
 [Note: alignment]  Weights are stored in a bucket one after the other.  CUDA code that was compiled for aligned weights reads
 16 bytes at a time, and torch does not check the weights of the next block that runs it; so all must be aligned.
 
+[Note: norms]  A norm is a piece of its own, and so is what lies between two linear layers.  A recomputed region begins and
+ends where pieces do, so whatever is recomputed runs the same pieces: others would be fused, and round, at other places.
+
 Sizes are constants of the code: an evaluation compiles once more for its micro-batches.  Nothing that differs between blocks
 may be a Python number (see `Dropout`), or each block would be compiled again.
 """
@@ -70,10 +73,15 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
             compiled[code] = torch.compile(code, dynamic=False, backend=backend)
         return MethodType(compiled[code], function.__self__) if isinstance(function, MethodType) else compiled[code]
 
-    for block in stage.blocks:
+    for block in stage.layers:
         for layer in block.modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear | WidthNorm | SharedKVHead):
                 _replace_forward(layer, torch.compiler.disable(layer.forward))
+        for norm in (block.attention_norm, block.mlp_norm):
+            if not isinstance(norm.forward, Recomputed):
+                plain = MethodType(type(norm).forward, norm)
+                _replace_forward(norm, torch.compiler.disable(compile_once(plain)))
+        for layer in block.modules():
             for wrapper in [one for one in layer.__dict__.values() if isinstance(one, Recomputed)]:
                 wrapper.function = compile_once(wrapper.function)
         if isinstance(block.forward, SavingBlock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations, product
 from typing import Any
 
@@ -16,6 +17,7 @@ from megazero.checkpoint.gather import gather_logical
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import Engine, initialize
 from megazero.layers.counter_rng import derive_key, normal
+from megazero.layers.recompute import Recomputation
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
 
@@ -48,6 +50,7 @@ def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> 
         "optimizer": {"lr": LR, "grad_clip": 0.5} | eps | optimizer,
         "training": {"global_batch_size": SAMPLES, "seed": 7, "compile": False} | sections.get("training", {}),
         "checkpoint": sections.get("checkpoint", {}),
+        "activations": sections.get("activations", {}),
     }
     return resolve(RunConfig.model_validate(config), world)
 
@@ -160,6 +163,23 @@ def _merged(parts: list[tuple[dict[str, torch.Size], Tensor]]) -> dict[str, Tens
 def difference(a: Tensor, b: Tensor) -> float:
     """|a - b| / |b|."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12))
+
+
+@contextmanager
+def counted() -> Iterator[list[Recomputation]]:
+    """The recomputations that have run again within it."""
+    ran: list[Recomputation] = []
+    run_again = Recomputation.run_again
+
+    def counting(self: Recomputation) -> None:
+        ran.append(self)
+        run_again(self)
+
+    Recomputation.run_again = counting  # type: ignore[method-assign]
+    try:
+        yield ran
+    finally:
+        Recomputation.run_again = run_again  # type: ignore[method-assign]
 
 
 def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
