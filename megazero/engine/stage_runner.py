@@ -1,6 +1,6 @@
 """Runs a rank's chunks on the micro-batches of one step: the stage of an executor, and the executors of an engine.
 
-forward(chunk, m, x)      keeps the graph, not the output: after the send nothing needs its values
+forward(chunk, m, x)      keeps the graph, neither x nor the output: of x remains what the operations on it have saved
 backward(chunk, m, grad)  runs the graph; on the last stage it starts from the loss, with a gradient that makes sums means
 backward_weight(chunk, m) computes the weight gradients that a schedule with W has deferred
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,27 @@ class ChunkRunner:
     wgrad_queue: WeightGradQueue = field(default_factory=WeightGradQueue)
 
 
+class _Received(torch.autograd.Function):
+    """x, as something that requires a gradient: the graph gives the gradient to a list, and does not hold x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: list[Tensor], _: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.append(gradient.contiguous())  # the next rank receives into contiguous memory
+        return None, None, None
+
+
+class _Pass(NamedTuple):
+    """What a forward leaves for its backward: of each input the gradient, if there is one, and what it is like."""
+
+    inputs: list[tuple[list[Tensor], Tensor]]
+    edges: list[GradientEdge | None]
+
+
 class StageRunner:
     """What the executor runs in one step; see `Stage` in schedules/executor.py.
 
@@ -80,19 +101,26 @@ class StageRunner:
         self, chunks: Sequence[ChunkRunner], model: ShardedModel, *, trains: bool, loss_gradient: Callable[[], Tensor]
     ) -> None:
         self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
-        self._saved: dict[tuple[int, int], tuple[list[Tensor], list[GradientEdge | None]]] = {}
+        self._saved: dict[tuple[int, int], _Pass] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)  # 0 without a last stage
 
     def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
-        inputs = [tensor for tensor in x or () if tensor.is_floating_point()]
-        if self._trains:
-            for tensor in inputs:
-                tensor.requires_grad_()
+        inputs: list[tuple[list[Tensor], Tensor]] = []
+
+        def receive(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            inputs.append(([], torch.empty_like(tensor, device="meta")))
+            received: Tensor = _Received.apply(tensor, inputs[-1][0], torch.empty(0, requires_grad=True))
+            return received
+
+        if self._trains and x is not None:
+            x = tuple(map(receive, x))
         y = self._chunks[chunk].forward(microbatch, x)
         if self._trains:
             floating = [tensor for tensor in y if tensor.is_floating_point()]
             edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating]
-            self._saved[chunk, microbatch] = (inputs, edges)
+            self._saved[chunk, microbatch] = _Pass(inputs, edges)
         if not self._chunks[chunk].is_last:
             return y
         self.loss_sum += y[0].detach()
@@ -107,7 +135,8 @@ class StageRunner:
         torch.autograd.backward([edge for edge, _ in paired], [one for _, one in paired])
         if not wgrad_queue.defers:
             self._model.reducer.close_pass(chunk)
-        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs) or None
+        device = self._model.policy.device
+        return tuple(found[0] if found else torch.zeros_like(like, device=device) for found, like in inputs) or None
 
     def backward_weight(self, chunk: int, microbatch: int) -> None:  # noqa: ARG002  they come in order
         wgrad_queue = self._chunks[chunk].wgrad_queue
