@@ -17,11 +17,11 @@ from zero_worlds import FP32, Sharded, assert_same, assert_trains_as_plain, numb
 
 import megazero.zero.offload
 import megazero.zero.optimizer
+from megazero.comm.host_memory import StorageError
 from megazero.config.schema import PrecisionConfig
 from megazero.optim.optimizers import Lion
 from megazero.zero.bucket import Run
 from megazero.zero.optimizer import recipe_by_name, recipe_of
-from megazero.zero.storage import StorageError
 
 WIDTH = 16  # several buckets of 1024 bytes
 

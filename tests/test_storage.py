@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megazero.comm.host_memory import StorageError
 from megazero.zero.file_store import ALIGN_BYTES, FileStore, region_bytes
 from megazero.zero.offload import choose_location, free_memory_bytes
-from megazero.zero.storage import FlatArray, InMemory, StorageError, in_host_memory
+from megazero.zero.storage import FlatArray, InMemory, in_host_memory
 
 Usage = namedtuple("Usage", "total used free")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

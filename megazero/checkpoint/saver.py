@@ -22,11 +22,12 @@ from megazero.checkpoint.folder import Folder
 from megazero.checkpoint.index import CheckpointError, OwnerError, TrainerState
 from megazero.checkpoint.save import plan_saving, save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
+from megazero.comm.host_memory import StorageError
 from megazero.parallel_state import ParallelState
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.offload import free_memory_bytes
 from megazero.zero.state import ShardedState
-from megazero.zero.storage import StorageError, in_host_memory
+from megazero.zero.storage import in_host_memory
 
 _REMEDY = "set checkpoint.asynchronous = false"
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megazero.checkpoint.index import CheckpointError, OwnerError
 from megazero.comm.collectives import LostPeerError
+from megazero.comm.host_memory import StorageError
 from megazero.config import ConfigError, ResolvedRun
 from megazero.config.load import import_extensions
 from megazero.engine import NonFiniteError
@@ -51,7 +52,6 @@ from megazero.training.world import (
     wait_as_spare,
 )
 from megazero.zero.loss_scaler import LossScaleError
-from megazero.zero.storage import StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from megazero.comm.collectives import agree, all_gather, broadcast
+from megazero.comm.host_memory import StorageError
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.gather import UnitGatherer, make_gather_buffers
 from megazero.zero.offload import Offload
-from megazero.zero.storage import Location, StorageError
+from megazero.zero.storage import Location
 from megazero.zero.units import Described, Unit
 
 # A CPU finds memory for gradients up to this size where the backward has freed activations; larger blocks are mapped anew.

@@ -12,19 +12,16 @@ read (Rajbhandari et al. 2021, ZeRO-Infinity, section 6).
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from megazero.comm.host_memory import host_tensor
+
 Location: TypeAlias = Literal["device", "host", "file"]
-
-
-class StorageError(RuntimeError):
-    """State does not fit, or cannot be read or written, where the configuration wants it."""
 
 
 class PendingCopy:
@@ -164,41 +161,6 @@ class InMemory(FlatArray):
         return PendingCopy(event.synchronize)  # the host may read the target, or change the source, after the wait
 
 
-_LESS_OFFLOADING: Final = "lower zero.offload.ratio or set zero.offload.optimizer and zero.offload.parameters to nvme"
-
-
 def in_host_memory(numel: int, dtype: torch.dtype, *, pin: bool, remedy: str | None = None) -> InMemory:
-    """Zeros in host memory, page-locked if `pin` and there is a CUDA device.
-
-    Raises:
-        StorageError: the memory cannot be allocated or locked; the message ends with `remedy`, or one for offloading.
-    """
-    try:
-        tensor = torch.zeros(numel, dtype=dtype)
-    except RuntimeError as error:  # torch's allocator has no error type of its own
-        raise StorageError(
-            f"host memory: no {numel * dtype.itemsize} bytes ({error}); {remedy or _LESS_OFFLOADING}"
-        ) from error
-    if pin and numel and torch.cuda.is_available():
-        _pin(tensor, remedy or "set zero.offload.pin_memory=false")
-    return InMemory(tensor, "host")
-
-
-def _pin(tensor: Tensor, remedy: str) -> None:
-    """Page-lock the memory of a tensor for as long as it lives.
-
-    torch's own allocator of pinned memory rounds a request up to a power of two, so that 5 GiB take 8; locking pages
-    that are already there takes no more (as torch.distributed._state_dict_utils does).
-    """
-    runtime, address, nbytes = torch.cuda.cudart(), tensor.data_ptr(), tensor.nbytes
-    code = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every device
-    if code != 0:
-        raise StorageError(
-            f"host memory: locking {nbytes} bytes failed with CUDA error {code}; raise `ulimit -l` or {remedy}"
-        )
-
-    def unpin() -> None:
-        torch.cuda.synchronize()  # a copy may still read or write here
-        runtime.cudaHostUnregister(address)
-
-    weakref.finalize(tensor, unpin).atexit = False
+    """Zeros in host memory; see `host_tensor`.  Raises: StorageError."""
+    return InMemory(host_tensor(numel, dtype, pin=pin, remedy=remedy), "host")
