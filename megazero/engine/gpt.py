@@ -27,6 +27,7 @@ from megazero.engine.phases import phases_after
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
 from megazero.engine.trainer_state import Position, check_same_run, trainer_state
+from megazero.layers.activation_offload import HostOffload
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
@@ -66,6 +67,7 @@ class Engine:
 
     Attributes:
         chunks: this rank's part of the model.
+        offload: holds on the host what layers keep; None where none does.
         share: what this rank needs of each global batch.
         on_action: called before and after every computed action, for traces.
         wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
@@ -75,7 +77,7 @@ class Engine:
         self.config, self.state = config, state
         chunks_per_rank = kind.chunks or config.parallel.virtual_stages
         placement = kind.placement(state.pp.size, chunks_per_rank)
-        self._stages, self._wgrad_queues = _build_chunks(config, state, placement)
+        self._stages, self._wgrad_queues, self.offload = _build_chunks(config, state, placement)
         self.chunks = nn.ModuleList(self._stages)
         self._heads = [module for module in self.chunks.modules() if isinstance(module, VocabParallelHead)]
         described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(self.chunks)]
@@ -98,6 +100,8 @@ class Engine:
             wgrad_queues=queue_of,
             checks_order=False,
         )
+        if self.offload is not None:
+            self.offload.stay(bucket.weights for bucket in self.sharded_model.parameters.buckets)
         self.dtype = self.sharded_model.policy.dtype
         self.share = BatchShare(
             state.dp,
@@ -272,8 +276,9 @@ class Engine:
         return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens, phases, trainer.trained)
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of model state on this rank and of ZeRO's working buffers, by kind; host and disk are named."""
-        return self.sharded_model.memory_bytes()
+        """Bytes of model state on this rank and of working buffers, by kind; host and disk are named."""
+        on_host = {} if self.offload is None else {"activations on host": self.offload.pool.nbytes}
+        return self.sharded_model.memory_bytes() | on_host
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
         """Run the schedule; this rank's sums of losses and of counted tokens, fp64, 0 where another stage has the loss."""
@@ -300,7 +305,7 @@ class Engine:
             ChunkRunner(partial(_forward, stage, batches), stage.head is not None, queue)
             for stage, queue in zip(self._stages, self._wgrad_queues, strict=True)
         ]
-        runner = StageRunner(chunks, model, trains=trains, loss_gradient=loss_gradient)
+        runner = StageRunner(chunks, model, trains=trains, loss_gradient=loss_gradient, offload=self.offload)
         executor.run(runner)
         counting.wait()
         return runner.loss_sum, tokens
@@ -330,13 +335,14 @@ def _optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
 
 def _build_chunks(
     config: RunConfig, state: ParallelState, placement: Placement
-) -> tuple[list[GPTStage], list[WeightGradQueue]]:
-    """This rank's part of the model on the meta device, and for each chunk the queue of its weight gradients."""
+) -> tuple[list[GPTStage], list[WeightGradQueue], HostOffload | None]:
+    """This rank's part of the model on the meta device, for each chunk the queue of its weight gradients, the offload."""
     chunks, queues = [], []
     layouts = cut(config.model, config.parallel.layout, len(placement))
     # a rank's chunks come in order
     mine = [layout for layout, (rank, _) in zip(layouts, placement, strict=True) if rank == state.at.pp]
     policies = layer_policies(config.activations, [layer for layout in mine for layer in layout.layers], state.at.pp)
+    offload = HostOffload(state.device) if any(policy.offload for policy in policies.values()) else None
     whole = WHOLE if config.parallel.sequence_parallel else state.tp
     for layout in mine:
         queues.append(WeightGradQueue())
@@ -344,10 +350,9 @@ def _build_chunks(
         context = BuildContext(config.model, state.tp, cuts, seed, state.device, queues[-1], dtype)
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
-        save_by_policy(
-            [(block, policies[layer]) for layer, block in zip(layout.layers, chunks[-1].layers, strict=True)], whole
-        )
-    return chunks, queues
+        own = [policies[layer] for layer in layout.layers]
+        save_by_policy(zip(chunks[-1].layers, own, strict=True), whole, offload)
+    return chunks, queues, offload
 
 
 def initialize(

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megazero.layers.activation_offload import HostOffload
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import ParallelState
-from megazero.schedules.action import Action
+from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.executor import Executor, Message
 from megazero.schedules.kind import ScheduleKind
 from megazero.zero.sharded_model import ShardedModel
@@ -81,13 +82,6 @@ class _Received(torch.autograd.Function):
         return None, None, None
 
 
-class _Pass(NamedTuple):
-    """What a forward leaves for its backward: of each input the gradient, if there is one, and what it is like."""
-
-    inputs: list[tuple[list[Tensor], Tensor]]
-    edges: list[GradientEdge | None]
-
-
 class StageRunner:
     """What the executor runs in one step; see `Stage` in schedules/executor.py.
 
@@ -95,13 +89,24 @@ class StageRunner:
         model: reduces the gradients, and gathers the weights under ZeRO-3.
         trains: keep what the backward needs.
         loss_gradient: gradient of the step's scaled loss by each micro-batch's; called when the first backward begins.
+        offload: of the chunks' layers.
     """
 
     def __init__(
-        self, chunks: Sequence[ChunkRunner], model: ShardedModel, *, trains: bool, loss_gradient: Callable[[], Tensor]
+        self,
+        chunks: Sequence[ChunkRunner],
+        model: ShardedModel,
+        *,
+        trains: bool,
+        loss_gradient: Callable[[], Tensor],
+        offload: HostOffload | None = None,
     ) -> None:
         self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
-        self._saved: dict[tuple[int, int], _Pass] = {}
+        self._offload = offload if trains else None
+        if self._offload is not None:
+            self._offload.begin_step()
+        # Of each input the gradient, if there is one, and what it is like; of each output where its gradient goes.
+        self._saved: dict[tuple[int, int], tuple[list[tuple[list[Tensor], Tensor]], list[GradientEdge | None]]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)  # 0 without a last stage
 
     def forward(self, chunk: int, microbatch: int, x: Message | None) -> Message | None:
@@ -116,11 +121,13 @@ class StageRunner:
 
         if self._trains and x is not None:
             x = tuple(map(receive, x))
+        if self._offload is not None:
+            self._offload.begin_pass((chunk, microbatch))
         y = self._chunks[chunk].forward(microbatch, x)
         if self._trains:
             floating = [tensor for tensor in y if tensor.is_floating_point()]
             edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating]
-            self._saved[chunk, microbatch] = _Pass(inputs, edges)
+            self._saved[chunk, microbatch] = (inputs, edges)
         if not self._chunks[chunk].is_last:
             return y
         self.loss_sum += y[0].detach()
@@ -144,7 +151,9 @@ class StageRunner:
             wgrad_queue.run_oldest()
             self._model.reducer.close_pass(chunk)
 
-    def expect(self, chunk: int, is_forward: bool) -> None:
-        gatherer = self._model.parameters.gatherer
+    def expect(self, following: Action) -> None:
+        is_forward, gatherer = following.kind is ActionKind.FORWARD, self._model.parameters.gatherer
         if gatherer is not None:
-            gatherer.expect(chunk, is_forward)
+            gatherer.expect(following.chunk, is_forward)
+        if self._offload is not None:
+            self._offload.expect(None if is_forward else (following.chunk, following.microbatch))

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megazero.layers.activation_offload import HostOffload
 from megazero.layers.recompute import WHOLE, DroppingOutputs, KeptResults, Recomputed
 from megazero.layers.saved_tensors import SavedTensorHooks
 from megazero.models.activation_config import LayerPolicy, Region
@@ -35,7 +37,7 @@ class SavingBlock:
         function: the forward itself; `models/compiled.py` compiles it.
     """
 
-    def __init__(self, function: Callable[..., Any], offload: Callable[[], SavedTensorHooks] | None) -> None:
+    def __init__(self, function: Callable[..., Any], offload: Callable[[], SavedTensorHooks] | None = None) -> None:
         self.function, self._offload = function, offload
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -52,25 +54,39 @@ class SavingBlock:
 def save_by_policy(
     blocks: Iterable[tuple[Block, LayerPolicy]],
     tp: Axis,
-    offload: Callable[[], SavedTensorHooks] | None = None,
+    offload: HostOffload | None = None,
 ) -> None:
     """Apply each layer's policy to its block.
 
     Args:
-        blocks: each with its policy.
+        blocks: of a chunk, in order, each with its policy.
         tp: over which `partition` cuts; of one rank where sequence parallelism has cut already.
-        offload: hooks for the forward of one block that keep what is saved on the host.
+        offload: takes what is kept to the host; None where no policy of this rank says so.
     """
-    for block, policy in blocks:
+    blocks = list(blocks)
+    for number, (block, policy) in enumerate(blocks, 1):
         kept = KeptResults() if policy.keep_attention else None
         block.attention.kept = kept
         for owner, name, region in _regions(block, policy):
             cut = tp if policy.partition and region != "activation" else WHOLE
             attends = region in ("attention", "block")
             owner.__dict__[name] = Recomputed(getattr(owner, name), kept if attends else None, cut)
-        if policy.recompute or policy.offload:
+        hooks = None
+        if offload is not None:
+            offload.stay(_tables(block))
+            hooks = partial(offload.layer, offloads=policy.offload, is_last=number == len(blocks))
+        if policy.recompute or hooks is not None:
             block.mlp_dropout.remakes_mask = "block" in policy.recompute
-            block.__dict__["forward"] = SavingBlock(block.forward, offload if policy.offload else None)
+            block.__dict__["forward"] = SavingBlock(block.forward, hooks)
+
+
+def _tables(block: nn.Module) -> Iterator[Tensor]:
+    """The tensors of a block that are neither parameters nor activations: rotary tables, masks, keys."""
+    for part in block.modules():
+        yield from part.buffers(recurse=False)
+        for held in vars(part).values():
+            owner = getattr(held, "__self__", held)  # of a method
+            yield from (one for one in (owner, *getattr(owner, "__dict__", {}).values()) if type(one) is Tensor)
 
 
 def _regions(block: Block, policy: LayerPolicy) -> Iterator[tuple[nn.Module, str, Region]]:

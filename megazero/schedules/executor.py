@@ -37,7 +37,7 @@ class Stage(Protocol):
     def backward_weight(self, chunk: int, microbatch: int) -> None:
         """Compute the weight gradients that `backward` left."""
 
-    def expect(self, chunk: int, is_forward: bool) -> None:
+    def expect(self, following: Action) -> None:
         """Called before a forward or backward runs, with the one that follows it."""
 
 
@@ -112,7 +112,7 @@ class Executor:
         self._watch(action)
         result = None
         if following := self._next.get(action):
-            stage.expect(following.chunk, following.kind is ActionKind.FORWARD)
+            stage.expect(following)
         if action.kind is ActionKind.FORWARD:
             result = stage.forward(action.chunk, action.microbatch, given)
         elif action.kind is ActionKind.BACKWARD:

@@ -1,0 +1,297 @@
+"""What the forward keeps waits for the backward in the memory of the host.
+
+    forward     layer i saves     its copies to the host start                 layer i - 2 leaves the device
+    backward    layer i begins    the copies of layer i - 1 back to it start   layer i + 1 leaves the device
+
+The layer that is worked on and one neighbour are on the device, in both directions: two layers' worth.  "Leaves" means
+that the computation waits for the copies of that layer, long started, before its memory is given back.
+
+[Note: streams]  Copies run on two streams of their own.  A copy starts behind all that the compute stream has been given
+so far: what it reads is computed, and what it overwrites is no longer read.  The compute stream waits for a copy before it
+uses the result, and before memory that the copy reads or writes, here or on the host, is given back; so the next copy into
+that memory, on whatever stream, comes after it.  The host waits for nothing.
+
+[Note: once]  A storage is kept once, whatever views of it are saved and by whatever layers of a pass.  It is known by the
+address of torch's object for it, of which a weak reference is held: no other storage gets that address meanwhile.
+
+[Note: the first step]  Locking pages may wait for the device, and so for a message that a rank sends only after it has
+locked its own.  So a buffer is new in one step, and copies to it block the host; it is locked before the next step begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megazero.comm.host_memory import host_tensor, page_lock
+from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
+
+_NEAR = 2  # layers on the device
+_REMEDY = "offload fewer layers (activations.offload_layers), or recompute more of them"
+
+
+class Copier:
+    """Copies between the device and the host, each at once.  `StreamCopier` copies beside the computation."""
+
+    def start(self, target: Tensor, source: Tensor) -> Any | None:
+        """Copy flat bytes, behind what the compute stream was given so far; a mark of the end, None where it has ended."""
+        target.copy_(source)
+        return None
+
+    def wait(self, mark: Any) -> None:
+        """Let what is given to the compute stream from now on come after a copy."""
+
+
+class StreamCopier(Copier):
+    """Copies of a CUDA device, on one stream for each direction; the host must be page-locked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._to_host, self._to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def start(self, target: Tensor, source: Tensor) -> Any:
+        stream = self._to_host if source.is_cuda else self._to_device
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+
+class HostPool:
+    """Buffers on the host by size, used again and again.
+
+    Attributes:
+        nbytes, nbytes_in_use: bytes of all buffers, and of those that a backward will need.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._unlocked: list[Tensor] = []
+        self.nbytes = self.nbytes_in_use = 0
+
+    def acquire(self, nbytes: int) -> Tensor:
+        """A free buffer, uint8 [nbytes].  Raises: StorageError."""
+        if self._free[nbytes]:
+            buffer = self._free[nbytes].pop()
+        else:
+            buffer = host_tensor(nbytes, torch.uint8, pin=False, remedy=_REMEDY)
+            self._unlocked.append(buffer)
+            self.nbytes += nbytes
+        self.nbytes_in_use += nbytes
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        self.nbytes_in_use -= buffer.nbytes
+        self._free[buffer.nbytes].append(buffer)
+
+    def lock(self) -> None:
+        """Page-lock the buffers that are new; see [Note: the first step].  Raises: StorageError."""
+        while self._unlocked:
+            page_lock(self._unlocked.pop(), _REMEDY)
+
+
+class _KeptStorage:
+    """One storage on the host, from when it is saved until nothing that was saved refers to it."""
+
+    def __init__(self, tensor: Tensor, pool: HostPool, copier: Copier) -> None:
+        self._device, self._pool, self._copier = tensor.device, pool, copier
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self._memory: Tensor | None = memory  # on the device, all bytes
+        self._original: tuple[Tensor, int] | None = keep(tensor)  # None when that has left the device
+        self._error: RuntimeError | None = None
+        self._host = pool.acquire(memory.numel())
+        self._mark = copier.start(self._host, memory)  # of the copy that reads or writes the memory
+
+    def bring(self) -> None:
+        """Start copying it to the device, unless it is there."""
+        if self._memory is None:
+            self._memory = torch.empty_like(self._host, device=self._device)
+            self._mark = self._copier.start(self._memory, self._host)
+
+    def on_device(self) -> Tensor:
+        """Its bytes.  Raises: RuntimeError: they were changed between the operation that saved them and their copy."""
+        self._check()
+        if self._error is not None:
+            raise self._error
+        self.bring()
+        if self._original is None:
+            self._wait()
+        assert self._memory is not None
+        return self._memory
+
+    def leave(self) -> None:
+        """Give its memory on the device back."""
+        self._check()
+        self._wait()
+        self._memory = self._original = None
+
+    def _wait(self) -> None:
+        if self._mark is not None:
+            self._copier.wait(self._mark)
+            self._mark = None
+
+    def _check(self) -> None:
+        if self._original is not None:
+            try:
+                kept_tensor(self._original)
+            except RuntimeError as error:
+                self._error = error
+
+    def __del__(self) -> None:
+        if hasattr(self, "_mark"):  # else there was no buffer for it
+            self._wait()
+            self._pool.release(self._host)
+
+
+class _View(NamedTuple):
+    """A saved tensor, in the memory of a kept storage."""
+
+    storage: _KeptStorage
+    dtype: torch.dtype
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """The tensor on the device."""
+        memory = self.storage.on_device()
+        view = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return view.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class OffloadedLayer(SavedTensorHooks):
+    """The hooks of one forward of a layer; `offloads`: what it keeps goes to the host."""
+
+    def __init__(self, offload: HostOffload, before: OffloadedLayer | None, *, offloads: bool) -> None:
+        super().__init__()
+        self.before, self._offload, self._offloads = before, offload, offloads
+        self._kept: list[weakref.ref[_KeptStorage]] = []
+
+    def pack(self, tensor: Tensor) -> Any:
+        weight = self.pack_weight(tensor)
+        if weight is not None:
+            return weight
+        if not self._offloads or not self._offload.takes(tensor):
+            return self.beneath.pack(tensor)
+        storage = self._offload.keep(tensor)
+        self._kept.append(weakref.ref(storage))
+        return _View(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, saved: Any) -> Tensor:
+        self._offload.begin_backward(self)
+        return saved.tensor() if isinstance(saved, _View) else self.beneath.unpack(saved)
+
+    @property
+    def kept(self) -> list[_KeptStorage]:
+        """What it has saved and still needs, in the order of the forward."""
+        return list(dict.fromkeys(one for reference in self._kept if (one := reference()) is not None))
+
+
+class HostOffload:
+    """Keeps what the layers of one rank save on the host.
+
+    Args:
+        device: of the activations.
+
+    Attributes:
+        pool: where it is kept.
+        copier: moves it.
+        smallest_bytes: smaller storages stay on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.copier = StreamCopier(device) if device.type == "cuda" else Copier()
+        self.smallest_bytes = 1 << 16
+        self.pool, self._device = HostPool(), device
+        self._stay: set[int] = set()
+        self._near: list[OffloadedLayer] = []  # on the device, or on their way there; the one worked on last is last
+        self._last: OffloadedLayer | None = None  # of the pass whose forward runs
+        self._in_backward: OffloadedLayer | None = None
+        self._pass: Hashable = None
+        self._expected: Hashable = None
+        self._passes: weakref.WeakValueDictionary[Hashable, OffloadedLayer] = weakref.WeakValueDictionary()
+        self._storages: dict[tuple[int, int], tuple[weakref.ref[_KeptStorage], StorageWeakRef]] = {}
+
+    def stay(self, tensors: Iterable[Tensor]) -> None:
+        """Leave these on the device, and whatever shares their memory: weights, tables.  They outlive this object."""
+        self._stay.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def begin_step(self) -> None:
+        """Called where no messages are under way; see [Note: the first step].  Raises: StorageError."""
+        if self._device.type == "cuda":
+            self.pool.lock()
+        self._expected = self._in_backward = None
+        self._near.clear()
+
+    def begin_pass(self, name: Hashable) -> None:
+        """The layers that run forward next are of one chunk on one micro-batch."""
+        self._pass, self._last = name, None
+        self._storages.clear()
+
+    def expect(self, name: Hashable) -> None:
+        """Say which pass runs backward after what runs next; None where a forward follows."""
+        self._expected = name
+
+    def layer(self, *, offloads: bool = True, is_last: bool = False) -> OffloadedLayer:
+        """Hooks for one forward of a layer; all layers of a pass ask for them, in order.
+
+        `offloads`: what it keeps goes to the host.  `is_last`: of its pass.
+        """
+        layer = OffloadedLayer(self, self._last, offloads=offloads)
+        self._last = self._passes[self._pass] = layer
+        self._work_on(layer)
+        if is_last:
+            self._bring(self._passes.get(self._expected))
+        return layer
+
+    def begin_backward(self, layer: OffloadedLayer) -> None:
+        """Have a layer on the device, and start bringing the one that its backward is followed by."""
+        if layer is not self._in_backward:
+            self._in_backward = layer
+            self._bring(layer)
+            self._bring(layer.before or self._passes.get(self._expected))
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor goes to the host."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return False
+        if tensor.device.type != self._device.type or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= self.smallest_bytes and storage._cdata not in self._stay
+
+    def keep(self, tensor: Tensor) -> _KeptStorage:
+        """The storage of a tensor on the host; the one that is there if it was saved before and has not changed since."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version
+        known, _ = self._storages.get(key, (None, None))
+        kept = None if known is None else known()
+        if kept is None:
+            kept = _KeptStorage(tensor, self.pool, self.copier)
+            self._storages[key] = weakref.ref(kept), StorageWeakRef(storage)
+        return kept
+
+    def _bring(self, layer: OffloadedLayer | None) -> None:
+        if layer is not None:
+            self._work_on(layer)
+            for storage in reversed(layer.kept):
+                storage.bring()
+
+    def _work_on(self, layer: OffloadedLayer) -> None:
+        self._near = [one for one in self._near if one is not layer] + [layer]
+        while len(self._near) > _NEAR:
+            gone = self._near.pop(0)
+            stay = {storage for one in self._near for storage in one.kept}
+            for storage in gone.kept:
+                if storage not in stay:
+                    storage.leave()
