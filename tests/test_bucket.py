@@ -203,11 +203,13 @@ def test_other_buckets_follow_the_backward_and_close_at_their_size(infos, shards
         backward = [info for layout in free for info in reversed(in_forward_order(layout))]
         assert backward == [info for info in reversed(infos) if not info.spec.tied and info.trains == trains]
         for layout in free:
-            first_in_forward = in_forward_order(layout)[0]
-            assert layout.numel - elements(first_in_forward) < bucket_elements  # was still open when the last came in
+            others = sorted(map(elements, members(layout)))[:-1]
+            assert layout.numel <= bucket_elements or sum(others) * shards <= bucket_elements
             assert layout.unit == min(info.unit for info in members(layout))
         for layout, following in itertools.pairwise(free):
-            assert layout.numel >= bucket_elements or layout.chunk != following.chunk
+            sizes = sorted([*map(elements, members(layout)), elements(in_forward_order(following)[-1])])
+            would_fit = sum(sizes) <= bucket_elements or sum(sizes[:-1]) * shards <= bucket_elements
+            assert not would_fit or layout.chunk != following.chunk
 
 
 @laws
@@ -222,19 +224,81 @@ def test_a_tied_parameter_has_a_bucket_of_its_own_equal_on_both_stages(infos, pl
             assert other == layout
 
 
+@st.composite
+def large_models(draw) -> list[ParamInfo]:
+    """One parameter of many rows among a few small ones."""
+    wide = draw(st.sampled_from([1, 3, 4, 8, 16]))
+    shapes_ = [draw(shapes) for _ in range(draw(st.integers(0, 2)))]
+    at = draw(st.integers(0, len(shapes_)))
+    rows = draw(st.integers(50, 400))
+    shapes_.insert(at, (rows, wide) if wide > 1 or draw(st.booleans()) else (rows,))
+    return [parameter(index, shape, trait=draw(traits)) for index, shape in enumerate(shapes_)]
+
+
+large_plans = st.fixed_dictionaries(
+    {"by_unit": st.booleans(), "bucket_elements": st.integers(60, 300), "shards": st.integers(1, 4)}
+)
+
+
+@laws
+@given(infos=large_models(), plan=large_plans)
+def test_the_parts_of_a_bucket_hold_each_element_of_it_once_and_of_every_shard_as_many(infos, plan):
+    for layout in plan_buckets(infos, cuts=True, **plan):
+        covered = [element for part in layout.parts for element in range(part.start, part.stop)]
+        assert covered == list(range(layout.shard_numel))
+        found: dict[str, list[int]] = {info.name: [] for info in members(layout)}
+        for part in layout.parts:
+            held = part.stop - part.start
+            buffer = [
+                shard + element
+                for shard in range(0, layout.padded_numel, layout.shard_numel)
+                for element in range(part.start, part.stop)
+            ]
+            for share in layout.shares(part):
+                inside = [element for piece in share.pieces for element in range(piece.start, piece.stop)]
+                assert [element + share.slot.start for element in inside] == buffer[share.start : share.stop]
+                found[share.slot.info.name] += inside
+            is_cut = len(layout.parts) > 1
+            smallest = layout.step * layout.shards  # a row of each shard
+            assert not is_cut or held * layout.shards <= max(plan["bucket_elements"], smallest)
+        for info in members(layout):
+            assert sorted(found[info.name]) == list(range(elements(info)))
+
+
+@laws
+@given(infos=large_models(), plan=large_plans)
+def test_only_what_is_nearly_one_parameter_is_cut_and_only_between_its_rows(infos, plan):
+    for layout in plan_buckets(infos, cuts=True, **plan):
+        largest = max(members(layout), key=elements)
+        if len(layout.parts) == 1:
+            continue
+        assert layout.numel > plan["bucket_elements"] >= layout.numel - elements(largest)
+        assert layout.padded_numel - layout.numel <= layout.numel / 64
+        for part in layout.parts:
+            for share in layout.shares(part):
+                if share.slot.info is not largest:
+                    continue
+                assert share.rows is not None
+                rows = torch.arange(largest.shape[0])
+                at, count = share.row_in_buffer(rows)
+                mine = [row for start, stop in share.rows for row in range(start, stop)]
+                assert count == len(mine)
+                assert at.tolist() == [mine.index(row) if row in mine else count for row in rows.tolist()]
+
+
 def test_buckets_of_a_small_model_by_hand():
     sizes = [40, 10, 30, 30, 5, 60]  # forward order
     infos = [parameter(index, (size,), unit=index // 2) for index, size in enumerate(sizes)]
     by_size = plan_buckets(infos, by_unit=False, bucket_elements=64, shards=4)
     assert [sorted(info.name for info in members(layout)) for layout in by_size] == [
         ["p4", "p5"],
-        ["p1", "p2", "p3"],
-        ["p0"],
+        ["p2", "p3"],
+        ["p0", "p1"],
     ]
     assert [(layout.numel, layout.shard_numel, layout.padded_numel) for layout in by_size] == [
-        (65, 32, 128),
-        (70, 32, 128),
-        (40, 16, 64),
+        (65, 32, 128),  # 5 elements are few enough beside 60
+        (60, 16, 64),
+        (50, 16, 64),
     ]
     by_unit = plan_buckets(infos, by_unit=True, bucket_elements=64, shards=1)
     assert [(layout.unit, layout.padded_numel) for layout in by_unit] == [(0, 50), (1, 60), (2, 65)]

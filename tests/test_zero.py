@@ -15,7 +15,7 @@ from megazero.comm import collectives
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.parallel_state import Axis, ParallelState, RankGrid
-from megazero.zero.bucket import Bucket, ShardingPolicy
+from megazero.zero.bucket import Bucket, Run, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.optimizer import ShardedOptimizer, recipe_by_name
 from megazero.zero.parameters import ShardedParameters
@@ -290,21 +290,22 @@ def test_parameters_that_only_one_rank_uses_get_the_sum_of_all_ranks(zero_stage:
 
 @pytest.mark.parametrize("zero_stage", STAGES)
 def test_reductions_start_in_one_order_whichever_parameters_are_used(zero_stage: int) -> None:
-    def law(rank: int) -> list[int]:
+    def law(rank: int) -> list[tuple[str, int]]:
         sharded = Sharded(seeded(_Experts), zero_stage, rank, 2)
         assert len(sharded.parameters.buckets) > 3
         launched = []
         plain = ReductionQueue.start
 
-        def spy(self: ReductionQueue, bucket: Bucket, buffer: Tensor, *, adds: bool) -> None:
-            launched.append(bucket.layout.name)
-            plain(self, bucket, buffer, adds=adds)
+        def spy(self: ReductionQueue, bucket: Bucket, part: Run, buffer: Tensor, *, adds: bool) -> None:
+            launched.append((bucket.layout.name, part.start))
+            plain(self, bucket, part, buffer, adds=adds)
 
         ReductionQueue.start = spy
         for step in EXPERT_BATCHES:
             sharded.step(step[rank])
         rounds = 2 if zero_stage >= 2 else 1
-        assert len(launched) == len(EXPERT_BATCHES) * rounds * len(sharded.reducer.buckets)
+        parts = sum(len(bucket.gradient_parts) for bucket in sharded.reducer.buckets)
+        assert len(launched) == len(EXPERT_BATCHES) * rounds * parts
         return launched
 
     first, second = run_world(2, law, timeout=30)

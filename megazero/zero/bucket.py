@@ -6,13 +6,21 @@
 
 Parameters are sorted by their traits, so that each optimizer group, the gradient norm and the sums over tp act on a few
 contiguous runs of a bucket instead of on parameters, and one collective serves the whole bucket.
+
+[Note: parts]  A parameter that is larger than a bucket should be is reduced in parts, so that no buffer is as large as it.
+A part has the same rows of every shard, and so each rank owns as much of it:
+
+    flat buffer  [ a b c | a b c | a b c ]      three shards, parts a, b and c
+    part b       [b|b|b]                        reduced into elements b of each rank's shard
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
+from math import lcm
 from typing import Final, TypeVar
 
 import torch
@@ -26,6 +34,7 @@ K = TypeVar("K", bound=Hashable)
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
+_ROWS_OF_PADDING = 64  # a bucket is cut into parts only if padding to whole rows adds at most 1/64 to it
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,44 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What a part of a bucket holds of a parameter: `pieces` of its elements, one after another in the part's buffer."""
+
+    slot: Slot
+    pieces: tuple[Run, ...]
+    start: int  # of the first piece in the buffer
+    part: Run  # of every shard
+    shard_numel: int
+
+    @cached_property
+    def stop(self) -> int:
+        """One past the last element in the buffer."""
+        return self.start + sum(piece.stop - piece.start for piece in self.pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the part holds all of the parameter."""
+        return self.stop - self.start == numel(self.slot.info.shape)
+
+    @cached_property
+    def rows(self) -> list[tuple[int, int]] | None:
+        """The rows (first, last + 1) of the parameter that the pieces are; None if a piece begins or ends within a row."""
+        width = numel(self.slot.info.shape[1:])
+        edges = [(piece.start, piece.stop) for piece in self.pieces]
+        if any(start % width or stop % width for start, stop in edges):
+            return None
+        return [(start // width, stop // width) for start, stop in edges]
+
+    def row_in_buffer(self, rows: Tensor) -> tuple[Tensor, int]:
+        """Where rows of the parameter, int64, lie among those of the share, and how many it has: that stands for no row."""
+        width, held = numel(self.slot.info.shape[1:]), self.part.stop - self.part.start
+        element, count = rows * width + self.slot.start, (self.stop - self.start) // width
+        within = element % self.shard_numel - self.part.start
+        found = (element // self.shard_numel * held + within - self.start) // width
+        return found.where((within >= 0) & (within < held), count), count
+
+
+@dataclass(frozen=True)
 class BucketLayout:
     """Where each parameter lies in a bucket.  Its parameters are all of one chunk, all frozen or all trained, and so on."""
 
@@ -82,6 +129,8 @@ class BucketLayout:
     persistent: bool
     tied: bool  # the bucket holds a copy of one parameter that several stages or chunks share
     tie: str  # the logical name that all copies of a tied bucket's parameter share
+    step: int = 1  # a shard's elements are a multiple of it; in a bucket of several parts these are whole rows
+    part_count: int = 1
 
     @property
     def numel(self) -> int:
@@ -91,8 +140,7 @@ class BucketLayout:
     @property
     def shard_numel(self) -> int:
         """Elements of one shard, padding included."""
-        step = ALIGN_ELEMENTS if self.shards > 1 else 1
-        return -(-max(self.numel, 1) // (self.shards * step)) * step
+        return -(-max(self.numel, 1) // (self.shards * self.step)) * self.step
 
     @property
     def padded_numel(self) -> int:
@@ -108,6 +156,29 @@ class BucketLayout:
         """Elements that shard `index` holds."""
         return Run(index * self.shard_numel, (index + 1) * self.shard_numel)
 
+    @property
+    def parts(self) -> tuple[Run, ...]:
+        """The elements of every shard that are reduced at once; see [Note: parts]."""
+        each = -(-self.shard_numel // (self.part_count * self.step)) * self.step
+        return tuple(Run(at, min(at + each, self.shard_numel)) for at in range(0, self.shard_numel, each))
+
+    def shares(self, part: Run) -> Iterator[Share]:
+        """What a part holds of the parameters; one without elements is in the part of a bucket that has no other."""
+        each, held = self.shard_numel, part.stop - part.start
+        for slot in self.slots:
+            pieces: list[Run] = []
+            for index in range(slot.start // each, -(-slot.stop // each)):
+                run = intersect(slot.run, Run(index * each + part.start, index * each + part.stop))
+                if run is not None and pieces and pieces[-1].stop == run.start:
+                    pieces[-1] = Run(pieces[-1].start, run.stop)
+                elif run is not None:
+                    pieces.append(run)
+            if not pieces and held < each:
+                continue
+            first = pieces[0].start if pieces else slot.start
+            inside = tuple(Run(piece.start - slot.start, piece.stop - slot.start) for piece in pieces)
+            yield Share(slot, inside, first // each * held + first % each - part.start, part, each)
+
     def runs(self, key: Callable[[ParamInfo], K]) -> Iterator[tuple[K, Run]]:
         """Maximal contiguous runs of parameters with an equal key; padding belongs to none."""
         for value, slots in groupby(self.slots, key=lambda slot: key(slot.info)):
@@ -121,25 +192,53 @@ def intersect(a: Run, b: Run) -> Run | None:
     return Run(start, stop) if start < stop else None
 
 
-def _layout(members: Sequence[ParamInfo], shards: int) -> BucketLayout:
+def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool) -> BucketLayout:
     slots, start = [], 0
     for info in sorted(members, key=lambda info: (info.group, info.spec.split is not None, not info.spec.sum_over_tp)):
         slots.append(Slot(info, start))
         start = slots[-1].stop
     first = min(members, key=lambda info: info.unit)
     tied, tie = first.spec.tied, first.spec.sections[0].name
-    name = f"bucket of {first.name}"
-    return BucketLayout(name, tuple(slots), shards, first.unit, first.chunk, first.trains, first.persistent, tied, tie)
+    step = ALIGN_ELEMENTS if shards > 1 else 1
+    count, largest = 1, max(slots, key=lambda slot: slot.stop - slot.start)
+    if cuts and first.trains and start > limit >= start - (largest.stop - largest.start):
+        width = numel(largest.info.shape[1:])
+        padding = -start % (shards * lcm(step, width))
+        if largest.start % width == 0 and padding * _ROWS_OF_PADDING <= start:
+            step = lcm(step, width)
+            count = -(-(start + padding) // max(limit // (shards * step) * shards * step, shards * step))
+    return BucketLayout(
+        f"bucket of {first.name}",
+        tuple(slots),
+        shards,
+        first.unit,
+        first.chunk,
+        first.trains,
+        first.persistent,
+        tied,
+        tie,
+        step,
+        count,
+    )
+
+
+def _fits(members: Sequence[ParamInfo], limit: int, shards: int) -> bool:
+    """Whether parameters may share a bucket; what is small enough may lie in one part of a larger parameter's."""
+    sizes = [numel(info.shape) for info in members]
+    return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * shards <= limit
 
 
 def plan_buckets(
-    parameters: Sequence[ParamInfo], *, by_unit: bool, bucket_elements: int, shards: int
+    parameters: Sequence[ParamInfo], *, by_unit: bool, bucket_elements: int, shards: int, cuts: bool = False
 ) -> tuple[BucketLayout, ...]:
     """Assign every parameter, given in forward order, to one bucket of `shards` equal parts.
 
     `by_unit`: one bucket per unit, in forward order (what ZeRO-3 gathers at once).  Otherwise, and for persistent
-    parameters, buckets are filled in the order in which the backward completes gradients, until they hold
-    `bucket_elements` or more by part of a parameter.
+    parameters, buckets are filled in the order in which the backward completes gradients, with at most `bucket_elements`:
+    a parameter that is larger has a bucket with others that are at most 1/shards as large as a bucket.
+
+    `cuts`: buckets of more elements, nearly all of one parameter, are reduced in parts of `bucket_elements` at most, but
+    of a row of each shard at least.
 
     No bucket spans two chunks, or holds both frozen and trained parameters.  A tied parameter has its own bucket, equal on
     all stages that hold it.
@@ -153,12 +252,11 @@ def plan_buckets(
     filling: dict[bool, list[ParamInfo]] = {}
     for info in reversed([info for info in free if not by_unit or info.persistent]):
         last = filling.get(info.trains, [])
-        is_full = sum(numel(member.shape) for member in last) >= bucket_elements
-        if not last or is_full or last[0].chunk != info.chunk:
+        if not last or last[0].chunk != info.chunk or not _fits([*last, info], bucket_elements, shards):
             filling[info.trains] = last = []
             groups.append(last)
         last.append(info)
-    return tuple(_layout(members, shards) for members in [*groups, *single])
+    return tuple(_layout(members, shards, bucket_elements, cuts=cuts) for members in [*groups, *single])
 
 
 @dataclass(frozen=True)
@@ -256,6 +354,11 @@ class Bucket:
                 self.gradient = torch.zeros(owned_numel, device=device)
             else:
                 self.gradient = in_host_memory(owned_numel, torch.float32, pin=policy.pins_memory).tensor
+
+    @property
+    def gradient_parts(self) -> tuple[Run, ...]:
+        """The elements of every shard that are reduced at once."""
+        return (self.layout.shard(0),) if self.keeps_gradients else self.layout.parts
 
     @property
     def full_gradient_bytes(self) -> int:

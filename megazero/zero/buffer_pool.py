@@ -34,6 +34,11 @@ class BufferPool:
         self._in_use[buffer.data_ptr()] = (buffer.nbytes, reusable)
         return buffer
 
+    def bytes_after(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of all buffers if this one were acquired now."""
+        is_free = any(free.dtype == dtype and free.numel() == numel for free in self._free)
+        return self.nbytes + (0 if is_free else numel * dtype.itemsize)
+
     def release(self, buffer: Tensor) -> None:
         """Take a buffer back, as `acquire` gave it."""
         _, is_reusable = self._in_use.pop(buffer.data_ptr())

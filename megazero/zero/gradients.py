@@ -6,6 +6,9 @@
                                      (or the whole step adds up in the buffer, and one reduce-scatter follows)
     finish                           what has not come counts as zero; wait (the sums that follow: `reductions`)
 
+A large bucket goes through all of this part by part (`bucket`, [Note: parts]): a part is filled and its reduction started
+before the next has memory.
+
 [Note: one order]  Collectives pair up by their order, so every rank must start the reductions of a chunk in one order,
 whichever parameters its micro-batch happens to use.  A complete bucket therefore waits for those before it, and at the end
 of a pass what has not come counts as zero.
@@ -23,62 +26,67 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megazero.layers.gemm import add_product
+from megazero.layers.gemm import add_product, product_t
 from megazero.layers.linear import WeightGradQueue
-from megazero.zero.bucket import Bucket
-from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.bucket import Bucket, Run, Share
 from megazero.zero.reductions import ReductionQueue
+
+embedding_dense_backward = torch.ops.aten.embedding_dense_backward
 
 
 class BucketGradients:
-    """The gradients of one bucket in this step, until they are reduced.
+    """The gradients of one part of a bucket in this step, until they are reduced.
 
-    The bucket's own `full_gradient` is used where it keeps one; otherwise the memory comes from the pool, with
-    `shared_numel` elements, which can serve any bucket.
+    The bucket's own `full_gradient` is used where it keeps one; otherwise the memory comes from `reductions`, with as many
+    elements as serve any part.
 
     Attributes:
+        part: elements of every shard.
+        shares: what the part holds of the bucket's parameters.
         complete: rounds of which all gradients have come; a round is one micro-batch.
         launched: rounds whose reduction was started, or left for a later one.
         reduced: rounds that are in `bucket.gradient`, or on their way there.
     """
 
-    def __init__(self, bucket: Bucket, pool: BufferPool, shared_numel: int) -> None:
-        self.bucket, self._pool, self._shared_numel = bucket, pool, shared_numel
+    def __init__(self, bucket: Bucket, part: Run, reductions: ReductionQueue) -> None:
+        self.bucket, self.part, self._reductions = bucket, part, reductions
+        self.shares = list(bucket.layout.shares(part))
+        self._numel = (part.stop - part.start) * bucket.layout.shards
         self._use(None)
         self.begin_step(frees=False)
 
     def begin_step(self, *, frees: bool) -> None:
         """Forget all gradients; `frees` lets the bucket free its memory until the first one comes."""
         if not self.bucket.keeps_gradients and self._memory is not None:
-            self._pool.release(self._memory)
+            self._reductions.pool.release(self._memory)
         if frees:
             self.bucket.free_gradient()
         if self._memory is not self.bucket.full_gradient:
             self._use(self.bucket.full_gradient)
-        count = len(self.bucket.layout.slots)
+        count = len(self.shares)
         self._is_empty, self._counts = [True] * count, [0] * count
         self.launched = self.reduced = 0
         self._advance_to(0)
 
     def _use(self, memory: Tensor | None) -> None:
-        slots, self._memory = self.bucket.layout.slots, memory
-        self._parts = [] if memory is None else [memory[at.start : at.stop].view(at.info.shape) for at in slots]
-        self._is_empty = [True] * len(slots)
+        self._memory = memory
+        self._views = [] if memory is None else [memory[share.start : share.stop] for share in self.shares]
+        self._is_empty = [True] * len(self.shares)
 
     def _advance_to(self, rounds: int) -> None:
         self.complete = rounds
         self._missing = self._counts.count(rounds)  # gradients that have not come in the next round
 
-    def count(self, slot: int, expected: int) -> None:
+    def count(self, index: int, expected: int) -> None:
         """Count a gradient.  Raises: RuntimeError, it came more than `expected` times."""
-        if self._counts[slot] == expected:
+        if self._counts[index] == expected:
             raise RuntimeError(
-                f"gradient of {self.bucket.layout.slots[slot].info.name} came more than {expected} times in a step of "
+                f"gradient of {self.shares[index].slot.info.name} came more than {expected} times in a step of "
                 f"{expected} micro-batches: backward ran more often than that, or within itself (checkpointing needs "
                 "use_reentrant=False)"
             )
-        self._counts[slot] += 1
-        if self._counts[slot] == self.complete + 1:
+        self._counts[index] += 1
+        if self._counts[index] == self.complete + 1:
             self._missing -= 1
             if self._missing == 0:
                 self._advance_to(self.complete + 1)
@@ -90,14 +98,13 @@ class BucketGradients:
             self._advance_to(rounds)
 
     def open(self, *, is_reduced_soon: bool) -> None:
-        """Have memory; what is reduced only at the end of the step gets memory of the bucket's own size."""
+        """Have memory; what is reduced only at the end of the step gets memory of the part's own size."""
         if self._memory is not None:
             return
         if self.bucket.keeps_gradients:
             self._use(self.bucket.allocate_gradient())
         else:
-            numel = self._shared_numel if is_reduced_soon else self.bucket.layout.padded_numel
-            self._use(self._pool.acquire(numel, self.bucket.policy.accumulate_dtype, reusable=is_reduced_soon))
+            self._use(self._reductions.buffer(None if is_reduced_soon else self._numel))
 
     def reopen(self) -> None:
         """Let gradients be added to what is reduced already: each rank keeps its own shard of that and counts it once."""
@@ -107,19 +114,19 @@ class BucketGradients:
             self._memory[own.stop :].zero_()
             self._is_empty, self.reduced = [False] * len(self._is_empty), 0
 
-    def part(self, slot: int) -> tuple[Tensor, bool]:
-        """A parameter's part, in its shape, and whether it is empty: to be overwritten, not added to."""
-        is_empty, self._is_empty[slot] = self._is_empty[slot], False
-        return self._parts[slot], is_empty
+    def view(self, index: int) -> tuple[Tensor, bool]:
+        """A share's elements, flat, and whether they are empty: to be overwritten, not added to."""
+        is_empty, self._is_empty[index] = self._is_empty[index], False
+        return self._views[index], is_empty
 
     def take(self) -> Tensor:
         """The memory, with zeros in the padding and where no gradient has come; the next gradients overwrite it."""
-        memory, layout = self._memory, self.bucket.layout
+        memory = self._memory
         assert memory is not None
-        for part, is_empty in zip(self._parts, self._is_empty, strict=True):
+        for view, is_empty in zip(self._views, self._is_empty, strict=True):
             if is_empty:
-                part.zero_()
-        memory[layout.numel : layout.padded_numel].zero_()
+                view.zero_()
+        memory[max((share.stop for share in self.shares), default=0) : self._numel].zero_()
         self._is_empty = [True] * len(self._is_empty)
         if not self.bucket.keeps_gradients:  # whoever has taken it releases it
             self._use(None)
@@ -166,6 +173,7 @@ class GradientReducer:
     Args:
         every_micro_batch: stages 2 and 3 reduce after each micro-batch; otherwise once per step.
         reduce_dtype: in which gradients travel.
+        bucket_bytes: `zero.bucket_bytes`; see `ReductionQueue`.
 
     Attributes:
         buckets: those that train.
@@ -177,21 +185,26 @@ class GradientReducer:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], every_micro_batch: bool = True, reduce_dtype: torch.dtype = torch.float32
+        self,
+        buckets: Sequence[Bucket],
+        every_micro_batch: bool = True,
+        reduce_dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = 0,
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
-        self.pool = BufferPool(self.buckets[0].policy.device)
-        self._reductions = ReductionQueue(self.buckets, reduce_dtype, self.pool)
+        self._reductions = ReductionQueue(self.buckets, reduce_dtype, bucket_bytes)
+        self.pool = self._reductions.pool
         self._every_round, self.rounds, self.accumulate_only = every_micro_batch, 1, False
         self.admits: Callable[[Tensor], bool] | None = None
         self.on_close: Callable[[], None] = lambda: None
-        largest = max(bucket.layout.padded_numel for bucket in self.buckets)
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
-            order.setdefault(bucket.layout.chunk, []).append(BucketGradients(bucket, self.pool, largest))
+            parts = [BucketGradients(bucket, part, self._reductions) for part in bucket.gradient_parts]
+            # those that wait for other parameters than the largest come last
+            order.setdefault(bucket.layout.chunk, []).extend(sorted(parts, key=lambda one: len(one.shares)))
         self._orders = {chunk: _LaunchOrder(buckets) for chunk, buckets in order.items()}
-        self._owner: dict[int, tuple[_LaunchOrder, BucketGradients, int]] = {}  # by identity of a parameter
+        self._parts_of: dict[int, list[tuple[_LaunchOrder, BucketGradients, int]]] = {}  # by identity of a parameter
         self._hooks: list[RemovableHandle] = []
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
@@ -204,12 +217,13 @@ class GradientReducer:
             queue.accumulator = self
         for order in self._orders.values():
             for one in order.buckets:
-                for index, slot in enumerate(one.bucket.layout.slots):
-                    parameter = parameters[slot.info.name]
-                    self._owner[id(parameter)] = order, one, index
-                    wgrad_queue = wgrad_queues.get(slot.info.name) if parameter.dim() == 1 else None
-                    take = partial(self._take, wgrad_queue)
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+                for index, share in enumerate(one.shares):
+                    parameter = parameters[share.slot.info.name]
+                    if id(parameter) not in self._parts_of:
+                        wgrad_queue = wgrad_queues.get(share.slot.info.name) if parameter.dim() == 1 else None
+                        take = partial(self._take, wgrad_queue)
+                        self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+                    self._parts_of.setdefault(id(parameter), []).append((order, one, index))
 
     def detach(self) -> None:
         """Take no more gradients: autograd leaves them in the parameters again."""
@@ -244,21 +258,36 @@ class GradientReducer:
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
         """Add one micro-batch's gradient of a parameter; its memory may be used again afterwards."""
-        part, is_first = self._open(weight)
-        if is_first:
-            part.copy_(gradient)
-        else:
-            part.add_(gradient)
-        self._launch(weight)
+        for share, view, is_first in self._open(weight):
+            _add_elements(share, view, gradient, is_first=is_first)
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add one micro-batch's gradient of a parameter [m, n], a sum of a.T @ b of [k, m] and [k, n], without a copy."""
-        part, is_first = self._open(weight)
-        for a, b in factors:
-            add_product(part, a, b, is_first=is_first)
-            is_first = False
+        """Add one micro-batch's gradient of a parameter [m, n], a sum of a.T @ b of [k, m] and [k, n], without a copy.
+
+        A weight that has several parts has one after the other in memory if `factors` is a list, else all at once.
+        """
+        if isinstance(factors, list):
+            for opened in self._open(weight):
+                for at, (a, b) in enumerate(factors):
+                    _add_product(*opened, a, b, at)
+            return
+        every = list(self._open(weight, launches=False))
+        for at, (a, b) in enumerate(factors):
+            for opened in every:
+                _add_product(*opened, a, b, at)
             del a, b  # before the next are computed
         self._launch(weight)
+
+    def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
+        """Add one micro-batch's gradient of a parameter [m, n]: `gradient` [k, n], of these `rows`, int64 [k]."""
+        for share, view, is_first in self._open(weight):
+            if share.is_whole or share.rows is None:
+                dense = embedding_dense_backward(gradient, rows, weight.shape[0], -1, False)
+                _add_elements(share, view, dense, is_first=is_first)
+                continue
+            at, count = share.row_in_buffer(rows)
+            dense = embedding_dense_backward(gradient, at, count + 1, count, False)[:count]
+            (view.copy_ if is_first else view.add_)(dense.view(-1))
 
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
@@ -277,17 +306,22 @@ class GradientReducer:
                     self._reduce(one)
         self._reductions.finish()
 
-    def _open(self, weight: Tensor) -> tuple[Tensor, bool]:
-        """A parameter's part of its bucket's buffer, and whether it is empty."""
-        _, one, slot = self._owner[id(weight)]
-        one.count(slot, self.rounds)
-        one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
-        return one.part(slot)
+    def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:
+        """What each part holds of a parameter: its elements in the buffer, and whether they are empty.
+
+        A part that is complete after its use is reduced before the next one is opened, if `launches`.
+        """
+        for order, one, index in self._parts_of[id(weight)]:
+            one.count(index, self.rounds)
+            one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
+            yield one.shares[index], *one.view(index)
+            if launches and one.complete > one.launched:
+                self._reduce_due(order)
 
     def _launch(self, weight: Tensor) -> None:
-        order, one, _ = self._owner[id(weight)]
-        if one.complete > one.launched:
-            self._reduce_due(order)
+        for order, one, _ in self._parts_of[id(weight)]:
+            if one.complete > one.launched:
+                self._reduce_due(order)
 
     def _reduce_due(self, order: _LaunchOrder) -> None:
         for one in order.due(self.rounds):
@@ -297,5 +331,29 @@ class GradientReducer:
 
     def _reduce(self, one: BucketGradients) -> None:
         one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
-        self._reductions.start(one.bucket, one.take(), adds=one.reduced > 0)
+        self._reductions.start(one.bucket, one.part, one.take(), adds=one.reduced > 0)
         one.reduced = one.complete
+
+
+def _add_elements(share: Share, view: Tensor, gradient: Tensor, *, is_first: bool) -> None:
+    """Add the share's elements of a parameter's gradient to its view of a buffer."""
+    if share.is_whole:
+        whole = view.view(gradient.shape)
+        (whole.copy_ if is_first else whole.add_)(gradient)
+        return
+    flat = gradient.reshape(-1)
+    views = view.split([piece.stop - piece.start for piece in share.pieces])
+    sources = [flat[piece.start : piece.stop] for piece in share.pieces]
+    (torch._foreach_copy_ if is_first else torch._foreach_add_)(views, sources)
+
+
+def _add_product(share: Share, view: Tensor, is_empty: bool, a: Tensor, b: Tensor, at: int) -> None:
+    """Add the share's part of term number `at`, a.T @ b."""
+    is_first = is_empty and at == 0
+    if share.is_whole:
+        add_product(view.view(share.slot.info.shape), a, b, is_first=is_first)
+    elif share.rows is None:
+        _add_elements(share, view, product_t(a.t(), b.t()), is_first=is_first)
+    else:
+        columns = torch.cat([a[:, start:stop] for start, stop in share.rows], dim=1)
+        add_product(view.view(-1, b.shape[1]), columns, b, is_first=is_first)

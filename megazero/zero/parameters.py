@@ -23,7 +23,15 @@ from megazero.comm.host_memory import StorageError
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, ShardingPolicy, intersect, plan_buckets
+from megazero.zero.bucket import (
+    ALIGN_ELEMENTS,
+    Bucket,
+    BucketLayout,
+    ParamInfo,
+    ShardingPolicy,
+    intersect,
+    plan_buckets,
+)
 from megazero.zero.gather import UnitGatherer, make_gather_buffers
 from megazero.zero.offload import Offload
 from megazero.zero.storage import Location
@@ -31,6 +39,9 @@ from megazero.zero.units import Described, Unit
 
 # A CPU finds memory for gradients up to this size where the backward has freed activations; larger blocks are mapped anew.
 _UNSENT_BYTES = 4 * 2**20
+# From stage 2 on gradients pass through two buckets' worth of buffers: one that fills, two that are sent, and over gloo two
+# for what arrives.
+_BUFFERS = 5
 _ALONE = Axis("world")
 
 # Initial values of a parameter that has no memory yet, by name, asked for once; None if they are not known here.
@@ -70,7 +81,11 @@ class ShardedParameters:
         bucket_bytes = zero.bucket_bytes
         if policy.device.type == "cpu" and not policy.sends_gradients:
             bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
-        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=bucket_bytes // 4, shards=policy.shard.size)
+        shards, elements = policy.shard.size, bucket_bytes // 4
+        cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
+        if cuts:
+            elements = max(elements * 2 // _BUFFERS // (ALIGN_ELEMENTS * shards), 1) * ALIGN_ELEMENTS * shards
+        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=elements, shards=shards, cuts=cuts)
         self.offload = agree(partial(Offload, zero.offload, policy, layouts, moments, rank), world, StorageError)
         chunks = [unit.chunk for unit in units]
         buffers = make_gather_buffers(layouts, chunks, zero.gather_policy, policy) if by_unit else {}

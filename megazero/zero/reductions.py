@@ -1,6 +1,6 @@
 """How gradients are summed over ranks: each bucket while the backward runs, and the sums that end a step.
 
-full [padded] --reduce_dtype--> all-reduce (stage 0) or reduce-scatter over the shard axis --> result [owned]
+full [n * part] --reduce_dtype--> all-reduce (stage 0) or reduce-scatter over the shard axis --> result [owned]
 result --set or add--> bucket.gradient, on the device, or on the host where the optimizer state is offloaded
 reduced shards -> over replicas of the shard -> partial gradients over tp -> copies of tied parameters -> square_sum
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, all_reduce, arriving_elements, reduce_scatter
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, intersect
+from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.buffer_pool import BufferPool
 
 _NORM_BLOCK = 256  # as fast as longer blocks here, and 30 times closer
@@ -25,6 +25,7 @@ _IN_FLIGHT = 2  # more would hide no more of the network and hold more buffers
 
 class _Reduction(NamedTuple):
     pending: Pending
+    gradient: Tensor
     bucket: Bucket
     result: Tensor | None  # still to be copied to the bucket's gradient; None where the collective writes there
     adds: bool
@@ -32,45 +33,75 @@ class _Reduction(NamedTuple):
 
 
 class ReductionQueue:
-    """Starts the reductions of buckets, and finishes them in the order of their start, a few at a time."""
+    """Starts the reductions of buckets, and finishes them in the order of their start, a few at a time.
 
-    def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, pool: BufferPool) -> None:
+    It also lends the buffers that gradients come to: all of one size, so that each serves any part of any bucket.  Before
+    it makes one more than two buckets' worth, it finishes reductions, whose buffers are then free.  A bucket's worth is
+    `bucket_bytes`, or the largest part of a bucket.
+
+    Attributes:
+        pool: all working buffers.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, bucket_bytes: int = 0) -> None:
         policy = buckets[0].policy
         self._axis, self._all_reduces = policy.shard, policy.zero_stage == 0 or policy.shard.size == 1
-        self._dtype, self._pool = reduce_dtype, pool
-        self._largest = max(bucket.layout.padded_numel for bucket in buckets)
+        self._dtype, self._kept_dtype, self.pool = reduce_dtype, policy.accumulate_dtype, BufferPool(policy.device)
+        lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
+        self._largest = max(lengths) * self._axis.size
         scratch = arriving_elements(self._largest, self._axis)
         self._needs_scratch, self._scratch_numel = scratch > 0, max(scratch, self._largest // self._axis.size)
+        itemsize = max(reduce_dtype.itemsize, policy.accumulate_dtype.itemsize)
+        self._most_bytes = 2 * max(bucket_bytes, self._largest * itemsize)
         self._in_flight: deque[_Reduction] = deque()
         self._host_copies = HostGradientCopies()
 
-    def start(self, bucket: Bucket, buffer: Tensor, *, adds: bool) -> None:
-        """Start the reduction of a bucket: its `gradient` is replaced by the result, or the result is added to it.
+    def buffer(self, numel: int | None = None) -> Tensor:
+        """Memory for the gradients of a part; `numel`: of a size of its own, for gradients that stay until the step ends."""
+        if numel is not None:
+            return self.pool.acquire(numel, self._kept_dtype, reusable=False)
+        return self._acquire(self._largest, self._kept_dtype)
 
-        `buffer` begins with the bucket's whole gradients; it is released afterwards unless the bucket keeps it.
+    def _acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        while self._in_flight and self.pool.bytes_after(numel, dtype) > self._most_bytes:
+            self._finish_all_but(len(self._in_flight) - 1)
+        return self.pool.acquire(numel, dtype)
+
+    def start(self, bucket: Bucket, part: Run, buffer: Tensor, *, adds: bool) -> None:
+        """Start the reduction of a part of a bucket: its `gradient` is replaced by the result, or the result is added to it.
+
+        `buffer` begins with the part's whole gradients; it is released afterwards unless the bucket keeps it.
         """
         self._finish_all_but(_IN_FLIGHT - 1)
-        full = buffer[: bucket.layout.padded_numel]
+        full = buffer[: (part.stop - part.start) * bucket.layout.shards]
         buffers = [] if bucket.keeps_gradients else [buffer]
         sent = full
         if self._dtype != full.dtype and self._axis.size > 1:
-            buffers.append(self._pool.acquire(self._largest, self._dtype))
-            sent = buffers[-1][: full.numel()].copy_(full)
-        gradient, result = bucket.gradient, None
+            narrow = self._acquire(self._largest, self._dtype)
+            sent = narrow[: full.numel()].copy_(full)
+            for one in buffers:  # what comes next on this device comes after the copy
+                self.pool.release(one)
+            buffers = [narrow]
+        is_all = full.numel() == bucket.layout.padded_numel
+        gradient, result = bucket.gradient if is_all else bucket.gradient[part.start : part.stop], None
         if self._all_reduces:
             pending = all_reduce(sent, self._axis)
             if sent is not full or not bucket.reduces_in_place:
-                result = sent[bucket.owned.start : bucket.owned.stop]
+                result = sent
         else:
-            writes_gradient = not adds and gradient.dtype == sent.dtype and gradient.device == sent.device
+            writes_gradient = gradient.dtype == sent.dtype and gradient.device == sent.device
+            if adds and writes_gradient:  # the sum over the ranks then has what was there
+                while any(one.bucket is bucket for one in self._in_flight):
+                    self._finish_all_but(len(self._in_flight) - 1)
+                sent.view(self._axis.size, -1)[self._axis.index].add_(gradient)
             scratch = None
             if self._needs_scratch or not writes_gradient:
-                scratch = self._pool.acquire(self._scratch_numel, self._dtype)
+                scratch = self._acquire(self._scratch_numel, self._dtype)
                 buffers.append(scratch)
             if scratch is not None and not writes_gradient:
                 result = scratch[: gradient.numel()]
             pending = reduce_scatter(gradient if result is None else result, sent, self._axis, scratch)
-        self._in_flight.append(_Reduction(pending, bucket, result, adds, buffers))
+        self._in_flight.append(_Reduction(pending, gradient, bucket, result, adds, buffers))
 
     def finish(self) -> None:
         """Wait for all reductions, and for their results on the host."""
@@ -82,9 +113,9 @@ class ReductionQueue:
             reduction = self._in_flight.popleft()
             reduction.pending.wait()
             if reduction.result is not None:
-                self._host_copies.start(reduction.result, reduction.bucket.gradient, adds=reduction.adds)
+                self._host_copies.start(reduction.result, reduction.gradient, adds=reduction.adds)
             for buffer in reduction.buffers:
-                self._pool.release(buffer)
+                self.pool.release(buffer)
 
 
 class HostGradientCopies:

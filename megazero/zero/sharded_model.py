@@ -81,7 +81,7 @@ class ShardedModel:
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         every_micro_batch = zero.reduce == "micro_batch"
-        self.reducer = GradientReducer(buckets, every_micro_batch, DTYPES[precision.reduce_dtype])
+        self.reducer = GradientReducer(buckets, every_micro_batch, DTYPES[precision.reduce_dtype], zero.bucket_bytes)
         self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
         if self.parameters.gatherer is not None:
             self.reducer.on_close = self.parameters.gatherer.mark_end_of_pass
