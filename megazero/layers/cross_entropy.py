@@ -11,7 +11,7 @@ micro-batches would keep theirs at once (gpipe).  Kept or not, the gradients hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -132,7 +132,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: under recomputation every access computes them again
         x, weight, *_ = saved
         grad_x = torch.empty_like(x)
-        factors = _slopes(ctx.head, saved, grad, grad_x)
+        factors: Iterable[tuple[Tensor, Tensor]] = _slopes(ctx.head, saved, grad, grad_x)
+        if ctx.head.chunk_tokens(weight) >= x.shape[0]:  # one pair, which a weight in parts may use again
+            factors = list(factors)
         if ctx.needs_input_grad[1]:
             queue = ctx.head.wgrad_queue
             grad_weight = sum_of_products(weight, factors) if queue is None else queue.add_now(ctx.parameter, factors)

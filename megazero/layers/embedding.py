@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.comm.autograd import reduce_from_tp, scatter_sequence
+from megazero.layers.linear import GradientAccumulator, WeightGradQueue
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
@@ -39,11 +42,15 @@ class VocabParallelEmbedding(nn.Module):
 
     Raises:
         IndexError: see `check_ids`.
+
+    `wgrad_queue`: the gradient goes to its accumulator, which need not make it whole; None returns it to autograd.
     """
 
-    def __init__(self, spec: ParamSpec, tp: Axis, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self, spec: ParamSpec, tp: Axis, *, sequence_parallel: bool, wgrad_queue: WeightGradQueue | None = None
+    ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.wgrad_queue = tp, wgrad_queue
         self.reduce = scatter_sequence if sequence_parallel else reduce_from_tp
         self.specs = {"weight": spec}
         self.weight = drawn_parameter(spec, tp.index, tp.size)
@@ -52,11 +59,33 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         check_ids(tokens, self.vocab_size, "token")
         if self.tp.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._rows(tokens)
         local = tokens - self.first
         here = (local >= 0) & (local < self.weight.shape[0])
-        rows = F.embedding(local.where(here, 0), self.weight) * here.unsqueeze(-1)
-        return self.reduce(rows, self.tp)
+        return self.reduce(self._rows(local.where(here, 0)) * here.unsqueeze(-1), self.tp)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        if self.wgrad_queue is None or self.wgrad_queue.accumulator is None:
+            return F.embedding(ids, self.weight)
+        rows: Tensor = _AccumulatedRows.apply(ids, self.weight, self.wgrad_queue.accumulator)
+        return rows
+
+
+class _AccumulatedRows(torch.autograd.Function):
+    """Rows of a weight, whose gradient goes past autograd.  ids: int64 [...], weight: [m, n] -> [..., n]."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, accumulator: GradientAccumulator) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.parameter, ctx.accumulator = weight, accumulator
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        (ids,) = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.accumulator.add_rows(ctx.parameter, ids.flatten(), grad.reshape(-1, grad.shape[-1]))
+        return None, None, None
 
 
 class PositionEmbedding(nn.Module):

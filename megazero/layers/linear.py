@@ -50,7 +50,10 @@ class GradientAccumulator(Protocol):
         """Take one micro-batch's gradient."""
 
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Take one micro-batch's gradient as a sum of a.T @ b."""
+        """Take one micro-batch's gradient as a sum of a.T @ b; in parts if `factors` is a list."""
+
+    def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
+        """Take one micro-batch's gradient of some rows: int64 [k] and [k, n]; of a row that is named twice the sum."""
 
 
 _Start: TypeAlias = Callable[[], Callable[[GradientAccumulator], None]]

@@ -238,7 +238,10 @@ class Embedding(nn.Module):
     def __init__(self, context: BuildContext, name: str, positions: str | None = None) -> None:
         super().__init__()
         model, cut = context.model, context.sequence_parallel
-        self.tokens = VocabParallelEmbedding(context.vocabulary(name), context.tp, sequence_parallel=cut)
+        queue = None if model.tie_embeddings else context.wgrad_queue  # else autograd adds the head's gradient, too
+        self.tokens = VocabParallelEmbedding(
+            context.vocabulary(name), context.tp, sequence_parallel=cut, wgrad_queue=queue
+        )
         self.positions: nn.Module = nn.Identity()
         if positions is not None:
             self.positions = PositionEmbedding(

@@ -10,6 +10,10 @@ import torch
 from harness import run_world
 from worlds import GPT2, LLAMA, difference, on_one_state, pairwise, run_of, train, train_on, train_plainly
 
+from megazero.config import ResolvedRun
+from megazero.engine import Engine
+from megazero.layers.cross_entropy import VocabParallelHead
+
 TOLERANCE = 1e-5
 CLIP = 0.5  # below the norm of the first steps, so that clipping acts
 UNTIED, TIED = LLAMA | {"tie_embeddings": False}, LLAMA | {"tie_embeddings": True}
@@ -102,6 +106,32 @@ def test_more_shapes_give_the_plain_models_run(world: int, parallel: dict[str, A
         run = run_of(world, model=TIED, parallel=parallel | {"order": order}, zero={"stage": zero_stage})
         got = run_world(world, train, run)[0]
         _assert_agrees(got, _plain("llama", True, CLIP), f"{order}, stage {zero_stage}")
+
+
+def _train_in_parts(engine: Engine, run: ResolvedRun, chunk_tokens: int) -> dict[str, Any]:
+    if engine.share.tokens:  # this rank has the embedding
+        assert any(len(bucket.gradient_parts) > 2 for bucket in engine.sharded_model.reducer.buckets)
+    for part in engine.chunks.modules():
+        if isinstance(part, VocabParallelHead):
+            part.logits_bytes = chunk_tokens * part.weight.shape[0] * 4
+    return train_on(engine, run)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1000, 8], ids=["one chunk", "chunks of the loss"])
+@pytest.mark.parametrize("parallel", [{}, {"pp": 2, "schedule": "zbv"}], ids=["dp2", "zbv dp2"])
+def test_weights_that_are_reduced_in_parts_have_the_plain_models_gradients(
+    parallel: dict[str, Any], chunk_tokens: int
+) -> None:
+    """Embedding and head of several buckets' size."""
+    stages = parallel.get("pp", 1)
+    model = (UNTIED if parallel or chunk_tokens == 8 else GPT2) | {"vocab_size": 321, "num_layers": 2 * stages}
+    zeros = [{"stage": 2}, {"stage": 3, "offload": {} if parallel else {"optimizer": "cpu"}}]
+    training = {"accumulation": 2 * stages}
+    runs = [run_of(2 * stages, model=model, parallel=parallel, zero=zero, training=training) for zero in zeros]
+    plain = train_plainly(run_of(1, model=model))
+    results = run_world(2 * stages, on_one_state, runs, _train_in_parts, chunk_tokens)[0]
+    for zero, got in zip(zeros, results, strict=True):
+        _assert_agrees(got, plain, str(zero))
 
 
 def test_padded_vocabulary_leaves_no_trace() -> None:

@@ -106,7 +106,7 @@ def micro_batches(run: ResolvedRun, at: ParallelState, step: int) -> list[MicroB
     ]
 
 
-def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False) -> ParallelState:
+def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False, shares_memory: bool = True) -> ParallelState:
     """One rank's place; a process makes it once.  Where not said otherwise each rank has a machine of its own."""
     parallel = run.config.parallel
     grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
@@ -117,6 +117,7 @@ def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False) -> Pa
         timeout_seconds=60,
         shard_group_size=run.config.zero.shard_group_size,
         neighbours=grid.world_size if on_one_machine else 1,
+        shares_memory=shares_memory,
     )
 
 
