@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megazero.comm.collectives import all_gather
@@ -54,8 +55,32 @@ class _View(NamedTuple):
     offset: int
 
 
+class _Saved(NamedTuple):
+    """What tells one saved tensor from another; of a parameter, where it lies too."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    parameter: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Saved:
+        base = tensor if tensor._base is None else tensor._base
+        return _Saved(tensor.shape, tensor.dtype, base.data_ptr() if isinstance(base, nn.Parameter) else 0)
+
+    def is_again(self, now: _Saved) -> bool:
+        """Whether the second run saved the same; a parameter among the arguments is a plain tensor there."""
+        return self[:2] == now[:2] and now.parameter in (0, self.parameter)
+
+
+class _AllCollected(Exception):  # noqa: N818
+    """The second run has saved all that the first had."""
+
+
 class Recomputation(SavedTensorHooks):
     """One run of a function; see above.
+
+    Attributes:
+        ends_early: the second run ends with the last tensor that is needed of it, within the function.
 
     Args:
         function: with the same arguments it must do the same again.
@@ -63,6 +88,8 @@ class Recomputation(SavedTensorHooks):
         kept: results within the function that are kept instead of computed twice.
         cut: the tensors among `args` are equal on all ranks of this axis, and each keeps its part only.
     """
+
+    ends_early = False
 
     def __init__(
         self, function: Callable[..., Any], args: Any, kept: KeptResults | None = None, cut: Axis = WHOLE
@@ -72,7 +99,7 @@ class Recomputation(SavedTensorHooks):
         leaves, self._structure = tree_flatten(args)
         self._args = [self._pack_argument(one) if isinstance(one, Tensor) else one for one in leaves]
         self._dropped: list[weakref.ref[_Dropped]] = []
-        self._signature: list[tuple[torch.Size, torch.dtype]] = []
+        self._signature: list[_Saved] = []
         self._outputs: dict[int, weakref.ref[_Dropped]] = {}
         self._kept_results: list[list[Any]] = []
 
@@ -100,7 +127,7 @@ class Recomputation(SavedTensorHooks):
             return weight
         dropped = _Dropped(self)
         self._dropped.append(weakref.ref(dropped))
-        self._signature.append((tensor.shape, tensor.dtype))
+        self._signature.append(_Saved.of(tensor))
         return dropped
 
     def unpack(self, saved: Any) -> Tensor:
@@ -118,8 +145,9 @@ class Recomputation(SavedTensorHooks):
     def run_again(self) -> None:
         """Make what was dropped.  Raises: RuntimeError: the function did not do the same again."""
         args = [self._unpack_argument(one) if isinstance(one, _Argument) else one for one in self._args]
-        collected = _Collection()
-        with self.beneath.again(collected), torch.enable_grad():
+        ends_early = self.ends_early and not self._outputs
+        collected, result = _Collection(len(self._signature) if ends_early else -1), None
+        with suppress(_AllCollected), self.beneath.again(collected), torch.enable_grad():
             try:
                 if self._kept is not None:
                     self._kept.replay([[self.beneath.unpack(one) for one in results] for results in self._kept_results])
@@ -127,7 +155,8 @@ class Recomputation(SavedTensorHooks):
             finally:
                 if self._kept is not None:
                     self._kept.stop()
-        if collected.signature != self._signature:
+        same_number = len(collected.signature) == len(self._signature)
+        if not same_number or not all(map(_Saved.is_again, self._signature, collected.signature)):
             raise RuntimeError(_describe_difference(self._function, self._signature, collected.signature))
         for reference, kept in zip(self._dropped, collected.kept, strict=True):
             if (dropped := reference()) is not None:
@@ -139,18 +168,30 @@ class Recomputation(SavedTensorHooks):
 
     def _pack_argument(self, tensor: Tensor) -> _Argument:
         part = tensor
-        is_cut = self._cut.size > 1 and tensor.is_floating_point()
+        is_cut = self._cut.size > 1 and tensor.numel() % self._cut.size == 0 and not self._keeps_as_it_is(tensor)
         if is_cut:
             part = tensor.detach().reshape(-1).chunk(self._cut.size)[self._cut.index].clone()
-        return _Argument(self.beneath.pack(part), tensor.requires_grad, tensor.shape if is_cut else None, tensor)
+        return _Argument(self._keep_argument(part), tensor.requires_grad, tensor.shape if is_cut else None, tensor)
 
     def _unpack_argument(self, argument: _Argument) -> Tensor:
-        tensor = self.beneath.unpack(argument.saved)
+        tensor = self._kept_argument(argument.saved)
         if argument.whole_shape is not None:
             whole = tensor.new_empty(argument.whole_shape)
             all_gather(whole.view(-1), tensor, self._cut).wait()
             tensor = whole
         return tensor.detach().requires_grad_(argument.requires_grad)
+
+    def _keeps_as_it_is(self, tensor: Tensor) -> bool:
+        """Whether an argument is not cut: parameters, and what is no activation."""
+        return isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
+
+    def _keep_argument(self, part: Tensor) -> Any:
+        """Keep this rank's part of an argument, 1-D if it was cut."""
+        return self.beneath.pack(part)
+
+    def _kept_argument(self, kept: Any) -> Tensor:
+        """What `_keep_argument` kept."""
+        return self.beneath.unpack(kept)
 
 
 class _Argument:
@@ -164,16 +205,19 @@ class _Argument:
 
 
 class _Collection(SavedTensorHooks):
-    """Collects what the second run saves."""
+    """Collects what the second run saves; with tensor number `last` it ends that run, by _AllCollected."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: int) -> None:
         super().__init__()
         self.kept: list[Any] = []
-        self.signature: list[tuple[torch.Size, torch.dtype]] = []
+        self.signature: list[_Saved] = []
+        self._last = last
 
     def pack(self, tensor: Tensor) -> Any:
-        self.signature.append((tensor.shape, tensor.dtype))
+        self.signature.append(_Saved.of(tensor))
         self.kept.append(keep(tensor))
+        if len(self.kept) == self._last:
+            raise _AllCollected
         return self.kept[-1]
 
     def unpack(self, saved: Any) -> Tensor:
@@ -258,20 +302,21 @@ class Recomputed:
         return Recomputation(self.function, args, self._kept, self._cut).run()
 
 
-def _describe_difference(
-    function: object, first: Sequence[tuple[torch.Size, torch.dtype]], second: Sequence[tuple[torch.Size, torch.dtype]]
-) -> str:
+def _describe_difference(function: object, first: Sequence[_Saved], second: Sequence[_Saved]) -> str:
     name = getattr(function, "__qualname__", repr(function))
-    if len(first) != len(second):
+    pairs = enumerate(zip(first, second, strict=False))
+    number, was, now = next(((at, was, now) for at, (was, now) in pairs if not was.is_again(now)), (-1, None, None))
+    if was is None or now is None:
         found = f"saved {len(second)} tensors where the forward saved {len(first)}"
+    elif was[:2] == now[:2]:
+        found = f"used other weights as tensor {number}, of shape {list(now.shape)}, than the forward did"
     else:
-        number, (was, now) = next(
-            (at, pair) for at, pair in enumerate(zip(first, second, strict=True)) if pair[0] != pair[1]
-        )
         found = (
-            f"saved {list(now[0])} of {now[1]} as tensor {number} where the forward saved {list(was[0])} of {was[1]}"
+            f"saved {list(now.shape)} of {now.dtype} as tensor {number} where the forward saved {list(was.shape)} of "
+            f"{was.dtype}"
         )
     return (
         f"recomputing {name} {found}; a recomputed function must do the same again: no global state, the same autocast, no "
-        "random numbers but those of torch's default generators"
+        "random numbers but those of torch's default generators, and in the backward the weights of the forward (call "
+        "functional_call within the function, not around it)"
     )
