@@ -48,7 +48,7 @@ from megazero.zero.units import Unit
 P = ParamSpec("P")
 R = TypeVar("R")
 _NO_BACKWARD = -1  # torch's number of the backward under way, where there is none
-Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation" or "backward", unit)
+Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation", "recomputation" or "backward", unit)
 
 
 def make_gather_buffers(
@@ -248,13 +248,17 @@ class _VisitHistory:
         self._successor[self._last] = visit
         self._last = (self._last[1], visit)
 
+    def is_in_backward_of(self, index: int) -> bool:
+        """Whether the last visit was for the backward of a unit."""
+        return self._last[1] == ("backward", index)
+
     def next_unit(self) -> int | None:
         """The unit that will probably run after the last visit's."""
         assert self._last[1] is not None
         direction, index = self._last[1]
         neighbour = index + (-1 if direction == "backward" else 1)
         is_edge = not 0 <= neighbour < len(self._chunk_of) or self._chunk_of[neighbour] != self._chunk_of[index]
-        if self._is_scheduled and is_edge:
+        if self._is_scheduled and is_edge and direction != "recomputation":  # which its backward follows
             following, self.next_chunk_start = self.next_chunk_start, None
             return following
         visit = self._successor.get(self._last)
@@ -314,7 +318,8 @@ class UnitGatherer:
                 if name not in proxies:
                     slot = next(slot for slot in bucket.layout.slots if slot.info.name == name)
                     copy = partial(self._gatherer.whole_copy, bucket, slot)
-                    proxies[name] = UngatheredParameter.of(name, parameter, copy)
+                    is_there = partial(self._gatherer.is_unsharded, bucket)
+                    proxies[name] = UngatheredParameter.of(name, parameter, copy, is_there)
                 buckets.append(bucket)
                 self._owner[id(parameter)] = bucket
                 attributes.append((part, key, parameter, proxies[name]))
@@ -426,10 +431,12 @@ class UnitGatherer:
 
     def _before_forward(self, index: int) -> Any:  # a function, since a deep copy of the module must not copy `self`
         def hook(module: nn.Module, args: Any) -> None:
-            if torch._C._current_graph_task_id() != _NO_BACKWARD:  # a recomputation; its backward has been visited
+            if torch._C._current_graph_task_id() == _NO_BACKWARD:
+                self._visit("forward" if torch.is_grad_enabled() else "evaluation", index)
+            elif self._history.is_in_backward_of(index):  # what follows has been started
                 self.wait_for_unshard(index)
             else:
-                self._visit("forward" if torch.is_grad_enabled() else "evaluation", index)
+                self._visit("recomputation", index)
             self._show(index)
             bring, shown = partial(self._visit, "backward", index), partial(self._shown, index)
             saving = SavingForward(self._gatherer, self._owner, self._shares[index], bring, shown)

@@ -48,16 +48,22 @@ class UngatheredParameter(nn.Parameter):
     label: str
     stands_for: nn.Parameter
     whole_copy: Gather
+    is_there: Callable[[], bool]
     warned: bool
     whole: Tensor | None
 
     @staticmethod
-    def of(name: str, parameter: nn.Parameter, gather: Gather) -> UngatheredParameter:
-        """The proxy of a parameter; `gather` makes a whole copy, by all ranks that share the weights together."""
+    def of(
+        name: str, parameter: nn.Parameter, gather: Gather, is_there: Callable[[], bool] = lambda: False
+    ) -> UngatheredParameter:
+        """The proxy of a parameter; `gather` makes a whole copy, by all ranks that share the weights together.
+
+        `is_there`: the copy costs no traffic now, as in the backward of the parameter's unit.
+        """
         empty = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         made: UngatheredParameter = torch.Tensor._make_subclass(UngatheredParameter, empty, parameter.requires_grad)
-        made.label, made.stands_for, made.whole_copy, made.warned = name, parameter, gather, False
-        made.whole = None
+        made.label, made.stands_for, made.whole_copy, made.is_there = name, parameter, gather, is_there
+        made.warned, made.whole = False, None
         return made
 
     def restore(self) -> nn.Parameter:
@@ -157,7 +163,7 @@ def _refuse_change(cls: type[UngatheredParameter | _ReadOnly], name: str, args: 
 
 
 def _warn(value: Any) -> None:
-    if isinstance(value, UngatheredParameter) and not value.warned:
+    if isinstance(value, UngatheredParameter) and not (value.warned or value.is_there()):
         value.warned = True
         warnings.warn(
             f"{value.label} is used outside the forward of the module that ZeRO-3 gathers it for; each such use gathers it "
