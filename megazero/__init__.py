@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megazero import pipe, zero
+    from megazero import checkpoint, pipe, zero
     from megazero.deepspeed.pipeline_module import PipelineModule
     from megazero.deepspeed.script_setup import add_config_arguments, init_distributed, initialize
     from megazero.deepspeed.training_engine import RepeatingLoader
@@ -22,6 +22,7 @@ __all__ = [
     "RankGrid",
     "RepeatingLoader",
     "add_config_arguments",
+    "checkpoint",
     "init_distributed",
     "initialize",
     "parallel_state_of",
@@ -31,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("pipe", "zero"):
+    if name in ("checkpoint", "pipe", "zero"):
         return import_module(f"megazero.{name}")
     if name in __all__:
         return getattr(import_module("megazero.deepspeed"), name)

@@ -1,0 +1,103 @@
+"""`megazero.checkpoint`: a call of a script's function that is recomputed in the backward; see `recompute.py`.
+
+A script's function depends on more than its arguments: on torch's random numbers and on autocast.  The second run finds
+both as the first did.  States of generators are kept only where the function drew from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from megazero.layers.recompute import WHOLE, Recomputation
+from megazero.parallel_state import Axis
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+    """What `function(*args, **kwargs)` returns; of what its backward needs only the arguments are kept.
+
+    The function runs once more in the backward, so it must do the same again; what it does beside its result, such as the
+    running averages of a batch norm, it does twice.  Calls may be nested, and modules that ZeRO-3 gathers may be called.
+
+    Args:
+        function: a module, or any other callable.
+        args, kwargs: nested in tuples, lists and dicts; tensors in other objects are kept as well, but nobody notices
+            that they change before the backward.
+        use_reentrant: only False, as for torch.utils.checkpoint.
+
+    Raises:
+        ValueError: `use_reentrant` is true.
+        RuntimeError: in the backward, the function did not do the same again, or an argument was changed in place; in the
+            function, it runs a backward through itself.
+    """
+    if use_reentrant:
+        raise ValueError(
+            "megazero.checkpoint runs no backward within a backward, so it takes no use_reentrant=True; leave it out"
+        )
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    return CheckpointedCall(function, args, kwargs).run()
+
+
+class CheckpointedCall(Recomputation):
+    """One call of a script's function.
+
+    Args:
+        function, args, kwargs: the call.
+        cut: floating-point tensors among the arguments are equal on all ranks of this axis, and each keeps its part only.
+    """
+
+    ends_early = True
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], cut: Axis = WHOLE
+    ) -> None:
+        def call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            return function(*args, **kwargs)
+
+        call.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
+        self._drawn: list[tuple[torch.Generator, torch.Tensor]] = []  # where the function drew: state before it
+        self._autocast = _autocast_states()
+        super().__init__(call, (tuple(args), dict(kwargs)), cut=cut)
+
+    def run(self) -> Any:
+        self._drawn = [(generator, generator.get_state()) for generator in _generators()]
+        result = super().run()
+        self._drawn = [(one, state) for one, state in self._drawn if not torch.equal(one.get_state(), state)]
+        return result
+
+    def run_again(self) -> None:
+        with _random_states(self._drawn), ExitStack() as contexts:
+            for (device, enabled, dtype), now in zip(self._autocast, _autocast_states(), strict=True):
+                if (device, enabled, dtype) != now:
+                    contexts.enter_context(torch.autocast(device, dtype, enabled))
+            super().run_again()
+
+
+def _generators() -> list[torch.Generator]:
+    """torch's default generators: the CPU's, and that of the current device."""
+    on_device = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
+    return [torch.default_generator, *on_device]
+
+
+@contextmanager
+def _random_states(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> Iterator[None]:
+    """A context in which generators begin with these states; afterwards they are as they were."""
+    before = [(generator, generator.get_state()) for generator, _ in states]
+    for generator, state in states:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+    """(device, whether autocast is on, its format)."""
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return [(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices]
