@@ -198,14 +198,20 @@ def test_what_is_not_enabled_or_not_adapted_is_noted():
     )
 
 
-def test_every_part_of_activation_checkpointing_is_noted_refused_or_unknown():
-    parts = {"number_checkpoints": 4, "contiguous_memory_optimization": True, "profile": True}
-    notes = load(activation_checkpointing=parts).notes
-    assert [note.split(" has no effect: ")[0] for note in notes] == [
-        f"activation_checkpointing.{part}" for part in parts
-    ]
+def test_every_part_of_activation_checkpointing_is_honoured_or_unknown():
+    parts = {
+        "number_checkpoints": 4,
+        "contiguous_memory_optimization": True,
+        "profile": True,
+        "cpu_checkpointing": True,
+    }
+    parts |= {"partition_activations": True, "synchronize_checkpoint_boundary": True}
+    found = load(activation_checkpointing=parts)
+    assert (found.keys.activation_checkpointing.model_dump(), found.notes) == (parts, ())
     (told,) = problems(activation_checkpointing={"partition_activation": True})
     assert told.endswith("did you mean activation_checkpointing.partition_activations?")
+    (told,) = problems(activation_checkpointing={"contiguous_memory_optimization": True})
+    assert told.startswith("activation_checkpointing.number_checkpoints")
 
 
 @pytest.mark.parametrize("block", UNCHECKED)

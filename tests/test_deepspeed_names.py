@@ -27,7 +27,6 @@ from megazero.deepspeed.accelerator import _OF_TORCH, Accelerator
 from megazero.deepspeed.mirror import _names_of, lookup, stand_for_deepspeed
 from megazero.deepspeed.names import HOMES, UNSUPPORTED
 from megazero.deepspeed.pipeline_module import PipelineModule
-from megazero.deepspeed.recompute import configure
 from megazero.deepspeed.topology import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 from megazero.parallel_state import RankGrid
 
@@ -297,6 +296,7 @@ def _source(module: str) -> ast.Module:
     ("module", "home"),
     [
         ("runtime.lr_schedules", "runtime.lr_schedules"),
+        ("runtime.activation_checkpointing.checkpointing", "checkpointing"),
         ("runtime.zero.partition_parameters", "zero"),
         ("runtime.pipe.topology", "runtime.pipe.topology"),
         ("runtime.utils", "runtime.utils"),
@@ -403,9 +403,6 @@ def test_what_does_not_exist_is_an_error_that_names_it() -> None:
         lookup("runtime.utils", "foo")
     with pytest.raises(AttributeError, match="'foo'"):
         Accelerator("cpu").foo  # noqa: B018
-    with pytest.raises(NotImplementedError, match="partition_activations"):
-        configure(None, partition_activations=True)
-    configure(None, num_checkpoints=4, partition_activations=False)
 
 
 def test_the_page_has_every_module_and_every_name() -> None:

@@ -104,14 +104,6 @@ NO_EFFECT = {
             "grad_partitioned": "stages send gradients as they are",
         },
     ),
-    **_below(
-        "activation_checkpointing",
-        {
-            "contiguous_memory_optimization number_checkpoints": "torch's allocator places what is kept of activations",
-            "synchronize_checkpoint_boundary": "nothing waits for the device at a checkpoint",
-            "profile": "the time of recomputing is part of the backward's",
-        },
-    ),
     "csv_monitor.enabled": "no CSV files are written; tensorboard writes the same values",
     "wandb.enabled": _ELSEWHERE,
     "comet.enabled": _ELSEWHERE,
@@ -147,8 +139,6 @@ REFUSED = {
     "tensor_parallel.tp_size": Refusal(_TP, (1,)),
     "tensor_parallel.tp.tp_size": Refusal(_TP, (1,)),
     "pipeline.activation_checkpoint_interval": Refusal("give it to the PipelineModule that you pass", (0,)),
-    "activation_checkpointing.partition_activations": Refusal("saved activations are not split over tp"),
-    "activation_checkpointing.cpu_checkpointing": Refusal("activations stay on the device"),
     "expert_parallel.enabled": Refusal(_EXPERTS),
     "compile.deepcompile": Refusal("no graph is compiled; torch.compile your modules before you pass them"),
     "compile.passes": Refusal("no graph is compiled", ([],)),

@@ -149,6 +149,23 @@ class ZeroBlock(Section):
         return list(dict.fromkeys(path for path in paths if path))
 
 
+class CheckpointingBlock(Section):
+    """What calls of `deepspeed.checkpointing.checkpoint`, and layers that a pipeline recomputes, keep for the backward."""
+
+    partition_activations: bool = False
+    """each tensor-parallel rank keeps its part of an argument, which must be equal on all of them"""
+    cpu_checkpointing: bool = False
+    """arguments are kept in host memory"""
+    contiguous_memory_optimization: bool = False
+    """arguments of one size are kept in one buffer, which stays allocated"""
+    number_checkpoints: Count | None = None
+    """calls that such a buffer has room for; further ones get another"""
+    synchronize_checkpoint_boundary: bool = False
+    """whether the host waits for the device before and after each call and each recomputation"""
+    profile: bool = False
+    """whether the time of each call and of each recomputation is printed"""
+
+
 class TensorboardBlock(Section):
     """TensorBoard events."""
 
@@ -203,6 +220,7 @@ class DeepSpeedJson(Section):
     bf16: Bf16Block = Bf16Block()
     data_types: DataTypesBlock = DataTypesBlock()
     zero_optimization: ZeroBlock = ZeroBlock()
+    activation_checkpointing: CheckpointingBlock = CheckpointingBlock()
     tensorboard: TensorboardBlock = TensorboardBlock()
     flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
     data_efficiency: DataEfficiencyBlock = DataEfficiencyBlock()
@@ -303,6 +321,16 @@ def _shard_groups_fill_dp(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
         yield Problem(f"{ZERO}.mics_shard_size", size, f"must divide dp={dp}", nearest)
 
 
+def _contiguous_memory_has_a_size(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
+    block = config.activation_checkpointing
+    if block.contiguous_memory_optimization and not block.number_checkpoints:
+        rule = "must be given with contiguous_memory_optimization: the calls that one buffer has room for"
+        yield Problem(_CHECKPOINTS[1], None, rule, "write the number of layers that are recomputed")
+
+
+_CHECKPOINTS = tuple(
+    f"activation_checkpointing.{key}" for key in ("contiguous_memory_optimization", "number_checkpoints")
+)
 _ENABLED = ("fp16.enabled", "bf16.enabled")
 _GRADIENT_FORMATS = ("communication_data_type", "data_types.grad_accum_dtype")
 _LOSS_SCALE = ("fp16.enabled", "fp16.min_loss_scale", "fp16.initial_scale_power")
@@ -315,6 +343,7 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[DeepSpeedJson, int], Iterator[
     ((TRAIN, MICRO, ACCUMULATION), _batch_sizes_agree),
     (_ENABLED, _there_is_one_format),
     ((*_ENABLED, *_GRADIENT_FORMATS), _half_gradients_have_half_weights),
+    (_CHECKPOINTS, _contiguous_memory_has_a_size),
     (_LOSS_SCALE, _loss_scale_starts_above_its_least),
     (("optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"), _parameters_have_a_type),
     (_OFFLOAD_KEYS, _offload_names_device_and_path),

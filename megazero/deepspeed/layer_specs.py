@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint
 
+from megazero.deepspeed.recompute import run_recomputed
 from megazero.models.stages import cut_evenly
 from megazero.registry import closest, did_you_mean
 
@@ -273,7 +273,7 @@ class LayerChunk(nn.Module):
         if not (interval and torch.is_grad_enabled()):
             return self._run(indices, *x)
         for start in range(0, len(indices), interval):
-            x = checkpoint(self._recomputable, indices[start : start + interval], *x, use_reentrant=False)
+            x = run_recomputed(self._recomputable, indices[start : start + interval], *x)
         return x
 
     def _recomputable(self, indices: range, *x: Tensor) -> Tensors:

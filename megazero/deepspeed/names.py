@@ -13,7 +13,12 @@ _ZERO = {
     "script_utils": "register_external_parameter",
 }
 _LOGGING = {"script_utils": "logger log_dist"}
-_CHECKPOINTING = {"recompute": "configure is_configured reset checkpoint non_reentrant_checkpoint"}
+_CHECKPOINTING = {
+    "recompute": (
+        "configure is_configured reset checkpoint non_reentrant_checkpoint partition_activations_in_checkpoint "
+        "set_num_layers"
+    )
+}
 
 HOMES: dict[str, dict[str, str]] = {
     "": {
@@ -95,8 +100,9 @@ UNSUPPORTED: dict[str, str] = {
     "count operations with torch.utils.flop_counter.FlopCounterMode, and time with torch.profiler": "profiling",
     "the engine keeps fp32 masters itself; set bf16 or fp16 in the configuration": "runtime.*f*16*",
     "it keeps no generators of its own; seed torch's through runtime.utils.set_random_seed": (
-        "*checkpointing.get_cuda_rng_tracker *checkpointing.model_parallel_*"
+        "*checkpointing.get_cuda_rng_tracker *checkpointing.model_parallel_* *checkpointing.CudaRNGStatesTracker"
     ),
+    "call deepspeed.checkpointing.checkpoint": "*checkpointing.CheckpointFunction",
     "it has no curriculum, data analyzer or layer drop; order the data set yourself": "runtime.data_pipeline",
     "it rewrites no model; build it from the tensor-parallel layers of megazero.layers": (
         "runtime.domino runtime.tensor_parallel set_autotp_mode tp_model_init"

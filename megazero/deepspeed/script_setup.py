@@ -30,6 +30,7 @@ from megazero.deepspeed.meta_init import deferred_values
 from megazero.deepspeed.module_engine import ModuleEngine
 from megazero.deepspeed.pipeline_engine import PipelineEngine
 from megazero.deepspeed.pipeline_module import PipelineModule
+from megazero.deepspeed.recompute import configure_by_block
 from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.spec import whole_spec
@@ -102,6 +103,7 @@ def initialize(
         if mpu is not None or isinstance(model, PipelineModule):
             raise ValueError(f"state in groups of {size} ranks: make the parallel state with shard_group_size={size}")
         state = parallel_state_of(shard_group_size=size)
+    configure_by_block(settings.keys.activation_checkpointing, state.tp)
     show = Terminal()
     if dist.is_initialized():
         _leave_at_exit(state)

@@ -1,0 +1,514 @@
+"""`megazero.checkpoint`: a recomputed call has the gradients of the call itself, to the bit, whatever the function does."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_world
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from zero_worlds import CLOSE, Sharded, assert_same, numbers, plain_steps, random_batches, seeded
+
+import megazero
+from megazero import deepspeed
+from megazero.deepspeed import recompute
+from megazero.parallel_state import ParallelState, RankGrid
+
+WIDTH = 8
+Checkpoint = Callable[..., Any]
+PLAIN: Checkpoint = lambda function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
+INNER = partial(torch_checkpoint, use_reentrant=False)
+REENTRANT = partial(torch_checkpoint, use_reentrant=True)
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, WIDTH))
+
+
+# ---- the laws of one process: (checkpoint, block, x) -> loss
+
+
+def _two_levels(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return ck(lambda y: ck(block, torch.sin(y)).exp(), x).square().mean()
+
+
+def _three_levels(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return ck(lambda y: ck(lambda z: ck(block, F.dropout(z, 0.3)).tanh() * z, torch.sin(y)).exp(), x).square().mean()
+
+
+def _torch_within(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return ck(lambda y: INNER(block, torch.sin(y)).exp(), x).square().mean()
+
+
+def _torch_around(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return INNER(lambda y: ck(block, torch.sin(y)).exp(), x).square().mean()
+
+
+def _reentrant_within(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return ck(lambda y: REENTRANT(block, torch.sin(y)).exp(), x).square().mean()
+
+
+def _reentrant_around(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return REENTRANT(lambda y: ck(block, torch.sin(y)).exp(), x).square().mean()
+
+
+def _random(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    y = ck(lambda y: F.dropout(block(F.dropout(y, 0.3)), 0.5), x)
+    return y.square().mean() + ck(lambda y: torch.rand_like(y) * block(y), x).sum()
+
+
+def _structures(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    def function(given: dict[str, Any], *, scale: float) -> dict[str, Any]:
+        (x,) = given["x"]
+        y = block(x) * scale
+        return {"y": y, "more": (y.view(-1), x, x[1:], None), "scale": scale}
+
+    found = ck(function, {"x": [x.sin()], "name": "x"}, scale=0.5)
+    assert found["scale"] == 0.5
+    whole, same, part, nothing = found["more"]
+    assert nothing is None
+    return found["y"].sum() + whole.square().sum() + same.exp().sum() + part.cos().sum()
+
+
+def _returns_nothing(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    held = []
+    assert ck(lambda y: held.append(block(y)), x) is None
+    return held[0].square().mean()
+
+
+def _frozen(ck: Checkpoint, block: Any, x: Tensor) -> Tensor:
+    block[0].weight.requires_grad_(False)
+    return ck(block, x).square().mean()
+
+
+def _first_layer(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return ck(block, x.detach()).square().mean()
+
+
+def _autocast(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    def inner(y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return block(y)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ck(block, x)
+    return y.float().square().mean() + ck(inner, x).float().sum()
+
+
+def _no_elements(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return ck(lambda y, none: block(y) + (none * 2).sum(), x, x[:0]).square().mean()
+
+
+def _second_derivatives(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    y = ck(lambda z: ck(block, z).tanh() * z.exp(), x).square().mean()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    return y + slope.square().sum()
+
+
+def _twice_backward(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    y = ck(block, x).square().mean()
+    y.backward(retain_graph=True)
+    return y
+
+
+def _backward_within(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    def function(x: Tensor) -> Tensor:
+        energy = F.dropout(block(x), 0.4).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return block(x) + force
+
+    return ck(function, x).square().mean()
+
+
+def _shared(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return ck(lambda y: ck(block, y) + block(y), x).square().mean()
+
+
+def _other_weights(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    weights = {name: 0.5 * weight for name, weight in block.named_parameters()}
+    return ck(lambda weights, y: functional_call(block, weights, (y,)), weights, x).square().mean()
+
+
+def _weight_as_argument(ck: Checkpoint, block: Any, x: Tensor) -> Tensor:
+    return ck(lambda weight, y: F.linear(y, weight).tanh(), block[0].weight, x).square().mean()
+
+
+def _batch_norm(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    norm = nn.BatchNorm1d(WIDTH)
+    return ck(lambda y: norm(block(y)), x).square().mean() + ck(lambda y: norm(y).exp(), x).mean()
+
+
+def _compiled(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return ck(torch.compile(block, backend="aot_eager"), x).square().mean()
+
+
+def _result_changed(ck: Checkpoint, block: nn.Module, x: Tensor) -> Tensor:
+    return ck(block, x).mul_(2).exp().mean()
+
+
+FUNCTIONS = [
+    *(
+        _two_levels,
+        _three_levels,
+        _torch_within,
+        _torch_around,
+        _reentrant_within,
+        _reentrant_around,
+        _random,
+        _structures,
+    ),
+    *(_returns_nothing, _frozen, _first_layer, _autocast, _no_elements, _second_derivatives, _twice_backward, _shared),
+    *(_backward_within, _other_weights, _weight_as_argument, _batch_norm, _compiled, _result_changed),
+]
+
+
+def _trained(function: Callable[..., Tensor], ck: Checkpoint) -> list[Tensor | None]:
+    """The loss, every gradient, and a random number drawn afterwards."""
+    block, x = seeded(_block), numbers(4, WIDTH).requires_grad_()
+    torch.manual_seed(5)
+    loss = function(ck, block, x)
+    loss.backward()
+    return [loss.detach(), torch.rand(1), x.grad, *(one.grad for one in block.parameters())]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.filterwarnings("ignore")  # of re-entrant checkpointing, and of a compiler
+def test_a_recomputed_call_has_the_gradients_of_the_call(function: Callable[..., Tensor]) -> None:
+    wanted = _trained(function, PLAIN)
+    assert wanted[3] is not None or wanted[4] is not None
+    for number, (one, other) in enumerate(zip(wanted, _trained(function, megazero.checkpoint), strict=True)):
+        assert (one is None) == (other is None), number
+        assert one is None or other is None or torch.equal(one, other), number
+
+
+def test_only_the_arguments_are_kept_and_what_follows_the_last_saved_tensor_is_not_computed_again() -> None:
+    runs: list[str] = []
+
+    class Told(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append("begins")
+            y = super().forward(x)
+            runs.append("ends")
+            return y
+
+    saved: list[Tensor] = []
+    block, x = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), Told(64, WIDTH)), numbers(4, WIDTH).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: (saved.append(one), one)[1], lambda one: one):
+        y = megazero.checkpoint(block, x)
+    assert [one.data_ptr() for one in saved] == [x.data_ptr()]
+    y.sum().backward()
+    assert runs == ["begins", "ends", "begins"]  # what the last product saves, its input, exists before it
+
+
+def test_without_gradients_a_call_is_only_a_call() -> None:
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: 1 / 0, lambda one: one):
+        assert torch.equal(megazero.checkpoint(torch.sin, numbers(3)), numbers(3).sin())
+
+
+def test_a_function_that_does_something_else_the_second_time_is_named() -> None:
+    calls: list[int] = []
+
+    def forgetful(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x.sin() if len(calls) == 1 else x[:2].sin()
+
+    y = megazero.checkpoint(forgetful, numbers(3).requires_grad_())
+    with pytest.raises(RuntimeError, match=r"recomputing .*forgetful saved \[2\] of torch.float32 as tensor 0"):
+        y.sum().backward()
+
+
+def test_other_weights_in_the_backward_than_in_the_forward_are_refused() -> None:
+    model = nn.Module()
+    model.block, model.forward = _block(), lambda x: megazero.checkpoint(model.block, x)  # type: ignore[method-assign]
+    weights = {name: nn.Parameter(0.5 * weight.detach()) for name, weight in model.named_parameters()}
+    y = functional_call(model, weights, (numbers(4, WIDTH).requires_grad_(),))
+    with pytest.raises(RuntimeError, match=r"used other weights as tensor 1, of shape .* functional_call within"):
+        y.sum().backward()
+
+
+def test_an_argument_that_was_changed_is_refused_as_by_autograd() -> None:
+    x = numbers(4, WIDTH)
+    y = megazero.checkpoint(seeded(_block), x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_reentrance_is_refused() -> None:
+    with pytest.raises(ValueError, match="runs no backward within a backward"):
+        megazero.checkpoint(torch.sin, numbers(3), use_reentrant=True)
+
+
+# ---- ZeRO-3
+
+
+class _Unit(nn.Module):
+    def __init__(self, within: Checkpoint = PLAIN) -> None:
+        super().__init__()
+        self.a, self.b, self.within = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH), within
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.within(lambda y: torch.tanh(self.a(y)), x))
+
+
+class _Wrapper(nn.Module):
+    """As torch's `checkpoint_wrapper`: the unit is the wrapper, and the module in it is called."""
+
+    def __init__(self, ck: Checkpoint) -> None:
+        super().__init__()
+        self.inner, self.ck = _Unit(), ck
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ck(self.inner, x)
+
+
+class _Model(nn.Module):
+    """Six units; `ck` around each, or around `span` of them."""
+
+    def __init__(self, unit: Callable[[], nn.Module], ck: Checkpoint = PLAIN, span: int = 1) -> None:
+        super().__init__()
+        self.blocks, self.ck, self.span = nn.ModuleList(unit() for _ in range(6)), ck, span
+
+    def _some(self, start: int, x: Tensor) -> Tensor:
+        for block in self.blocks[start : start + self.span]:
+            x = block(x)
+        return torch.sin(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for start in range(0, 6, self.span):
+            x = self.ck(self.blocks[start], x) if self.span == 1 else self.ck(self._some, start, x)
+        return x.square().mean()
+
+
+SHAPES: dict[str, Callable[[Checkpoint], nn.Module]] = {
+    "around a unit": lambda ck: _Model(_Unit, ck),
+    "within a unit": lambda ck: _Model(partial(_Unit, ck)),
+    "a wrapper": lambda ck: _Model(partial(_Wrapper, ck)),
+    "around two": lambda ck: _Model(_Unit, ck, 2),
+    "around three": lambda ck: _Model(_Unit, ck, 3),
+}
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("action", {}),
+    ("chunk", {}),
+    ("step", {}),
+    ("action", {"offload": {"parameters": "cpu", "optimizer": "cpu"}}),
+]
+
+
+def test_a_unit_is_gathered_once_for_recomputation_and_backward() -> None:
+    """Forward and backward gather every unit once, but two that the buffers still hold: 2 N - 2 for N units, or, where all
+    have buffers of their own, N.  With three units in a call, the recomputation of the first finds another one in its
+    buffer, and so does its backward: one more for the call that is recomputed first, and two for the other.
+    """
+
+    def law(rank: int) -> dict[tuple[str, int, str], int]:
+        torch.set_num_threads(1)
+        sent = {}
+        batches = random_batches(3, 2, 1, 4, WIDTH)
+        for shape, make in SHAPES.items():
+            plain = seeded(lambda make=make: make(PLAIN))
+            plain_steps(plain, batches)
+            wanted = {name: one.detach() for name, one in plain.named_parameters()}
+            for case, (policy, options) in enumerate(
+                OPTIONS if shape in ("around a unit", "around three") else OPTIONS[:1]
+            ):
+                for ck in (megazero.checkpoint, INNER, REENTRANT) if case == 0 else (megazero.checkpoint,):
+                    sharded = Sharded(
+                        seeded(lambda make=make, ck=ck: make(ck)), 3, rank, 2, gather_policy=policy, **options
+                    )
+                    seen = []
+                    for step in batches:
+                        sharded.state.traffic.reset()
+                        with warnings.catch_warnings():
+                            warnings.simplefilter("ignore" if ck is REENTRANT else "error")
+                            sharded.step(step[rank])
+                        seen.append(sharded.state.traffic.sent_bytes["dp", "all_gather"])
+                    assert len(set(seen)) == 1, (shape, policy, seen)  # the history is that of the first step
+                    assert_same(sharded.whole("model"), wanted, **CLOSE)
+                    name = {megazero.checkpoint: "", INNER: "torch", REENTRANT: "re-entrant"}[ck]
+                    sent[shape, case, name] = seen[0]
+        return sent
+
+    found = run_world(2, law)
+    shard = -(-sum(one.numel() for one in _Unit().parameters()) // 32) * 16 * 4
+    units = {key: one / shard for key, one in found[0].items()}
+    again = {"around three": 12 - 2 + 3}
+    for (shape, case, name), gathers in units.items():
+        wanted = 6 if OPTIONS[case][0] in ("chunk", "step") else again.get(shape, 12 - 2)
+        assert gathers == wanted, (shape, OPTIONS[case], name, gathers)
+    assert found[0] == found[1]
+
+
+# ---- deepspeed.checkpointing
+
+
+@pytest.fixture(autouse=True)
+def _unconfigured() -> Iterator[None]:
+    yield
+    recompute._NOW = recompute._Configured()
+
+
+def _kept(calls: int = 3) -> tuple[list[Tensor], list[Tensor | None]]:
+    """What calls of `deepspeed.checkpointing.checkpoint` keep, as copies, and the gradients."""
+    block, x = seeded(_block), numbers(4, WIDTH).requires_grad_()
+    kept: list[Tensor] = []
+    keep_argument = recompute._ConfiguredCall._keep_argument
+
+    def told(self: Any, tensor: Tensor) -> Any:
+        saved = keep_argument(self, tensor)
+        kept.append(saved.tensor if isinstance(saved, recompute._Moved) else saved[0])
+        return saved
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute._ConfiguredCall, "_keep_argument", told)
+        y = x
+        for _ in range(calls):
+            y = deepspeed.checkpointing.checkpoint(block, y)
+    at_forward = [one.clone() for one in kept]
+    y.square().mean().backward()
+    return at_forward, [x.grad, *(one.grad for one in block.parameters())]
+
+
+def _plain() -> list[Tensor | None]:
+    block, x = seeded(_block), numbers(4, WIDTH).requires_grad_()
+    y = x
+    for _ in range(3):
+        y = block(y)
+    y.square().mean().backward()
+    return [x.grad, *(one.grad for one in block.parameters())]
+
+
+def test_partitioned_arguments_are_cut_over_tp_and_gathered_in_the_backward() -> None:
+    def law(rank: int) -> tuple[int, int]:
+        state = ParallelState(RankGrid(tp=2), rank)
+        deepspeed.checkpointing.configure(state, partition_activations=True)
+        kept, gradients = _kept()
+        assert [one.numel() for one in kept] == [4 * WIDTH // 2] * 3
+        assert torch.equal(kept[0], numbers(4, WIDTH).view(2, -1)[rank])
+        assert all(torch.equal(one, other) for one, other in zip(gradients, _plain(), strict=True))  # type: ignore[arg-type]
+        sent = state.traffic.sent_bytes["tp", "all_gather"]
+
+        class Mpu:  # as Megatron has it
+            get_model_parallel_world_size = staticmethod(lambda: 2)
+            get_model_parallel_group = staticmethod(lambda: torch.distributed.group.WORLD)
+
+        deepspeed.checkpointing.configure(Mpu(), partition_activations=True)
+        kept, again = _kept()
+        assert [one.numel() for one in kept] == [4 * WIDTH // 2] * 3
+        assert all(torch.equal(one, other) for one, other in zip(again, gradients, strict=True))  # type: ignore[arg-type]
+
+        x = numbers(5, 3).requires_grad_()  # an odd number of elements is kept whole
+        deepspeed.checkpointing.checkpoint(torch.sin, x).sum().backward()
+        assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+        return sent, state.tp.size
+
+    assert run_world(2, law) == [(3 * 4 * WIDTH * 4 // 2, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"checkpoint_in_cpu": True},
+        {"contiguous_checkpointing": True, "num_checkpoints": 3},
+        {"contiguous_checkpointing": True, "num_checkpoints": 2, "checkpoint_in_cpu": True},
+        {"synchronize": True, "profile": True},
+    ],
+)
+def test_every_way_to_keep_arguments_has_the_same_gradients(options: dict[str, Any]) -> None:
+    assert not deepspeed.checkpointing.is_configured()
+    deepspeed.checkpointing.configure(None, **options)
+    assert deepspeed.checkpointing.is_configured()
+    _, gradients = _kept()
+    assert all(torch.equal(one, other) for one, other in zip(gradients, _plain(), strict=True))  # type: ignore[arg-type]
+
+
+def test_contiguous_arguments_lie_in_one_buffer_that_stays() -> None:
+    deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=3)
+    block, x = seeded(_block), numbers(4, WIDTH).requires_grad_()
+    storages = set()
+    for _ in range(3):
+        y = x
+        for _ in range(3):
+            y = deepspeed.checkpointing.checkpoint(block, y)
+        (rows,) = recompute._NOW.rows.values()
+        assert not rows._free  # the three rows are taken
+        y.sum().backward()
+        del y
+        gc.collect()
+        assert len(rows._free) == 3
+        storages |= {row.untyped_storage().data_ptr() for row in rows._free}
+    assert len(storages) == 1
+    deepspeed.checkpointing.reset()
+    assert not recompute._NOW.rows
+
+
+def test_what_a_row_holds_is_safe_from_changes_and_from_other_calls() -> None:
+    deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=1)
+    xs = [numbers(6, seed=seed).requires_grad_() for seed in range(3)]
+    copies = [x.detach().clone().requires_grad_() for x in xs]
+    results = [deepspeed.checkpointing.checkpoint(torch.sin, x) for x in xs]
+    for x in xs:
+        x.data.zero_()
+    for index in (1, 0, 2):
+        results[index].sum().backward()
+        assert torch.equal(xs[index].grad, copies[index].detach().cos())  # type: ignore[arg-type]
+
+
+def test_profile_prints_the_times_of_forward_and_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(recompute, "log_dist", lambda message, ranks: lines.append(message))
+    deepspeed.checkpointing.configure(None, profile=True)
+    deepspeed.checkpointing.checkpoint(torch.sin, numbers(3).requires_grad_()).sum().backward()
+    assert [line.rpartition(":")[0] for line in lines] == ["time (ms) | forward", "time (ms) | recomputation"]
+
+
+def test_results_come_as_from_deepspeed() -> None:
+    x, checkpoint = numbers(3).requires_grad_(), deepspeed.checkpointing.checkpoint
+    assert isinstance(checkpoint(lambda x: (x.sin(),), x), Tensor)
+    assert isinstance(checkpoint(lambda x: [x.sin(), x.cos()], x), tuple)
+    assert set(checkpoint(lambda x, y: {"z": x * y}, x, y=2.0)) == {"z"}
+    marked = numbers(6)
+    marked.no_checkpointing = True  # type: ignore[attr-defined]
+    deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=1)
+    checkpoint(lambda x, y: (x * y).sum(), x.repeat(2), marked)
+    assert len(recompute._NOW.rows) == 1
+
+
+def test_a_configuration_is_read_and_options_overrule_it() -> None:
+    block = {
+        "cpu_checkpointing": True,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 7,
+        "profile": True,
+    }
+    config = {"train_batch_size": 2, "activation_checkpointing": block}
+    deepspeed.checkpointing.configure(None, config, profile=False)
+    found = recompute._NOW.options
+    assert (found.cpu_checkpointing, found.number_checkpoints, found.profile) == (True, 7, False)
+    recompute.configure_by_block(recompute.CheckpointingBlock(profile=True), recompute.WHOLE)  # as `initialize` does
+    assert recompute._NOW.options == found
+    deepspeed.checkpointing.partition_activations_in_checkpoint(True)
+    deepspeed.checkpointing.set_num_layers(9)
+    assert (recompute._NOW.options.partition_activations, recompute._NOW.options.number_checkpoints) == (True, 9)
+    with pytest.raises(ValueError, match="needs num_checkpoints"):
+        deepspeed.checkpointing.configure(None, contiguous_checkpointing=True)
+
+
+def test_initialize_configures_what_no_call_has() -> None:
+    block = {"cpu_checkpointing": True}
+    config = {"train_batch_size": 2, "activation_checkpointing": block, "optimizer": {"type": "AdamW"}}
+    engine, *_ = megazero.initialize(model=_block(), config=config)
+    with contextlib.closing(engine):
+        assert recompute._NOW.options.cpu_checkpointing
+        assert not deepspeed.checkpointing.is_configured()
