@@ -67,7 +67,7 @@ def save_by_policy(
     for number, (block, policy) in enumerate(blocks, 1):
         kept = KeptResults() if policy.keep_attention else None
         block.attention.kept = kept
-        for owner, name, region in _regions(block, policy):
+        for owner, name, region in recomputed_parts(block, policy):
             cut = tp if policy.partition and region != "activation" else WHOLE
             attends = region in ("attention", "block")
             owner.__dict__[name] = Recomputed(getattr(owner, name), kept if attends else None, cut)
@@ -89,7 +89,7 @@ def _tables(block: nn.Module) -> Iterator[Tensor]:
             yield from (one for one in (owner, *getattr(owner, "__dict__", {}).values()) if type(one) is Tensor)
 
 
-def _regions(block: Block, policy: LayerPolicy) -> Iterator[tuple[nn.Module, str, Region]]:
+def recomputed_parts(block: Block, policy: LayerPolicy) -> Iterator[tuple[nn.Module, str, Region]]:
     """(owner, its function, region) of what a policy recomputes in a block."""
     within = policy.recompute
     if "block" in within:

@@ -1,0 +1,251 @@
+"""What a stage keeps of a micro-batch from its forward to its backward, in bytes: the formula.
+
+    Llama, tp 1, 16 bits, for each token of a layer: h hidden, k width of the key/value heads, f inner width, a heads
+
+    x 2h | 1/rms 4 | norm 2h | q 2h, k v 4k | out 2h | lse 4a || x 2h | 1/rms 4 | norm 2h | gate, up 4f | product 2f
+    [------------------------- attention -------------------]    [---------------------- mlp -----------------------]
+    together 12h + 4k + 6f + 4a + 8;  a policy leaves out what it computes again
+
+Heads and inner width divide by tp; what lies between the tensor-parallel regions divides by it under sequence parallelism
+(Korthikanti et al. 2022, section 4).  These are the tensors that our layers save where they run without torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megazero.layers.attention import Attention, SlidingWindow
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazero.layers.mlp import GELU, SwiGLU
+from megazero.layers.norm import RMSNorm
+from megazero.models.activation_config import LayerPolicy
+from megazero.models.activations import recomputed_parts
+from megazero.models.gpt import Block, Embedding, Head, PostNormBlock
+from megazero.schedules.action import Action, ActionKind
+
+_FP32, _INT64, _BOOL = 4, 8, 1
+ATTENDED = "attention's output", "log-sum-exp"
+"""What `keep_attention` keeps."""
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """Of one micro-batch on a rank.
+
+    Args:
+        samples, seq_len: of the whole micro-batch.
+        itemsize: bytes of an element.
+        tp: ranks of the tensor-parallel axis.
+        sequence_parallel: norms, residual stream and dropout are cut over them.
+        on_cuda: attention's kernels there want as many keys as queries, in fp32 and with a window.
+    """
+
+    samples: int
+    seq_len: int
+    itemsize: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    on_cuda: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole micro-batch."""
+        return self.samples * self.seq_len
+
+    @property
+    def own_tokens(self) -> int:
+        """Of the rank, between the tensor-parallel regions."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Something that a block's forward saves; recomputing one of the parts `unless` makes it again, and one of those that
+    `starts` names starts from it, so that `partition` may cut it."""
+
+    what: str
+    size: int
+    unless: str
+    starts: str = ""
+
+
+def block_bytes(block: Block, policy: LayerPolicy, size: MicroBatchSize) -> dict[str, int]:
+    """What a layer keeps of one micro-batch, by tensor.
+
+    Args:
+        block: as a rank has it, on any device: only its sizes are read.
+        policy: of the layer.
+        size: of the micro-batch.
+
+    Raises:
+        TypeError: a part of the block is a script's own.
+    """
+    names = {block.attention_norm: "norm1", block.mlp_norm: "norm2"}
+    parts = {names.get(owner, part) for owner, _, part in recomputed_parts(block, policy)}
+    cut = size.tp if policy.partition and not size.sequence_parallel else 1
+    kept = {}
+    for one in _saved_by(block, size):
+        if not parts & {*one.unless.split()} or (policy.keep_attention and one.what in ATTENDED):
+            kept[one.what] = -(-one.size // (cut if parts & {*one.starts.split()} else 1))
+    return {what: count for what, count in kept.items() if count}
+
+
+def _saved_by(block: Block, size: MicroBatchSize) -> Iterator[_Saved]:
+    """In the order of the forward, where nothing is recomputed."""
+    hidden, inner = block.mlp.down.weight.shape
+    stream, whole = size.own_tokens * hidden * size.itemsize, size.tokens * size.itemsize
+    norms = [norm_bytes(norm, size) for norm in (block.attention_norm, block.mlp_norm)]
+    masks = [size.own_tokens * hidden * bool(one.p) for one in (block.attention_dropout, block.mlp_dropout)]
+    heads, output, lse, joined = _attention_bytes(block.attention, size)
+    sums = _entry(block.mlp).weight.shape[0]
+    after = isinstance(block, PostNormBlock)
+
+    yield _Saved("input", stream, "", "block attention" + ("" if after else " norm1"))
+    if not after:
+        yield _Saved("1 / rms before attention", norms[0], "norm1 attention block")
+        yield _Saved("normed input of attention", stream, "norm1 attention block")
+    yield _Saved("queries, keys, values", heads, "attention block")
+    yield _Saved(ATTENDED[0], output, "attention block")
+    yield _Saved(ATTENDED[1], lse, "attention block")
+    yield _Saved("output of all windows", joined, "attention block")
+    if after:
+        yield _Saved("result of attention", stream, "block", "norm1")
+        yield _Saved("1 / rms after attention", norms[0], "norm1 block")
+    yield _Saved("dropout mask of attention", masks[0], "block")
+    yield _Saved("input of the MLP", stream, "block", "mlp" + ("" if after else " norm2"))
+    if not after:
+        yield _Saved("1 / rms before the MLP", norms[1], "norm2 mlp block")
+        yield _Saved("normed input of the MLP", stream, "norm2 mlp block")
+    yield _Saved("input of the activation", whole * sums, "mlp block")
+    yield _Saved("product of the activation", whole * inner, "activation mlp block")
+    if after:
+        yield _Saved("result of the MLP", stream, "block", "norm2")
+        yield _Saved("1 / rms after the MLP", norms[1], "norm2 block")
+    yield _Saved("dropout mask of the MLP", masks[1], "block")
+
+
+def _entry(mlp: nn.Module) -> ColumnParallelLinear:
+    """The projection into an MLP.  Raises: TypeError: it is a script's own."""
+    if isinstance(mlp, SwiGLU):
+        return mlp.gate_up
+    if isinstance(mlp, GELU):
+        return mlp.up
+    raise TypeError(f"no formula says what a {type(mlp).__name__} keeps")
+
+
+def norm_bytes(norm: nn.Module, size: MicroBatchSize) -> int:
+    """What a norm keeps beside its input: 1 / rms in fp32; mean and 1 / std, on the CPU as wide as its input."""
+    numbers = _FP32 if isinstance(norm, RMSNorm) else 2 * (_FP32 if size.on_cuda else size.itemsize)
+    return size.own_tokens * numbers
+
+
+def window_of(attention: Attention) -> SlidingWindow | None:
+    """The window that attention sees through; None where it sees all positions up to its own."""
+    owner = getattr(attention.attend, "__self__", None)
+    return owner if isinstance(owner, SlidingWindow) else None
+
+
+def _attention_bytes(attention: Attention, size: MicroBatchSize) -> tuple[int, int, int, int]:
+    """Of queries, keys and values with what their norm keeps; of the output; of the log-sum-exp; of joined outputs."""
+    q, k = (heads * attention.head_size for heads in (attention.num_heads, attention.num_kv_heads))
+    shares, normed = attention.shared_head is not None, attention.width_norm or attention.head_norm
+    window, tokens = window_of(attention), size.tokens
+    # The projection's result q | k | v is one tensor: who keeps a view of it keeps all.
+    keeps_all = attention.width_norm is not None or (not shares and normed is not None)
+    attends_to_view = not attention.copies_v and window is None
+    of_norm = (q + 2 * attention.v_features) * (keeps_all or attends_to_view)
+    of_norm += (q + k) * (shares and attention.head_norm is not None)
+    numbers = attention.num_heads + attention.num_kv_heads if attention.head_norm else 2 * bool(normed)
+    per_token = of_norm * size.itemsize + numbers * _FP32
+    repeats = size.on_cuda and k < q
+    if window is None or size.seq_len <= window.size:
+        read = q + k if attention.rope is not None else 0
+        read += k if attention.copies_v else 0
+        if repeats and size.itemsize == _FP32:
+            read += 2 * q - (k if attention.copies_v else 0)
+        lse = tokens * attention.num_heads * _FP32
+        return tokens * (per_token + read * size.itemsize), tokens * q * size.itemsize, lse, 0
+    # Blocks of queries that attend to two blocks of keys each, all but the first, which is copied.
+    padded = -(-size.seq_len // window.size) * window.size
+    rest = padded - window.size
+    queries = padded if size.samples == 1 or rest == window.size else rest  # of one sample, or one block, it is a view
+    read = window.size * (q + 2 * k) + queries * q + 4 * rest * (q if repeats else k)
+    lse = size.samples * padded * attention.num_heads * _FP32
+    samples = size.samples * size.itemsize
+    return tokens * per_token + samples * read, samples * padded * q, lse, tokens * q * size.itemsize
+
+
+def embedding_bytes(embedding: Embedding, size: MicroBatchSize) -> int:
+    """What the embedding keeps of one micro-batch beside its tokens: which rows are its own, and dropout's mask."""
+    hidden = embedding.tokens.weight.shape[1]
+    own = size.tokens * (_INT64 + _BOOL) if size.tp > 1 else 0
+    return own + size.own_tokens * hidden * bool(embedding.dropout.p)
+
+
+def head_bytes(head: Head, size: MicroBatchSize, *, keeps_logits: bool) -> int:
+    """What the head keeps of one micro-batch: input of the norm and of the logits, five numbers a token, and the logits
+    where they are of one chunk and `keeps_logits` says so."""
+    rows, hidden = head.output.weight.shape
+    of_norm = size.own_tokens * hidden * size.itemsize + norm_bytes(head.norm, size)
+    numbers = size.tokens * (_INT64 + 2 * _BOOL + 2 * _FP32)
+    chunk = max(1, head.output.logits_bytes // (rows * size.itemsize))
+    logits = size.tokens * rows * size.itemsize if keeps_logits and chunk >= size.tokens else 0
+    return of_norm + size.tokens * hidden * size.itemsize + numbers + logits
+
+
+def queued_bytes(stage: nn.Module, size: MicroBatchSize) -> int:
+    """What waits for its weight gradients, of one micro-batch of a chunk, where a schedule computes them apart: both
+    factors of each layer's product (of a gathered input the rank's own part), and gradients that are known already."""
+    count, linear = 0, set()
+    for module in stage.modules():
+        if isinstance(module, ColumnParallelLinear):
+            count += size.tokens * module.weight.shape[0] + size.own_tokens * module.weight.shape[1]
+            linear.add(module.weight)
+        elif isinstance(module, RowParallelLinear):
+            count += size.tokens * sum(module.weight.shape)
+            linear.add(module.weight)
+    known = sum(weight.numel() for weight in stage.parameters() if weight not in linear)
+    return (count + known) * size.itemsize
+
+
+def products_again(block: Block, policy: LayerPolicy, reach: float) -> float:
+    """Multiplications for each token that a backward adds on this rank: one forward of what is recomputed.
+
+    `reach`: positions that a token attends to, on average.  Norms and activations have no product and count as nothing.
+    """
+    parts = {part for _, _, part in recomputed_parts(block, policy)}
+    entry, last = _entry(block.mlp).weight, block.mlp.down.weight
+    count = 0.0
+    if parts & {"attention", "block"}:
+        count += block.attention.qkv.weight.numel()
+        count += 0 if policy.keep_attention else 2 * reach * block.attention.num_heads * block.attention.head_size
+    if parts & {"mlp", "block"}:
+        count += entry.numel()
+    if "block" in parts:
+        count += block.attention.out.weight.numel() + (last.numel() if isinstance(block, PostNormBlock) else 0)
+    return count
+
+
+def peak_bytes(actions: Sequence[Action], kept: Sequence[int], queued: Sequence[int], *, splits: bool) -> int:
+    """The most that one rank keeps at once while it runs its actions.
+
+    Args:
+        actions: of the rank, in order.
+        kept: of one micro-batch from its forward to its backward, by chunk.
+        queued: from its backward to its weight gradient, by chunk.
+        splits: the schedule computes weight gradients apart.
+    """
+    now = most = 0
+    for action in actions:
+        chunk = action.chunk
+        if action.kind is ActionKind.FORWARD:
+            now += kept[chunk]
+        elif action.kind is ActionKind.BACKWARD:
+            now += (queued[chunk] if splits else 0) - kept[chunk]
+        elif action.kind is ActionKind.WEIGHT:
+            now -= queued[chunk]
+        most = max(most, now)
+    return most

@@ -1,0 +1,154 @@
+"""Law 3 for activations: autograd saves the bytes of the formula, and not one more, whatever is recomputed."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from torch import Tensor
+from worlds import engine_on, micro_batches, run_of, state_on
+
+from megazero.config import ResolvedRun
+from megazero.models.activation_bytes import MicroBatchSize, block_bytes, peak_bytes
+from megazero.models.activation_config import LayerPolicy
+from megazero.schedules.proof import peak_activations
+from megazero.schedules.registry import SCHEDULES
+from megazero.tools.saved_memory import SavedMemory, activations_of_ranks, measure_saved, schedule_of, stages_of
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute": "selective"},
+    "norms": {"recompute": ["norms"]},
+    "attention": {"recompute": ["attention"]},
+    "mlp": {"recompute": ["mlp"]},
+    "mlp and norms": {"recompute": ["mlp", "norms"]},
+    "attention but its output": {"recompute": ["attention", "mlp"], "keep_attention": True},
+    "full": {"recompute": "full"},
+    "full but attention": {"recompute": "full", "keep_attention": True},
+    "full of the first layer": {"recompute": "full", "layers": 1},
+    "full of rank 0": {"stages": [{"stage": 0, "recompute": "full"}]},
+}
+CUT = {
+    "full, cut": {"recompute": "full", "partition": True},
+    "mlp and norms, cut": {"recompute": ["mlp", "norms"], "partition": True},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "olmo2": {},
+    "mistral": {"sliding_window": 8},
+    "gpt2": {"num_kv_heads": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        (LayerPolicy(), "12 * h + 4 * k + 6 * f + 4 * a + 8"),
+        (LayerPolicy(frozenset({"norms", "activation"})), "8 * h + 4 * k + 4 * f + 4 * a"),
+        (LayerPolicy(frozenset({"mlp"})), "10 * h + 4 * k + 4 * a + 4"),
+        (LayerPolicy(frozenset({"mlp", "norms"})), "8 * h + 4 * k + 4 * a"),
+        (LayerPolicy(frozenset({"block"}), keep_attention=True), "4 * h + 4 * a"),
+        (LayerPolicy(frozenset({"block"})), "2 * h"),
+    ],
+)
+def test_a_llama_of_8b_keeps_the_bytes_of_the_table(policy: LayerPolicy, wanted: str) -> None:
+    """Llama 3 8B, a token of one layer, in 16 bits."""
+    sizes = {"hidden_size": 4096, "num_layers": 1, "num_heads": 32, "num_kv_heads": 8, "ffn_hidden_size": 14336}
+    run = run_of(1, model={"family": "llama", "seq_len": 128} | sizes, precision={"dtype": "bf16"})
+    (stage,) = stages_of(run.config)
+    kept = block_bytes(stage.layers[0], policy, MicroBatchSize(2, 128, 2))
+    assert sum(kept.values()) == 2 * 128 * eval(wanted, {"h": 4096, "k": 1024, "f": 14336, "a": 32})
+
+
+def _differences(rank: int, runs: dict[str, ResolvedRun]) -> dict[str, Any]:
+    """By run, where counted and formula differ: at the peak, in one micro-batch of a layer, or what was never let go."""
+    state, found = state_on(rank, next(iter(runs.values()))), {}
+    for name, run in runs.items():
+        engine = engine_on(rank, run, state=state)
+        formula = activations_of_ranks(run, schedule_of(run), on_cuda=False)[state.at.pp]
+        memory = measure_saved(engine, micro_batches(run, state, 0), formula.units)
+        wanted = {unit: sum(tensors.values()) for unit, tensors in formula.units.items()}
+        if (memory.peak, memory.live, memory.units) != (formula.saved, 0, wanted):
+            found[name] = {"counted": (memory.peak, memory.live, memory.units), "formula": (formula.saved, 0, wanted)}
+        engine.sharded_model.close()
+    return found
+
+
+def _llama(**keys: Any) -> dict[str, Any]:
+    return {"family": "llama", "num_layers": 2, "num_kv_heads": 2, **keys}
+
+
+def test_every_family_keeps_its_bytes_under_every_policy() -> None:
+    pairs = product(FAMILIES.items(), POLICIES.items())
+    runs = {}
+    for number, ((family, keys), (policy, activations)) in enumerate(pairs):
+        is_wide, drops = number % 2 == 0, number % 3 == 0
+        runs[f"{family}, {policy}"] = run_of(
+            1,
+            model=_llama(family=family, dropout=0.1 * drops, **{"num_layers": 1, **keys}),
+            activations=activations,
+            precision={"dtype": "fp32" if is_wide else "bf16"},
+            training={"micro_batch_size": 2, "global_batch_size": 8},
+        )
+    assert run_world(1, _differences, runs) == [{}]
+
+
+def test_every_schedule_keeps_its_bytes_cut_over_tp_or_not() -> None:
+    schedules = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+    chunks = {"interleaved": {"virtual_stages": 2}}
+    runs = {}
+    for number, (policy, activations) in enumerate([*POLICIES.items(), *CUT.items()]):
+        schedule, cuts = schedules[number % 5], policy not in CUT and number % 2 == 0
+        runs[f"{schedule}, {policy}"] = run_of(
+            4,
+            model=_llama(num_layers=4),
+            parallel={"pp": 2, "tp": 2, "schedule": schedule, "sequence_parallel": cuts, **chunks.get(schedule, {})},
+            activations=activations,
+            training={"micro_batch_size": 2},
+        )
+    assert run_world(4, _differences, runs) == [{}] * 4
+
+
+def test_every_zero_stage_keeps_its_bytes_and_no_weight() -> None:
+    runs = {
+        f"{policy}, ZeRO {stage}": run_of(
+            2, model=_llama(), zero={"stage": stage}, activations=POLICIES[policy], precision={"dtype": "bf16"}
+        )
+        for stage, policy in ((1, "mlp"), (2, "full"), (3, "none"), (3, "selective"), (3, "full"))
+    }
+    assert run_world(2, _differences, runs) == [{}] * 2
+
+
+def test_ranks_that_share_a_key_head_keep_it_whole() -> None:
+    families = ("llama", "qwen3", "olmo2")
+    runs = {family: run_of(4, model=_llama(family=family), parallel={"tp": 4}) for family in families}
+    assert run_world(4, _differences, runs) == [{}] * 4
+
+
+def test_the_peak_is_that_of_equal_micro_batches_where_chunks_are_equal() -> None:
+    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv"):
+        kind = SCHEDULES[name]
+        chunks = kind.chunks or (2 if name == "interleaved" else 1)
+        schedule = kind.build(4, 8, chunks)
+        for rank, actions in enumerate(schedule.ranks):
+            splits = schedule.splits_backward
+            equal = peak_bytes(actions, [7] * chunks, [7] * chunks, splits=splits)
+            assert equal == 7 * peak_activations(schedule, rank), name
+
+
+def test_what_is_saved_twice_is_counted_once_and_what_was_there_not_at_all() -> None:
+    x, weight = torch.ones(8, requires_grad=True), torch.ones(8, requires_grad=True)
+
+    def twice(tensor: Tensor) -> Tensor:
+        return (tensor * weight).sum() + (tensor.view(2, 4) * weight.view(2, 4)).sum()
+
+    with SavedMemory([weight]) as memory:
+        loss = twice(x.clone())
+    assert memory.live == 32
+    loss.backward()
+    assert (memory.live, memory.peak) == (0, 32)
