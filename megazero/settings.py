@@ -72,6 +72,7 @@ class ActsWhere:
         values: its values; a function of the run where names decide; () for every number above `above`, true, or a text.
         why: says why it has no effect elsewhere.
         above: see `values`.
+        told: it is told, not refused, whatever the values: an override may switch the other key off for a while.
         refused_unset: a key that is unset by default, and set where it has no effect, is refused and not only told.
     """
 
@@ -79,6 +80,7 @@ class ActsWhere:
     values: tuple[object, ...] | Callable[[Any], tuple[object, ...]]
     why: str
     above: int = 0
+    told: bool = False
     refused_unset: bool = False
 
     def values_in(self, run: Any) -> tuple[object, ...]:

@@ -335,6 +335,24 @@ _NAMES = ", ".join(f'"{name}"' for name in _NAMES)
         ("data.sources=[]", 'data.sources = []: must not be empty; the default is ["python-stdlib"]'),
         ("data.sources=[{path='a', weight=0}]", "data.sources[0].weight = 0: must be > 0"),
         ("data.sources=[{weight=1}]", "data.sources[0] = { weight = 1 }: must have a path"),
+        (
+            "activations.recompute=selectiv",
+            'activations.recompute = "selectiv": must be "none", "selective" or "full" or a list; write "selective"',
+        ),
+        (
+            "activations.recompute=['norm']",
+            'activations.recompute = ["norm"]: must list regions of a layer, which are norms, activation, attention, mlp, '
+            'block; did you mean norms?; the default is "none"',
+        ),
+        (
+            "activations.recompute=['mlp', 'mlp']",
+            'activations.recompute = ["mlp", "mlp"]: must name each region once; the default is "none"',
+        ),
+        (
+            "activations.stages=[{stage=0, recomput='full'}]",
+            'activations.stages[0].recomput = "full": unknown key; did you mean recompute?',
+        ),
+        ("activations.stages=[{layers=1}]", "activations.stages[0] = { layers = 1 }: must have a stage"),
         ("data.sources=[3]", "data.sources[0] = 3: must be a string or a table { path, weight }"),
     ],
 )
@@ -409,6 +427,31 @@ def test_the_order_names_every_axis_once(write, order):
             1,
             'checkpoint.directory = "s4://bucket/run": must be the URL of a file system that fsspec knows and whose package '
             "is installed; Protocol not known: s4",
+        ),
+        (
+            "activations.recompute=full activations.layers=[0,24]",
+            1,
+            "activations.layers = [0, 24]: must name layers below model.num_layers=24; layers count from 0: there is no 24",
+        ),
+        (
+            "activations.recompute=full activations.layers=[1,1]",
+            1,
+            "activations.layers = [1, 1]: must name each layer once",
+        ),
+        (
+            "activations.offload=host activations.offload_layers=25",
+            1,
+            'activations.offload_layers = 25: must be <= model.num_layers=24; write "all" for every layer',
+        ),
+        (
+            "activations.stages=[{stage=1,recompute='full'}]",
+            1,
+            "activations.stages[0].stage = 1: must be below parallel.pp=1, a rank of the pipeline; ranks count from 0",
+        ),
+        (
+            "activations.stages=[{stage=0,layers=1},{stage=0,layers=2}] activations.recompute=full",
+            1,
+            "activations.stages[1].stage = 0: must not be that of another table; keep one",
         ),
         (
             "elastic.enabled=true training.global_batch_size=8 checkpoint.resume=never",
@@ -539,6 +582,9 @@ def test_keys_that_do_not_fit_each_other_are_told_with_their_numbers(write, over
         ("zero.offload.optimizer=nvme zero.offload.nvme_path=/x zero.offload.ratio=0.5", 1),
         ("precision.accumulate_dtype=bf16 precision.reduce_dtype=fp16", 1),
         ("precision.dtype=fp16 precision.loss_scale=128", 1),
+        ("activations.recompute=[]", 1),
+        ("activations.recompute=['block','mlp'] activations.keep_attention=true activations.layers=[0,23]", 1),
+        ("activations.stages=[{stage=0,offload='host'}] activations.offload_layers=2", 1),
         ("precision.dtype=fp16 precision.min_loss_scale=65536", 1),
         ("optimizer.name=sgd optimizer.momentum=0.9", 1),
     ],
@@ -592,6 +638,10 @@ training.eval_samples=3        training.eval_every_steps=0
 checkpoint.host_memory_bytes=5 checkpoint.asynchronous=false
 checkpoint.keep_every_steps=7  checkpoint.keep_last=0
 checkpoint.keep_best=7         checkpoint.keep_last=0
+activations.partition=true     activations.recompute=full
+activations.keep_attention=true activations.recompute=["mlp"]
+activations.layers=3
+activations.offload_layers=3
 logging.straggler_every_steps=5
 logging.straggler_ratio=2.0    logging.straggler_every_steps=0
 lr_schedule.warmup_steps=2000  training.steps=10
@@ -700,6 +750,12 @@ def test_a_key_is_taken_where_it_acts(write):
     layout = "cost"
     schedule = "interleaved"
     virtual_stages = 2
+    [activations]
+    recompute = "full"
+    keep_attention = true
+    layers = 1
+    offload = "host"
+    offload_layers = [0, 1]
     [training]
     eval_every_steps = 5
     eval_samples = 3

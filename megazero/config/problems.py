@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megazero.config.schema import DataSource, ElasticShape, RunConfig, ValidationSource, keys, sections
+from megazero.models.activation_config import StageActivations
 from megazero.models.rope_scaling import RopeScaling
 from megazero.registry import closest, did_you_mean
 from megazero.settings import Problem, Section, toml_value
@@ -33,6 +34,7 @@ _ITEMS: dict[str, tuple[str, type[Section]]] = {
     "data.sources": ("source", DataSource),
     "data.validation_sources": ("validation source", ValidationSource),
     "elastic.shapes": ("shape", ElasticShape),
+    "activations.stages": ("stage", StageActivations),
     "model.rope_scaling": ("rope scaling", RopeScaling),
 }
 

@@ -105,7 +105,9 @@ def idle_keys(config: RunConfig, world_size: int, unknown: Collection[str] = ())
         if {key, *others} & {*unknown} or any(condition.holds(one, config) for one in found):
             continue
         where = " and ".join(f"{other} = {_written(one)}" for other, one in zip(others, found, strict=True))
-        if not condition.values or (default is None and not condition.refused_unset):  # no override can unset it
+        if (
+            condition.told or not condition.values or (default is None and not condition.refused_unset)
+        ):  # no override can unset it
             told.append(f"{key} = {toml_value(value)} has no effect where {where}: {condition.why}")
         else:
             refused.append(_refused(key, value, default, condition, where, config))
@@ -176,6 +178,32 @@ def _schedule_has_its_chunks(config: RunConfig, _: int) -> Iterator[Problem]:
     chunks = config.parallel.virtual_stages
     if wrong := SCHEDULES[config.parallel.schedule].wrong_chunks(chunks):
         yield Problem("parallel.virtual_stages", chunks, *wrong)
+
+
+def _activations_name_layers_and_ranks(config: RunConfig, _: int) -> Iterator[Problem]:
+    """Layers that the model has, and pipeline ranks that there are, each once."""
+    own, count, pp = config.activations, config.model.num_layers, config.parallel.pp
+    tables = {"activations": own, **{f"activations.stages[{index}]": one for index, one in enumerate(own.stages)}}
+    for table, choices in tables.items():
+        for name in ("layers", "offload_layers"):
+            chosen = getattr(choices, name)
+            key, hint = f"{table}.{name}", f"model.num_layers={count}"
+            if isinstance(chosen, int) and chosen > count:
+                yield Problem(key, chosen, f"must be <= {hint}", 'write "all" for every layer')
+            if isinstance(chosen, tuple) and (absent := [layer for layer in chosen if layer >= count]):
+                which = ", ".join(map(str, absent))
+                yield Problem(
+                    key, chosen, f"must name layers below {hint}", f"layers count from 0: there is no {which}"
+                )
+            if isinstance(chosen, tuple) and len(set(chosen)) < len(chosen):
+                yield Problem(key, chosen, "must name each layer once")
+    ranks = [one.stage for one in own.stages]
+    for index, rank in enumerate(ranks):
+        if rank in ranks[:index]:
+            yield Problem(f"activations.stages[{index}].stage", rank, "must not be that of another table", "keep one")
+        elif rank >= pp and not config.elastic.enabled:  # another shape may have the rank
+            rule = f"must be below parallel.pp={pp}, a rank of the pipeline"
+            yield Problem(f"activations.stages[{index}].stage", rank, rule, "ranks count from 0")
 
 
 def _batch_sizes_agree(config: RunConfig, dp: int) -> Iterable[Problem]:
@@ -314,6 +342,7 @@ def _shapes_fit_the_model(config: RunConfig, dp: int) -> Iterator[Problem]:
                 yield Problem(f"elastic.shapes[{index}]", shape, f"{key} {problem.rule}", problem.hint)
 
 
+_ACTIVATIONS = tuple(f"activations.{key}" for key in ("layers", "offload_layers", "stages"))
 _ELASTIC = ("elastic.enabled", "elastic.shapes")
 WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
 _CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
@@ -330,6 +359,7 @@ _SIZES = tuple(
 _EVERY_SHAPE = Rule((*_ELASTIC, *_SIZES, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model)
 RULES = (
     Rule(_CHUNKS, _schedule_has_its_chunks),
+    Rule((*_ACTIVATIONS, "model.num_layers", "parallel.pp", *_ELASTIC), _activations_name_layers_and_ranks),
     Rule((*WORLD, *BATCH), _batch_sizes_agree),
     Rule((*WORLD, *BATCH, *_CHUNKS), _micro_batches_fill_the_schedule),
     Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),

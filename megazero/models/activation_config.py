@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from megazero.registry import closest, did_you_mean
 from megazero.settings import ActsWhere, CountOrZero, Section, Spelling
 
 Region = Literal["norms", "activation", "attention", "mlp", "block"]
@@ -20,6 +21,7 @@ activation   the product before the down projection      block     all but the d
 attention    norm and attention, up to the projection
 """
 
+REGIONS: tuple[Region, ...] = get_args(Region)
 PRESETS: Mapping[str, tuple[Region, ...]] = MappingProxyType(
     {"none": (), "selective": ("norms", "activation"), "full": ("block",)}
 )
@@ -27,7 +29,16 @@ PRESETS: Mapping[str, tuple[Region, ...]] = MappingProxyType(
 
 def _recompute(value: object) -> object:
     """Take a preset, or a list of regions."""
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    for region in value:
+        if region not in REGIONS:
+            meant = did_you_mean(closest(region, REGIONS)) if isinstance(region, str) else ""
+            given = {"text": f"; {meant}" if meant else "", "regions": ", ".join(REGIONS)}
+            raise PydanticCustomError("regions", "list regions of a layer, which are {regions}{text}", given)
+    if len(set(value)) < len(value):
+        raise PydanticCustomError("regions", "name each region once")
+    return tuple(value)
 
 
 def _layers(value: object) -> object:
@@ -49,7 +60,31 @@ Layers = Annotated[
     BeforeValidator(_layers),
     Spelling('"all", a number of layers or a list of layers'),
 ]
-_OFFLOADS = ActsWhere("activations.offload activations.stages", ("host",), "nothing is offloaded")
+
+
+def _where(test: Callable[[ActivationsConfig], bool], keys: str, why: str) -> ActsWhere:
+    """A key acts where the choices of [activations], or of a pipeline rank in it, pass a test."""
+
+    def values(run: Any) -> tuple[object, ...]:
+        own = run.activations
+        passes = any(test(own.of_stage(rank)) for rank in (-1, *(one.stage for one in own.stages)))
+        return (own.recompute, own.offload, own.stages) if passes else ()
+
+    return ActsWhere(f"{keys} activations.stages", values, why, told=True)
+
+
+_RECOMPUTES = _where(lambda own: bool(own.regions), "activations.recompute", "nothing is recomputed")
+_CUTS = _where(
+    lambda own: bool({*own.regions} - {"activation"}),
+    "activations.recompute",
+    "no norm, MLP, attention or block is recomputed",
+)
+_ATTENDS = _where(
+    lambda own: bool({*own.regions} & {"attention", "block"}), "activations.recompute", "attention is not recomputed"
+)
+_OFFLOADS = _where(lambda own: own.offload == "host", "activations.offload", "nothing is offloaded")
+_WHOLE = ActsWhere("parallel.sequence_parallel", (False,), "sequence parallelism has cut it already", told=True)
+_OVER_TP = ActsWhere("parallel.tp", (), "one rank keeps all", above=1)
 
 
 class StageActivations(Section):
@@ -74,11 +109,11 @@ class ActivationsConfig(Section):
 
     recompute: Recompute = "none"
     """What the backward computes again: "none", "selective" (norms and activation), "full" (block), or a list of regions."""
-    keep_attention: bool = False
+    keep_attention: Annotated[bool, _ATTENDS] = False
     """Keep attention's output and log-sum-exp where attention or block is recomputed: its kernel does not run again."""
-    layers: Layers = "all"
+    layers: Annotated[Layers, _RECOMPUTES] = "all"
     """Which layers are recomputed: "all", the first so many of each pipeline rank, or a list of layers from 0."""
-    partition: bool = False
+    partition: Annotated[bool, _OVER_TP, _WHOLE, _CUTS] = False
     """Each tensor-parallel rank keeps its part of what recomputed regions start from; the backward gathers it."""
     offload: Literal["none", "host"] = "none"
     """Where what is kept waits for the backward: on the device, or in page-locked memory of the host."""
@@ -86,6 +121,11 @@ class ActivationsConfig(Section):
     """Which layers are offloaded, as for `layers`."""
     stages: Annotated[tuple[StageActivations, ...], Field(strict=False)] = ()
     """Other choices for some pipeline ranks: { stage, recompute, keep_attention, layers, offload, offload_layers }."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What is recomputed, as it is written."""
+        return PRESETS[self.recompute] if isinstance(self.recompute, str) else self.recompute
 
     def of_stage(self, stage: int) -> ActivationsConfig:
         """What holds for a pipeline rank."""
@@ -129,7 +169,7 @@ def layer_policies(activations: ActivationsConfig, layers: Sequence[int], stage:
         stage: the pipeline rank.
     """
     own = activations.of_stage(stage)
-    regions = _outermost(PRESETS[own.recompute] if isinstance(own.recompute, str) else own.recompute)
+    regions = _outermost(own.regions)
     recomputed, offloaded = _chosen(own.layers, layers), _chosen(own.offload_layers, layers)
     policies = {}
     for layer in layers:
