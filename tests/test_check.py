@@ -65,6 +65,29 @@ def test_the_command_says_what_64_gpus_would_do() -> None:
     assert "nproc_per_node = 32" not in alone.stderr
 
 
+def test_what_each_pipeline_rank_keeps_is_told_and_the_fullest_named() -> None:
+    """A token of a Llama layer in 16 bits: 12h + 4k + 6f + 4a + 8 bytes, 2h where the block is recomputed."""
+    words = ["model.num_layers=4", "parallel.pp=2", "parallel.schedule=1f1b", "training.accumulation=4"]
+    words += [
+        "precision.dtype=bf16",
+        "training.micro_batch_size=1",
+        "training.global_batch_size=auto",
+        "model.dropout=0",
+    ]
+    words += ["activations.stages=[{stage=0,recompute='full'}]", "model.vocab_size=512"]
+    run = load_config(QUICKSTART, [*SMALL, *words], 2)
+    model = run.config.model
+    h, f, a, s = model.hidden_size, model.ffn_hidden_size or 0, model.num_heads, model.seq_len
+    k = (model.num_kv_heads or a) * model.head_size
+    first, last = [text for subject, text in describe(run, 8) if "keeps for its backward" in text]
+    head = s * (2 * h + 4 + 2 * h + 18 + 2 * 512)
+    counts = [2 * 2 * s * 2 * h, 2 * s * (12 * h + 4 * k + 6 * f + 4 * a + 8) + head]
+    told = [float(re.search(r"at most ([0-9.]+) MiB: ", text)[1]) for text in (first, last)]  # type: ignore[index]
+    assert told == pytest.approx([count / 2**20 for count in counts], abs=0.051)
+    assert re.search("rank 0 keeps.*: block of 2 layers, 2 micro-batches; [0-9.]+% more to compute$", first)
+    assert re.search("rank 1 keeps.*: nothing recomputed of 2 layers, 1 micro-batch, the fullest$", last)
+
+
 def test_every_problem_is_told_with_exit_code_2(tmp_path: Path, corpus: Path) -> None:
     words = ["training.step=3", "optimizer.lr=-1", "optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", "zero.stage=7"]
     words += ["training.callbacks=['nobody']", f"data.sources=['{corpus}']", "model.vocab_size=90"]

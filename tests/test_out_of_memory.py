@@ -12,8 +12,9 @@ from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
+from megazero.models.registry import FAMILIES
 from megazero.tools import out_of_memory
-from megazero.tools.out_of_memory import remedies, wanted_bytes
+from megazero.tools.out_of_memory import recomputing, remedies, wanted_bytes
 from megazero.training.loop import train
 from megazero.training.out_of_memory import OutOfMemoryError, explained
 
@@ -64,6 +65,30 @@ def test_smaller_micro_batches_are_more_of_them_and_free_half_of_the_activations
     assert said["training.micro_batch_size=2 training.accumulation=2"] == 300
     one = run_of(2, model=LLAMA, training={"micro_batch_size": 1})
     assert not any("micro_batch" in remedy.settings for remedy in remedies(one, 1000, 600))
+
+
+def test_policies_for_activations_are_told_with_what_they_free_and_cost() -> None:
+    """By the table of docs/activations.md, for 8 samples of 16 tokens in two layers; and by 2 FLOPs a multiplication."""
+    h, k, f, a, tokens = 32, 16, 64, 4, 8 * 16
+    run = run_of(1, model=LLAMA | {"num_layers": 2}, precision={"dtype": "bf16"}, training={"micro_batch_size": 8})
+    said = {remedy.settings: remedy for remedy in recomputing(run, 0, torch.device("cpu"))}
+    none = 12 * h + 4 * k + 6 * f + 4 * a + 8
+    left = {
+        "selective": 8 * h + 4 * k + 4 * f + 4 * a,
+        '["mlp"]': 10 * h + 4 * k + 4 * a + 4,
+        '["norms","mlp"]': 8 * h + 4 * k + 4 * a,
+        "full": 2 * h,
+    }
+    for word, kept in left.items():
+        assert said[f"activations.recompute={word}"].frees == 2 * tokens * (none - kept), word
+    model = run.config.model
+    flops = FAMILIES["llama"].flops_per_token(model)
+    block = h * (h + 2 * k) + h * h + 2 * h * f + 2 * model.mean_reach * h
+    assert said["activations.recompute=selective"].again == 0
+    assert said['activations.recompute=["mlp"]'].again == pytest.approx(2 * 2 * 2 * h * f / flops)
+    assert said["activations.recompute=full"].again == pytest.approx(2 * 2 * block / flops)
+    full = run_of(1, model=LLAMA | {"num_layers": 2}, activations={"recompute": "full"})
+    assert not any(remedy.frees > 0 for remedy in recomputing(full, 0, torch.device("cpu")))
 
 
 def _run_out(rank: int, run: ResolvedRun, free: int) -> str:

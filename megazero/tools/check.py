@@ -9,11 +9,9 @@ A file that is not on this machine is said to be unchecked; one that is there mu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-import torch
 
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import is_complete
@@ -24,10 +22,9 @@ from megazero.config.rules import BATCH, WORLD, Rule
 from megazero.data import Corpus, load_tokenizer
 from megazero.data.corpus import PYTHON_STDLIB, repeats
 from megazero.data.indexed import pair_paths
-from megazero.models.gpt import BuildContext, GPTStage
-from megazero.models.stages import StageLayout, cut
+from megazero.models.gpt import GPTStage
 from megazero.optim.lr_schedule import learning_rate_factor
-from megazero.parallel_state import Axis, RankGrid
+from megazero.parallel_state import RankGrid
 from megazero.schedules.action import Schedule
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import ScheduleError, peak_activations, program, simulate
@@ -35,6 +32,7 @@ from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.table import read_schedule
 from megazero.settings import Problem
 from megazero.tools.memory_report import formula_of
+from megazero.tools.saved_memory import activations_of_ranks, size_text, stages_of
 
 
 def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -140,7 +138,7 @@ def describe(run: ResolvedRun, ranks_per_node: int) -> Iterator[tuple[str, str]]
     config, training, kind = run.config, run.config.training, kind_of(run.config)
     schedule = kind.build(config.parallel.pp, run.accumulation, _chunks(config, kind))
     elements, model = elements_of_stages(run, kind), config.model
-    (whole,) = _elements(config, 1, cut(model, "even", 1))
+    (whole,) = map(_elements, stages_of(config, tp=1))
     sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size:,}"
     yield "model", f"{model.family}, {sizes}, {model.seq_len:,} tokens a sample: {whole:,} parameters"
     yield "shape", _shape(run, ranks_per_node)
@@ -151,6 +149,7 @@ def describe(run: ResolvedRun, ranks_per_node: int) -> Iterator[tuple[str, str]]
     yield "schedule", _pipeline(schedule)
     yield "rate", _rate(config)
     yield from (("memory", line) for line in _memory(run, elements))
+    yield from (("memory", line) for line in _activations(run, schedule))
     yield from (("data", line) for line in _data(run))
     yield from (("imported", name) for name in config.launch.extensions)
     yield from (("note", line) for line in run.notices)
@@ -200,17 +199,28 @@ def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
     """Parameters of a tensor-parallel rank of each pipeline rank, built without memory."""
     config, parallel = run.config, run.config.parallel
     placement = kind.placement(parallel.pp, _chunks(config, kind))
-    counts = _elements(config, parallel.tp, cut(config.model, parallel.layout, len(placement)))
+    counts = list(map(_elements, stages_of(config, len(placement))))
     ranks = [rank for rank, _ in placement]
     return [sum(count for count, at in zip(counts, ranks, strict=True) if at == rank) for rank in range(parallel.pp)]
 
 
-def _elements(config: RunConfig, tp: int, layouts: Sequence[StageLayout]) -> list[int]:
-    device, sequence_parallel = torch.device("meta"), config.parallel.sequence_parallel
-    axis = Axis("tp", tuple(range(tp)))
-    context = BuildContext(config.model, axis, sequence_parallel, config.training.seed, device)
-    with device:
-        return [sum(weight.numel() for weight in GPTStage(context, layout).parameters()) for layout in layouts]
+def _elements(stage: GPTStage) -> int:
+    return sum(weight.numel() for weight in stage.parameters())
+
+
+def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
+    """What each pipeline rank keeps for its backward passes, the fullest named."""
+    try:
+        ranks = activations_of_ranks(run, schedule, on_cuda=run.config.launch.device != "cpu")
+    except TypeError as error:  # layers of a script's own
+        yield f"not known what is kept for the backward passes: {error}"
+        return
+    fullest = max(ranks, key=lambda one: one.device)
+    for one in ranks:
+        where = f"pipeline rank {one.rank}" if len(ranks) > 1 else "a rank"
+        most = ", the fullest" if len(ranks) > 1 and one is fullest else ""
+        again = f"; {one.again:.1%} more to compute" if one.again else ""
+        yield f"{where} keeps for its backward passes at most {one}{again}{most}"
 
 
 def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:
@@ -223,15 +233,11 @@ def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:
     text = formula.state_text(offloads=away > 0)
     stage = f", pipeline rank {elements.index(largest)}" if len(set(elements)) > 1 else ""
     yield (
-        f"{_bytes(state)} of model state on a rank{stage}: ZeRO {zero.stage}, {text} bytes with N = {largest:.4g} "
-        f"parameters{f', in brackets off the device ({place})' if away else ''}; activations and buffers come on top"
+        f"{size_text(state)} of model state on a rank{stage}: ZeRO {zero.stage}, {text} bytes with N = {largest:.4g} "
+        f"parameters{f', in brackets off the device ({place})' if away else ''}; buffers and what it keeps come on top"
     )
     if place == "auto" or zero.offload.parameters != "none":
         yield "offloaded weights, and what auto decides where the run starts, are not in this sum"
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def _data(run: ResolvedRun) -> Iterator[str]:

@@ -22,9 +22,19 @@ from megazero.config.load import resolve
 from megazero.engine import Engine
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
+from megazero.settings import toml_value
 from megazero.tools.memory_report import formula_of
+from megazero.tools.saved_memory import RankActivations, activations_of_ranks, schedule_of, size_text
 from megazero.zero.offload import free_memory_bytes
 
+POLICIES: tuple[dict[str, Any], ...] = (
+    {"recompute": "selective"},
+    {"recompute": ["mlp"]},
+    {"recompute": ["norms", "mlp"]},
+    {"recompute": "full", "keep_attention": True},
+    {"recompute": "full"},
+)
+"""What to recompute, the least first."""
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _MOST_KINDS = 5
 _USABLE = 0.9  # of what a setting frees; an allocator loses some
@@ -32,13 +42,15 @@ _USABLE = 0.9  # of what a setting frees; an allocator loses some
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings as an override says them, and the bytes of the device that they free."""
+    """Settings as an override says them, the bytes of the device that they free, and the share that a step computes more."""
 
     settings: str
     frees: float
+    again: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.settings} (frees about {_size(self.frees)})"
+        more = "" if self.again is None else f", computes {self.again:.1%} more"
+        return f"{self.settings} (frees about {size_text(self.frees)}{more})"
 
 
 def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine | None) -> str:
@@ -54,13 +66,18 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
         free += torch.cuda.memory_reserved(device) - allocated
         if engine is not None:
             held["activations and working memory"] = working = max(allocated - held.total(), 0)
-    lines = [f"out of memory on {device} of rank {state.rank} ({socket.gethostname()}): wanted {_size(wanted)}"]
-    lines[0] += f", free {_size(free)}" + (f"; {_size(to_come)} of model state are still to come" if to_come else "")
+    lines = [f"out of memory on {device} of rank {state.rank} ({socket.gethostname()}): wanted {size_text(wanted)}"]
+    lines[0] += f", free {size_text(free)}" + (
+        f"; {size_text(to_come)} of model state are still to come" if to_come else ""
+    )
     shown = ", ".join(
-        f"{kind.replace('_', ' ')} {_size(count)}" for kind, count in held.most_common(_MOST_KINDS) if count
+        f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in held.most_common(_MOST_KINDS) if count
     )
     lines += [f"  it holds: {shown}"] if shown else []
-    return "\n".join([*lines, f"  {_advice(list(remedies(run, elements, working)), max(wanted - free + to_come, 1))}"])
+    found = list(remedies(run, elements, working))
+    if engine is not None:
+        found += sorted(recomputing(run, state.at.pp, device), key=lambda remedy: remedy.again or 0)
+    return "\n".join([*lines, f"  {_advice(found, max(wanted - free + to_come, 1))}"])
 
 
 def _advice(found: list[Remedy], missing: float) -> str:
@@ -68,7 +85,7 @@ def _advice(found: list[Remedy], missing: float) -> str:
     if enough:
         return "would fit, by the formulas: " + ", or ".join(map(str, enough))
     return (
-        f"no one setting frees the {_size(missing)} that are missing"
+        f"no one setting frees the {size_text(missing)} that are missing"
         + (f"; the most is {max(found, key=lambda remedy: remedy.frees)}" if found else "")
         + "; more ranks for parallel.tp, parallel.pp or dp make each rank's part smaller"
     )
@@ -96,6 +113,26 @@ def remedies(run: ResolvedRun, elements: int, working: int) -> Iterator[Remedy]:
                 yield Remedy(settings, now - _state_bytes(changed, elements))
 
 
+def recomputing(run: ResolvedRun, rank: int, device: torch.device) -> Iterator[Remedy]:
+    """The policies for activations under which a pipeline rank keeps less."""
+
+    def of(one: ResolvedRun) -> RankActivations:
+        return activations_of_ranks(one, schedule_of(one), on_cuda=device.type == "cuda")[rank]
+
+    try:
+        now = of(run)
+    except TypeError:  # layers of a script's own
+        return
+    for settings in POLICIES:
+        values = {"layers": "all", "keep_attention": False, **settings}
+        changed = _changed(run, activations=values)
+        then = now if changed is None else of(changed)
+        if now.device > then.device:
+            words = {key: value if isinstance(value, str) else toml_value(value) for key, value in settings.items()}
+            written = " ".join(f"activations.{key}={word.replace(' ', '')}" for key, word in words.items())
+            yield Remedy(written, now.device - then.device, then.again - now.again)
+
+
 def _changed(run: ResolvedRun, **sections: dict[str, Any]) -> ResolvedRun | None:
     """The run with other values of some keys; None where it cannot run so."""
     tables = run.config.model_dump()
@@ -118,10 +155,6 @@ def wanted_bytes(error: str) -> int:
     """Bytes of the allocation that failed; 0 where the allocator does not say."""
     found = re.search(r"tried to allocate ([\d.]+) ?(\w+)", error, re.IGNORECASE)
     return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def elements_of(run: ResolvedRun) -> int:

@@ -97,6 +97,8 @@ def train(
         others = agree(lambda: callbacks_of(context, tuple(made), checkpointing, watchdog), state.world, OSError)
         made[:] = [ownership, *others]
         say(describe(run, engine))
+        if state.rank == 0:
+            say(_describe_activations(run, schedule, state))
         samples = start.samples - start.phase.first_sample  # of this phase
         samples += (config.training.steps - start.step) * run.global_batch_size
         for line in repeats([source.path for source in config.data.sources], corpus.train, samples):
@@ -142,6 +144,18 @@ def _own_schedule(run: ResolvedRun) -> Schedule | None:
 
         raise ScheduleError(f"{error}\n{draw_refused(schedule, error)}") from error
     return schedule
+
+
+def _describe_activations(run: ResolvedRun, schedule: Schedule | None, state: ParallelState) -> str:
+    """What the pipeline rank that keeps most keeps for its backward passes, as one line."""
+    from megazero.tools.saved_memory import activations_of_ranks, schedule_of
+
+    try:
+        ranks = activations_of_ranks(run, schedule or schedule_of(run), on_cuda=state.device.type == "cuda")
+    except TypeError as error:  # layers of a script's own
+        return f"activations: {error}"
+    fullest = max(ranks, key=lambda one: one.device)
+    return f"activations on {f'pipeline rank {fullest.rank}' if len(ranks) > 1 else 'a rank'}, at most {fullest}"
 
 
 class _Loop:
