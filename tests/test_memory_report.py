@@ -29,7 +29,19 @@ ODD += ["model.vocab_size=61", "model.seq_len=16", "zero.bucket_bytes=8192", "la
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The example on two ranks, for every stage."""
     out = tmp_path_factory.mktemp("report")
-    options = ["--ranks", "2", "--precision", "bf16", "--iterations", "1", "--out", out, *ODD]
+    options = [
+        "--ranks",
+        "2",
+        "--precision",
+        "bf16",
+        "--iterations",
+        "1",
+        "--activations",
+        "none,mlp+norms,full",
+        "--out",
+        out,
+        *ODD,
+    ]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     command = [sys.executable, EXAMPLE, *options]
     ran = run_program(*command, env=environment)
@@ -110,6 +122,27 @@ def test_the_picture_is_xml_and_shows_every_combination(measured: tuple[str, Pat
         assert float(rect.attrib["height"]) >= 0
 
 
+def test_what_each_policy_keeps_is_counted_and_equals_its_formula(measured: tuple[str, Path]) -> None:
+    """The policies' bytes a token of one layer; docs/activations.md has the formulas."""
+    h, k, f, a, tokens = 24, 24, 40, 2, 16
+    wanted = {
+        "none": 12 * h + 4 * k + 6 * f + 4 * a + 8,
+        "mlp+norms": 8 * h + 4 * k + 4 * a,
+        "full": 2 * h,
+    }
+    policies = json.loads((measured[1] / "memory.json").read_text())["policies"]
+    assert [row["policy"] for row in policies] == list(wanted)
+    for row in policies:
+        for rank in row["ranks"]:
+            assert rank["units"]["layer 1"] == [tokens * wanted[row["policy"]]] * 2
+            assert rank["counted"] == rank["formula"] <= rank["live"]
+            assert max(count for _, count in rank["course"]) == rank["live"]
+    picture = (measured[1] / "activations.svg").read_text()
+    lines = list(ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}polyline"))
+    assert len(lines) == len(wanted)
+    assert "mlp+norms" in measured[0]
+
+
 def test_the_table_says_what_was_run(measured: tuple[str, Path]) -> None:
     text = measured[0]
     for part in (
@@ -130,6 +163,8 @@ def test_the_table_says_what_was_run(measured: tuple[str, Path]) -> None:
         (["--stages", "0,7"], "'7' is none of 0, 1, 2, 3"),
         (["--precision", "bf61"], "did you mean bf16?"),
         (["--offload", "none,none"], "each once"),
+        (["--activations", "mpl"], "did you mean mlp?"),
+        (["activations.recompute=full"], "use --activations"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--iterations", "0"], "--iterations 0 must be at least 1"),
         (["zero.stage=3"], "use --stages"),

@@ -23,14 +23,19 @@ def memory_report(
     stages: Annotated[str, typer.Option(help="ZeRO stages, by commas.")] = "0,1,2,3",
     precision: Annotated[str, typer.Option(help="Of bf16, fp16 and fp32, by commas.")] = "bf16,fp16",
     offload: Annotated[str, typer.Option(help="Of the optimizer, of none, cpu and nvme, by commas.")] = "none,cpu",
+    activations: Annotated[
+        str, typer.Option(help="Policies, by commas: none, selective, full, or regions with + between them.")
+    ] = "none,selective,mlp,full",
     steps: Annotated[int, typer.Option(help="Steps up to and with the measured one.")] = 2,
     iterations: Annotated[int, typer.Option(help="Steps to time after it.")] = 20,
-    out: Annotated[Path, typer.Option(help="Directory for memory.json and memory.svg.")] = Path("runs/memory-report"),
+    out: Annotated[Path, typer.Option(help="Directory for memory.json, memory.svg and activations.svg.")] = Path(
+        "runs/memory-report"
+    ),
 ) -> None:
-    """Measure the memory, traffic and time of each ZeRO stage beside the formulas of the papers."""
+    """Measure memory, traffic and time of each ZeRO stage, and activations by policy, beside their formulas."""
     from megazero.config import ConfigError
     from megazero.schedules.table import write_text
-    from megazero.tools.memory_chart import draw_svg, draw_text
+    from megazero.tools.memory_chart import draw_course, draw_svg, draw_text
     from megazero.tools.memory_report import measure, plan
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
@@ -42,13 +47,16 @@ def memory_report(
         for option, count in (("steps", steps), ("iterations", iterations), ("ranks", ranks)):
             if count is not None and count < 1:
                 raise ValueError(f"--{option} {count} must be at least 1")
-        runs = plan(varied, overrides or [], config=config, ranks=ranks, started=started, scratch=out)
+        words = list(dict.fromkeys(word.strip() for word in activations.split(",") if word.strip()))
+        runs, policies = plan(
+            varied, overrides or [], config=config, ranks=ranks, started=started, scratch=out, policies=words
+        )
         out.mkdir(parents=True, exist_ok=True)
     except (ConfigError, ValueError, OSError) as error:
         if prints:
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
-    work = partial(measure, runs=runs, steps=steps, iterations=iterations)
+    work = partial(measure, runs=runs, policies=policies, steps=steps, iterations=iterations)
     report = run_ranks(next(iter(runs.values())), work)
     if isinstance(report, Failed):
         leave_at_once(report.status)
@@ -56,4 +64,6 @@ def memory_report(
         print(draw_text(report))
         write_text(out / "memory.json", json.dumps(report.as_json(), indent=1) + "\n")
         write_text(out / "memory.svg", draw_svg(report))
+        if policies:
+            write_text(out / "activations.svg", draw_course(report))
         print(f"every rank's figures: {out / 'memory.json'}   picture: {out / 'memory.svg'}")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from megazero.engine import BatchShare, Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Action, ActionKind
+from megazero.tools.saved_memory import activations_of_ranks, measure_saved, schedule_of
 from megazero.zero.bucket import Bucket
 from megazero.zero.loss_scaler import LossScaleError
 
@@ -114,6 +116,58 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
     return figures
 
 
+@dataclass(frozen=True)
+class ActivationFigures:
+    """What one rank kept for its backward passes in a step, in bytes, beside the formula."""
+
+    kept: str  # in words
+    units: dict[str, tuple[int, int]]  # of one micro-batch, counted and by the formula: embedding, layers, head
+    counted: int  # most at once
+    formula: int
+    live: int  # most bytes of all tensors that the step allocated
+    again: float  # FLOPs that recomputation adds, over those of a step
+    course: list[tuple[float, int]]  # of `live`: (share of the step, bytes); empty on CUDA
+
+
+def measure_activations(run: ResolvedRun, state: ParallelState) -> ActivationFigures:
+    """Build an engine, count what autograd saves in one step, and watch the allocator in another.  Called on every rank."""
+    gc.collect()
+    with live_memory(state.device) as live:
+        engine = initialize(run.config, state)
+        batches = _random_batches(run, engine.share)
+        formula = activations_of_ranks(run, schedule_of(run), on_cuda=state.device.type == "cuda")[state.at.pp]
+        engine.try_step(batches, _LR)
+        memory = measure_saved(engine, batches, formula.units)
+        gc.collect()
+        live.mark(START)
+        engine.try_step(batches, _LR)
+    start = live.live[START]
+    first, last = (live.course[0][0], live.course[-1][0]) if live.course else (0.0, 1.0)
+    figures = ActivationFigures(
+        kept=str(formula),
+        units={unit: (memory.units[unit], sum(tensors.values())) for unit, tensors in formula.units.items()},
+        counted=memory.peak,
+        formula=formula.saved,
+        live=live.peak - start,
+        again=formula.again,
+        course=_thinned([((at - first) / (last - first), count - start) for at, count in live.course]),
+    )
+    engine.sharded_model.close()
+    del engine, batches
+    gc.collect()
+    return figures
+
+
+def _thinned(course: list[tuple[float, int]], points: int = 300) -> list[tuple[float, int]]:
+    """The least and the most of each of so many equal parts of a step."""
+    found = []
+    for _, part in groupby(course, lambda one: min(int(one[0] * points), points - 1)):
+        within = list(part)
+        ends = {min(within, key=lambda one: one[1]), max(within, key=lambda one: one[1])}
+        found += sorted(ends)
+    return found
+
+
 def _random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
     """This rank's micro-batches of one global batch; sample i is drawn from i alone, so tp and pp ranks agree."""
     model, size = run.config.model, run.micro_batch_size
@@ -186,11 +240,12 @@ class LiveMemory:
         default_factory=dict
     )  # bytes at each point of the last step: the most, if marked again
     peak: int = 0  # most bytes at any time since the last start
+    course: list[tuple[float, int]] = field(default_factory=list)  # (microseconds, bytes) since then; empty on CUDA
 
     def note(self, point: str, now: int) -> None:
         """Enter the live bytes of a point; a start begins a new step."""
         if point == START:
-            self.live, self.peak = {}, now
+            self.live, self.peak, self.course = {}, now, []
         self.live[point] = max(self.live.get(point, 0), now)
 
 
@@ -231,8 +286,9 @@ def _profiled_memory() -> Iterator[LiveMemory]:
     changes = [(event["ts"], "", event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"]
     found = [event for event in events if event["name"].startswith(_MARK) and event.get("ph") == "X"]
     now = 0
-    for _, point, change in sorted(changes + [(e["ts"], e["name"].removeprefix(_MARK), 0) for e in found]):
+    for at, point, change in sorted(changes + [(e["ts"], e["name"].removeprefix(_MARK), 0) for e in found]):
         now += change
         if point:
             memory.note(point, now)
         memory.peak = max(memory.peak, now)
+        memory.course.append((at, now))

@@ -19,7 +19,7 @@ _WIDTH, _NOTES_WIDTH = 200, 120
 def draw_text(report: Report) -> str:
     """Memory, then traffic and time, then notes on the numbers."""
     notes = [fill(note, _NOTES_WIDTH) for note in _notes(report)]
-    return "\n".join([*_heading(report), "", _memory(report), _traffic(report), *notes])
+    return "\n".join([*_heading(report), "", _memory(report), _traffic(report), *_activations(report), *notes])
 
 
 def _heading(report: Report) -> tuple[str, str]:
@@ -33,6 +33,10 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Row], cells: Calla
         table.add_column(column, justify="left" if index < 3 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(str, row.combination), *cells(row))
+    return _printed(table)
+
+
+def _printed(table: Table) -> str:
     out = StringIO()
     Console(file=out, width=_WIDTH).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
@@ -62,6 +66,28 @@ def _traffic(report: Report) -> str:
     sent = (f"{axis} {name.replace('_', '-')}" for axis, name in pairs)
     columns = (*sent, "formula", "", "ratio", f"{report.iterations} steps")
     return _table("Sent by that rank in a step, and time", columns, report.rows, cells)
+
+
+def _activations(report: Report) -> Iterator[str]:
+    """By policy: a layer's bytes in one micro-batch, and the most that the fullest rank keeps."""
+    if not report.policies:
+        return
+    columns = ("recompute", "a layer, counted", "formula", "rank at most", "formula", "ratio", "live", "computes more")
+    table = Table(
+        title="Kept for the backward passes in MiB, on the fullest rank; live: all that a step allocates",
+        title_justify="left",
+        title_style="",
+        box=None,
+        pad_edge=False,
+    )
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in report.policies:
+        rank = row.fullest
+        layer = max((pair for unit, pair in rank.units.items() if unit.startswith("layer")), default=(0, 0))
+        sizes = [*map(_mib, (*layer, rank.counted, rank.formula)), _ratio(rank.counted, rank.formula), _mib(rank.live)]
+        table.add_row(row.policy, *sizes, f"{rank.again:.1%}")
+    yield _printed(table)
 
 
 def _notes(report: Report) -> Iterator[str]:
@@ -185,3 +211,38 @@ def _group(row: Row, x: int, bottom: int, per_byte: float) -> Iterator[str]:
     yield f'<path class="formula" d="M{x - 3} {level:.2f}h{wide + 6}">{formula}</path>'
     yield text(x + wide / 2, bottom + 29, f"ZeRO {one.stage}", "mid")
     yield text(x + wide / 2, bottom + 43, "" if one.offload == "none" else f"offload {one.offload}", "small mid")
+
+
+_COURSES = "#1f2933", "#5b92c9", "#c98f35", "#5f9e5a", "#8a6bb8", "#b3261e"
+
+
+def draw_course(report: Report) -> str:
+    """A picture of memory over one step for each policy, as the text of an SVG file.
+
+    A line for each: all that the step has allocated on the rank that keeps most, from its start to its end.  Where the
+    allocator tells no course, on CUDA, the line is level at the most.
+    """
+    wide, high, top = 720, 300, 112
+    courses = [row.fullest.course or [(0.0, row.fullest.live), (1.0, row.fullest.live)] for row in report.policies]
+    most = max(count for course in courses for _, count in course) * 1.05
+    paints = [_COURSES[index % len(_COURSES)] for index in range(len(courses))]
+    body = [text(MARGIN, 50 + 16 * index, line, "small") for index, line in enumerate(_heading(report))]
+    meanings = [
+        ([f'fill="{paint}"'], f"{row.policy}, {_mib(row.fullest.live)} MiB at most")
+        for row, paint in zip(report.policies, paints, strict=True)
+    ]
+    samples, end = legend(MARGIN, 78, meanings)
+    body += samples
+    for value in ticks(most / 2**20, 5):
+        y = top + high * (1 - value * 2**20 / most)
+        body.append(f'<path class="grid" d="M{_LEFT} {y:.2f}h{wide}"/>')
+        body.append(text(_LEFT - 6, y + 4, f"{value:g}", "small end"))
+    for row, course, paint in zip(report.policies, courses, paints, strict=True):
+        points = " ".join(f"{_LEFT + wide * at:.1f},{top + high * (1 - count / most):.1f}" for at, count in course)
+        title = f"<title>{row.policy}: {row.fullest.kept}</title>"
+        body.append(f'<polyline points="{points}" fill="none" stroke="{paint}" stroke-width="1.5">{title}</polyline>')
+    body.append(
+        text(_LEFT + wide / 2, top + high + 22, "one step, from its start to its end; MiB that it allocates", "mid")
+    )
+    width = max(_LEFT + wide + MARGIN, end, 2 * MARGIN + 5.9 * max(map(len, _heading(report))))
+    return document(width, top + high + 40, "Memory over one step, by what is recomputed", body)

@@ -29,11 +29,12 @@ import torch
 
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
+from megazero.models.activation_config import PRESETS
 from megazero.optim.optimizers import make_optimizer, state_names
 from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import ParallelState
-from megazero.settings import Problem
-from megazero.tools.measured_step import RankFigures, measure_step
+from megazero.settings import Problem, toml_value
+from megazero.tools.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
 from megazero.zero.bucket import DTYPES
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -46,7 +47,12 @@ SMALL = """
     model.seq_len=32 zero.bucket_bytes=262144 training.micro_batch_size=1 training.accumulation=1 launch.nproc_per_node=4
 """
 FP32_BYTES = 4
-_OPTION_OF_KEY = {"zero.stage": "stages", "zero.offload.optimizer": "offload", "precision.dtype": "precision"}
+_OPTION_OF_KEY = {
+    "activations.recompute": "activations",
+    "zero.stage": "stages",
+    "zero.offload.optimizer": "offload",
+    "precision.dtype": "precision",
+}
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,19 @@ class Row:
 
 
 @dataclass(frozen=True)
+class PolicyRow:
+    """A policy for activations, and what each rank kept under it."""
+
+    policy: str
+    ranks: tuple[ActivationFigures, ...]
+
+    @property
+    def fullest(self) -> ActivationFigures:
+        """The rank that kept most."""
+        return max(self.ranks, key=lambda one: one.counted)
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that was measured, and on what."""
 
@@ -200,10 +219,12 @@ class Report:
     steps: int
     iterations: int
     rows: tuple[Row, ...]
+    policies: tuple[PolicyRow, ...]
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
-        return vars(self) | {"rows": [row.as_json() for row in self.rows]}
+        rows = {"rows": [row.as_json() for row in self.rows], "policies": [asdict(row) for row in self.policies]}
+        return vars(self) | rows
 
 
 def plan(
@@ -214,14 +235,16 @@ def plan(
     ranks: int | None = None,
     started: int | None = None,
     scratch: Path = Path(),
-) -> dict[Combination, ResolvedRun]:
-    """The run of each combination, checked; all have one shape.
+    policies: Sequence[str] = (),
+) -> tuple[dict[Combination, ResolvedRun], dict[str, ResolvedRun]]:
+    """The run of each combination, and of each policy for activations with the first of them, checked; all have one shape.
 
     Args:
         varied: for each of `CHOICES`, which of them to combine.
         config: a run file, for the model and the shape; without one the model is `SMALL`.
         ranks, started: how many to start, None for `launch.nproc_per_node`; how many run already.
         scratch: directory for the files of "nvme" with `SMALL`; a run file names its own.
+        policies: a preset of `activations.recompute` each, or regions with + between them.
 
     Raises: ConfigError with everything that is wrong with any of the runs; ValueError for any other argument.
     """
@@ -237,18 +260,29 @@ def plan(
         overrides = [*SMALL.split(), f"zero.offload.nvme_path='{scratch.resolve()}'", *overrides]
     if ranks is not None:
         overrides = [*overrides, f"launch.nproc_per_node={ranks}"]
-    runs = {}
+    runs: dict[Combination, ResolvedRun] = {}
+    by_policy: dict[str, ResolvedRun] = {}
     problems: dict[str, Problem] = {}
+
+    def load(own: Sequence[str]) -> ResolvedRun | None:
+        try:  # an empty file is a run: every key has a default
+            return load_config(config or os.devnull, [*overrides, *own], started, varied=_OPTION_OF_KEY)
+        except ConfigError as error:
+            problems.update({str(problem): problem for problem in error.problems})
+            return None
+
     for precision, stage, offload in product(varied["precision"], varied["stages"], varied["offload"]):
         own = [f"zero.stage={stage}", f"zero.offload.optimizer={offload}", f"precision.dtype={precision}"]
-        try:  # an empty file is a run: every key has a default
-            run = load_config(config or os.devnull, [*overrides, *own], started, varied=_OPTION_OF_KEY)
+        if run := load(own):
             runs[Combination(precision, int(stage), offload)] = run
-        except ConfigError as error:
-            problems |= {str(problem): problem for problem in error.problems}
+    first = [f"{key}={varied[option][0]}" for key, option in _OPTION_OF_KEY.items() if option in varied]
+    for policy in policies:
+        recompute = policy if policy in PRESETS else toml_value(policy.split("+"))
+        if run := load([*first, f"activations.recompute={recompute}"]):
+            by_policy[policy] = run
     if problems:
         raise ConfigError(list(problems.values()), str(config or "the report's model and the given keys"))
-    return runs
+    return runs, by_policy
 
 
 def _check_choices(option: str, words: Sequence[str]) -> None:
@@ -263,7 +297,13 @@ def _check_choices(option: str, words: Sequence[str]) -> None:
 
 
 def measure(
-    run: ResolvedRun, state: ParallelState, *, runs: dict[Combination, ResolvedRun], steps: int, iterations: int
+    run: ResolvedRun,
+    state: ParallelState,
+    *,
+    runs: dict[Combination, ResolvedRun],
+    policies: dict[str, ResolvedRun],
+    steps: int,
+    iterations: int,
 ) -> Report:
     """Measure every planned run, one engine after another over the same groups.  Called on every rank.
 
@@ -277,6 +317,11 @@ def measure(
             print(f"{number}/{len(runs)} {combination}", file=sys.stderr, flush=True)
         ranks = gather_objects(measure_step(one, state, steps, iterations), state.world)
         rows.append(Row(combination, formula_of(one, state.shard.size), state.shard.name, tuple(ranks)))
+    kept = []
+    for policy, one in policies.items():
+        if state.rank == 0:
+            print(f"activations {policy}", file=sys.stderr, flush=True)
+        kept.append(PolicyRow(policy, tuple(gather_objects(measure_activations(one, state), state.world))))
     model, grid, device = run.config.model, state.grid, state.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return Report(
@@ -289,6 +334,7 @@ def measure(
         steps=steps,
         iterations=iterations,
         rows=tuple(rows),
+        policies=tuple(kept),
     )
 
 
