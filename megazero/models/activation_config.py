@@ -13,12 +13,13 @@ from pydantic_core import PydanticCustomError
 from megazero.registry import closest, did_you_mean
 from megazero.settings import ActsWhere, CountOrZero, Section, Spelling
 
-Region = Literal["norms", "activation", "attention", "mlp", "block"]
+Region = Literal["norms", "activation", "residual", "attention", "mlp", "block"]
 """What of a layer is recomputed.
 
 norms        the outputs of both norms                   mlp       norm and MLP, up to the down projection
 activation   the product before the down projection      block     all but the down projection
 attention    norm and attention, up to the projection
+residual     the residual stream after attention: its output projection and the sum
 """
 
 REGIONS: tuple[Region, ...] = get_args(Region)
@@ -53,7 +54,7 @@ def _layers(value: object) -> object:
 Recompute = Annotated[
     Literal["none", "selective", "full"] | tuple[Region, ...],
     BeforeValidator(_recompute),
-    Spelling('"none", "selective", "full" or a list of norms, activation, attention, mlp, block'),
+    Spelling('"none", "selective", "full" or a list of norms, activation, residual, attention, mlp, block'),
 ]
 Layers = Annotated[
     Literal["all"] | int | tuple[int, ...],
@@ -153,7 +154,7 @@ class LayerPolicy:
     @property
     def name(self) -> str:
         """For log lines: `norms+activation`, `block but attention, cut over tp, on the host`."""
-        order = ("norms", "activation", "attention", "mlp", "block")
+        order = ("norms", "activation", "residual", "attention", "mlp", "block")
         regions = "+".join(region for region in order if region in self.recompute) or "none"
         parts = [regions + (" but attention" if self.keep_attention else "")]
         parts += ["cut over tp"] if self.partition else []
@@ -177,7 +178,7 @@ def layer_policies(activations: ActivationsConfig, layers: Sequence[int], stage:
         policies[layer] = LayerPolicy(
             here,
             keep_attention=own.keep_attention and bool(here & {"attention", "block"}),
-            partition=own.partition and bool(here - {"activation"}),
+            partition=own.partition and bool(here - {"activation", "residual"}),
             offload=own.offload == "host" and layer in offloaded,
         )
     return policies

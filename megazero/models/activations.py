@@ -3,6 +3,7 @@
     Block.forward          -> SavingBlock: within it the results of recomputed regions are dropped, or all goes to the host
       Block.most           -> Recomputed     "block"
         Block.attended     -> Recomputed     "attention"
+        Block.joined       -> Recomputed     "residual"
         Block.inner        -> Recomputed     "mlp"
           norm.forward     -> Recomputed     "norms"
           mlp.product      -> Recomputed     "activation"
@@ -68,7 +69,7 @@ def save_by_policy(
         kept = KeptResults() if policy.keep_attention else None
         block.attention.kept = kept
         for owner, name, region in recomputed_parts(block, policy):
-            cut = tp if policy.partition and region != "activation" else WHOLE
+            cut = tp if policy.partition and region not in ("activation", "residual") else WHOLE
             attends = region in ("attention", "block")
             owner.__dict__[name] = Recomputed(getattr(owner, name), kept if attends else None, cut)
         hooks = None
@@ -96,6 +97,8 @@ def recomputed_parts(block: Block, policy: LayerPolicy) -> Iterator[tuple[nn.Mod
         yield block, "most", "block"
     if "attention" in within:
         yield block, "attended", "attention"
+    if "residual" in within:
+        yield block, "joined", "residual"
     if "mlp" in within:
         yield block, "inner", "mlp"
     if "norms" in within and "attention" not in within:

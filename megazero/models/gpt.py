@@ -199,9 +199,13 @@ class Block(nn.Module):
         """What the MLP's down projection reads: [seq, batch, inner size of this rank]."""
         return self.mlp.inner(self.mlp_norm(x))
 
+    def joined(self, x: Tensor, attended: Tensor, sample_ids: Tensor) -> Tensor:
+        """The residual stream after attention, of the one before and what the output projection reads."""
+        return x + self.attention_dropout(self.attention.out(attended), sample_ids)
+
     def most(self, x: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Everything before the down projection, whose result no backward reads: what it reads, and the residual stream."""
-        x = x + self.attention_dropout(self.attention.out(self.attended(x)), sample_ids)
+        x = self.joined(x, self.attended(x), sample_ids)
         return self.inner(x), x
 
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
@@ -219,9 +223,12 @@ class PostNormBlock(Block):
     def inner(self, x: Tensor) -> Tensor:
         return self.mlp.inner(x)
 
+    def joined(self, x: Tensor, attended: Tensor, sample_ids: Tensor) -> Tensor:
+        return x + self.attention_dropout(self.attention_norm(self.attention.out(attended)), sample_ids)
+
     def most(self, x: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
         """All but the last residual sum: the norm reads the result of the down projection."""
-        x = x + self.attention_dropout(self.attention_norm(self.attention.out(self.attended(x))), sample_ids)
+        x = self.joined(x, self.attended(x), sample_ids)
         return self.mlp_norm(self.mlp.down(self.inner(x))), x
 
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
