@@ -35,6 +35,7 @@ from benchmarks.trace import read_business
 from megazero.checkpoint.gather import gather_logical
 from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
+from megazero.models.activation_config import PRESETS
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.training.callbacks.utilization import model_flops_per_token, peak_flops
@@ -65,6 +66,8 @@ class Setting:
         micro_batch_size: samples in a forward.
         accumulation: micro-batches in a step.
         compile: whether blocks are compiled.
+        recompute: megazero's activations; what is named there.
+        keep_attention, offload: likewise.
     """
 
     model: str
@@ -72,6 +75,9 @@ class Setting:
     micro_batch_size: int
     accumulation: int
     compile: bool
+    recompute: str = "none"
+    keep_attention: bool = False
+    offload: str = "none"
 
     @property
     def samples(self) -> int:
@@ -83,6 +89,11 @@ class Setting:
         document = {
             "model": {"family": "llama", **MODELS[self.model]},
             "zero": {"stage": 0},
+            "activations": {
+                "recompute": self.recompute if self.recompute in PRESETS else self.recompute.split("+"),
+                "keep_attention": self.keep_attention,
+                "offload": self.offload,
+            },
             "precision": {"dtype": self.dtype},
             "optimizer": {"lr": LR, "grad_clip": GRAD_CLIP},
             "training": {
@@ -289,6 +300,11 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="by default on CUDA, and not on a CPU")
+    parser.add_argument(
+        "--recompute", default="none", help="of megazero: none, selective, full, or norms+mlp and the like"
+    )
+    parser.add_argument("--keep-attention", action="store_true", help="with --recompute full")
+    parser.add_argument("--offload", choices=("none", "host"), default="none")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=4, help="of each contender in a round")
     parser.add_argument("--profile", type=Path, help="write a trace of one of megazero's steps here: ....json.gz")
@@ -299,7 +315,8 @@ def main() -> None:
     prefer_expandable_segments(os.environ)
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     compiles = device.type == "cuda" if given.compile is None else given.compile
-    setting = Setting(given.model, given.dtype, given.micro_batch_size, given.accumulation, compiles)
+    kept = given.recompute, given.keep_attention, given.offload
+    setting = Setting(given.model, given.dtype, given.micro_batch_size, given.accumulation, compiles, *kept)
     lines = measure(setting, device, given.rounds, given.steps, given.profile)
     where = machine() | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
     report = json.dumps({"machine": where, "setting": asdict(setting), "lines": [asdict(line) for line in lines]})
