@@ -198,17 +198,14 @@ def head_bytes(head: Head, size: MicroBatchSize, *, keeps_logits: bool) -> int:
 
 def queued_bytes(stage: nn.Module, size: MicroBatchSize) -> int:
     """What waits for its weight gradients, of one micro-batch of a chunk, where a schedule computes them apart: both
-    factors of each layer's product (of a gathered input the rank's own part), and gradients that are known already."""
-    count, linear = 0, set()
+    factors of each layer's product (of a gathered input the rank's own part), and gradients of norms and biases."""
+    count = sum(weight.numel() for weight in stage.parameters() if weight.dim() == 1)  # others are added at once
     for module in stage.modules():
         if isinstance(module, ColumnParallelLinear):
             count += size.tokens * module.weight.shape[0] + size.own_tokens * module.weight.shape[1]
-            linear.add(module.weight)
         elif isinstance(module, RowParallelLinear):
             count += size.tokens * sum(module.weight.shape)
-            linear.add(module.weight)
-    known = sum(weight.numel() for weight in stage.parameters() if weight not in linear)
-    return (count + known) * size.itemsize
+    return count * size.itemsize
 
 
 def products_again(block: Block, policy: LayerPolicy, reach: float) -> float:
