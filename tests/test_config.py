@@ -341,8 +341,8 @@ _NAMES = ", ".join(f'"{name}"' for name in _NAMES)
         ),
         (
             "activations.recompute=['norm']",
-            'activations.recompute = ["norm"]: must list regions of a layer, which are norms, activation, attention, mlp, '
-            'block; did you mean norms?; the default is "none"',
+            'activations.recompute = ["norm"]: must list regions of a layer, which are norms, activation, residual, '
+            'attention, mlp, block; did you mean norms?; the default is "none"',
         ),
         (
             "activations.recompute=['mlp', 'mlp']",
@@ -447,6 +447,12 @@ def test_the_order_names_every_axis_once(write, order):
             "activations.stages=[{stage=1,recompute='full'}]",
             1,
             "activations.stages[0].stage = 1: must be below parallel.pp=1, a rank of the pipeline; ranks count from 0",
+        ),
+        (
+            "activations.stages=[{stage=0,recompute=['residual']}] activations.recompute=full activations.partition=true",
+            1,
+            "activations.partition = true: must be false where residual is recomputed, which starts from the whole input of "
+            "a layer; leave residual out of activations.recompute, or name block",
         ),
         (
             "activations.stages=[{stage=0,layers=1},{stage=0,layers=2}] activations.recompute=full",

@@ -75,8 +75,10 @@ def test_policies_for_activations_are_told_with_what_they_free_and_cost() -> Non
     none = 12 * h + 4 * k + 6 * f + 4 * a + 8
     left = {
         "selective": 8 * h + 4 * k + 4 * f + 4 * a,
+        '["norms","activation","residual"]': 6 * h + 4 * k + 4 * f + 4 * a,
         '["mlp"]': 10 * h + 4 * k + 4 * a + 4,
         '["norms","mlp"]': 8 * h + 4 * k + 4 * a,
+        '["norms","residual","mlp"]': 6 * h + 4 * k + 4 * a,
         "full": 2 * h,
     }
     for word, kept in left.items():
@@ -85,6 +87,8 @@ def test_policies_for_activations_are_told_with_what_they_free_and_cost() -> Non
     flops = FAMILIES["llama"].flops_per_token(model)
     block = h * (h + 2 * k) + h * h + 2 * h * f + 2 * model.mean_reach * h
     assert said["activations.recompute=selective"].again == 0
+    residual = said['activations.recompute=["norms","activation","residual"]']
+    assert residual.again == pytest.approx(2 * 2 * h * h / flops)
     assert said['activations.recompute=["mlp"]'].again == pytest.approx(2 * 2 * 2 * h * f / flops)
     assert said["activations.recompute=full"].again == pytest.approx(2 * 2 * block / flops)
     full = run_of(1, model=LLAMA | {"num_layers": 2}, activations={"recompute": "full"})

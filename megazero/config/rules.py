@@ -206,6 +206,15 @@ def _activations_name_layers_and_ranks(config: RunConfig, _: int) -> Iterator[Pr
             yield Problem(f"activations.stages[{index}].stage", rank, rule, "ranks count from 0")
 
 
+def _what_is_cut_is_not_kept_whole(config: RunConfig, _: int) -> Iterator[Problem]:
+    """The residual stream is made again from the whole input of a layer, so a part of that would be kept beside it."""
+    own = config.activations
+    regions = [own.of_stage(rank).regions for rank in (-1, *(one.stage for one in own.stages))]
+    if own.partition and any("residual" in each and "block" not in each for each in regions):
+        rule = "must be false where residual is recomputed, which starts from the whole input of a layer"
+        yield Problem("activations.partition", True, rule, "leave residual out of activations.recompute, or name block")
+
+
 def _batch_sizes_agree(config: RunConfig, dp: int) -> Iterable[Problem]:
     batch_sizes(config, dp)  # raises what is wrong
     return ()
@@ -360,6 +369,7 @@ _EVERY_SHAPE = Rule((*_ELASTIC, *_SIZES, *{key for rule in _SHAPE_RULES for key 
 RULES = (
     Rule(_CHUNKS, _schedule_has_its_chunks),
     Rule((*_ACTIVATIONS, "model.num_layers", "parallel.pp", *_ELASTIC), _activations_name_layers_and_ranks),
+    Rule(("activations.partition", "activations.recompute", "activations.stages"), _what_is_cut_is_not_kept_whole),
     Rule((*WORLD, *BATCH), _batch_sizes_agree),
     Rule((*WORLD, *BATCH, *_CHUNKS), _micro_batches_fill_the_schedule),
     Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),

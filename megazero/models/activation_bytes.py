@@ -112,10 +112,10 @@ def _saved_by(block: Block, size: MicroBatchSize) -> Iterator[_Saved]:
     yield _Saved(ATTENDED[1], lse, "attention block")
     yield _Saved("output of all windows", joined, "attention block")
     if after:
-        yield _Saved("result of attention", stream, "block", "norm1")
-        yield _Saved("1 / rms after attention", norms[0], "norm1 block")
-    yield _Saved("dropout mask of attention", masks[0], "block")
-    yield _Saved("input of the MLP", stream, "block", "mlp" + ("" if after else " norm2"))
+        yield _Saved("result of attention", stream, "residual block", "norm1")
+        yield _Saved("1 / rms after attention", norms[0], "norm1 residual block")
+    yield _Saved("dropout mask of attention", masks[0], "residual block")
+    yield _Saved("input of the MLP", stream, "residual block", "mlp" + ("" if after else " norm2"))
     if not after:
         yield _Saved("1 / rms before the MLP", norms[1], "norm2 mlp block")
         yield _Saved("normed input of the MLP", stream, "norm2 mlp block")
@@ -221,8 +221,10 @@ def products_again(block: Block, policy: LayerPolicy, reach: float) -> float:
         count += 0 if policy.keep_attention else 2 * reach * block.attention.num_heads * block.attention.head_size
     if parts & {"mlp", "block"}:
         count += entry.numel()
+    if parts & {"residual", "block"}:
+        count += block.attention.out.weight.numel()
     if "block" in parts:
-        count += block.attention.out.weight.numel() + (last.numel() if isinstance(block, PostNormBlock) else 0)
+        count += last.numel() if isinstance(block, PostNormBlock) else 0
     return count
 
 

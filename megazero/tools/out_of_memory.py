@@ -29,8 +29,10 @@ from megazero.zero.offload import free_memory_bytes
 
 POLICIES: tuple[dict[str, Any], ...] = (
     {"recompute": "selective"},
+    {"recompute": ["norms", "activation", "residual"]},
     {"recompute": ["mlp"]},
     {"recompute": ["norms", "mlp"]},
+    {"recompute": ["norms", "residual", "mlp"]},
     {"recompute": "full", "keep_attention": True},
     {"recompute": "full"},
 )

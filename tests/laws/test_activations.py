@@ -36,6 +36,10 @@ RECOMPUTED: dict[str, tuple[dict[str, Any], int]] = {  # [activations], and regi
     "mlp and a norm": ({"recompute": ["mlp", "norms"]}, 2),
     "attention, mlp": ({"recompute": ["attention", "mlp"]}, 2),
     "full": ({"recompute": "full"}, 1),
+    "residual": ({"recompute": ["residual"]}, 1),
+    "residual and no product": ({"recompute": ["norms", "activation", "residual"]}, 4),
+    "residual, mlp": ({"recompute": ["residual", "mlp"]}, 2),
+    "one by one": ({"recompute": ["attention", "residual", "mlp"], "keep_attention": True}, 3),
     "attention is kept": ({"recompute": "full", "keep_attention": True}, 1),
 }
 FAMILIES = {
@@ -108,7 +112,7 @@ ZERO: list[dict[str, Any]] = [
     {"stage": 3, "gather_policy": "chunk", "offload": {"optimizer": "cpu", "parameters": "cpu"}},
     {"stage": 3, "gather_policy": "step"},
 ]
-EVERY_LAYER = ["selective", "attention is kept", "mlp and a norm", "attention, mlp", "full"]
+EVERY_LAYER = ["selective", "attention is kept", "mlp and a norm", "attention, mlp", "residual, mlp", "full"]
 SOME_LAYERS: dict[str, tuple[dict[str, Any], int]] = {  # [activations], and regions run again in all 4 layers together
     "first of each rank": ({"recompute": "selective", "layers": 1}, 3 * 2),
     "listed": ({"recompute": ["mlp"], "layers": [0, 3]}, 2),
@@ -150,6 +154,10 @@ TENSOR: list[tuple[dict[str, Any], dict[str, Any], int]] = [  # model, [parallel
 def test_every_shape_over_tp_and_what_is_cut_over_it() -> None:
     policies = ["norms", "attention and a norm", "attention, mlp", "full", "attention is kept"]
     chosen = pairwise(policy=policies, shape=TENSOR, partition=[False, True])
+    whole = ["residual and no product", "residual, mlp", "one by one"]
+    chosen += [
+        {"policy": whole[number % 3], "shape": shape, "partition": False} for number, shape in enumerate(TENSOR)
+    ]
     cases, again = [], []
     for case in chosen:
         model, parallel, stage = case["shape"]
