@@ -155,9 +155,7 @@ def test_every_shape_over_tp_and_what_is_cut_over_it() -> None:
     policies = ["norms", "attention and a norm", "attention, mlp", "full", "attention is kept"]
     chosen = pairwise(policy=policies, shape=TENSOR, partition=[False, True])
     whole = ["residual and no product", "residual, mlp", "one by one"]
-    chosen += [
-        {"policy": whole[number % 3], "shape": shape, "partition": False} for number, shape in enumerate(TENSOR)
-    ]
+    chosen += [{"policy": whole[number % 3], "shape": shape, "partition": False} for number, shape in enumerate(TENSOR)]
     cases, again = [], []
     for case in chosen:
         model, parallel, stage = case["shape"]

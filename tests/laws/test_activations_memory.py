@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from harness import run_world
-from torch import Tensor
+from torch import Tensor, nn
 from worlds import engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
-from megazero.models.activation_bytes import MicroBatchSize, block_bytes, peak_bytes
+from megazero.layers.linear import WeightGradQueue
+from megazero.models.activation_bytes import MicroBatchSize, block_bytes, peak_bytes, queued_bytes
 from megazero.models.activation_config import LayerPolicy
 from megazero.schedules.proof import peak_activations
 from megazero.schedules.registry import SCHEDULES
-from megazero.tools.saved_memory import SavedMemory, activations_of_ranks, measure_saved, schedule_of, stages_of
+from megazero.tools.saved_memory import (
+    SavedMemory,
+    activations_of_ranks,
+    measure_saved,
+    micro_batch_size,
+    schedule_of,
+    stages_of,
+)
 
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -119,6 +129,12 @@ def test_every_schedule_keeps_its_bytes_cut_over_tp_or_not() -> None:
             activations=activations,
             training={"micro_batch_size": 2},
         )
+    runs["norms that come after, cut"] = run_of(
+        4,
+        model=_llama(family="olmo2", num_layers=4),
+        parallel={"pp": 2, "tp": 2},
+        activations={"recompute": ["norms"], "partition": True},
+    )
     assert run_world(4, _differences, runs) == [{}] * 4
 
 
@@ -136,6 +152,58 @@ def test_ranks_that_share_a_key_head_keep_it_whole() -> None:
     families = ("llama", "qwen3", "olmo2")
     runs = {family: run_of(4, model=_llama(family=family), parallel={"tp": 4}) for family in families}
     assert run_world(4, _differences, runs) == [{}] * 4
+
+
+def _held(by: Any) -> Iterator[Tensor]:
+    """The tensors that a queued function holds, but for weights."""
+    if isinstance(by, Tensor):
+        yield from () if isinstance(by, nn.Parameter) else (by,)
+    elif isinstance(by, partial):
+        for one in (by.func, *by.args):
+            yield from _held(one)
+    else:
+        for cell in getattr(by, "__closure__", None) or ():
+            yield from _held(cell.cell_contents)
+
+
+def _queued(rank: int, runs: dict[str, ResolvedRun]) -> dict[str, Any]:
+    """By run, where the bytes that wait for a weight pass differ from the formula; of each pass of each chunk."""
+    state, found, run_oldest = state_on(rank, next(iter(runs.values()))), {}, WeightGradQueue.run_oldest
+    passes: list[tuple[WeightGradQueue, int]] = []
+
+    def counting(queue: WeightGradQueue) -> None:
+        storages = {one.untyped_storage() for entry in queue._passes[0] for one in _held(entry)}
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        passes.append((queue, sum(sizes.values())))
+        run_oldest(queue)
+
+    WeightGradQueue.run_oldest = counting  # type: ignore[method-assign]
+    for name, run in runs.items():
+        engine, size = engine_on(rank, run, state=state), micro_batch_size(run, on_cuda=False)
+        passes.clear()
+        engine.compute_gradients(micro_batches(run, state, 0))
+        wanted = dict(zip(engine._wgrad_queues, (queued_bytes(stage, size) for stage in engine.chunks), strict=True))
+        counts = {(counted, wanted[queue]) for queue, counted in passes}
+        if not counts or any(counted != formula for counted, formula in counts):
+            found[name] = counts
+        engine.sharded_model.close()
+    WeightGradQueue.run_oldest = run_oldest  # type: ignore[method-assign]
+    return found
+
+
+def test_what_waits_for_weight_gradients_is_the_formulas() -> None:
+    families, policies = ("llama", "gpt2", "olmo2", "qwen2"), ("none", "residual, mlp", "full", "selective")
+    runs = {}
+    for number, (family, policy) in enumerate(zip(families, policies, strict=True)):
+        runs[f"{family}, {policy}"] = run_of(
+            4,
+            model=_llama(num_layers=4, **{"family": family, **FAMILIES[family], "dropout": 0.1 * (number % 2)}),
+            parallel={"pp": 2, "tp": 2, "schedule": ("zb-h1", "zbv")[number % 2], "sequence_parallel": number > 1},
+            activations=POLICIES[policy],
+            training={"micro_batch_size": 2},
+            precision={"dtype": "bf16"},
+        )
+    assert run_world(4, _queued, runs) == [{}] * 4
 
 
 def test_the_peak_is_that_of_equal_micro_batches_where_chunks_are_equal() -> None:
