@@ -56,7 +56,9 @@ class RankActivations:
         units: bytes of one micro-batch by "embedding", "layer 3" and "head", by tensor.
         micro_batches: most that are kept at once; a chunk is a part of one.
         saved: most bytes of saved tensors at once, on the device.
-        device: the same, what waits for weight gradients, and two offloaded layers on their way; host: most bytes there.
+        device: the same, what waits for weight gradients, and two offloaded layers on their way with their chunk's input;
+            host: most bytes there.
+            Storages under 64 KiB, which stay on the device, count as moved.
         again: FLOPs that recomputation adds, over those of a step without it.
     """
 
@@ -143,21 +145,24 @@ def _of_rank(
         moved = [sum(found[f"layer {layer}"].values()) for layer in layout.layers if policies[layer].offload]
         on_device.append(sum(sum(tensors.values()) for tensors in found.values()) - sum(moved))
         on_host.append(sum(moved))
-        moving = max(moving, *moved, 0)
+        received = stage.embedding is None and moved and policies[layout.layers[0]].offload  # held while the chunk runs
+        entry = found[f"layer {layout.layers[0]}"].get("input", 0) if received else 0
+        moving = max(moving, entry + 2 * max(moved, default=0))
         units |= found
         for layer, block in zip(layout.layers, stage.layers, strict=True):
             again += 2 * size.tp * products_again(block, policies[layer], config.model.mean_reach)
     splits, nothing = schedule.splits_backward, [0] * len(chunks)
     queued = [queued_bytes(stage, size) for _, stage in chunks] if splits else nothing
     peak = partial(peak_bytes, schedule.ranks[rank], splits=splits)
+    host = peak(on_host, nothing)
     return RankActivations(
         rank,
         policies,
         units,
         micro_batches=peak_activations(schedule, rank) / schedule.chunks,
         saved=peak(on_device, nothing),
-        device=peak(on_device, queued) + 2 * moving,
-        host=peak(on_host, nothing),
+        device=peak(on_device, queued) + min(moving, host),
+        host=host,
         again=again / FAMILIES[config.model.family].flops_per_token(config.model),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
+from test_activation_offload import LateCopier
 from torch import Tensor, nn
 from worlds import engine_on, micro_batches, run_of, state_on
 
@@ -204,6 +205,58 @@ def test_what_waits_for_weight_gradients_is_the_formulas() -> None:
             precision={"dtype": "bf16"},
         )
     assert run_world(4, _queued, runs) == [{}] * 4
+
+
+def _moved(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, int]]:
+    """Of runs that offload all layers: the most on the device and on the host, counted and by the formula."""
+    state, found = state_on(rank, runs[0]), []
+    for number, run in enumerate(runs):
+        engine, copier = engine_on(rank, run, state=state), LateCopier(number)
+        assert engine.offload is not None
+        engine.offload.copier, engine.offload.smallest_bytes = copier, 64  # more than the ids of samples
+        engine.compute_gradients(micro_batches(run, state, 0))
+        formula = activations_of_ranks(run, schedule_of(run), on_cuda=False)[state.at.pp]
+        layers = [tensors for unit, tensors in formula.units.items() if unit.startswith("layer")]
+        found.append(
+            {
+                "counted": copier.most_on_device,
+                "two layers": 2 * max(sum(tensors.values()) for tensors in layers),
+                "input": layers[0]["input"],
+                "formula": formula.device,
+                "on the host": engine.offload.pool.nbytes,
+                "formula of the host": formula.host,
+            }
+        )
+        engine.sharded_model.close()
+    return found
+
+
+def test_two_layers_are_on_the_device_and_the_rest_on_the_host() -> None:
+    schedules: tuple[dict[str, Any], ...] = (
+        {"schedule": "1f1b"},
+        {"schedule": "gpipe"},
+        {"schedule": "interleaved", "virtual_stages": 2},
+        {"schedule": "zb-h1"},
+        {"schedule": "zbv"},
+    )
+    policies: tuple[Any, ...] = ("none", "selective", ["residual", "mlp"], "full", "none")
+    runs = [
+        run_of(
+            2,
+            model=_llama(num_layers=8),
+            parallel={"pp": 2, **parallel},
+            activations={"recompute": policy, "offload": "host"},
+            training={"accumulation": 4},
+        )
+        for parallel, policy in zip(schedules, policies, strict=True)
+    ]
+    for rank in run_world(2, _moved, runs):
+        for said, parallel in zip(rank, schedules, strict=True):
+            case = f"{parallel}: {said}"
+            assert said["on the host"] == said["formula of the host"], case
+            assert said["two layers"] / 2 < said["counted"] <= said["formula"], case
+            most = said["two layers"] + said["input"]  # the input of a chunk is held while it runs
+            assert parallel["schedule"].startswith("zb") or said["counted"] <= most, case
 
 
 def test_the_peak_is_that_of_equal_micro_batches_where_chunks_are_equal() -> None:
