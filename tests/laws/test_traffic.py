@@ -156,6 +156,90 @@ def test_norms_of_queries_and_keys_send_their_mean_squares_or_their_gradients() 
     assert sent[3] - sent[2] == activation + 2 * 8 * 4
 
 
+# What the backward computes again it exchanges again, once: passes over the activation by (sequence parallelism, operation).
+# An all-reduce is two passes.  The mlp's and attention's projections from the hidden size gather under sequence parallelism,
+# and without it their forward sends nothing; attention's output projection, in "residual" and "block", sums.
+AGAIN: dict[str, tuple[dict[str, Any], dict[tuple[bool, str], int]]] = {
+    "none": ({}, {}),
+    "norms": ({"recompute": ["norms"]}, {}),
+    "activation": ({"recompute": ["activation"]}, {}),
+    "residual": ({"recompute": ["residual"]}, {(False, "all_reduce"): 2, (True, "reduce_scatter"): 1}),
+    "mlp": ({"recompute": ["mlp"]}, {(True, "all_gather"): 1}),
+    "attention": ({"recompute": ["attention"]}, {(True, "all_gather"): 1}),
+    "block": (
+        {"recompute": "full"},
+        {(False, "all_reduce"): 2, (True, "all_gather"): 2, (True, "reduce_scatter"): 1},
+    ),
+}
+AGAIN["block but attention"] = AGAIN["block"][0] | {"keep_attention": True}, AGAIN["block"][1]
+CUT_INPUTS = {"norms": 2, "mlp": 1, "attention": 1, "block": 1, "block but attention": 1}
+
+
+def _traffic_of_a_step(engine: Engine, run: ResolvedRun) -> tuple[dict[Any, int], dict[Any, int]]:
+    """Bytes and calls by (axis, operation), of those that send."""
+    traffic = engine.state.traffic
+    traffic.reset()
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    sent = {key: nbytes for key, nbytes in traffic.sent_bytes.items() if nbytes}
+    return sent, {key: traffic.calls[key] for key in sent}
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, False), (2, True), (4, False), (4, True)])
+def test_recomputation_repeats_the_forwards_exchanges_over_tp_and_a_cut_input_is_gathered_once(
+    tp: int, sequence_parallel: bool
+) -> None:
+    """Beside the same run without recomputation, for each layer; a cut input is gathered in one pass, 2h (t - 1) / t bytes
+    of each token in 16 bits (Rajbhandari et al. 2020, section 6.1)."""
+    names = [name for name in AGAIN if tp == 2 or name in ("none", "norms", "residual", "attention", "block")]
+    cases = [(name, False) for name in names]
+    cases += [(name, True) for name in names if name in CUT_INPUTS and not sequence_parallel]
+    layers = 2
+    runs = [
+        run_of(
+            tp,
+            model=UNTIED | {"num_layers": layers},
+            parallel={"tp": tp, "sequence_parallel": sequence_parallel},
+            activations=AGAIN[name][0] | {"partition": cut},
+        )
+        for name, cut in cases
+    ]
+    a_pass = _ring(8 * 16 * 32, tp)  # samples x seq x hidden
+    shared_heads = layers * (tp - 1) * (8 * 16) * 2 * 8 // 2 * 4  # halves of a key and a value head, where ranks share them
+    for results in run_world(tp, on_one_state, runs, _traffic_of_a_step):
+        without, _ = results[0]
+        for (name, cut), (sent, _) in zip(cases, results, strict=True):
+            wanted = dict(without)
+            for (of, operation), passes in AGAIN[name][1].items():
+                if of == sequence_parallel:
+                    wanted["tp", operation] += layers * passes * a_pass
+            if cut:
+                wanted["tp", "all_gather"] = wanted.get(("tp", "all_gather"), 0) + layers * CUT_INPUTS[name] * a_pass
+            if tp == 4 and name in ("attention", "block"):
+                wanted["tp", "all_gather"] += shared_heads
+            assert sent == wanted, (name, cut)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}], ids=["tp2 dp2", "pp2 dp2"])
+def test_recomputation_sends_nothing_more_over_dp_nor_between_stages(parallel: dict[str, int]) -> None:
+    """Under every ZeRO stage that gathers or scatters: the bytes and the calls of the run without it."""
+    policies = [AGAIN[name][0] for name in ("none", "block", "norms")]
+    policies[2] = policies[2] | {"partition": "tp" in parallel}
+    zeros: list[dict[str, Any]] = [{"stage": 1}, {"stage": 2}, {"stage": 3}]
+    runs = [
+        run_of(4, model=UNTIED, parallel=parallel, zero=zero, training={"accumulation": 2}, activations=policy)
+        for zero, policy in itertools.product(zeros, policies)
+    ]
+    for results in run_world(4, on_one_state, runs, _traffic_of_a_step):
+        for first in range(0, len(results), len(policies)):
+            without, *others = [
+                tuple({key: number for key, number in one.items() if key[0] != "tp"} for one in result)
+                for result in results[first : first + len(policies)]
+            ]
+            assert without[0]
+            for other in others:
+                assert other == without, zeros[first // len(policies)]
+
+
 def test_a_pipeline_sends_one_activation_and_one_gradient_per_micro_batch() -> None:
     run = run_of(2, model=UNTIED, parallel={"pp": 2}, training={"accumulation": 4})
     activation = 16 * 2 * 32 * 4  # seq x micro-batch x hidden, fp32
