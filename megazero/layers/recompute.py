@@ -259,8 +259,9 @@ class DroppingOutputs(SavedTensorHooks):
 
     def __init__(self) -> None:
         super().__init__()
-        # By address, with the tensor: another must not get its memory as long as it is looked for here.
-        self._outputs: dict[int, tuple[_Dropped, Tensor]] = {}
+        # By address of torch's object for the storage, which exists for tensors without memory too (empty ones, meta).
+        # With the tensor, so that no other storage gets the address as long as it is looked for here, and its version.
+        self._outputs: dict[int, tuple[_Dropped, Tensor, int]] = {}
 
     def leave(self) -> None:
         super().leave()
@@ -268,14 +269,15 @@ class DroppingOutputs(SavedTensorHooks):
 
     def drop(self, source: Recomputation, outputs: Sequence[Tensor]) -> None:
         for number, tensor in enumerate(outputs):
-            self._outputs[tensor.untyped_storage().data_ptr()] = source.output(number), tensor
+            if tensor.layout is torch.strided:  # others have no storage
+                self._outputs[tensor.untyped_storage()._cdata] = source.output(number), tensor, tensor._version
 
     def pack(self, tensor: Tensor) -> Any:
         weight = self.pack_weight(tensor)
         if weight is not None:
             return weight
-        found = self._outputs.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-        if found is None or found[1].dtype != tensor.dtype:
+        found = self._outputs.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        if found is None or not _shows(tensor, *found[1:]):
             return self.beneath.pack(tensor)
         return _View(found[0], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -283,6 +285,11 @@ class DroppingOutputs(SavedTensorHooks):
         if isinstance(saved, _View):
             return saved.base.tensor().as_strided(saved.size, saved.stride, saved.offset)
         return self.beneath.unpack(saved)
+
+
+def _shows(tensor: Tensor, output: Tensor, version: int) -> bool:
+    """Whether a tensor in an output's memory shows it as it was made; what was changed in place cannot be made again."""
+    return tensor.dtype == output.dtype and output._version == version
 
 
 class Recomputed:

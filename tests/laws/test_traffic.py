@@ -204,7 +204,9 @@ def test_recomputation_repeats_the_forwards_exchanges_over_tp_and_a_cut_input_is
         for name, cut in cases
     ]
     a_pass = _ring(8 * 16 * 32, tp)  # samples x seq x hidden
-    shared_heads = layers * (tp - 1) * (8 * 16) * 2 * 8 // 2 * 4  # halves of a key and a value head, where ranks share them
+    shared_heads = (
+        layers * (tp - 1) * (8 * 16) * 2 * 8 // 2 * 4
+    )  # halves of a key and a value head, where ranks share them
     for results in run_world(tp, on_one_state, runs, _traffic_of_a_step):
         without, _ = results[0]
         for (name, cut), (sent, _) in zip(cases, results, strict=True):
