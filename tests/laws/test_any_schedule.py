@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
-from test_any_shape import _assert_agrees
+from test_any_shape import ACTIVATIONS, _assert_agrees, train_offloading
 from worlds import (
     GPT2,
     LLAMA,
@@ -58,13 +58,14 @@ CASES = pairwise(
     degrees=[(1, 2), (2, 1), (2, 2), (1, 1)],
     zero_stage=range(4),
     model=list(MODELS),
-    policy=["action", "chunk", "step"],
+    policy=[("action", "selective"), ("chunk", "full, on the host"), ("step", "none")],  # of weights and of activations
 )
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 1), (2, 2), (1, 1)])
 def test_every_schedule_takes_every_zero_stage(tp: int, dp: int) -> None:
-    """Schedules, shapes, stages, models and, in stage 3, gather policies, pairwise; the cases of a shape in one world."""
+    """Schedules, shapes, stages, models, what is kept of activations and, in stage 3, of weights, pairwise; the cases of a
+    shape in one world."""
     world = 2 * tp * dp
     cases = [case for case in CASES if case["degrees"] == (tp, dp)]
     runs = [
@@ -77,12 +78,14 @@ def test_every_schedule_takes_every_zero_stage(tp: int, dp: int) -> None:
                 "sequence_parallel": case["zero_stage"] % 2 == 1,
                 **SCHEDULES[case["schedule"]],
             },
-            zero={"stage": case["zero_stage"]} | ({"gather_policy": case["policy"]} if case["zero_stage"] == 3 else {}),
+            zero={"stage": case["zero_stage"]}
+            | ({"gather_policy": case["policy"][0]} if case["zero_stage"] == 3 else {}),
             training={"accumulation": 4},
+            activations=ACTIVATIONS[case["policy"][1]],
         )
         for case in cases
     ]
-    results = run_world(world, on_one_state, runs, train_on, True)[0]
+    results = run_world(world, on_one_state, runs, train_offloading, True)[0]
     for case, got in zip(cases, results, strict=True):
         _assert_agrees(got, _plain(case["model"]), str(case))
 

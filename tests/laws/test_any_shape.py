@@ -51,19 +51,36 @@ def _assert_agrees(got: dict[str, Any], wanted: dict[str, Any], case: str = "") 
         assert difference(got["weights"][name], tensor) < TOLERANCE, f"weights of {name} {case}"
 
 
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute": "selective"},
+    "cut": {"recompute": ["mlp", "norms"], "partition": True},  # where ranks of tp have the same
+    "full, on the host": {"recompute": "full", "offload": "host"},
+}
 CASES = pairwise(
     shape=list(SHAPES),
     zero_stage=range(4),
     order=[("1f1b", 1), ("1f1b", 4), ("gpipe", 4)],  # schedule and accumulation; without a pipeline the last are one
     name=["untied", "tied", "gpt2"],
+    activations=list(ACTIVATIONS),
 )
+
+
+def train_offloading(engine: Engine, run: ResolvedRun, *args: Any) -> dict[str, Any] | None:
+    """As `train_on`; where activations are offloaded, those of this small model too."""
+    if engine.offload is not None:
+        engine.offload.smallest_bytes = 64
+    result = train_on(engine, run, *args)
+    assert engine.offload is None or engine.offload.pool.nbytes > 0
+    return result
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_shape_gives_the_plain_models_gradients_and_weights(shape: str) -> None:
-    """Shapes, stages, schedules, accumulation and models, pairwise; the cases of a shape in one world, one engine after the
-    other."""
+    """Shapes, stages, schedules, accumulation, models and what is kept, pairwise; the cases of a shape in one world, one
+    engine after the other."""
     world, parallel = SHAPES[shape]
+    whole_on_tp = "tp" in parallel and "sequence_parallel" not in parallel
     models = {"untied": UNTIED, "tied": TIED, "gpt2": GPT2}
     cases = [case for case in CASES if case["shape"] == shape]
     runs = [
@@ -73,10 +90,15 @@ def test_any_shape_gives_the_plain_models_gradients_and_weights(shape: str) -> N
             parallel=parallel | {"schedule": case["order"][0]},
             zero={"stage": case["zero_stage"]},
             training={"accumulation": case["order"][1]},
+            activations={
+                key: value
+                for key, value in ACTIVATIONS[case["activations"]].items()
+                if key != "partition" or whole_on_tp
+            },
         )
         for case in cases
     ]
-    for case, got in zip(cases, run_world(world, on_one_state, runs, train_on)[0], strict=True):
+    for case, got in zip(cases, run_world(world, on_one_state, runs, train_offloading)[0], strict=True):
         name = case["name"]
         _assert_agrees(got, _plain("gpt2" if name == "gpt2" else "llama", name != "untied", CLIP), str(case))
 
