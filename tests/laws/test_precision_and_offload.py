@@ -26,14 +26,17 @@ from worlds import (
     difference,
     global_batch,
     initial_weights,
+    micro_batches,
     on_one_state,
     plain_config,
     run_of,
     train_on,
     train_plainly,
+    whole,
 )
 
 from megazero.config import ResolvedRun
+from megazero.engine import Engine
 
 TIED, UNTIED = LLAMA | {"tie_embeddings": True}, LLAMA | {"tie_embeddings": False}
 TOLERANCE = 1e-5  # of fp32 sums in another order
@@ -155,6 +158,35 @@ def test_half_precision_is_the_plain_run_but_for_its_rounding(shape: str, dtype:
         moved += float((tensor - plain["initial"][name]).double().square().sum())
         assert torch.equal(got["weights"][name], got["masters"][name].to(got["weights"][name].dtype)), name
     assert math.sqrt(error / moved) < 16 * u
+
+
+def _steps_with_an_overflow(engine: Engine, run: ResolvedRun) -> tuple[list[Any], dict[str, Tensor] | None]:
+    """Loss, norm and whether it was skipped of each step, and the masters."""
+    if engine.offload is not None:
+        engine.offload.smallest_bytes = 64
+    done = [engine.try_step(micro_batches(run, engine.state, step), LR) for step in range(4)]
+    assert engine.offload is None or engine.offload.pool.nbytes > engine.offload.pool.nbytes_in_use == 0
+    return [(one.loss, repr(one.grad_norm), one.skipped) for one in done], whole(engine, "master")
+
+
+def test_a_step_that_overflows_is_skipped_with_activations_on_the_host_too() -> None:
+    activations: list[dict[str, Any]] = [{}, {"offload": "host"}, {"recompute": "selective", "offload": "host"}]
+    runs = [
+        run_of(
+            2,
+            model=TIED,
+            zero={"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}},
+            precision={"dtype": "fp16", "initial_scale_power": 20},
+            training={"accumulation": 2},
+            activations=one,
+        )
+        for one in activations
+    ]
+    (steps, masters), *others = run_world(2, on_one_state, runs, _steps_with_an_overflow)[0]
+    assert {skipped for *_, skipped in steps} == {False, True}
+    for other_steps, other_masters in others:
+        assert other_steps == steps
+        assert all(torch.equal(tensor, other_masters[name]) for name, tensor in masters.items())
 
 
 @pytest.mark.slow
