@@ -49,6 +49,9 @@ def _with_and_without(
     state, pairs = state_on(rank, pairs_of_runs[0][0]), []
     for runs in pairs_of_runs:
         engines = [engine_on(rank, run, state=state) for run in runs]
+        for engine in engines:
+            if engine.offload is not None:
+                engine.offload.smallest_bytes = 64
         _compile(engines[1], backend)  # anew: what a run takes, "inductor", needs minutes on a CPU
         pairs.append([_losses(engine, run, evaluates) for engine, run in zip(engines, runs, strict=True)])
     return pairs, counters["stats"]["unique_graphs"]
@@ -63,8 +66,10 @@ def _check(pairs: list[list[list[float]]]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_blocks_of_all_stages_share_their_pieces(world: int) -> None:
-    """A block is cut by its four linear layers, once more for evaluation; the loss has two passes."""
-    runs = [_runs(world, model=LLAMA | {"dropout": 0.1}, zero={"stage": stage}) for stage in (0, 3)]
+    """A block is cut by its four linear layers, once more for evaluation; the loss has two passes, whatever is kept."""
+    policy = {"recompute": "full"} if world == 1 else {"recompute": "selective", "offload": "host"}
+    model = LLAMA | {"dropout": 0.1}
+    runs = [_runs(world, model=model, zero={"stage": stage}, activations=policy) for stage in (0, 3)]
     for pairs, graphs in run_world(world, _with_and_without, runs, "aot_eager", True):
         _check(pairs)
         assert graphs == (5 + 2) + 5
@@ -120,6 +125,8 @@ def _pieces(rank: int, runs: list[ResolvedRun]) -> list[tuple[list[str], list[fl
             return graph.forward
 
         engine = engine_on(rank, run, state=state)
+        if engine.offload is not None:
+            engine.offload.smallest_bytes = 64
         for stage in engine.chunks:
             compile_blocks(stage, backend)
         with counted() as ran:
@@ -132,9 +139,14 @@ def _pieces(rank: int, runs: list[ResolvedRun]) -> list[tuple[list[str], list[fl
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_the_pieces_and_the_bits_are_the_same_whatever_is_recomputed(family: str) -> None:
     """Other pieces would be fused otherwise, so that their numbers are rounded at other places."""
-    policies: list[Any] = ["none", "selective", ["mlp", "norms"], "full"]
+    policies: list[dict[str, Any]] = [
+        {},
+        {"recompute": "selective", "offload": "host"},
+        {"recompute": ["mlp", "norms"]},
+        {"recompute": "full"},
+    ]
     model = LLAMA | {"family": family, "dropout": 0.1}
-    runs = [run_of(1, model=model, precision={"dtype": "bf16"}, activations={"recompute": one}) for one in policies]
+    runs = [run_of(1, model=model, precision={"dtype": "bf16"}, activations=one) for one in policies]
     ((without, *others),) = run_world(1, _pieces, runs)
     assert len(without[0]) == 5 + 2
     assert without[2] == 0
