@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from megazero.layers.spec import NamedRows, ParamSpec
 from megazero.parallel_state import Axis
-from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Run, ShardingPolicy, intersect, plan_buckets
+from megazero.zero.bucket import Bucket, BucketLayout, ParamInfo, Pieces, Run, ShardingPolicy, intersect, plan_buckets
 from megazero.zero.storage import InMemory
 
 laws = settings(deadline=None, max_examples=75)
@@ -85,6 +86,16 @@ def painted(layout: BucketLayout) -> list[ParamInfo | None]:
             assert owners[element] is None
             owners[element] = slot.info
     return owners
+
+
+def elements_of(pieces: Sequence[Pieces]) -> list[int]:
+    """Which elements pieces are, in order."""
+    return [
+        piece.start + at * piece.stride + element
+        for piece in pieces
+        for at in range(piece.count)
+        for element in range(piece.length)
+    ]
 
 
 # ---- layouts
@@ -255,7 +266,7 @@ def test_the_parts_of_a_bucket_hold_each_element_of_it_once_and_of_every_shard_a
                 for element in range(part.start, part.stop)
             ]
             for share in layout.shares(part):
-                inside = [element for piece in share.pieces for element in range(piece.start, piece.stop)]
+                inside = elements_of(share.pieces)
                 assert [element + share.slot.start for element in inside] == buffer[share.start : share.stop]
                 found[share.slot.info.name] += inside
             is_cut = len(layout.parts) > 1
@@ -281,9 +292,20 @@ def test_only_what_is_nearly_one_parameter_is_cut_and_only_between_its_rows(info
                 assert share.rows is not None
                 rows = torch.arange(largest.shape[0])
                 at, count = share.row_in_buffer(rows)
-                mine = [row for start, stop in share.rows for row in range(start, stop)]
+                mine = elements_of(share.rows)
                 assert count == len(mine)
                 assert at.tolist() == [mine.index(row) if row in mine else count for row in rows.tolist()]
+
+
+@laws
+@given(infos=large_models(), plan=large_plans)
+def test_what_a_part_holds_is_at_most_three_strided_views_however_many_shards(infos, plan):
+    for layout in plan_buckets(infos, cuts=True, **plan | {"shards": 40}):
+        for share in (share for part in layout.parts for share in layout.shares(part)):
+            assert len(share.pieces) <= 3
+            x = torch.arange(2 * elements(share.slot.info)).view(2, -1)
+            for row, values in enumerate(torch.cat([piece.of(x).flatten(1) for piece in share.pieces], dim=1)):
+                assert values.tolist() == [row * x.shape[1] + element for element in elements_of(share.pieces)]
 
 
 def test_buckets_of_a_small_model_by_hand():

@@ -17,7 +17,7 @@ A part has the same rows of every shard, and so each rank owns as much of it:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import lcm
@@ -79,11 +79,35 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """Elements of a parameter: `count` runs of `length`, each of which begins `stride` after the one before."""
+
+    start: int
+    length: int
+    count: int = 1
+    stride: int = 0
+
+    @property
+    def numel(self) -> int:
+        """All elements."""
+        return self.length * self.count
+
+    def of(self, x: Tensor) -> Tensor:
+        """[..., count, length]: these of the last dimension of x; a view."""
+        step = x.stride(-1)
+        strides = (*x.stride()[:-1], self.stride * step, step)
+        return x.as_strided((*x.shape[:-1], self.count, self.length), strides, x.storage_offset() + self.start * step)
+
+
+@dataclass(frozen=True)
 class Share:
-    """What a part of a bucket holds of a parameter: `pieces` of its elements, one after another in the part's buffer."""
+    """What a part of a bucket holds of a parameter: `pieces` of its elements, one after another in the part's buffer.
+
+    They are those of whole shards, at equal distances, and of one that the parameter begins or ends in: three at most.
+    """
 
     slot: Slot
-    pieces: tuple[Run, ...]
+    pieces: tuple[Pieces, ...]
     start: int  # of the first piece in the buffer
     part: Run  # of every shard
     shard_numel: int
@@ -91,7 +115,7 @@ class Share:
     @cached_property
     def stop(self) -> int:
         """One past the last element in the buffer."""
-        return self.start + sum(piece.stop - piece.start for piece in self.pieces)
+        return self.start + sum(piece.numel for piece in self.pieces)
 
     @property
     def is_whole(self) -> bool:
@@ -99,13 +123,16 @@ class Share:
         return self.stop - self.start == numel(self.slot.info.shape)
 
     @cached_property
-    def rows(self) -> list[tuple[int, int]] | None:
-        """The rows (first, last + 1) of the parameter that the pieces are; None if a piece begins or ends within a row."""
+    def rows(self) -> tuple[Pieces, ...] | None:
+        """The rows of the parameter that the pieces are; None if a piece begins or ends within a row."""
         width = numel(self.slot.info.shape[1:])
-        edges = [(piece.start, piece.stop) for piece in self.pieces]
-        if any(start % width or stop % width for start, stop in edges):
+        every = [(piece.start, piece.length, piece.stride) for piece in self.pieces]
+        if any(number % width for numbers in every for number in numbers):
             return None
-        return [(start // width, stop // width) for start, stop in edges]
+        return tuple(
+            Pieces(piece.start // width, piece.length // width, piece.count, piece.stride // width)
+            for piece in self.pieces
+        )
 
     def row_in_buffer(self, rows: Tensor) -> tuple[Tensor, int]:
         """Where rows of the parameter, int64, lie among those of the share, and how many it has: that stands for no row."""
@@ -166,18 +193,19 @@ class BucketLayout:
         """What a part holds of the parameters; one without elements is in the part of a bucket that has no other."""
         each, held = self.shard_numel, part.stop - part.start
         for slot in self.slots:
-            pieces: list[Run] = []
-            for index in range(slot.start // each, -(-slot.stop // each)):
-                run = intersect(slot.run, Run(index * each + part.start, index * each + part.stop))
-                if run is not None and pieces and pieces[-1].stop == run.start:
-                    pieces[-1] = Run(pieces[-1].start, run.stop)
-                elif run is not None:
-                    pieces.append(run)
-            if not pieces and held < each:
+            if held == each:
+                yield Share(slot, (Pieces(0, slot.stop - slot.start),), slot.start, part, each)
                 continue
-            first = pieces[0].start if pieces else slot.start
-            inside = tuple(Run(piece.start - slot.start, piece.stop - slot.start) for piece in pieces)
-            yield Share(slot, inside, first // each * held + first % each - part.start, part, each)
+            first, last = slot.start // each, -(-slot.stop // each) - 1  # shards
+            ends = [intersect(slot.run, Run(at * each + part.start, at * each + part.stop)) for at in (first, last)]
+            pieces = [Pieces(end.start, end.stop - end.start) for end in ends[: last - first + 1] if end is not None]
+            if last - first > 1:
+                pieces.append(Pieces((first + 1) * each + part.start, held, last - first - 1, each))
+            if pieces:
+                pieces.sort(key=lambda piece: piece.start)
+                at = pieces[0].start
+                inside = tuple(replace(piece, start=piece.start - slot.start) for piece in pieces)
+                yield Share(slot, inside, at // each * held + at % each - part.start, part, each)
 
     def runs(self, key: Callable[[ParamInfo], K]) -> Iterator[tuple[K, Run]]:
         """Maximal contiguous runs of parameters with an equal key; padding belongs to none."""

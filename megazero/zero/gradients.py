@@ -342,9 +342,10 @@ def _add_elements(share: Share, view: Tensor, gradient: Tensor, *, is_first: boo
         (whole.copy_ if is_first else whole.add_)(gradient)
         return
     flat = gradient.reshape(-1)
-    views = view.split([piece.stop - piece.start for piece in share.pieces])
-    sources = [flat[piece.start : piece.stop] for piece in share.pieces]
-    (torch._foreach_copy_ if is_first else torch._foreach_add_)(views, sources)
+    views = view.split([piece.numel for piece in share.pieces])
+    for piece, part in zip(share.pieces, views, strict=True):
+        mine = part.view(piece.count, piece.length)
+        (mine.copy_ if is_first else mine.add_)(piece.of(flat))
 
 
 def _add_product(share: Share, view: Tensor, is_empty: bool, a: Tensor, b: Tensor, at: int) -> None:
@@ -355,5 +356,5 @@ def _add_product(share: Share, view: Tensor, is_empty: bool, a: Tensor, b: Tenso
     elif share.rows is None:
         _add_elements(share, view, product_t(a.t(), b.t()), is_first=is_first)
     else:
-        columns = torch.cat([a[:, start:stop] for start, stop in share.rows], dim=1)
+        columns = torch.cat([piece.of(a).flatten(1) for piece in share.rows], dim=1)
         add_product(view.view(-1, b.shape[1]), columns, b, is_first=is_first)
