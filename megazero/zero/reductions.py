@@ -49,8 +49,7 @@ class ReductionQueue:
         self._dtype, self._kept_dtype, self.pool = reduce_dtype, policy.accumulate_dtype, BufferPool(policy.device)
         lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
         self._largest = max(lengths) * self._axis.size
-        scratch = arriving_elements(self._largest, self._axis)
-        self._needs_scratch, self._scratch_numel = scratch > 0, max(scratch, self._largest // self._axis.size)
+        self._scratch_numel = arriving_elements(self._largest, self._axis)
         itemsize = max(reduce_dtype.itemsize, policy.accumulate_dtype.itemsize)
         self._most_bytes = 2 * max(bucket_bytes, self._largest * itemsize)
         self._in_flight: deque[_Reduction] = deque()
@@ -89,17 +88,12 @@ class ReductionQueue:
             if sent is not full or not bucket.reduces_in_place:
                 result = sent
         else:
-            writes_gradient = gradient.dtype == sent.dtype and gradient.device == sent.device
-            if adds and writes_gradient:  # the sum over the ranks then has what was there
-                while any(one.bucket is bucket for one in self._in_flight):
-                    self._finish_all_but(len(self._in_flight) - 1)
-                sent.view(self._axis.size, -1)[self._axis.index].add_(gradient)
+            if adds or gradient.dtype != sent.dtype or gradient.device != sent.device:
+                result = sent.view(self._axis.size, -1)[self._axis.index]  # which no other rank needs any more
             scratch = None
-            if self._needs_scratch or not writes_gradient:
+            if self._scratch_numel:
                 scratch = self._acquire(self._scratch_numel, self._dtype)
                 buffers.append(scratch)
-            if scratch is not None and not writes_gradient:
-                result = scratch[: gradient.numel()]
             pending = reduce_scatter(gradient if result is None else result, sent, self._axis, scratch)
         self._in_flight.append(_Reduction(pending, gradient, bucket, result, adds, buffers))
 
