@@ -21,6 +21,7 @@ from megazero.tools.memory_report import CHOICES, StateFormula, plan
 pytestmark = pytest.mark.slow  # starts whole runs
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "zero_memory_report.py"
+ODD_HIDDEN, ODD_FFN = 24, 40
 ODD = ["model.hidden_size=24", "model.num_layers=2", "model.num_heads=2", "model.ffn_hidden_size=40"]
 ODD += ["model.vocab_size=61", "model.seq_len=16", "zero.bucket_bytes=8192", "launch.device=cpu"]
 
@@ -89,6 +90,21 @@ def test_offload_moves_masters_moments_and_the_gradient_that_steps_them(rows: li
             assert away == 0
         else:
             assert 16 * owned <= away <= 16 * (owned + row["ranks"][0]["padding"])
+
+
+def test_the_buffers_are_at_most_what_the_formula_allows(rows: list[dict[str, Any]]) -> None:
+    """bf16 weights, fp32 gradients, buckets of 8 KiB that every block is larger than; see docs/shapes.md."""
+    h, f = ODD_HIDDEN, ODD_FFN
+    block = 4 * h * h + 3 * h * f + 2 * h
+    for row in rows:
+        assert row["measured"]["buffer_bytes"] <= row["formula"]["most_buffer_bytes"]
+        for rank in row["ranks"]:
+            counted = rank["counted"]["step"]
+            assert 0 <= counted["gradient_buffers"] <= rank["most_gradient_buffers"]
+            if row["stage"] == 3:
+                assert 2 * 4 * block <= rank["most_gradient_buffers"] <= 2 * 4 * (block + 31)
+            elif row["stage"] == 2:
+                assert rank["most_gradient_buffers"] == 2 * 8192
 
 
 def test_live_tensors_are_what_is_counted_and_activations(rows: list[dict[str, Any]]) -> None:

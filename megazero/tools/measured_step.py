@@ -52,6 +52,7 @@ class RankFigures:
     padding: int  # further elements of the flat buffers
     offloaded: int  # parameters whose optimizer state is off the device
     counted: dict[str, dict[str, int]]  # bytes of model state and ZeRO's buffers by point and kind, as the engine says
+    most_gradient_buffers: int  # by the formula, in bytes; see `ReductionQueue`
     live: dict[str, int]  # bytes of all live tensors, by point
     peak: int  # most bytes of live tensors within the step
     sent: dict[str, dict[str, int]]  # bytes sent in the step, by axis and collective
@@ -65,6 +66,10 @@ class RankFigures:
     def buffer_bytes(self) -> int:
         """ZeRO's buffers after a step."""
         return sum(self.counted[STEP].values()) - self.state_bytes()
+
+    def most_buffer_bytes(self) -> int:
+        """The same with as much for gradients as the formula allows; the others do not change."""
+        return self.buffer_bytes() - self.counted[STEP]["gradient_buffers"] + self.most_gradient_buffers
 
     def off_device_bytes(self) -> int:
         """The part of both that is in host memory or in a file."""
@@ -104,6 +109,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
         padding=sum(bucket.layout.padded_numel - bucket.layout.numel for bucket in buckets),
         offloaded=sum(bucket.layout.numel for bucket in buckets if bucket.master.location != "device"),
         counted=counted,
+        most_gradient_buffers=engine.sharded_model.reducer.most_buffer_bytes,
         live={point: live.live[point] for point in POINTS},
         peak=live.peak,
         sent=sent,

@@ -46,12 +46,12 @@ def _memory(report: Report) -> str:
     def cells(row: Row) -> list[str]:
         worst, state = row.worst, row.worst.state_bytes()
         formula = [row.formula_text, _mib(row.formula_bytes), _ratio(state, row.formula_bytes)]
-        live = [worst.buffer_bytes(), *(worst.live[point] for point in POINTS), worst.peak]
+        live = [worst.buffer_bytes(), worst.most_buffer_bytes(), *(worst.live[point] for point in POINTS), worst.peak]
         return [_mib(state), _mib(worst.off_device_bytes()), *formula, *map(_mib, live)]
 
     title = "Memory in MiB of the rank with most state: its state and ZeRO's buffers after a step, and all live tensors"
     after = (f"after {point}" for point in POINTS)
-    columns = ("state", "off device", "formula", "", "ratio", "buffers", *after, "peak")
+    columns = ("state", "off device", "formula", "", "ratio", "buffers", "at most", *after, "peak")
     return _table(title, columns, report.rows, cells)
 
 
@@ -99,6 +99,7 @@ def _notes(report: Report) -> Iterator[str]:
         "Offloaded state is the masters, the moments and the gradient that steps them; if the device keeps whole gradients"
         " or fp32 weights, those come on top of the formula without offload."
     )
+    yield "Buffers at most: those of weights as they are, and of gradients what docs/shapes.md allows."
     if formula.shards > 1:
         yield (
             f"A rank sends {formula.shards - 1}/{formula.shards} of the traffic's terms over {rows[0].axis}; at stage 3 that"

@@ -39,6 +39,11 @@ class BufferPool:
         is_free = any(free.dtype == dtype and free.numel() == numel for free in self._free)
         return self.nbytes + (0 if is_free else numel * dtype.itemsize)
 
+    def free_above(self, nbytes: int) -> None:
+        """Give free buffers back to the allocator until all have so many bytes at most."""
+        while self._free and self.nbytes > nbytes:
+            self._free.pop(0)
+
     def release(self, buffer: Tensor) -> None:
         """Take a buffer back, as `acquire` gave it."""
         _, is_reusable = self._in_use.pop(buffer.data_ptr())

@@ -178,6 +178,7 @@ class GradientReducer:
     Attributes:
         buckets: those that train.
         pool: the working buffers through which gradients pass on their way to the shards.
+        most_buffer_bytes: their limit; see `ReductionQueue`.
         accumulate_only: while set, rounds add up in the buffers and nothing is sent.
         admits: says of a gradient whether it is this step's; those of another model's backward are dropped.  None: all are.
         on_close: called at the end of every micro-batch's backward.
@@ -193,7 +194,7 @@ class GradientReducer:
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
         self._reductions = ReductionQueue(self.buckets, reduce_dtype, bucket_bytes)
-        self.pool = self._reductions.pool
+        self.pool, self.most_buffer_bytes = self._reductions.pool, self._reductions.most_bytes
         self._every_round, self.rounds, self.accumulate_only = every_micro_batch, 1, False
         self.admits: Callable[[Tensor], bool] | None = None
         self.on_close: Callable[[], None] = lambda: None

@@ -41,6 +41,7 @@ class ReductionQueue:
 
     Attributes:
         pool: all working buffers.
+        most_bytes: their limit: what is more, while several parts fill at once, is freed at the end of the step.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, bucket_bytes: int = 0) -> None:
@@ -49,9 +50,13 @@ class ReductionQueue:
         self._dtype, self._kept_dtype, self.pool = reduce_dtype, policy.accumulate_dtype, BufferPool(policy.device)
         lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
         self._largest = max(lengths) * self._axis.size
-        self._scratch_numel = arriving_elements(self._largest, self._axis)
-        itemsize = max(reduce_dtype.itemsize, policy.accumulate_dtype.itemsize)
-        self._most_bytes = 2 * max(bucket_bytes, self._largest * itemsize)
+        self._scratch_numel = 0 if self._all_reduces else arriving_elements(self._largest, self._axis)
+        is_cast = reduce_dtype != policy.accumulate_dtype and self._axis.size > 1
+        sent = (is_cast * self._largest + self._scratch_numel) * reduce_dtype.itemsize  # beside what has filled
+        kept, itemsize = policy.accumulate_dtype.itemsize, max(reduce_dtype.itemsize, policy.accumulate_dtype.itemsize)
+        self.most_bytes = _IN_FLIGHT * sent
+        if not all(bucket.keeps_gradients for bucket in buckets):
+            self.most_bytes = max(2 * max(bucket_bytes, self._largest * itemsize), self._largest * kept + sent)
         self._in_flight: deque[_Reduction] = deque()
         self._host_copies = HostGradientCopies()
 
@@ -62,7 +67,7 @@ class ReductionQueue:
         return self._acquire(self._largest, self._kept_dtype)
 
     def _acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        while self._in_flight and self.pool.bytes_after(numel, dtype) > self._most_bytes:
+        while self._in_flight and self.pool.bytes_after(numel, dtype) > self.most_bytes:
             self._finish_all_but(len(self._in_flight) - 1)
         return self.pool.acquire(numel, dtype)
 
@@ -101,6 +106,7 @@ class ReductionQueue:
         """Wait for all reductions, and for their results on the host."""
         self._finish_all_but(0)
         self._host_copies.finish()
+        self.pool.free_above(self.most_bytes)
 
     def _finish_all_but(self, count: int) -> None:
         while len(self._in_flight) > count:
