@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import zero_worlds
 from harness import run_world
 from torch import Tensor, nn
 from zero_worlds import Sharded, assert_same, assert_trains_as_plain, numbers, plain_gradients, random_batches, seeded
@@ -286,6 +288,59 @@ def test_parameters_that_only_one_rank_uses_get_the_sum_of_all_ranks(zero_stage:
         assert_trains_as_plain(rank, 2, _Experts, zero_stage, EXPERT_BATCHES, reduce=reduce)
 
     run_world(2, law, timeout=30)
+
+
+class _DeepExperts(nn.Module):
+    """A batch (chosen, x) goes through other experts in each of its layers."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(_Router() for _ in range(depth))
+
+    def units(self) -> list[nn.Module]:
+        return [self.first, *self.layers]
+
+    def forward(self, batch: tuple[list[tuple[int, ...]], Tensor]) -> Tensor:
+        chosen, x = batch
+        x = self.first(x)
+        for layer, of_layer in zip(self.layers, chosen, strict=True):
+            x = layer(of_layer, x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("over_gloo", [False, True], ids=["shared memory", "gloo"])
+def test_no_rank_waits_for_a_reduction_that_another_starts_after_it_has_gathered_more(over_gloo: bool) -> None:
+    """With memory for two buckets, a rank waits for the reduction of its last block within its backward."""
+    depth, every = 5, (0, 1, 2, 3)
+    used = [
+        [[every] * depth, [*[every] * (depth - 1), (0,)]],  # the second rank lacks some of the last layer,
+        [[every] * depth, [every, *[()] * (depth - 1)]],  # all of several last layers,
+        [[every if (layer + rank) % 2 else () for layer in range(depth)] for rank in range(2)],  # every other one
+    ]
+    batches = [
+        [[(chosen, numbers(4, 8, seed=10 * rank + index)) for index in range(2)] for rank, chosen in enumerate(ranks)]
+        for ranks in used
+    ]
+
+    def law(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zero_worlds, "ParallelState", partial(ParallelState, shares_memory=not over_gloo))
+            assert_trains_as_plain(rank, 2, lambda: _DeepExperts(depth), 3, batches)
+
+    run_world(2, law, timeout=30)
+
+
+def test_a_second_derivative_within_a_pass_counts_nothing_as_unused() -> None:
+    """torch.autograd.grad runs a backward of its own through the units."""
+
+    class Penalized(_Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(super().forward(x), x, create_graph=True)
+            return slope.square().sum()
+
+    run_world(2, lambda rank: assert_trains_as_plain(rank, 2, Penalized, 3, random_batches(2, 2, 2, 3, 16)) and None)
 
 
 @pytest.mark.parametrize("zero_stage", STAGES)

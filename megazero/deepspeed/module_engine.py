@@ -49,6 +49,8 @@ class ModuleEngine(TrainingEngine):
         self._is_scaled = False  # `scale` has multiplied the loss of the next one
         admits = WeakMethod(self._admits)  # the parameters' hooks must not keep the engine alive
         model.reducer.admits = lambda gradient: (own := admits()) is not None and own(gradient)
+        in_pass = WeakMethod(self._is_in_pass)
+        model.reducer.is_in_pass = lambda: (own := in_pass()) is not None and own()
         model.begin_step(config.accumulation)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,6 +130,10 @@ class ModuleEngine(TrainingEngine):
             Variable._execution_engine.queue_callback(self._end_pass)
         gradient.div_(self.config.accumulation * self.parallel_state.dp.size)
         return True
+
+    def _is_in_pass(self) -> bool:
+        """Whether the backward under way is this engine's, or a script's own that has brought a gradient."""
+        return self.runs_backward or torch._C._current_graph_task_id() == self._graph_task
 
     def step(self) -> None:
         """End a micro-batch; at the end of a step update the weights.

@@ -283,6 +283,9 @@ class UnitGatherer:
     """Gathers weights into their buffers in time, and hides them from modules at all other times.
 
     `units`: in forward order, chunk after chunk.  `home`: the bucket of each parameter, by name.
+
+    Attributes:
+        on_backward: called with the chunk and the index of a unit before its backward.
     """
 
     def __init__(
@@ -298,7 +301,9 @@ class UnitGatherer:
         self._gatherer = BucketGatherer(gathered, policy, checks_order=checks_order)
         self.mark_end_of_pass = self._gatherer.mark_end_of_pass
         self._gathered, self._hooks = gathered, list[RemovableHandle]()
-        self._history = _VisitHistory([unit.chunk for unit in units])
+        self.on_backward: Callable[[int, int], None] = lambda *_: None
+        self._chunk_of = [unit.chunk for unit in units]
+        self._history = _VisitHistory(self._chunk_of)
         self._buckets: list[list[Bucket]] = []  # of each unit
         self._owner: dict[int, Bucket] = {}  # by identity of a parameter
         self._running: list[_Running] = []  # the forwards under way, outermost first
@@ -428,6 +433,8 @@ class UnitGatherer:
         self.wait_for_unshard(index)
         self._history.record((direction, index))
         self.unshard_next(index)
+        if direction == "backward":
+            self.on_backward(self._chunk_of[index], index)
 
     def _before_forward(self, index: int) -> Any:  # a function, since a deep copy of the module must not copy `self`
         def hook(module: nn.Module, args: Any) -> None:

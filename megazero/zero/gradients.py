@@ -11,7 +11,9 @@ before the next has memory.
 
 [Note: one order]  Collectives pair up by their order, so every rank must start the reductions of a chunk in one order,
 whichever parameters its micro-batch happens to use.  A complete bucket therefore waits for those before it, and at the end
-of a pass what has not come counts as zero.
+of a pass what has not come counts as zero.  Under stage 3 a rank that waits for a reduction, for its memory, does not take
+part in the next gather: so there a parameter that a backward does not reach counts as zero when the backward comes to its
+unit, and every rank starts a unit's reduction before it waits for a gather that is two units further.
 
 Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
 (Rajbhandari et al. 2020, section 7).
@@ -24,6 +26,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from megazero.layers.gemm import add_product, product_t
@@ -91,6 +94,11 @@ class BucketGradients:
             if self._missing == 0:
                 self._advance_to(self.complete + 1)
 
+    def skip(self, index: int, round_: int) -> None:
+        """Count a parameter as zero in a round, unless its gradient has come."""
+        if self._counts[index] == round_:
+            self.count(index, round_ + 1)
+
     def close(self, rounds: int) -> None:
         """Count what has not come in the first `rounds` rounds as zero."""
         if self.complete < rounds:
@@ -134,7 +142,11 @@ class BucketGradients:
 
 
 class _LaunchOrder:
-    """The one order in which a chunk's buckets are reduced, round by round: that in which a backward completes them."""
+    """The one order in which a chunk's buckets are reduced, round by round: that in which a backward completes them.
+
+    Attributes:
+        passes: backward passes of this step that have ended.
+    """
 
     def __init__(self, buckets: Sequence[BucketGradients]) -> None:
         self.buckets = buckets
@@ -142,12 +154,12 @@ class _LaunchOrder:
 
     def begin_step(self) -> None:
         """Begin with the first bucket's first round."""
-        self._round = self._next = self._passes = 0
+        self._round = self._next = self.passes = 0
 
     def close_pass(self) -> None:
         """Close the next round of every bucket."""
-        self._passes += 1
-        self.close(self._passes)
+        self.passes += 1
+        self.close(self.passes)
 
     def close(self, rounds: int) -> None:
         """Count what has not come in the first `rounds` rounds as zero."""
@@ -182,6 +194,7 @@ class GradientReducer:
         accumulate_only: while set, rounds add up in the buffers and nothing is sent.
         admits: says of a gradient whether it is this step's; those of another model's backward are dropped.  None: all are.
         on_close: called at the end of every micro-batch's backward.
+        is_in_pass: whether a backward under way is one of this step's.
         rounds: how many the step has; the last one starts what is reduced once per step.
     """
 
@@ -198,6 +211,9 @@ class GradientReducer:
         self._every_round, self.rounds, self.accumulate_only = every_micro_batch, 1, False
         self.admits: Callable[[Tensor], bool] | None = None
         self.on_close: Callable[[], None] = lambda: None
+        self.is_in_pass: Callable[[], bool] = lambda: True
+        self._unused: dict[int, tuple[int, list[nn.Parameter]]] = {}  # by chunk, with torch's number of the backward
+        self._parameters: dict[int, list[nn.Parameter]] = {}  # by chunk
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
@@ -221,6 +237,7 @@ class GradientReducer:
                 for index, share in enumerate(one.shares):
                     parameter = parameters[share.slot.info.name]
                     if id(parameter) not in self._parts_of:
+                        self._parameters.setdefault(one.bucket.layout.chunk, []).append(parameter)
                         wgrad_queue = wgrad_queues.get(share.slot.info.name) if parameter.dim() == 1 else None
                         take = partial(self._take, wgrad_queue)
                         self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
@@ -290,6 +307,27 @@ class GradientReducer:
             dense = embedding_dense_backward(gradient, at, count + 1, count, False)[:count]
             (view.copy_ if is_first else view.add_)(dense.view(-1))
 
+    def close_unused(self, chunk: int, unit: int) -> None:
+        """Count what the backward under way does not reach as zero, of this unit and later ones; see [Note: one order]."""
+        if (order := self._orders.get(chunk)) is None or not self.is_in_pass():
+            return
+        task = torch._C._current_graph_task_id()
+        if self._unused.get(chunk, (None,))[0] != task:
+            self._unused[chunk] = task, self._not_reached(chunk)
+        for parameter in self._unused[chunk][1]:
+            for _, one, index in self._parts_of[id(parameter)]:
+                if one.bucket.layout.unit >= unit:
+                    one.skip(index, order.passes)
+        self._reduce_due(order)
+
+    def _not_reached(self, chunk: int) -> list[nn.Parameter]:
+        every = self._parameters[chunk]
+        try:
+            found = [one for one in every if not torch._C._will_engine_execute_node(_node_of(one))]
+        except RuntimeError:  # torch.autograd.grad of parameters
+            return []
+        return found if len(found) < len(every) else []  # it adds to none: torch.autograd.grad
+
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
         self.on_close()
@@ -334,6 +372,11 @@ class GradientReducer:
         one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
         self._reductions.start(one.bucket, one.part, one.take(), adds=one.reduced > 0)
         one.reduced = one.complete
+
+
+def _node_of(parameter: Tensor) -> Node:
+    """The node of autograd's graphs that adds a gradient to a parameter."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def _add_elements(share: Share, view: Tensor, gradient: Tensor, *, is_first: bool) -> None:
