@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_world
+from test_activation_offload import LateCopier
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -20,6 +20,7 @@ from zero_worlds import CLOSE, Sharded, assert_same, numbers, plain_steps, rando
 
 import megazero
 from megazero import deepspeed
+from megazero.comm.arena import Arena, rounded_up
 from megazero.deepspeed import recompute
 from megazero.parallel_state import ParallelState, RankGrid
 
@@ -366,7 +367,7 @@ def _kept(calls: int = 3) -> tuple[list[Tensor], list[Tensor | None]]:
 
     def told(self: Any, tensor: Tensor) -> Any:
         saved = keep_argument(self, tensor)
-        kept.append(saved.tensor if isinstance(saved, recompute._Moved) else saved[0])
+        kept.append(tensor if isinstance(saved, recompute._Number) else saved[0])
         return saved
 
     with pytest.MonkeyPatch.context() as patch:
@@ -410,6 +411,12 @@ def test_partitioned_arguments_are_cut_over_tp_and_gathered_in_the_backward() ->
         x = numbers(5, 3).requires_grad_()  # an odd number of elements is kept whole
         deepspeed.checkpointing.checkpoint(torch.sin, x).sum().backward()
         assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+
+        x = numbers(4, 2, seed=rank).requires_grad_()  # as with sequence parallelism
+        with pytest.raises(
+            ValueError, match=r"argument 0 of .*sin, of shape \[4, 2\], differs between the ranks \[0, 1\]"
+        ):
+            deepspeed.checkpointing.checkpoint(torch.sin, x)
         return sent, state.tp.size
 
     assert run_world(2, law) == [(3 * 4 * WIDTH * 4 // 2, 2)] * 2
@@ -433,27 +440,29 @@ def test_every_way_to_keep_arguments_has_the_same_gradients(options: dict[str, A
     assert all(torch.equal(one, other) for one, other in zip(gradients, _plain(), strict=True))  # type: ignore[arg-type]
 
 
-def test_contiguous_arguments_lie_in_one_buffer_that_stays() -> None:
+def test_contiguous_arguments_of_any_size_lie_in_one_buffer_that_is_allocated_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reserved: list[int] = []
+    grow = Arena._grow
+    monkeypatch.setattr(Arena, "_grow", lambda self, nbytes: (reserved.append(nbytes), grow(self, nbytes))[1])
     deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=3)
-    block, x = seeded(_block), numbers(4, WIDTH).requires_grad_()
-    storages = set()
     for _ in range(3):
-        y = x
-        for _ in range(3):
-            y = deepspeed.checkpointing.checkpoint(block, y)
-        (rows,) = recompute._NOW.rows.values()
-        assert not rows._free  # the three rows are taken
+        y = numbers(100, WIDTH).requires_grad_()  # 3200 bytes, and 400 beside it
+        for size in (100, 90, 60):  # the first call is the largest
+            y = deepspeed.checkpointing.checkpoint(lambda y, z: y * z, y[:size], numbers(size, 1))
+        (store,) = recompute._NOW.stores.values()
+        taken = [4 * WIDTH * 100, 4 * 100, 4 * WIDTH * 90, 4 * 90, 4 * WIDTH * 60, 4 * 60]
+        assert store.arena.nbytes_in_use == sum(map(rounded_up, taken))
         y.sum().backward()
         del y
-        gc.collect()
-        assert len(rows._free) == 3
-        storages |= {row.untyped_storage().data_ptr() for row in rows._free}
-    assert len(storages) == 1
+        assert store.arena.nbytes_in_use == 0
+    assert reserved == [3 * (rounded_up(3200) + rounded_up(400))] == [store.arena.nbytes]
     deepspeed.checkpointing.reset()
-    assert not recompute._NOW.rows
+    assert not recompute._NOW.stores
 
 
-def test_what_a_row_holds_is_safe_from_changes_and_from_other_calls() -> None:
+def test_what_lies_in_contiguous_memory_is_safe_from_changes_and_from_other_calls() -> None:
     deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=1)
     xs = [numbers(6, seed=seed).requires_grad_() for seed in range(3)]
     copies = [x.detach().clone().requires_grad_() for x in xs]
@@ -463,6 +472,71 @@ def test_what_a_row_holds_is_safe_from_changes_and_from_other_calls() -> None:
     for index in (1, 0, 2):
         results[index].sum().backward()
         assert torch.equal(xs[index].grad, copies[index].detach().cos())  # type: ignore[arg-type]
+
+
+def test_a_second_derivative_outlives_the_place_of_its_arguments() -> None:
+    deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=1)
+    x = numbers(6).requires_grad_()
+    y = deepspeed.checkpointing.checkpoint(torch.sin, x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    del y
+    deepspeed.checkpointing.checkpoint(torch.sin, numbers(6, seed=1).requires_grad_())
+    slope.sum().backward()
+    assert torch.equal(x.grad, -x.detach().sin())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_arguments_go_to_the_host_and_come_back_whenever_their_copies_end(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of two calls are on the device; those of the call before come back when a backward begins."""
+    copier, calls, nbytes = LateCopier(seed), 6, 4 * 4 * WIDTH
+    monkeypatch.setattr(recompute, "Copier", lambda: copier)
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True, num_checkpoints=2 * calls)
+    block, x, began = seeded(_block), numbers(4, WIDTH).requires_grad_(), list[int]()
+    for _ in range(2):
+        loss = torch.zeros(())
+        began.clear()
+        for more in (0.0, 1.0):  # two graphs at once, as of two engines
+            with torch.no_grad():
+                deepspeed.checkpointing.checkpoint(block, x)  # an evaluation between them
+            y = x + more
+            for _ in range(calls):
+                y = deepspeed.checkpointing.checkpoint(lambda x: block(x).sin(), y)
+                if more:
+                    y.register_hook(lambda _: began.append(copier.started))
+            loss = loss + y.square().mean()
+        (store,) = recompute._NOW.stores.values()
+        arena, forward, x.grad = store.arena, copier.started, None
+        assert arena.nbytes_in_use == 2 * calls * rounded_up(nbytes)
+        block.zero_grad()
+        loss.backward()
+        assert copier.started == forward + 2 * calls - 2  # the last two had not left
+        assert arena.nbytes_in_use == 0
+    found = [x.grad, *(one.grad for one in block.parameters())]
+    x = x.detach().requires_grad_()
+    block.zero_grad()
+    loss = torch.zeros(())
+    for more in (0.0, 1.0):
+        y = x + more
+        for _ in range(calls):
+            y = block(y).sin()
+        loss = loss + y.square().mean()
+    loss.backward()
+    wanted = [x.grad, *(one.grad for one in block.parameters())]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))  # type: ignore[arg-type]
+    assert not copier.wrong
+    # Calls 6 and 5 have not left; the copy of 4 starts with the backward of 5, and so on.
+    assert [one - forward for one in began] == [0, 0, 1, 2, 3, 4]
+
+
+def test_only_the_part_of_a_storage_that_is_an_argument_goes_to_the_host() -> None:
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
+    whole = numbers(64, 1000).requires_grad_()
+    y = deepspeed.checkpointing.checkpoint(torch.sin, whole[:2].t())
+    assert [store.arena.nbytes for store in recompute._NOW.stores.values()] == [rounded_up(8000)]
+    y.sum().backward()
+    assert torch.equal(whole.grad[:2], whole.detach()[:2].cos())  # type: ignore[index]
 
 
 def test_profile_prints_the_times_of_forward_and_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +556,8 @@ def test_results_come_as_from_deepspeed() -> None:
     marked.no_checkpointing = True  # type: ignore[attr-defined]
     deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=1)
     checkpoint(lambda x, y: (x * y).sum(), x.repeat(2), marked)
-    assert len(recompute._NOW.rows) == 1
+    (store,) = recompute._NOW.stores.values()
+    assert store.arena.nbytes == rounded_up(6 * 4)
 
 
 def test_a_configuration_is_read_and_options_overrule_it() -> None:

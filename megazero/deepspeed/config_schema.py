@@ -153,13 +153,13 @@ class CheckpointingBlock(Section):
     """What calls of `deepspeed.checkpointing.checkpoint`, and layers that a pipeline recomputes, keep for the backward."""
 
     partition_activations: bool = False
-    """each tensor-parallel rank keeps its part of an argument, which must be equal on all of them"""
+    """each tensor-parallel rank keeps its part of an argument, equal on all of them: the first call checks it"""
     cpu_checkpointing: bool = False
-    """arguments are kept in host memory"""
+    """arguments are kept in host memory, in one buffer, and copied beside the computation"""
     contiguous_memory_optimization: bool = False
-    """arguments of one size are kept in one buffer, which stays allocated"""
+    """arguments are kept in one buffer, which stays allocated; with `cpu_checkpointing` they are anyway"""
     number_checkpoints: Count | None = None
-    """calls that such a buffer has room for; further ones get another"""
+    """calls as large as the first that the buffer has room for; it grows where that is not enough"""
     synchronize_checkpoint_boundary: bool = False
     """whether the host waits for the device before and after each call and each recomputation"""
     profile: bool = False

@@ -1,6 +1,6 @@
 """`deepspeed.checkpointing`: calls that are recomputed in the backward, and how what they keep of their arguments is kept.
 
-    argument  --[partition]-->  this rank's part of it  --[cpu]-->  host memory  --[contiguous]-->  a row of one buffer
+    argument  --[partition]-->  this rank's part of it  --[cpu, contiguous]-->  one buffer on the host, or on the device
 
 One configuration holds for the process, as in DeepSpeed: that of `configure`, else the `activation_checkpointing` block
 that `initialize` reads.
@@ -8,21 +8,31 @@ that `initialize` reads.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.comm.arena import Arena, rounded_up
+from megazero.comm.collectives import all_reduce, numbers_of
 from megazero.deepspeed.config import load_deepspeed_config
 from megazero.deepspeed.config_schema import CheckpointingBlock
 from megazero.deepspeed.script_utils import log_dist
 from megazero.deepspeed.topology import PipelineParallelGrid
+from megazero.layers.activation_offload import (
+    Copier,
+    KeptStorage,
+    KeptView,
+    StreamCopier,
+    is_its_memory,
+)
 from megazero.layers.checkpoint import CheckpointedCall
 from megazero.layers.recompute import WHOLE
 from megazero.parallel_state import TIMEOUT, Axis, Group, ParallelState, local_device
@@ -35,10 +45,18 @@ class _Configured:
     options: CheckpointingBlock = field(default_factory=CheckpointingBlock)
     axis: Axis = WHOLE
     by_script: bool = False
-    rows: dict[tuple[int, torch.dtype, torch.device], _Rows] = field(default_factory=dict)
+    stores: dict[torch.device, _Store] = field(default_factory=dict)
+    checked: set[Any] = field(default_factory=set)  # calls whose arguments are equal on all ranks
+
+    def store(self, device: torch.device) -> _Store:
+        """Where arguments that are on a device are kept."""
+        if device not in self.stores:
+            self.stores[device] = _Store(device, self.options)
+        return self.stores[device]
 
 
 _NOW = _Configured()
+_NEAR = 2  # calls whose arguments are on the device
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -123,8 +141,9 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Let go of the buffers of contiguous memory; what lies in them stays until its backward."""
-    _NOW.rows.clear()
+    """Let go of the buffers; what lies in them stays until its backward."""
+    _NOW.stores.clear()
+    _NOW.checked.clear()
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
@@ -138,7 +157,23 @@ def set_num_layers(nlayers: int) -> None:
 
 
 class _ConfiguredCall(CheckpointedCall):
-    """A call that keeps its arguments as configured."""
+    """A call that keeps its arguments as configured.
+
+    Attributes:
+        kept: what lies in a store; `before`: the call before it there.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, cut: Axis) -> None:
+        self._parts: list[Tensor] = []
+        self._cut_arguments: list[Tensor] = []
+        self.kept: list[KeptView] = []
+        self.before: weakref.ref[_ConfiguredCall] | None = None
+        super().__init__(function, args, kwargs, cut)
+        _check_equal(self._function.__qualname__, self._cut_arguments, cut)
+        if self._parts:
+            self._store = _NOW.store(self._parts[0].device)
+            self._store.keep(self, self._parts)
+        self._parts, self._cut_arguments = [], []
 
     def run(self) -> Any:
         with _boundary("forward"):
@@ -146,72 +181,98 @@ class _ConfiguredCall(CheckpointedCall):
 
     def run_again(self) -> None:
         with _boundary("recomputation"):
+            if self.kept:
+                self._store.begin_backward(self)
             super().run_again()
+
+    def _pack_argument(self, tensor: Tensor) -> Any:
+        argument = super()._pack_argument(tensor)
+        if argument.whole_shape is not None:
+            self._cut_arguments.append(tensor.detach())
+        return argument
 
     def _keeps_as_it_is(self, tensor: Tensor) -> bool:
         return super()._keeps_as_it_is(tensor) or getattr(tensor, "no_checkpointing", False)
 
-    def _keep_argument(self, tensor: Tensor) -> Any:
-        options = _NOW.options
-        if not (options.cpu_checkpointing or options.contiguous_memory_optimization) or self._keeps_as_it_is(tensor):
-            return super()._keep_argument(tensor)
-        device = torch.device("cpu") if options.cpu_checkpointing else tensor.device
-        if not options.contiguous_memory_optimization:
-            return _Moved(_copied(tensor.detach(), _empty(tensor.shape, tensor.dtype, device)), tensor.device, None)
-        key = tensor.numel(), tensor.dtype, device
-        row = _NOW.rows.setdefault(key, _Rows(*key)).take(options.number_checkpoints or 1)
-        return _Moved(_copied(tensor.detach(), row.tensor.view(tensor.shape)), tensor.device, row)
+    def _keep_argument(self, part: Tensor) -> Any:
+        moves = _NOW.options.cpu_checkpointing or _NOW.options.contiguous_memory_optimization
+        elsewhere = self._parts and self._parts[0].device != part.device
+        if not moves or elsewhere or self._keeps_as_it_is(part) or not is_its_memory(part):
+            return super()._keep_argument(part)
+        # A view of more than itself is copied: whole storages are kept.
+        self._parts.append(part if part.untyped_storage().nbytes() <= part.nbytes else part.detach().clone())
+        return _Number(len(self._parts) - 1)
 
     def _kept_argument(self, kept: Any) -> Tensor:
-        if not isinstance(kept, _Moved):
-            return super()._kept_argument(kept)
-        if kept.tensor.device == kept.home:
-            return kept.tensor
-        return kept.tensor.to(kept.home, non_blocking=True)
+        return self._store.take(self.kept[kept]) if isinstance(kept, _Number) else super()._kept_argument(kept)
 
 
-class _Moved(NamedTuple):
-    """A copy of an argument, where the argument was, and the row that it lies in."""
-
-    tensor: Tensor
-    home: torch.device
-    row: _Row | None
+class _Number(int):
+    """Number of an argument among those of a call that are in a store."""
 
 
-class _Row:
-    """A row of a buffer, taken as long as this exists."""
+class _Store:
+    """Arguments of calls in one buffer: on the host, or, in the order of the device's work, on the device.
 
-    def __init__(self, free: list[Tensor]) -> None:
-        self._free, self.tensor = free, free.pop()
+    Those on the host are on the device too while they are copied there, and from shortly before their backward: the
+    arguments of the call that is worked on, and of one neighbour; see `layers/activation_offload.py`.
+    """
 
-    def __del__(self) -> None:
-        self._free.append(self.tensor)
+    def __init__(self, device: torch.device, options: CheckpointingBlock) -> None:
+        self._on_host, self._count = options.cpu_checkpointing, options.number_checkpoints or 1
+        self.arena = Arena(torch.device("cpu") if self._on_host else device, "keep fewer arguments (cpu_checkpointing)")
+        self.copier = StreamCopier(device) if self._on_host and device.type == "cuda" else Copier()
+        self._near: list[weakref.ref[_ConfiguredCall]] = []
+
+    def keep(self, call: _ConfiguredCall, tensors: list[Tensor]) -> None:
+        """Start copying the arguments of a call."""
+        if not self.arena.nbytes:
+            self.arena.reserve(self._count * sum(rounded_up(one.untyped_storage().nbytes()) for one in tensors))
+        call.kept = [KeptView.of(one, KeptStorage(one, self.arena, self.copier)) for one in tensors]
+        call.before = self._near[-1] if self._near else None
+        self._work_on(call)
+
+    def begin_backward(self, call: _ConfiguredCall) -> None:
+        """Have the arguments of a call on the device, and start bringing those of the call before it."""
+        for one in (call, call.before() if call.before else None) if self._on_host else ():
+            if one is not None:
+                self._work_on(one)
+                for view in one.kept:
+                    view.storage.bring()
+
+    def take(self, view: KeptView) -> Tensor:
+        """An argument, on its device."""
+        tensor = view.tensor()
+        if not self._on_host:
+            view.storage.leave()
+        return tensor
+
+    def _work_on(self, call: _ConfiguredCall) -> None:
+        self._near = [one for one in self._near if one() not in (None, call)] + [weakref.ref(call)]
+        while len(self._near) > (_NEAR if self._on_host else 0):
+            gone = self._near.pop(0)()
+            for view in gone.kept if gone else ():
+                view.storage.leave()
 
 
-class _Rows:
-    """Rows of `numel` elements, allocated `count` at a time: once, if no more are ever kept together."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._row = (numel,), dtype, device
-        self._free: list[Tensor] = []
-
-    def take(self, count: int) -> _Row:
-        """A free row, [numel]."""
-        if not self._free:
-            (numel,), dtype, device = self._row
-            self._free.extend(reversed(_empty((count, numel), dtype, device).unbind()))
-        return _Row(self._free)
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory; on the host page-locked where there is CUDA, so that copies do not stop the host."""
-    pins = device.type == "cpu" and torch.cuda.is_available()
-    return torch.empty(shape, dtype=dtype, device=device, pin_memory=pins)
-
-
-def _copied(tensor: Tensor, into: Tensor) -> Tensor:
-    """A copy, in the order of the device's work, so that the tensor's memory may be used again at once."""
-    return into.copy_(tensor, non_blocking=True)
+def _check_equal(name: str, tensors: list[Tensor], axis: Axis) -> None:
+    """Check, at the first call of a function with such shapes, that arguments are equal on all ranks of an axis."""
+    call = name, tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+    if not tensors or call in _NOW.checked:
+        return
+    _NOW.checked.add(call)
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [one.contiguous().view(bits[one.itemsize]).sum(dtype=torch.int64) % 2**50 for one in tensors]
+    extremes = torch.stack([torch.stack(sums), -torch.stack(sums)])
+    all_reduce(extremes, axis, "max").wait()
+    numbers = numbers_of(extremes.view(-1), axis)
+    for number, (most, least) in enumerate(zip(numbers[: len(sums)], numbers[len(sums) :], strict=True)):
+        if most != -least:
+            raise ValueError(
+                f"partition_activations: argument {number} of {name}, of shape {list(tensors[number].shape)}, differs "
+                f"between the ranks {list(axis.ranks)} of tensor parallelism, so they cannot share it; set "
+                "partition_activations to false, or mark the tensor with no_checkpointing = True"
+            )
 
 
 @contextmanager

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megazero.comm.arena import Arena
 from megazero.comm.host_memory import host_tensor, page_lock
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 
@@ -100,10 +101,10 @@ class HostPool:
             page_lock(self._unlocked.pop(), _REMEDY)
 
 
-class _KeptStorage:
-    """One storage on the host, from when it is saved until nothing that was saved refers to it."""
+class KeptStorage:
+    """One storage on the host, or in an arena, from when it is saved until nothing that was saved refers to it."""
 
-    def __init__(self, tensor: Tensor, pool: HostPool, copier: Copier) -> None:
+    def __init__(self, tensor: Tensor, pool: HostPool | Arena, copier: Copier) -> None:
         self._device, self._pool, self._copier = tensor.device, pool, copier
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self._memory: Tensor | None = memory  # on the device, all bytes
@@ -153,14 +154,19 @@ class _KeptStorage:
             self._pool.release(self._host)
 
 
-class _View(NamedTuple):
+class KeptView(NamedTuple):
     """A saved tensor, in the memory of a kept storage."""
 
-    storage: _KeptStorage
+    storage: KeptStorage
     dtype: torch.dtype
     size: Sequence[int]
     stride: Sequence[int]
     offset: int
+
+    @staticmethod
+    def of(tensor: Tensor, storage: KeptStorage) -> KeptView:
+        """A tensor, whose storage is kept."""
+        return KeptView(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def tensor(self) -> Tensor:
         """The tensor on the device."""
@@ -169,13 +175,20 @@ class _View(NamedTuple):
         return view.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
+def is_its_memory(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of the bytes of its storage, and nothing more."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+
+
 class OffloadedLayer(SavedTensorHooks):
     """The hooks of one forward of a layer; `offloads`: what it keeps goes to the host."""
 
     def __init__(self, offload: HostOffload, before: OffloadedLayer | None, *, offloads: bool) -> None:
         super().__init__()
         self.before, self._offload, self._offloads = before, offload, offloads
-        self._kept: list[weakref.ref[_KeptStorage]] = []
+        self._kept: list[weakref.ref[KeptStorage]] = []
 
     def pack(self, tensor: Tensor) -> Any:
         weight = self.pack_weight(tensor)
@@ -185,14 +198,14 @@ class OffloadedLayer(SavedTensorHooks):
             return self.beneath.pack(tensor)
         storage = self._offload.keep(tensor)
         self._kept.append(weakref.ref(storage))
-        return _View(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return KeptView.of(tensor, storage)
 
     def unpack(self, saved: Any) -> Tensor:
         self._offload.begin_backward(self)
-        return saved.tensor() if isinstance(saved, _View) else self.beneath.unpack(saved)
+        return saved.tensor() if isinstance(saved, KeptView) else self.beneath.unpack(saved)
 
     @property
-    def kept(self) -> list[_KeptStorage]:
+    def kept(self) -> list[KeptStorage]:
         """What it has saved and still needs, in the order of the forward."""
         return list(dict.fromkeys(one for reference in self._kept if (one := reference()) is not None))
 
@@ -220,7 +233,7 @@ class HostOffload:
         self._pass: Hashable = None
         self._expected: Hashable = None
         self._passes: weakref.WeakValueDictionary[Hashable, OffloadedLayer] = weakref.WeakValueDictionary()
-        self._storages: dict[tuple[int, int], tuple[weakref.ref[_KeptStorage], StorageWeakRef]] = {}
+        self._storages: dict[tuple[int, int], tuple[weakref.ref[KeptStorage], StorageWeakRef]] = {}
 
     def stay(self, tensors: Iterable[Tensor]) -> None:
         """Leave these on the device, and whatever shares their memory: weights, tables.  They outlive this object."""
@@ -263,21 +276,19 @@ class HostOffload:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor goes to the host."""
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-            return False
-        if tensor.device.type != self._device.type or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        if tensor.device.type != self._device.type or not is_its_memory(tensor):
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() >= self.smallest_bytes and storage._cdata not in self._stay
 
-    def keep(self, tensor: Tensor) -> _KeptStorage:
+    def keep(self, tensor: Tensor) -> KeptStorage:
         """The storage of a tensor on the host; the one that is there if it was saved before and has not changed since."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         known, _ = self._storages.get(key, (None, None))
         kept = None if known is None else known()
         if kept is None:
-            kept = _KeptStorage(tensor, self.pool, self.copier)
+            kept = KeptStorage(tensor, self.pool, self.copier)
             self._storages[key] = weakref.ref(kept), StorageWeakRef(storage)
         return kept
 
