@@ -147,6 +147,8 @@ class Engine:
         if not self.chunks.training:  # it walks all modules
             self.chunks.train()
         self.sharded_model.begin_step(len(batches))
+        if self.offload is not None:
+            self.offload.begin_step()  # before any message of the step: it may wait for the device
         for queue in self._wgrad_queues:
             queue.clear()
         loss_sum, tokens = self._run(batches, trains=True)
@@ -351,7 +353,7 @@ def _build_chunks(
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
         own = [policies[layer] for layer in layout.layers]
-        save_by_policy(zip(chunks[-1].layers, own, strict=True), whole, offload)
+        save_by_policy(zip(chunks[-1].blocks, own, strict=True), whole, offload)
     return chunks, queues, offload
 
 

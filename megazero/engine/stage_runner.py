@@ -103,8 +103,6 @@ class StageRunner:
     ) -> None:
         self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
         self._offload = offload if trains else None
-        if self._offload is not None:
-            self._offload.begin_step()
         # Of each input the gradient, if there is one, and what it is like; of each output where its gradient goes.
         self._saved: dict[tuple[int, int], tuple[list[tuple[list[Tensor], Tensor]], list[GradientEdge | None]]] = {}
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=model.policy.device)  # 0 without a last stage

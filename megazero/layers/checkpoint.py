@@ -51,8 +51,6 @@ class CheckpointedCall(Recomputation):
         cut: floating-point tensors among the arguments are equal on all ranks of this axis, and each keeps its part only.
     """
 
-    ends_early = True
-
     def __init__(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], cut: Axis = WHOLE
     ) -> None:

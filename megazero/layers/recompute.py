@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -56,31 +55,25 @@ class _View(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What tells one saved tensor from another; of a parameter, where it lies too."""
+    """What tells one saved tensor from another; of a parameter, where it lies and how often it was changed."""
 
     shape: torch.Size
     dtype: torch.dtype
-    parameter: int
+    parameter: tuple[int, int] | None
 
     @staticmethod
     def of(tensor: Tensor) -> _Saved:
         base = tensor if tensor._base is None else tensor._base
-        return _Saved(tensor.shape, tensor.dtype, base.data_ptr() if isinstance(base, nn.Parameter) else 0)
+        found = (base.data_ptr(), base._version) if isinstance(base, nn.Parameter) else None
+        return _Saved(tensor.shape, tensor.dtype, found)
 
     def is_again(self, now: _Saved) -> bool:
         """Whether the second run saved the same; a parameter among the arguments is a plain tensor there."""
-        return self[:2] == now[:2] and now.parameter in (0, self.parameter)
-
-
-class _AllCollected(Exception):  # noqa: N818
-    """The second run has saved all that the first had."""
+        return self[:2] == now[:2] and now.parameter in (None, self.parameter)
 
 
 class Recomputation(SavedTensorHooks):
     """One run of a function; see above.
-
-    Attributes:
-        ends_early: the second run ends with the last tensor that is needed of it, within the function.
 
     Args:
         function: with the same arguments it must do the same again.
@@ -89,17 +82,20 @@ class Recomputation(SavedTensorHooks):
         cut: the tensors among `args` are equal on all ranks of this axis, and each keeps its part only.
     """
 
-    ends_early = False
-
     def __init__(
         self, function: Callable[..., Any], args: Any, kept: KeptResults | None = None, cut: Axis = WHOLE
     ) -> None:
         super().__init__()
         self._function, self._kept, self._cut = function, kept, cut
         leaves, self._structure = tree_flatten(args)
-        self._args = [self._pack_argument(one) if isinstance(one, Tensor) else one for one in leaves]
+        # One that is passed twice is one tensor in both runs, and kept once.
+        tensors = {id(one): one for one in leaves if isinstance(one, Tensor)}
+        packed = {key: self._pack_argument(one) for key, one in tensors.items()}
+        self._args = [packed.get(id(one), one) for one in leaves]
         self._dropped: list[weakref.ref[_Dropped]] = []
         self._signature: list[_Saved] = []
+        self._weights: list[Any] = []  # that were saved and are kept elsewhere
+        self._has_ended = False
         self._outputs: dict[int, weakref.ref[_Dropped]] = {}
         self._kept_results: list[list[Any]] = []
 
@@ -117,6 +113,7 @@ class Recomputation(SavedTensorHooks):
         finally:
             results = self._kept.stop() if self._kept is not None else []
             self.leave()
+        self._has_ended = True
         self._kept_results = [[self.beneath.pack(tensor) for tensor in tensors] for tensors in results]
         self.beneath.drop(self, [one for one in tree_flatten(result)[0] if isinstance(one, Tensor)])
         return result
@@ -124,6 +121,7 @@ class Recomputation(SavedTensorHooks):
     def pack(self, tensor: Tensor) -> Any:
         weight = self.pack_weight(tensor)
         if weight is not None:
+            self._weights.append(weight)
             return weight
         dropped = _Dropped(self)
         self._dropped.append(weakref.ref(dropped))
@@ -132,6 +130,9 @@ class Recomputation(SavedTensorHooks):
 
     def unpack(self, saved: Any) -> Tensor:
         return saved.tensor() if isinstance(saved, _Dropped) else self.beneath.unpack(saved)
+
+    def note_weight(self, weight: Any) -> None:
+        self._weights.append(weight)
 
     def output(self, number: int) -> _Dropped:
         """A result of the function, to be dropped."""
@@ -144,10 +145,11 @@ class Recomputation(SavedTensorHooks):
 
     def run_again(self) -> None:
         """Make what was dropped.  Raises: RuntimeError: the function did not do the same again."""
-        args = [self._unpack_argument(one) if isinstance(one, _Argument) else one for one in self._args]
-        ends_early = self.ends_early and not self._outputs
-        collected, result = _Collection(len(self._signature) if ends_early else -1), None
-        with suppress(_AllCollected), self.beneath.again(collected), torch.enable_grad():
+        arguments = dict.fromkeys(one for one in self._args if isinstance(one, _Argument))
+        given = {one: self._unpack_argument(one) for one in arguments}
+        args = [given[one] if isinstance(one, _Argument) else one for one in self._args]
+        collected = _Collection()
+        with self.beneath.again(collected), torch.enable_grad():
             try:
                 if self._kept is not None:
                     self._kept.replay([[self.beneath.unpack(one) for one in results] for results in self._kept_results])
@@ -155,10 +157,15 @@ class Recomputation(SavedTensorHooks):
             finally:
                 if self._kept is not None:
                     self._kept.stop()
+        if not self._has_ended:  # a backward within the function: of its second run the beginning is asked for
+            del collected.signature[len(self._signature) :], collected.weights[len(self._weights) :]
         same_number = len(collected.signature) == len(self._signature)
         if not same_number or not all(map(_Saved.is_again, self._signature, collected.signature)):
             raise RuntimeError(_describe_difference(self._function, self._signature, collected.signature))
-        for reference, kept in zip(self._dropped, collected.kept, strict=True):
+        if collected.weights != self._weights:
+            found = "used other weights than the forward did, or they have changed since"
+            raise RuntimeError(_failure(self._function, found))
+        for reference, kept in zip(self._dropped, collected.kept, strict=self._has_ended):
             if (dropped := reference()) is not None:
                 dropped.kept = kept
         outputs = [one for one in tree_flatten(result)[0] if isinstance(one, Tensor)]
@@ -168,7 +175,8 @@ class Recomputation(SavedTensorHooks):
 
     def _pack_argument(self, tensor: Tensor) -> _Argument:
         part = tensor
-        is_cut = self._cut.size > 1 and tensor.numel() % self._cut.size == 0 and not self._keeps_as_it_is(tensor)
+        divides = self._cut.size > 1 and tensor.numel() % self._cut.size == 0
+        is_cut = divides and not self._keeps_as_it_is(tensor) and tensor.is_contiguous()
         if is_cut:
             part = tensor.detach().reshape(-1).chunk(self._cut.size)[self._cut.index].clone()
         return _Argument(self._keep_argument(part), tensor.requires_grad, tensor.shape if is_cut else None, tensor)
@@ -205,23 +213,24 @@ class _Argument:
 
 
 class _Collection(SavedTensorHooks):
-    """Collects what the second run saves; with tensor number `last` it ends that run, by _AllCollected."""
+    """Collects what the second run saves."""
 
-    def __init__(self, last: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.kept: list[Any] = []
         self.signature: list[_Saved] = []
-        self._last = last
+        self.weights: list[Any] = []
 
     def pack(self, tensor: Tensor) -> Any:
         self.signature.append(_Saved.of(tensor))
         self.kept.append(keep(tensor))
-        if len(self.kept) == self._last:
-            raise _AllCollected
         return self.kept[-1]
 
     def unpack(self, saved: Any) -> Tensor:
         return kept_tensor(saved)
+
+    def note_weight(self, weight: Any) -> None:
+        self.weights.append(weight)
 
 
 class KeptResults:
@@ -310,20 +319,27 @@ class Recomputed:
 
 
 def _describe_difference(function: object, first: Sequence[_Saved], second: Sequence[_Saved]) -> str:
-    name = getattr(function, "__qualname__", repr(function))
     pairs = enumerate(zip(first, second, strict=False))
     number, was, now = next(((at, was, now) for at, (was, now) in pairs if not was.is_again(now)), (-1, None, None))
     if was is None or now is None:
         found = f"saved {len(second)} tensors where the forward saved {len(first)}"
     elif was[:2] == now[:2]:
-        found = f"used other weights as tensor {number}, of shape {list(now.shape)}, than the forward did"
+        found = (
+            f"used other weights as tensor {number}, of shape {list(now.shape)}, than the forward did, or they have changed "
+            "since"
+        )
     else:
         found = (
             f"saved {list(now.shape)} of {now.dtype} as tensor {number} where the forward saved {list(was.shape)} of "
             f"{was.dtype}"
         )
+    return _failure(function, found)
+
+
+def _failure(function: object, found: str) -> str:
+    name = getattr(function, "__qualname__", repr(function))
     return (
         f"recomputing {name} {found}; a recomputed function must do the same again: no global state, the same autocast, no "
-        "random numbers but those of torch's default generators, and in the backward the weights of the forward (call "
-        "functional_call within the function, not around it)"
+        "random numbers but those of torch's default generators, and in the backward the weights of the forward, unchanged "
+        "(call functional_call within the function, not around it)"
     )

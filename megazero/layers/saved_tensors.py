@@ -56,6 +56,10 @@ class SavedTensorHooks:
         """What to save for a weight that will not stay where it lies; None for every other tensor."""
         return self.beneath.pack_weight(tensor)
 
+    def note_weight(self, weight: Any) -> None:
+        """A weight was saved that hooks above keep: what a second run has to save again."""
+        self.beneath.note_weight(weight)
+
     def drop(self, source: Any, outputs: Sequence[Tensor]) -> None:
         """Results that `source` can make again (`Recomputation.remake`): whoever saves them need not keep them."""
 
@@ -86,6 +90,8 @@ class _Outermost(SavedTensorHooks):
 
     def pack_weight(self, tensor: Tensor) -> None:  # noqa: ARG002
         return None
+
+    def note_weight(self, weight: Any) -> None: ...
 
     @contextmanager
     def again(self, hooks: SavedTensorHooks) -> Iterator[None]:

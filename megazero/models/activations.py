@@ -16,19 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from megazero.layers.activation_offload import HostOffload
+from megazero.layers.attention import Attention
 from megazero.layers.recompute import WHOLE, DroppingOutputs, KeptResults, Recomputed
 from megazero.layers.saved_tensors import SavedTensorHooks
 from megazero.models.activation_config import LayerPolicy, Region
+from megazero.models.gpt import Block, PostNormBlock
 from megazero.parallel_state import Axis
-
-if TYPE_CHECKING:
-    from megazero.models.gpt import Block
 
 
 class SavingBlock:
@@ -53,22 +52,30 @@ class SavingBlock:
 
 
 def save_by_policy(
-    blocks: Iterable[tuple[Block, LayerPolicy]],
+    blocks: Iterable[tuple[nn.Module, LayerPolicy]],
     tp: Axis,
     offload: HostOffload | None = None,
 ) -> None:
-    """Apply each layer's policy to its block.
+    """Apply each layer's policy to its block.  A block with a forward of its own is recomputed as a whole, or not at all.
 
     Args:
         blocks: of a chunk, in order, each with its policy.
         tp: over which `partition` cuts; of one rank where sequence parallelism has cut already.
         offload: takes what is kept to the host; None where no policy of this rank says so.
+
+    Raises:
+        ValueError: a policy recomputes a part of a block that does not have it.
     """
     blocks = list(blocks)
     for number, (block, policy) in enumerate(blocks, 1):
         kept = KeptResults() if policy.keep_attention else None
-        block.attention.kept = kept
-        for owner, name, region in recomputed_parts(block, policy):
+        if kept is not None and isinstance(block, Block) and isinstance(block.attention, Attention):
+            block.attention.kept = kept
+        for owner, name, region in _parts_of(block, policy):
+            if not hasattr(owner, name):
+                raise ValueError(
+                    f"activations.recompute: {region} needs a {name} of {type(owner).__name__}, which has none"
+                )
             cut = tp if policy.partition and region not in ("activation", "residual") else WHOLE
             attends = region in ("attention", "block")
             owner.__dict__[name] = Recomputed(getattr(owner, name), kept if attends else None, cut)
@@ -77,7 +84,8 @@ def save_by_policy(
             offload.stay(_tables(block))
             hooks = partial(offload.layer, offloads=policy.offload, is_last=number == len(blocks))
         if policy.recompute or hooks is not None:
-            block.mlp_dropout.remakes_mask = "block" in policy.recompute
+            if has_regions(block):
+                block.mlp_dropout.remakes_mask = "block" in policy.recompute
             block.__dict__["forward"] = SavingBlock(block.forward, hooks)
 
 
@@ -90,8 +98,29 @@ def _tables(block: nn.Module) -> Iterator[Tensor]:
             yield from (one for one in (owner, *getattr(owner, "__dict__", {}).values()) if type(one) is Tensor)
 
 
-def recomputed_parts(block: Block, policy: LayerPolicy) -> Iterator[tuple[nn.Module, str, Region]]:
-    """(owner, its function, region) of what a policy recomputes in a block."""
+def has_regions(block: nn.Module) -> TypeGuard[Block]:
+    """Whether a block runs in the parts that policies name: a forward of its own may do anything."""
+    return isinstance(block, Block) and type(block).forward in (Block.forward, PostNormBlock.forward)
+
+
+def _parts_of(block: nn.Module, policy: LayerPolicy) -> list[tuple[nn.Module, str, Region]]:
+    if has_regions(block) or not policy.recompute:
+        return list(recomputed_parts(block, policy)) if policy.recompute else []
+    if policy.recompute != {"block"}:
+        raise ValueError(
+            f"activations.recompute: {type(block).__name__} has a forward of its own and can be recomputed only as a whole; "
+            'write "full" or "none"'
+        )
+    return [(block, "forward", "block")]
+
+
+def recomputed_parts(block: nn.Module, policy: LayerPolicy) -> Iterator[tuple[nn.Module, str, Region]]:
+    """(owner, its function, region) of what a policy recomputes in a block.
+
+    Raises: TypeError: the block has a forward of its own.
+    """
+    if not has_regions(block):
+        raise TypeError(f"a {type(block).__name__} has a forward of its own, whose parts are not known")
     within = policy.recompute
     if "block" in within:
         yield block, "most", "block"

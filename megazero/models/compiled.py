@@ -33,7 +33,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.qk_norm import WidthNorm
 from megazero.layers.recompute import Recomputed
 from megazero.models.activations import SavingBlock
-from megazero.models.gpt import GPTStage
+from megazero.models.gpt import Block, GPTStage
 
 _ALIGNED_BYTES = 16
 
@@ -73,11 +73,11 @@ def compile_blocks(stage: GPTStage, backend: str = "inductor") -> None:
             compiled[code] = torch.compile(code, dynamic=False, backend=backend)
         return MethodType(compiled[code], function.__self__) if isinstance(function, MethodType) else compiled[code]
 
-    for block in stage.layers:
+    for block in stage.blocks:
         for layer in block.modules():
             if isinstance(layer, ColumnParallelLinear | RowParallelLinear | WidthNorm | SharedKVHead):
                 _replace_forward(layer, torch.compiler.disable(layer.forward))
-        for norm in (block.attention_norm, block.mlp_norm):
+        for norm in (block.attention_norm, block.mlp_norm) if isinstance(block, Block) else ():
             if not isinstance(norm.forward, Recomputed):
                 plain = MethodType(type(norm).forward, norm)
                 _replace_forward(norm, torch.compiler.disable(compile_once(plain)))

@@ -175,7 +175,8 @@ class Block(nn.Module):
         context: builds the dropouts.
         sites: canonical names of the two branches; they key dropout.
         norms: of attention and of the MLP.
-        attention, mlp: the two branches.
+        attention, mlp: the two branches; or modules of a family's own, [seq or seq / tp, batch, hidden] unchanged in shape:
+            they are recomputed as a whole if they do not tell `heads` from `out`, and `inner` from `down`.
     """
 
     def __init__(
@@ -193,15 +194,15 @@ class Block(nn.Module):
 
     def attended(self, x: Tensor) -> Tensor:
         """What attention's output projection reads: [seq, batch, heads * size of this rank]."""
-        return self.attention.heads(self.attention_norm(x))
+        return _begin(self.attention, "heads", self.attention_norm(x))
 
     def inner(self, x: Tensor) -> Tensor:
         """What the MLP's down projection reads: [seq, batch, inner size of this rank]."""
-        return self.mlp.inner(self.mlp_norm(x))
+        return _begin(self.mlp, "inner", self.mlp_norm(x))
 
     def joined(self, x: Tensor, attended: Tensor, sample_ids: Tensor) -> Tensor:
         """The residual stream after attention, of the one before and what the output projection reads."""
-        return x + self.attention_dropout(self.attention.out(attended), sample_ids)
+        return x + self.attention_dropout(_end(self.attention, "heads", "out", attended), sample_ids)
 
     def most(self, x: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Everything before the down projection, whose result no backward reads: what it reads, and the residual stream."""
@@ -211,29 +212,42 @@ class Block(nn.Module):
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
         """[seq or seq / tp, batch, hidden], unchanged in shape; sample_ids int64 [batch]."""
         inner, x = self.most(x, sample_ids)
-        return x + self.mlp_dropout(self.mlp.down(inner), sample_ids)
+        return x + self.mlp_dropout(_end(self.mlp, "inner", "down", inner), sample_ids)
 
 
 class PostNormBlock(Block):
     """As `Block`, but the norms come after attention and after the MLP, before each residual sum (OLMo 2)."""
 
     def attended(self, x: Tensor) -> Tensor:
-        return self.attention.heads(x)
+        return _begin(self.attention, "heads", x)
 
     def inner(self, x: Tensor) -> Tensor:
-        return self.mlp.inner(x)
+        return _begin(self.mlp, "inner", x)
 
     def joined(self, x: Tensor, attended: Tensor, sample_ids: Tensor) -> Tensor:
-        return x + self.attention_dropout(self.attention_norm(self.attention.out(attended)), sample_ids)
+        branch = self.attention_norm(_end(self.attention, "heads", "out", attended))
+        return x + self.attention_dropout(branch, sample_ids)
 
     def most(self, x: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
         """All but the last residual sum: the norm reads the result of the down projection."""
         x = self.joined(x, self.attended(x), sample_ids)
-        return self.mlp_norm(self.mlp.down(self.inner(x))), x
+        return self.mlp_norm(_end(self.mlp, "inner", "down", self.inner(x))), x
 
     def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
         branch, x = self.most(x, sample_ids)
         return x + self.mlp_dropout(branch, sample_ids)
+
+
+def _begin(branch: nn.Module, first: str, x: Tensor) -> Tensor:
+    """All of a branch before its last projection; of a branch that does not tell them apart, all."""
+    result: Tensor = getattr(branch, first, branch)(x)
+    return result
+
+
+def _end(branch: nn.Module, first: str, last: str, x: Tensor) -> Tensor:
+    """What `_begin` has left."""
+    result: Tensor = getattr(branch, last)(x) if hasattr(branch, first) else x
+    return result
 
 
 class Embedding(nn.Module):

@@ -343,6 +343,11 @@ class UnitGatherer:
         self._gatherer.forget()
         self._history.next_chunk_start = None
 
+    def begin_step(self) -> None:
+        """Forget the forwards that an interrupt has left: torch calls no hook after one."""
+        while self._running:
+            self._running.pop().saving.leave()
+
     def detach(self) -> None:
         """Gather for no more forwards; whoever uses a proxy gets a whole copy."""
         for hook in self._hooks:

@@ -59,7 +59,10 @@ class SavingForward(SavedTensorHooks):
 
     def pack(self, tensor: Tensor) -> Any:
         weight = self.pack_weight(tensor)
-        return self.beneath.pack(tensor) if weight is None else weight
+        if weight is None:
+            return self.beneath.pack(tensor)
+        self.beneath.note_weight(weight)
+        return weight
 
     def pack_weight(self, tensor: Tensor) -> _SavedWeight | None:
         bucket = self._gatherer.bucket_at(tensor) if self._shares else None

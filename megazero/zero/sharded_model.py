@@ -101,6 +101,8 @@ class ShardedModel:
     def begin_step(self, micro_batches: int) -> None:
         """Forget the last step's gradients.  Each parameter is expected once per micro-batch."""
         self.reducer.begin_step(micro_batches)
+        if self.parameters.gatherer is not None:
+            self.parameters.gatherer.begin_step()
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
