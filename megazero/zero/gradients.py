@@ -212,7 +212,7 @@ class GradientReducer:
         self.admits: Callable[[Tensor], bool] | None = None
         self.on_close: Callable[[], None] = lambda: None
         self.is_in_pass: Callable[[], bool] = lambda: True
-        self._unused: dict[int, tuple[int, list[nn.Parameter]]] = {}  # by chunk, with torch's number of the backward
+        self._unused: dict[int, tuple[int, list[nn.Parameter], set[int]]] = {}  # by chunk: backward, unused, units
         self._parameters: dict[int, list[nn.Parameter]] = {}  # by chunk
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
@@ -308,15 +308,17 @@ class GradientReducer:
             (view.copy_ if is_first else view.add_)(dense.view(-1))
 
     def close_unused(self, chunk: int, unit: int) -> None:
-        """Count what the backward under way does not reach as zero, of this unit and later ones; see [Note: one order]."""
+        """Count what the backward under way does not reach as zero, of the units it has come to; see [Note: one order]."""
         if (order := self._orders.get(chunk)) is None or not self.is_in_pass():
             return
         task = torch._C._current_graph_task_id()
         if self._unused.get(chunk, (None,))[0] != task:
-            self._unused[chunk] = task, self._not_reached(chunk)
-        for parameter in self._unused[chunk][1]:
+            self._unused[chunk] = task, self._not_reached(chunk), set()
+        _, unused, visited = self._unused[chunk]
+        visited.add(unit)
+        for parameter in unused:
             for _, one, index in self._parts_of[id(parameter)]:
-                if one.bucket.layout.unit >= unit:
+                if one.bucket.layout.unit in visited:
                     one.skip(index, order.passes)
         self._reduce_due(order)
 
