@@ -12,7 +12,7 @@ before the next has memory.
 [Note: one order]  Collectives pair up by their order, so every rank must start the reductions of a chunk in one order,
 whichever parameters its micro-batch happens to use.  A complete bucket therefore waits for those before it, and at the end
 of a pass what has not come counts as zero.  Under stage 3 a rank that waits for a reduction, for its memory, does not take
-part in the next gather: so there a parameter that a backward does not reach counts as zero when the backward comes to its
+part in the next gather: so there a parameter that a backward does not reach counts as zero when the backward leaves its
 unit, and every rank starts a unit's reduction before it waits for a gather that is two units further.
 
 Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
@@ -308,18 +308,18 @@ class GradientReducer:
             (view.copy_ if is_first else view.add_)(dense.view(-1))
 
     def close_unused(self, chunk: int, unit: int) -> None:
-        """Count what the backward under way does not reach as zero, of the units it has come to; see [Note: one order]."""
+        """Count what the backward under way does not reach as zero, of the units it has left; see [Note: one order]."""
         if (order := self._orders.get(chunk)) is None or not self.is_in_pass():
             return
         task = torch._C._current_graph_task_id()
         if self._unused.get(chunk, (None,))[0] != task:
             self._unused[chunk] = task, self._not_reached(chunk), set()
         _, unused, visited = self._unused[chunk]
-        visited.add(unit)
         for parameter in unused:
             for _, one, index in self._parts_of[id(parameter)]:
                 if one.bucket.layout.unit in visited:
                     one.skip(index, order.passes)
+        visited.add(unit)  # its own come until the next unit's turn: torch's re-entrant checkpointing runs a backward within
         self._reduce_due(order)
 
     def _not_reached(self, chunk: int) -> list[nn.Parameter]:
