@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +12,16 @@ import torch
 from harness import run_world
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
-from megazero.config import ResolvedRun
+from megazero.config import ResolvedRun, load_config
 from megazero.engine import Engine
 from megazero.models.registry import FAMILIES
 from megazero.tools import out_of_memory
 from megazero.tools.out_of_memory import recomputing, remedies, wanted_bytes
+from megazero.tools.saved_memory import RankActivations, activations_of_ranks, schedule_of
 from megazero.training.loop import train
 from megazero.training.out_of_memory import OutOfMemoryError, explained
 
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 OF_CUDA = (
     "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 3.12 GiB is free. "
     "Process 1 has 76.00 GiB memory in use."
@@ -82,17 +86,48 @@ def test_policies_for_activations_are_told_with_what_they_free_and_cost() -> Non
         "full": 2 * h,
     }
     for word, kept in left.items():
-        assert said[f"activations.recompute={word}"].frees == 2 * tokens * (none - kept), word
+        assert said[shlex.quote(f"activations.recompute={word}")].frees == 2 * tokens * (none - kept), word
     model = run.config.model
     flops = FAMILIES["llama"].flops_per_token(model)
     block = h * (h + 2 * k) + h * h + 2 * h * f + 2 * model.mean_reach * h
     assert said["activations.recompute=selective"].again == 0
-    residual = said['activations.recompute=["norms","activation","residual"]']
+    residual = said["""'activations.recompute=["norms","activation","residual"]'"""]
     assert residual.again == pytest.approx(2 * 2 * h * h / flops)
-    assert said['activations.recompute=["mlp"]'].again == pytest.approx(2 * 2 * 2 * h * f / flops)
+    assert said["""'activations.recompute=["mlp"]'"""].again == pytest.approx(2 * 2 * 2 * h * f / flops)
     assert said["activations.recompute=full"].again == pytest.approx(2 * 2 * block / flops)
+    parts = run_of(2, model=LLAMA | {"num_layers": 2}, parallel={"pp": 2}, activations={"recompute": "full"})
+    first, last = activations_of_ranks(parts, schedule_of(parts), on_cuda=False)
+    head = 6 * model.vocab_size * h
+    assert last.again == pytest.approx(2 * block / ((flops - head) / 2 + head))  # of the rank's own step
+    assert first.again == pytest.approx(2 * block / ((flops - head) / 2))
     full = run_of(1, model=LLAMA | {"num_layers": 2}, activations={"recompute": "full"})
     assert not any(remedy.frees > 0 for remedy in recomputing(full, 0, torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "activations.recompute=selective activations.layers=1",
+        "activations.recompute=full activations.layers=[1] activations.keep_attention=true",
+        "activations.keep_attention=true activations.offload=host",
+        "activations.stages=[{stage=0,recompute='selective'},{stage=1,layers=1}]",
+        "activations.recompute=full activations.stages=[{stage=0,layers=1,keep_attention=true}]",
+        "activations.recompute=full activations.stages=[{stage=1,layers=1}] activations.layers=1",
+    ],
+)
+def test_a_policy_frees_what_it_is_said_to_free_where_it_is_typed_behind_the_runs_own(own: str) -> None:
+    words = [*own.split(), "model.num_layers=4", "parallel.pp=2", "parallel.tp=1", "parallel.sequence_parallel=false"]
+
+    def kept(*more: str) -> tuple[ResolvedRun, RankActivations]:
+        run = load_config(QUICKSTART, [*words, *more], 2)
+        return run, activations_of_ranks(run, schedule_of(run), on_cuda=False)[0]
+
+    run, now = kept()
+    found = list(recomputing(run, 0, torch.device("cpu")))
+    assert found
+    for remedy in found:
+        then = kept(*shlex.split(remedy.settings))[1]
+        assert (now.device - then.device, then.again - now.again) == (remedy.frees, remedy.again), remedy
 
 
 def _run_out(rank: int, run: ResolvedRun, free: int) -> str:

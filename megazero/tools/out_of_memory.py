@@ -9,6 +9,7 @@ would fit   a setting that frees more than is missing, by the formulas of `memor
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ _USABLE = 0.9  # of what a setting frees; an allocator loses some
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings as an override says them, the bytes of the device that they free, and the share that a step computes more."""
+    """Settings as overrides in a shell, the bytes of the device that they free, and the share that a step computes more."""
 
     settings: str
     frees: float
@@ -125,14 +126,25 @@ def recomputing(run: ResolvedRun, rank: int, device: torch.device) -> Iterator[R
         now = of(run)
     except TypeError:  # layers of a script's own
         return
-    for settings in POLICIES:
-        values = {"layers": "all", "keep_attention": False, **settings}
+    for policy in POLICIES:
+        values = _activations(run, rank, {"layers": "all", "keep_attention": False, **policy})
         changed = _changed(run, activations=values)
         then = now if changed is None else of(changed)
         if now.device > then.device:
-            words = {key: value if isinstance(value, str) else toml_value(value) for key, value in settings.items()}
-            written = " ".join(f"activations.{key}={word.replace(' ', '')}" for key, word in words.items())
+            words = {key: value if isinstance(value, str) else toml_value(value) for key, value in values.items()}
+            written = shlex.join(f"activations.{key}={word.replace(' ', '')}" for key, word in words.items())
             yield Remedy(written, now.device - then.device, then.again - now.again)
+
+
+def _activations(run: ResolvedRun, rank: int, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The keys of [activations] to change so that a pipeline rank has these; a table of its own in `stages` hides others."""
+    own = run.config.activations
+    now = own.of_stage(rank).model_dump(include=set(wanted))
+    change = {key: value for key, value in wanted.items() if toml_value(now[key]) != toml_value(value)}
+    if not any(one.stage == rank for one in own.stages):
+        return change
+    tables = [one.model_dump(exclude_none=True) for one in own.stages]
+    return {"stages": [one | change if one["stage"] == rank else one for one in tables]}
 
 
 def _changed(run: ResolvedRun, **sections: dict[str, Any]) -> ResolvedRun | None:

@@ -59,7 +59,7 @@ class RankActivations:
         device: the same, what waits for weight gradients, and two offloaded layers on their way with their chunk's input;
             host: most bytes there.
             Storages under 64 KiB, which stay on the device, count as moved.
-        again: FLOPs that recomputation adds, over those of a step without it.
+        again: FLOPs that recomputation adds, over those of the rank's own step without it: a pipeline waits for its slowest.
     """
 
     rank: int
@@ -151,6 +151,8 @@ def _of_rank(
         units |= found
         for layer, block in zip(layout.layers, stage.layers, strict=True):
             again += 2 * size.tp * products_again(block, policies[layer], config.model.mean_reach)
+    heads, model = sum(stage.head is not None for _, stage in chunks), config.model
+    part = model.model_copy(update={"num_layers": len(policies), "vocab_size": heads * model.vocab_size})
     splits, nothing = schedule.splits_backward, [0] * len(chunks)
     queued = [queued_bytes(stage, size) for _, stage in chunks] if splits else nothing
     peak = partial(peak_bytes, schedule.ranks[rank], splits=splits)
@@ -163,7 +165,7 @@ def _of_rank(
         saved=peak(on_device, nothing),
         device=peak(on_device, queued) + min(moving, host),
         host=host,
-        again=again / FAMILIES[config.model.family].flops_per_token(config.model),
+        again=again / FAMILIES[model.family].flops_per_token(part),
     )
 
 
