@@ -22,7 +22,7 @@ from typing import Any
 
 from megazero.config.derive import batch_sizes, fit
 from megazero.config.problems import validate
-from megazero.config.rules import Rule, broken_rules, idle_keys
+from megazero.config.rules import Rule, broken_rules, idle_activations, idle_keys
 from megazero.config.schema import RunConfig, sections
 from megazero.models.registry import FAMILIES
 from megazero.registry import closest, did_you_mean
@@ -165,6 +165,7 @@ def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) ->
     sizes = asdict(batch)
     written = {} if config.elastic.enabled else sizes  # in an elastic run they follow dp, which another world changes
     model = FAMILIES[config.model.family].complete(config.model)
+    notices += idle_activations(fitted.config.model_copy(update={"model": model}), notices)
     filled = {"model": model, "training": config.training.model_copy(update=written)}
     return ResolvedRun(
         config=fitted.config.model_copy(update=filled),

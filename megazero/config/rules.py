@@ -22,10 +22,11 @@ from typing import Any
 
 from megazero.config.derive import batch_sizes, fit, micro_batch_multiple
 from megazero.config.schema import RunConfig, keys
+from megazero.models.activation_config import ActivationsConfig, LayerPolicy, layer_policies
 from megazero.models.config import ModelConfig
 from megazero.models.family import ModelRule, tp_problems
 from megazero.models.registry import FAMILIES
-from megazero.models.stages import layer_counts
+from megazero.models.stages import cut, layer_counts
 from megazero.optim.registry import OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of
 from megazero.schedules.registry import SCHEDULES
@@ -112,6 +113,44 @@ def idle_keys(config: RunConfig, world_size: int, unknown: Collection[str] = ())
         else:
             refused.append(_refused(key, value, default, condition, where, config))
     return refused, told
+
+
+def idle_activations(config: RunConfig, told: Collection[str]) -> Iterator[str]:
+    """A line for each choice of [activations] without which every layer of every pipeline rank keeps the same.
+
+    Args:
+        config: the run, fitted to its world, with its model complete.
+        told: lines of keys that are known to be idle.
+    """
+    own, parallel, (pp, chunks) = config.activations, config.parallel, _stages(config)
+    if own == ActivationsConfig() or parallel.schedule_file is not None:  # a table places chunks as it likes
+        return
+    ranks = [rank for rank, _ in SCHEDULES[parallel.schedule].placement(pp, chunks)]
+    layouts = list(zip(ranks, cut(config.model, parallel.layout, len(ranks)), strict=True))
+
+    def kept(choices: ActivationsConfig) -> list[dict[int, LayerPolicy]]:
+        layers = [[layer for at, layout in layouts if at == rank for layer in layout.layers] for rank in range(pp)]
+        return [layer_policies(choices, layers[rank], rank) for rank in range(pp)]
+
+    now, idle = kept(own), [line.partition(" = ")[0] for line in told]
+    for key, value, without in _without_each(own):
+        if not any(f"{key}.".startswith(f"{known}.") for known in idle) and kept(without) == now:
+            idle.append(key)
+            yield f"{key} = {toml_value(value)} has no effect: without it every layer of the model keeps the same"
+
+
+def _without_each(own: ActivationsConfig) -> Iterator[tuple[str, object, ActivationsConfig]]:
+    """Every choice that is written, by its key and value, and the section without it; a table before the keys in it."""
+    for name, field in type(own).model_fields.items():
+        value = getattr(own, name)
+        if name != "stages" and value not in (field.default, ()):
+            yield f"activations.{name}", value, own.model_copy(update={name: field.default})
+    for index, one in enumerate(own.stages):
+        before, behind, key = own.stages[:index], own.stages[index + 1 :], f"activations.stages[{index}]"
+        yield key, one, own.model_copy(update={"stages": before + behind})
+        for name, value in one.model_dump(exclude={"stage"}, exclude_none=True).items():
+            rest = (*before, one.model_copy(update={name: None}), *behind)
+            yield f"{key}.{name}", value, own.model_copy(update={"stages": rest})
 
 
 def _conditions_of_set_keys(config: RunConfig) -> Iterator[tuple[str, Any, object, ActsWhere | AtMost]]:
