@@ -88,6 +88,22 @@ def test_what_each_pipeline_rank_keeps_is_told_and_the_fullest_named() -> None:
     assert re.search("rank 1 keeps.*: nothing recomputed of 2 layers, 1 micro-batch, the fullest$", last)
 
 
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        (
+            "launch.device=cpu activations.recompute=full activations.partition=true",
+            "passes at most .*: block of 2 layers,",
+        ),
+        ("activations.offload=host", "passes on CUDA at most .* on the host: all kept on the host of 2 layers,"),
+    ],
+)
+def test_the_line_of_a_policy_says_what_is_done_and_for_which_device_it_is_counted(own: str, told: str) -> None:
+    words = ["model.num_layers=2", "parallel.pp=1", "parallel.tp=1", "parallel.sequence_parallel=false", *own.split()]
+    (line,) = [text for _, text in describe(load_config(QUICKSTART, words, 1), 8) if "keeps for its backward" in text]
+    assert re.search(told, line), line
+
+
 def test_every_problem_is_told_with_exit_code_2(tmp_path: Path, corpus: Path) -> None:
     words = ["training.step=3", "optimizer.lr=-1", "optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", "zero.stage=7"]
     words += ["training.callbacks=['nobody']", f"data.sources=['{corpus}']", "model.vocab_size=90"]

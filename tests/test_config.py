@@ -337,7 +337,19 @@ _NAMES = ", ".join(f'"{name}"' for name in _NAMES)
         ("data.sources=[{weight=1}]", "data.sources[0] = { weight = 1 }: must have a path"),
         (
             "activations.recompute=selectiv",
-            'activations.recompute = "selectiv": must be "none", "selective" or "full" or a list; write "selective"',
+            'activations.recompute = "selectiv": must be "none", "selective", "full" or a list of norms, activation, '
+            'residual, attention, mlp, block; write "selective"',
+        ),
+        (
+            "activations.recompute=norms+mlp",
+            'activations.recompute = "norms+mlp": must be "none", "selective", "full" or a list of norms, activation, '
+            'residual, attention, mlp, block; write ["norms", "mlp"]',
+        ),
+        ("activations.offload=cpu", 'activations.offload = "cpu": must be "none" or "host"; write "host"'),
+        (
+            "activations.layers=-1",
+            'activations.layers = -1: must be "all", a number of layers from 0 or a list of layers such as [0, 1, 5]; '
+            'the default is "all"',
         ),
         (
             "activations.recompute=['norm']",
@@ -674,6 +686,29 @@ def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
     told = [notice for notice in load_config(write(""), overrides, 1).notices if notice.startswith(f"{key} = ")]
     assert told
     assert all("has no effect where" in notice or "exceeds" in notice for notice in told)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ("stages=[{stage=0,layers=1}]", ["stages[0] = { stage = 0, layers = 1 }"]),
+        ("stages=[{stage=0}] recompute=full", ["stages[0] = { stage = 0 }"]),
+        ("stages=[{stage=0,recompute='full',layers=[3]}]", ["stages[0]"]),
+        ("stages=[{stage=0,recompute='full',keep_attention=false}]", ["stages[0].keep_attention = false"]),
+        ("stages=[{stage=1,recompute='mlp'}]".replace("'mlp'", "['mlp']") + " keep_attention=true", ["keep_attention"]),
+        ("recompute=full layers=0", ['recompute = "full"']),
+        ("recompute=full stages=[{stage=0,recompute='none'},{stage=1,recompute='none'}]", ['recompute = "full"']),
+        ("recompute=full layers=[0] stages=[{stage=1,keep_attention=true}]", ["stages[0]"]),
+        ("recompute=full layers=[0] keep_attention=true stages=[{stage=1,layers='all'}]", []),
+        ("offload=host stages=[{stage=1,offload='none'}] offload_layers=1", []),
+    ],
+)
+def test_a_choice_for_activations_that_no_layer_of_a_rank_takes_is_told_in_one_line(write, overrides, told):
+    words = [f"activations.{word}" for word in overrides.split()]
+    notices = load_config(write(""), ["model.num_layers=4", "parallel.pp=2", "parallel.tp=1", *words], 2).notices
+    found = [notice for notice in notices if notice.startswith("activations.")]
+    assert len(found) == len(told), found
+    assert all(line.startswith(f"activations.{key}") for line, key in zip(found, told, strict=True)), found
 
 
 FAMILY_KEYS = {

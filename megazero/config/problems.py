@@ -153,6 +153,8 @@ def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
         with suppress(tomllib.TOMLDecodeError):
             yield from tomllib.loads(f"value = {value.lower()}").values()
         words = [word for context in contexts for word in context.get("choices", ())]
+        yield from (context["listed"] for context in contexts if context.get("listed"))
+        yield from ["host"] if value == "cpu" else []
         yield from closest(value, [*words, *(word for text in expected for word in re.findall(r"'([^']*)'", text))])
     elif isinstance(value, float) and math.isfinite(value):
         yield from sorted({math.floor(value), math.ceil(value)})

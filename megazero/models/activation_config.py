@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,6 +24,7 @@ residual     the residual stream after attention: its output projection and the 
 """
 
 REGIONS: tuple[Region, ...] = get_args(Region)
+_TAKES = '"none", "selective", "full" or a list of norms, activation, residual, attention, mlp, block'
 PRESETS: Mapping[str, tuple[Region, ...]] = MappingProxyType(
     {"none": (), "selective": ("norms", "activation"), "full": ("block",)}
 )
@@ -30,8 +32,11 @@ PRESETS: Mapping[str, tuple[Region, ...]] = MappingProxyType(
 
 def _recompute(value: object) -> object:
     """Take a preset, or a list of regions."""
-    if not isinstance(value, list):
+    if isinstance(value, tuple) or (isinstance(value, str) and value in PRESETS):
         return value
+    if not isinstance(value, list):  # the name in a log line, or a list without quotes, is a list of regions
+        parts = [part.strip() for part in re.split(r"[+,]", value.strip("[] "))] if isinstance(value, str) else []
+        raise PydanticCustomError("recompute", f"be {_TAKES}", {"choices": [*PRESETS], "listed": parts})
     for region in value:
         if region not in REGIONS:
             meant = did_you_mean(closest(region, REGIONS)) if isinstance(region, str) else ""
@@ -47,14 +52,14 @@ def _layers(value: object) -> object:
     listed = tuple(value) if isinstance(value, list | tuple) else ()
     numbers = listed if value == listed or isinstance(value, list) else (value,)
     if value != "all" and not (numbers and all(type(number) is int and number >= 0 for number in numbers)):
-        raise PydanticCustomError("layers", 'be "all", a number of layers or a list of layers such as [0, 1, 5]')
+        raise PydanticCustomError("layers", 'be "all", a number of layers from 0 or a list of layers such as [0, 1, 5]')
     return listed if isinstance(value, list) else value
 
 
 Recompute = Annotated[
     Literal["none", "selective", "full"] | tuple[Region, ...],
     BeforeValidator(_recompute),
-    Spelling('"none", "selective", "full" or a list of norms, activation, residual, attention, mlp, block'),
+    Spelling(_TAKES),
 ]
 Layers = Annotated[
     Literal["all"] | int | tuple[int, ...],
@@ -161,13 +166,16 @@ class LayerPolicy:
         return ", ".join([*parts, "on the host"] if self.offload else parts)
 
 
-def layer_policies(activations: ActivationsConfig, layers: Sequence[int], stage: int) -> dict[int, LayerPolicy]:
+def layer_policies(
+    activations: ActivationsConfig, layers: Sequence[int], stage: int, *, cuts: bool = True
+) -> dict[int, LayerPolicy]:
     """By layer of one pipeline rank, what it keeps.
 
     Args:
         activations: of the run.
         layers: those of the rank, all chunks, as indices in the whole model.
         stage: the pipeline rank.
+        cuts: `partition` has something to cut: tp is above 1, and sequence parallelism has not cut it.
     """
     own = activations.of_stage(stage)
     regions = _outermost(own.regions)
@@ -178,7 +186,7 @@ def layer_policies(activations: ActivationsConfig, layers: Sequence[int], stage:
         policies[layer] = LayerPolicy(
             here,
             keep_attention=own.keep_attention and bool(here & {"attention", "block"}),
-            partition=own.partition and bool(here - {"activation", "residual"}),
+            partition=own.partition and cuts and bool(here - {"activation", "residual"}),
             offload=own.offload == "host" and layer in offloaded,
         )
     return policies

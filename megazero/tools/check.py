@@ -210,8 +210,9 @@ def _elements(stage: GPTStage) -> int:
 
 def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
     """What each pipeline rank keeps for its backward passes, the fullest named."""
+    on_cuda = run.config.launch.device != "cpu"  # "auto" may take it; a run says at its start what it has taken
     try:
-        ranks = activations_of_ranks(run, schedule, on_cuda=run.config.launch.device != "cpu")
+        ranks = activations_of_ranks(run, schedule, on_cuda=on_cuda)
     except TypeError as error:  # layers of a script's own
         yield f"not known what is kept for the backward passes: {error}"
         return
@@ -220,7 +221,7 @@ def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
         where = f"pipeline rank {one.rank}" if len(ranks) > 1 else "a rank"
         most = ", the fullest" if len(ranks) > 1 and one is fullest else ""
         again = f"; {one.again:.1%} more to compute" if one.again else ""
-        yield f"{where} keeps for its backward passes at most {one}{again}{most}"
+        yield f"{where} keeps for its backward passes{' on CUDA' if on_cuda else ''} at most {one}{again}{most}"
 
 
 def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:

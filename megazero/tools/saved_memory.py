@@ -44,6 +44,7 @@ from megazero.schedules.table import read_schedule
 from megazero.zero.bucket import DTYPES
 
 EMBEDDING, HEAD = "embedding", "head"
+_NOTHING = {"none": "nothing recomputed", "none, on the host": "all kept on the host"}
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ class RankActivations:
         """`12.0 MiB: norms+activation of 32 layers, 4 micro-batches`."""
         names = sorted(policy.name for policy in self.policies.values())
         layers = ", ".join(
-            f"{'nothing recomputed' if name == 'none' else name} of {counted(len(list(same)), 'layer')}"
-            for name, same in groupby(names)
+            f"{_NOTHING.get(name, name)} of {counted(len(list(same)), 'layer')}" for name, same in groupby(names)
         )
         host = f" and {size_text(self.host)} on the host" if self.host else ""
         return f"{size_text(self.device)}{host}: {layers or 'no layer'}, {counted(self.micro_batches, 'micro-batch')}"
@@ -137,7 +137,9 @@ def _of_rank(
     chunks: Sequence[tuple[StageLayout, GPTStage]],
     size: MicroBatchSize,
 ) -> RankActivations:
-    policies = layer_policies(config.activations, [layer for layout, _ in chunks for layer in layout.layers], rank)
+    layers = [layer for layout, _ in chunks for layer in layout.layers]
+    cuts = size.tp > 1 and not size.sequence_parallel
+    policies = layer_policies(config.activations, layers, rank, cuts=cuts)
     units: dict[str, dict[str, int]] = {}
     on_device, on_host, moving, again = [], [], 0, 0.0
     for layout, stage in chunks:
