@@ -35,6 +35,7 @@ from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import ParallelState
 from megazero.settings import Problem, toml_value
 from megazero.tools.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
+from megazero.tools.saved_memory import counted
 from megazero.zero.bucket import DTYPES
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -334,7 +335,7 @@ def measure(
         machine=f"{name} ({platform.machine()}), torch {torch.__version__}",
         model=f"{model.family}, {model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}",
         parameters=sum(rank.distinct for rank in rows[0].ranks) // state.dp.size,
-        shape=f"{grid.world_size} ranks: tp {grid.tp}, pp {grid.pp}, dp {grid.dp}",
+        shape=f"{counted(grid.world_size, 'rank')}: tp {grid.tp}, pp {grid.pp}, dp {grid.dp}",
         batch=f"{run.accumulation} x {run.micro_batch_size} samples of {model.seq_len} random tokens on each dp rank",
         on_cpu=device.type == "cpu",
         steps=steps,
