@@ -11,10 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megazero import checkpoint, pipe, zero
+    from megazero import pipe, zero
     from megazero.deepspeed.pipeline_module import PipelineModule
     from megazero.deepspeed.script_setup import add_config_arguments, init_distributed, initialize
     from megazero.deepspeed.training_engine import RepeatingLoader
+    from megazero.layers.checkpoint import checkpoint
     from megazero.parallel_state import RankGrid, parallel_state_of
 
 __all__ = [

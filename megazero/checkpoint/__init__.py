@@ -1,6 +1,10 @@
-"""Checkpoints of training; and, for scripts, `megazero.checkpoint(function, *args)`: see `layers/checkpoint.py`.
+"""Checkpoints of training; and, for scripts, `megazero.checkpoint(function, *args)`, which recomputes in the backward.
 
-The field has one word for both, and the call is what torch.utils and DeepSpeed have under it.
+    y = megazero.checkpoint(block, x)
+    y = megazero.checkpoint(function, x, scale=2.0)
+
+The call returns what `function(*args, **kwargs)` returns, and keeps only its arguments; it is `checkpoint` of this package
+too, whose help says more.  The field has one word for both, and the call is what torch.utils and DeepSpeed have under it.
 """
 
 from __future__ import annotations
@@ -9,14 +13,26 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megazero.layers.checkpoint import checkpoint as checkpoint
 
 
 class _CallablePackage(ModuleType):
     """This package; a call of it is `checkpoint`."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return import_module("megazero.layers.checkpoint").checkpoint(function, *args, **kwargs)
+        return self.checkpoint(function, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a module may hold the call, and be copied or saved
+        return import_module, (self.__name__,)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "checkpoint":  # imported when first used
+        return import_module("megazero.layers.checkpoint").checkpoint
+    raise AttributeError(f"module megazero.checkpoint has no attribute {name!r}")
 
 
 sys.modules[__name__].__class__ = _CallablePackage
