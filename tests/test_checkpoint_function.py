@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -389,7 +392,7 @@ def _kept(calls: int = 3) -> tuple[list[Tensor], list[Tensor | None]]:
 
     def told(self: Any, tensor: Tensor) -> Any:
         saved = keep_argument(self, tensor)
-        kept.append(tensor if isinstance(saved, recompute._Number) else saved[0])
+        kept.append(tensor if isinstance(saved, recompute._InStore) else saved[0])
         return saved
 
     with pytest.MonkeyPatch.context() as patch:
@@ -550,6 +553,81 @@ def test_arguments_go_to_the_host_and_come_back_whenever_their_copies_end(
     assert not copier.wrong
     # Calls 6 and 5 have not left; the copy of 4 starts with the backward of 5, and so on.
     assert [one - forward for one in began] == [0, 0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "options", [{"checkpoint_in_cpu": True}, {"contiguous_checkpointing": True, "num_checkpoints": 1}]
+)
+def test_arguments_come_back_as_they_lay_in_memory(options: dict[str, Any]) -> None:
+    deepspeed.checkpointing.configure(None, **options)
+    whole = numbers(8, 6)
+    views = [whole.t(), whole[1:3], whole[:, 1:4], whole[::2, ::3], whole[:1].expand(4, 6), whole[:, :1].expand(8, 3)]
+    others = [whole[:2, :3].relu().to_sparse(), whole.to(torch.complex64).conj(), whole.to(torch.complex64).conj().imag]
+    seen: list[Tensor] = []
+    weight = torch.ones((), requires_grad=True)
+    args = [*views, numbers(1, 6).expand(4, 6), *others]
+    deepspeed.checkpointing.checkpoint(lambda w, *args: (seen.extend(args), w.exp())[1], weight, *args).backward()
+    for one, again in zip(args, seen[len(args) :], strict=True):
+        assert one.layout == again.layout
+        assert torch.equal(one.to_dense(), again.to_dense())
+        assert not isinstance(one, Tensor) or one.is_sparse or one.stride() == again.stride()
+
+
+def test_memory_of_arguments_that_left_a_backward_is_not_used_again() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return (x * weight).sum()
+
+        @staticmethod
+        def backward(ctx: Any, *_: Tensor) -> Any:
+            return None, ctx.saved_tensors[0]
+
+    deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=1)
+    x, weight = numbers(6).requires_grad_(), numbers(6, seed=1).requires_grad_()
+    y = deepspeed.checkpointing.checkpoint(lambda x: Product.apply(x, weight), x)
+    (gradient,) = torch.autograd.grad(y, weight)
+    del y
+    deepspeed.checkpointing.checkpoint(torch.sin, numbers(6, seed=2).requires_grad_()).sum().backward()
+    assert torch.equal(gradient, x)
+
+
+@pytest.mark.parametrize("function", [_two_levels, _twice_backward, _second_derivatives])
+def test_contiguous_memory_is_for_nested_calls_and_several_backwards_too(function: Callable[..., Tensor]) -> None:
+    deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=4)
+    wanted, found = _trained(function, PLAIN), _trained(function, deepspeed.checkpointing.checkpoint)
+    assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")  # of a compiler
+def test_a_configured_call_within_a_compiled_function_runs_as_it_is() -> None:
+    block, x = seeded(_block), numbers(4, WIDTH).requires_grad_()
+    compiled = torch.compile(lambda x: deepspeed.checkpointing.checkpoint(block, x.sin()).exp(), backend="aot_eager")
+    (slope,) = torch.autograd.grad(compiled(x).sum(), x)
+    assert torch.equal(slope, torch.autograd.grad(block(x.sin()).exp().sum(), x)[0])
+
+
+def test_a_partition_over_one_rank_is_told_and_a_wrong_mpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(recompute, "log_dist", lambda message, ranks: lines.append(message))
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
+    assert not lines
+    deepspeed.checkpointing.configure(None, partition_activations=True)
+    assert lines == ["partition_activations changes nothing: no mpu with more than one tensor-parallel rank is given"]
+    with pytest.raises(TypeError, match=r"mpu_ is .* does not know the tensor-parallel ranks"):
+        deepspeed.checkpointing.configure(torch)
+
+
+def test_the_call_can_be_held_by_a_module_that_is_copied_and_saved() -> None:
+    from megazero.checkpoint import checkpoint
+
+    model = nn.Module()
+    model.call = megazero.checkpoint
+    assert copy.deepcopy(model).call is megazero.checkpoint
+    assert pickle.loads(pickle.dumps(model)).call is megazero.checkpoint
+    assert torch.equal(checkpoint(torch.sin, numbers(3)), numbers(3).sin())
+    assert inspect.getdoc(checkpoint)
 
 
 def test_only_the_part_of_a_storage_that_is_an_argument_goes_to_the_host() -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 non_reentrant_checkpoint = checkpoint
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What `function(*args, **kwargs)` returns, as it is; recomputed in the backward under the present configuration."""
     if not torch.is_grad_enabled():
@@ -102,6 +103,7 @@ def configure(
 
     Raises:
         ConfigError: the configuration is wrong.
+        TypeError: `mpu_` does not know the tensor-parallel ranks.
         ValueError: options that do not fit together.
     """
     axis = _NOW.axis if mpu_ is None else _tensor_parallel(mpu_)
@@ -124,15 +126,21 @@ def configure(
     block = block.model_copy(update={name: value for name, value in given.items() if value is not None})
     if block.contiguous_memory_optimization and not block.number_checkpoints:
         raise ValueError("contiguous_checkpointing needs num_checkpoints, the calls that one buffer has room for")
-    _NOW.options, _NOW.axis, _NOW.by_script = block, axis, True
-    reset()
+    _NOW.by_script = True
+    _let_hold(block, axis)
 
 
 def configure_by_block(block: CheckpointingBlock, axis: Axis) -> None:
     """Let a configuration's block hold, unless the script has called `configure`; `axis`: tensor parallelism."""
     if not _NOW.by_script:
-        _NOW.options, _NOW.axis = block, axis
-        reset()
+        _let_hold(block, axis)
+
+
+def _let_hold(block: CheckpointingBlock, axis: Axis) -> None:
+    _NOW.options, _NOW.axis = block, axis
+    reset()
+    if block.partition_activations and axis.size == 1:
+        log_dist("partition_activations changes nothing: no mpu with more than one tensor-parallel rank is given", [0])
 
 
 def is_configured() -> bool:
@@ -192,23 +200,35 @@ class _ConfiguredCall(CheckpointedCall):
         return argument
 
     def _keeps_as_it_is(self, tensor: Tensor) -> bool:
-        return super()._keeps_as_it_is(tensor) or getattr(tensor, "no_checkpointing", False)
+        marked = getattr(tensor, "no_checkpointing", False)
+        return super()._keeps_as_it_is(tensor) or marked or not is_its_memory(tensor)
 
     def _keep_argument(self, part: Tensor) -> Any:
         moves = _NOW.options.cpu_checkpointing or _NOW.options.contiguous_memory_optimization
         elsewhere = self._parts and self._parts[0].device != part.device
-        if not moves or elsewhere or self._keeps_as_it_is(part) or not is_its_memory(part):
+        if not moves or elsewhere or self._keeps_as_it_is(part):
             return super()._keep_argument(part)
-        # A view of more than itself is copied: whole storages are kept.
-        self._parts.append(part if part.untyped_storage().nbytes() <= part.nbytes else part.detach().clone())
-        return _Number(len(self._parts) - 1)
+        shows_part = part.untyped_storage().nbytes() > part.nbytes
+        if shows_part and any(step == 0 < size - 1 for size, step in zip(part.shape, part.stride(), strict=True)):
+            return super()._keep_argument(part)  # a copy would hold elements that the storage has once
+        # A view of more than itself is copied, without the gaps: whole storages are kept.
+        self._parts.append(part.detach().clone() if shows_part else part)
+        return _InStore(len(self._parts) - 1, part.stride())
 
     def _kept_argument(self, kept: Any) -> Tensor:
-        return self._store.take(self.kept[kept]) if isinstance(kept, _Number) else super()._kept_argument(kept)
+        if not isinstance(kept, _InStore):
+            return super()._kept_argument(kept)
+        tensor = self._store.take(self.kept[kept.number])
+        if tensor.stride() != kept.stride:
+            tensor = tensor.new_empty_strided(tensor.size(), kept.stride).copy_(tensor)
+        return tensor
 
 
-class _Number(int):
-    """Number of an argument among those of a call that are in a store."""
+class _InStore(NamedTuple):
+    """An argument in a store: its number among those of its call, and how it lay in memory."""
+
+    number: int
+    stride: tuple[int, ...]
 
 
 class _Store:
@@ -297,6 +317,12 @@ def _tensor_parallel(mpu: Any) -> Axis:
     if isinstance(mpu, ParallelState):
         return mpu.tp
     name = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_rank") else "model"
+    if not hasattr(mpu, f"get_{name}_parallel_world_size"):
+        raise TypeError(
+            f"mpu_ is {mpu!r}, which does not know the tensor-parallel ranks; give a ParallelState, a "
+            "PipelineParallelGrid, an object with Megatron's get_model_parallel_world_size and get_model_parallel_group, "
+            "or None"
+        )
     if getattr(mpu, f"get_{name}_parallel_world_size")() == 1:
         return WHOLE
     process_group = getattr(mpu, f"get_{name}_parallel_group")()
