@@ -343,9 +343,10 @@ def _build_chunks(
     layouts = cut(config.model, config.parallel.layout, len(placement))
     # a rank's chunks come in order
     mine = [layout for layout, (rank, _) in zip(layouts, placement, strict=True) if rank == state.at.pp]
-    policies = layer_policies(config.activations, [layer for layout in mine for layer in layout.layers], state.at.pp)
-    offload = HostOffload(state.device) if any(policy.offload for policy in policies.values()) else None
     whole = WHOLE if config.parallel.sequence_parallel else state.tp
+    layers = [layer for layout in mine for layer in layout.layers]
+    policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1)
+    offload = HostOffload(state.device) if any(policy.offload for policy in policies.values()) else None
     for layout in mine:
         queues.append(WeightGradQueue())
         cuts, seed, dtype = config.parallel.sequence_parallel, config.training.seed, DTYPES[config.precision.dtype]

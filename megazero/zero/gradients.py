@@ -319,7 +319,9 @@ class GradientReducer:
             for _, one, index in self._parts_of[id(parameter)]:
                 if one.bucket.layout.unit in visited:
                     one.skip(index, order.passes)
-        visited.add(unit)  # its own come until the next unit's turn: torch's re-entrant checkpointing runs a backward within
+        visited.add(
+            unit
+        )  # its own come until the next unit's turn: torch's re-entrant checkpointing runs a backward within
         self._reduce_due(order)
 
     def _not_reached(self, chunk: int) -> list[nn.Parameter]:
