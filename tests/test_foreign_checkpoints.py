@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import run_world
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,6 +35,7 @@ from megazero.checkpoint.foreign import exporter
 from megazero.checkpoint.foreign.dcp import DcpFolder
 from megazero.checkpoint.foreign.importer import import_checkpoint
 from megazero.checkpoint.foreign.megatron import differences
+from megazero.checkpoint.foreign.pickles import load_metadata
 from megazero.checkpoint.index import CheckpointError, read_trainer_state
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.cli import app
@@ -711,6 +713,17 @@ def test_what_an_option_is_for_is_told(hubs: dict[str, Hub], tmp_path: Path) -> 
     of_file = ("import", theirs, tmp_path / "no", "--run-file", olmo2)
     assert "--seq-len is for transformers models; the run file has it" in told(*of_file, "--seq-len", 8)
     assert "olmo2 is known under the names of hugging-face, and no tensor has one" in told(*of_file)
+
+
+def test_a_member_of_an_enumeration_may_be_named_and_nothing_else_is_read_by_name() -> None:
+    def pickled(kind: str, name: str) -> bytes:
+        return b"\x80\x02" + f"cbuiltins\ngetattr\nc{kind}\nV{name}\n".encode() + b"\x86R."
+
+    encoding = "torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"
+    assert load_metadata(pickled(encoding, "TORCH_PRESERVE_FORMAT"))[0] is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    for kind, name in ((encoding, "__class__"), ("collections\nOrderedDict", "fromkeys")):
+        with pytest.raises(ValueError, match="which was refused"):
+            load_metadata(pickled(kind, name))
 
 
 def test_a_pickle_does_not_change_a_class_and_a_flipped_bit_is_seen(

@@ -38,10 +38,20 @@ _RECORDS = (
     _StorageInfo,
 )
 _METADATA = (*_RECORDS, metadata._MEM_FORMAT_ENCODING, torch.Size, OrderedDict)
+
+
+def _memory_format(kind: Any, name: Any) -> Any:
+    """What some releases of Python 3.11 call `getattr` for: a member of an enumeration."""
+    if kind is metadata._MEM_FORMAT_ENCODING and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"it reads {name!r} of {kind!r}, which was refused")
+
+
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _ALLOWED: dict[str, Any] = {f"{one.__module__}.{one.__qualname__}": one for one in _METADATA} | {
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": _get_layout,
+    "builtins.getattr": _memory_format,
     f"{_MEGATRON}.MCoreMetadata": metadata.Metadata,  # of its releases up to 0.15
     "pathlib.PosixPath": PurePosixPath,
     "pathlib.WindowsPath": PurePosixPath,
