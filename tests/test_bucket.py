@@ -476,3 +476,18 @@ def test_owned_parts_are_addressed_by_their_place_in_the_bucket():
     assert bucket.owned_part(bucket.gradient, Run(35, 40)).tolist() == [35, 36, 37, 38, 39]
     bucket.write(bucket.master, Run(35, 37), torch.tensor([1.0, 2.0]))
     assert bucket.read(bucket.master, Run(34, 38)).tolist() == [0, 1, 2, 0]
+
+
+def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:
+    """28,672 rows can be cut over 512 shards; with a norm's row among them they could not without much padding."""
+
+    def largest_part(*shapes: tuple[int, ...]) -> int:
+        infos = [
+            ParamInfo(f"{at}", shape, ParamSpec((NamedRows(f"{at}", shape[0]),), shape[1] if len(shape) > 1 else None), 0)
+            for at, shape in enumerate(shapes)
+        ]
+        layouts = plan_buckets(infos, by_unit=False, bucket_elements=2**18, shards=512, cuts=True)
+        return max(part.stop - part.start for layout in layouts for part in layout.parts)
+
+    for shapes in (((64,), (28672, 64)), ((28672, 64), (64,))):
+        assert largest_part(*shapes) == largest_part((28672, 64)) < 28672 * 64 // 512

@@ -278,9 +278,16 @@ def plan_buckets(
     )
     groups = [list(members) for _, members in groupby(units, key=lambda info: (info.unit, info.trains))]
     filling: dict[bool, list[ParamInfo]] = {}
+
+    def is_cut(members: Sequence[ParamInfo]) -> bool:
+        return bool(members) and _layout(members, shards, bucket_elements, cuts=cuts).part_count > 1
+
     for info in reversed([info for info in free if not by_unit or info.persistent]):
         last = filling.get(info.trains, [])
-        if not last or last[0].chunk != info.chunk or not _fits([*last, info], bucket_elements, shards):
+        together = [*last, info]
+        fits = _fits(together, bucket_elements, shards)
+        loses_cut = (is_cut(last) or is_cut([info])) and not is_cut(together)
+        if not last or last[0].chunk != info.chunk or not fits or loses_cut:
             filling[info.trains] = last = []
             groups.append(last)
         last.append(info)
