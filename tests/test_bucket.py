@@ -483,7 +483,9 @@ def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:
 
     def largest_part(*shapes: tuple[int, ...]) -> int:
         infos = [
-            ParamInfo(f"{at}", shape, ParamSpec((NamedRows(f"{at}", shape[0]),), shape[1] if len(shape) > 1 else None), 0)
+            ParamInfo(
+                f"{at}", shape, ParamSpec((NamedRows(f"{at}", shape[0]),), shape[1] if len(shape) > 1 else None), 0
+            )
             for at, shape in enumerate(shapes)
         ]
         layouts = plan_buckets(infos, by_unit=False, bucket_elements=2**18, shards=512, cuts=True)
