@@ -103,7 +103,7 @@ def _losses(folder: Path, name: str, python: list[str], *overrides: str) -> list
     """Run examples/pretrain_gpt.py and give the losses that it prints."""
     prefix = folder / "corpus"
     if not prefix.with_suffix(".idx").exists():
-        tokenize_files([ROOT / "megazero"], prefix, "byte")
+        tokenize_files(sorted((ROOT / "megazero").rglob("*.py")), prefix, "byte")
     small = ["model.hidden_size=32", "model.ffn_hidden_size=64", "model.num_layers=2", "model.seq_len=32"]
     small += ["training.global_batch_size=8", "lr_schedule.name=constant", "lr_schedule.warmup_steps=0"]
     small += ["launch.device=cpu"]
