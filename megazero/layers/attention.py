@@ -19,9 +19,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megazero.comm.autograd import gather_sequence
-from megazero.layers.attention_kernels import KeptOutputs, attention
+from megazero.layers.attention_kernels import attention
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.qk_norm import HeadNorm, WidthNorm
+from megazero.layers.recompute import KeptResults
 from megazero.parallel_state import Axis
 
 
@@ -121,7 +122,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.attend = attention if window is None else window.attend
-        self.kept: KeptOutputs | None = None  # gives attention's output where a block is computed again
+        self.kept: KeptResults | None = None  # gives attention's output where a block is computed again
         self.qkv, self.out, self.rope, self.head_size = qkv, out, rope, head_size
         self.width_norm = qk_norm if isinstance(qk_norm, WidthNorm) else None
         self.head_norm = qk_norm if isinstance(qk_norm, HeadNorm) else None
@@ -183,7 +184,7 @@ class SlidingWindow:
         unseen = (key <= row) | (key > row + size)
         self.size, self.mask = size, torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, -torch.inf)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, kept: KeptOutputs | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, kept: KeptResults | None = None) -> Tensor:
         """As `attention`; any number of positions."""
         seq, size, batch = q.shape[2], self.size, q.shape[0]
         if seq <= size:

@@ -9,26 +9,20 @@ So a block that is computed again can keep `out` and `lse` of its first forward,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from megazero.layers.recompute import KeptResults
+
 _aten = torch.ops.aten
 
 
-class KeptOutputs(Protocol):
-    """Outputs of kernels that a first forward keeps for a second one."""
-
-    def through(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Either `compute()`, whose tensors it remembers, or those of an earlier call in its place.  They have no graph."""
-
-
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, kept: KeptOutputs | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, kept: KeptResults | None = None
 ) -> Tensor:
     """softmax(q k^T / sqrt(size)) v.  q: [batch, heads, seq, size], k and v: [batch, kv heads, seq, size] -> as q.
 
@@ -59,7 +53,7 @@ def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
 
 
-def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: KeptOutputs) -> Tensor | None:
+def _through(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: KeptResults) -> Tensor | None:
     """By the kernel that torch takes where a backward follows, so that two forwards take the same; None for its formula."""
     with torch.enable_grad():
         like, fewer = q.detach().requires_grad_(), q.shape[1] != k.shape[1]
@@ -76,7 +70,7 @@ class _KeptAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: SDPBackend, kept: KeptOutputs
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: SDPBackend, kept: KeptResults
     ) -> Tensor:
         outputs = kept.through(lambda: _forward(kernel, q, k, v, mask))
         ctx.save_for_backward(q, k, v, mask, *outputs)

@@ -22,7 +22,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.mlp import GELU, SwiGLU
 from megazero.layers.norm import RMSNorm
 from megazero.models.activation_config import LayerPolicy
-from megazero.models.activations import recomputed_parts
+from megazero.models.activations import has_regions, recomputed_parts
 from megazero.models.gpt import Block, Embedding, Head, PostNormBlock
 from megazero.schedules.action import Action, ActionKind
 
@@ -72,7 +72,17 @@ class _Saved:
     starts: str = ""
 
 
-def block_bytes(block: Block, policy: LayerPolicy, size: MicroBatchSize) -> dict[str, int]:
+def _with_formula(block: nn.Module) -> Block:
+    """The block, if the formula below is its own.  Raises: TypeError: a part of it is a script's own."""
+    if not has_regions(block):
+        raise TypeError(f"a {type(block).__name__} has a forward of its own, whose parts are not known")
+    for part, kinds in ((block.attention, Attention), (block.mlp, (SwiGLU, GELU))):
+        if not isinstance(part, kinds):
+            raise TypeError(f"no formula says what a {type(part).__name__} keeps")
+    return block
+
+
+def block_bytes(block: nn.Module, policy: LayerPolicy, size: MicroBatchSize) -> dict[str, int]:
     """What a layer keeps of one micro-batch, by tensor.
 
     Args:
@@ -83,6 +93,7 @@ def block_bytes(block: Block, policy: LayerPolicy, size: MicroBatchSize) -> dict
     Raises:
         TypeError: a part of the block is a script's own.
     """
+    block = _with_formula(block)
     names = {block.attention_norm: "norm1", block.mlp_norm: "norm2"}
     parts = {names.get(owner, part) for owner, _, part in recomputed_parts(block, policy)}
     cut = size.tp if policy.partition and not size.sequence_parallel else 1
@@ -127,13 +138,9 @@ def _saved_by(block: Block, size: MicroBatchSize) -> Iterator[_Saved]:
     yield _Saved("dropout mask of the MLP", masks[1], "block")
 
 
-def _entry(mlp: nn.Module) -> ColumnParallelLinear:
-    """The projection into an MLP.  Raises: TypeError: it is a script's own."""
-    if isinstance(mlp, SwiGLU):
-        return mlp.gate_up
-    if isinstance(mlp, GELU):
-        return mlp.up
-    raise TypeError(f"no formula says what a {type(mlp).__name__} keeps")
+def _entry(mlp: SwiGLU | GELU) -> ColumnParallelLinear:
+    """The projection into an MLP."""
+    return mlp.gate_up if isinstance(mlp, SwiGLU) else mlp.up
 
 
 def norm_bytes(norm: nn.Module, size: MicroBatchSize) -> int:
@@ -208,11 +215,12 @@ def queued_bytes(stage: nn.Module, size: MicroBatchSize) -> int:
     return count * size.itemsize
 
 
-def products_again(block: Block, policy: LayerPolicy, reach: float) -> float:
+def products_again(block: nn.Module, policy: LayerPolicy, reach: float) -> float:
     """Multiplications for each token that a backward adds on this rank: one forward of what is recomputed.
 
     `reach`: positions that a token attends to, on average.  Norms and activations have no product and count as nothing.
     """
+    block = _with_formula(block)
     parts = {part for _, _, part in recomputed_parts(block, policy)}
     entry, last = _entry(block.mlp).weight, block.mlp.down.weight
     count = 0.0

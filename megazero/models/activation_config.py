@@ -24,6 +24,8 @@ residual     the residual stream after attention: its output projection and the 
 """
 
 REGIONS: tuple[Region, ...] = get_args(Region)
+UNCUT: frozenset[Region] = frozenset({"activation", "residual"})
+"""Regions that start from tensors which `partition` leaves whole: they are cut over tp already, or kept by others too."""
 _TAKES = '"none", "selective", "full" or a list of norms, activation, residual, attention, mlp, block'
 PRESETS: Mapping[str, tuple[Region, ...]] = MappingProxyType(
     {"none": (), "selective": ("norms", "activation"), "full": ("block",)}
@@ -159,8 +161,7 @@ class LayerPolicy:
     @property
     def name(self) -> str:
         """For log lines: `norms+activation`, `block but attention, cut over tp, on the host`."""
-        order = ("norms", "activation", "residual", "attention", "mlp", "block")
-        regions = "+".join(region for region in order if region in self.recompute) or "none"
+        regions = "+".join(region for region in REGIONS if region in self.recompute) or "none"
         parts = [regions + (" but attention" if self.keep_attention else "")]
         parts += ["cut over tp"] if self.partition else []
         return ", ".join([*parts, "on the host"] if self.offload else parts)
@@ -186,7 +187,7 @@ def layer_policies(
         policies[layer] = LayerPolicy(
             here,
             keep_attention=own.keep_attention and bool(here & {"attention", "block"}),
-            partition=own.partition and cuts and bool(here - {"activation", "residual"}),
+            partition=own.partition and cuts and bool(here - UNCUT),
             offload=own.offload == "host" and layer in offloaded,
         )
     return policies

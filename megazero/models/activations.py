@@ -25,7 +25,7 @@ from megazero.layers.activation_offload import HostOffload
 from megazero.layers.attention import Attention
 from megazero.layers.recompute import WHOLE, DroppingOutputs, KeptResults, Recomputed
 from megazero.layers.saved_tensors import SavedTensorHooks
-from megazero.models.activation_config import LayerPolicy, Region
+from megazero.models.activation_config import UNCUT, LayerPolicy, Region
 from megazero.models.gpt import Block, PostNormBlock
 from megazero.parallel_state import Axis
 
@@ -76,7 +76,7 @@ def save_by_policy(
                 raise ValueError(
                     f"activations.recompute: {region} needs a {name} of {type(owner).__name__}, which has none"
                 )
-            cut = tp if policy.partition and region not in ("activation", "residual") else WHOLE
+            cut = tp if policy.partition and region not in UNCUT else WHOLE
             attends = region in ("attention", "block")
             owner.__dict__[name] = Recomputed(getattr(owner, name), kept if attends else None, cut)
         hooks = None
@@ -104,8 +104,10 @@ def has_regions(block: nn.Module) -> TypeGuard[Block]:
 
 
 def _parts_of(block: nn.Module, policy: LayerPolicy) -> list[tuple[nn.Module, str, Region]]:
-    if has_regions(block) or not policy.recompute:
-        return list(recomputed_parts(block, policy)) if policy.recompute else []
+    if has_regions(block):
+        return list(recomputed_parts(block, policy))
+    if not policy.recompute:
+        return []
     if policy.recompute != {"block"}:
         raise ValueError(
             f"activations.recompute: {type(block).__name__} has a forward of its own and can be recomputed only as a whole; "
@@ -114,13 +116,8 @@ def _parts_of(block: nn.Module, policy: LayerPolicy) -> list[tuple[nn.Module, st
     return [(block, "forward", "block")]
 
 
-def recomputed_parts(block: nn.Module, policy: LayerPolicy) -> Iterator[tuple[nn.Module, str, Region]]:
-    """(owner, its function, region) of what a policy recomputes in a block.
-
-    Raises: TypeError: the block has a forward of its own.
-    """
-    if not has_regions(block):
-        raise TypeError(f"a {type(block).__name__} has a forward of its own, whose parts are not known")
+def recomputed_parts(block: Block, policy: LayerPolicy) -> Iterator[tuple[nn.Module, str, Region]]:
+    """(owner, its function, region) of what a policy recomputes in a block that has regions."""
     within = policy.recompute
     if "block" in within:
         yield block, "most", "block"

@@ -312,11 +312,6 @@ class GPTStage(nn.Module):
         shared = self.embedding.tokens.weight if self.embedding is not None and context.model.tie_embeddings else None
         self.head = family.head(context, shared) if layout.has_head else None
 
-    @property
-    def layers(self) -> list[Block]:
-        """The blocks."""
-        return [block for block in self.blocks if isinstance(block, Block)]
-
     def units(self) -> list[nn.Module]:
         """The modules that ZeRO-3 gathers one at a time, in forward order."""
         return [unit for unit in (self.embedding, *self.blocks, self.head) if unit is not None]

@@ -151,7 +151,7 @@ def _of_rank(
         entry = found[f"layer {layout.layers[0]}"].get("input", 0) if received else 0
         moving = max(moving, entry + 2 * max(moved, default=0))
         units |= found
-        for layer, block in zip(layout.layers, stage.layers, strict=True):
+        for layer, block in zip(layout.layers, stage.blocks, strict=True):
             again += 2 * size.tp * products_again(block, policies[layer], config.model.mean_reach)
     heads, model = sum(stage.head is not None for _, stage in chunks), config.model
     part = model.model_copy(update={"num_layers": len(policies), "vocab_size": heads * model.vocab_size})
@@ -181,7 +181,7 @@ def _of_stage(
 ) -> Iterator[tuple[str, dict[str, int]]]:
     if stage.embedding is not None:
         yield EMBEDDING, {"rows and mask": embedding_bytes(stage.embedding, size)}
-    for layer, block in zip(layout.layers, stage.layers, strict=True):
+    for layer, block in zip(layout.layers, stage.blocks, strict=True):
         yield f"layer {layer}", block_bytes(block, policies[layer], size)
     if stage.head is not None:
         yield HEAD, {"norm and logits": head_bytes(stage.head, size, keeps_logits=keeps_logits)}

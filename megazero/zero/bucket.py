@@ -280,7 +280,8 @@ def plan_buckets(
     filling: dict[bool, list[ParamInfo]] = {}
 
     def is_cut(members: Sequence[ParamInfo]) -> bool:
-        return bool(members) and _layout(members, shards, bucket_elements, cuts=cuts).part_count > 1
+        is_large = cuts and sum(numel(member.shape) for member in members) > bucket_elements
+        return is_large and _layout(members, shards, bucket_elements, cuts=cuts).part_count > 1
 
     for info in reversed([info for info in free if not by_unit or info.persistent]):
         last = filling.get(info.trains, [])

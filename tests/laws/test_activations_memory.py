@@ -12,12 +12,13 @@ import torch
 from harness import run_world
 from test_activation_offload import LateCopier
 from torch import Tensor, nn
-from worlds import engine_on, micro_batches, run_of, state_on
+from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
 from megazero.layers.linear import WeightGradQueue
 from megazero.models.activation_bytes import MicroBatchSize, block_bytes, peak_bytes, queued_bytes
 from megazero.models.activation_config import LayerPolicy
+from megazero.models.gpt import Block
 from megazero.schedules.proof import peak_activations
 from megazero.schedules.registry import SCHEDULES
 from megazero.tools.saved_memory import (
@@ -80,7 +81,7 @@ def test_a_llama_of_8b_keeps_the_bytes_of_the_table(policy: LayerPolicy, wanted:
     sizes = {"hidden_size": 4096, "num_layers": 1, "num_heads": 32, "num_kv_heads": 8, "ffn_hidden_size": 14336}
     run = run_of(1, model={"family": "llama", "seq_len": 128} | sizes, precision={"dtype": "bf16"})
     (stage,) = stages_of(run.config)
-    kept = block_bytes(stage.layers[0], policy, MicroBatchSize(2, 128, 2))
+    kept = block_bytes(stage.blocks[0], policy, MicroBatchSize(2, 128, 2))
     assert sum(kept.values()) == 2 * 128 * eval(wanted, {"h": 4096, "k": 1024, "f": 14336, "a": 32})
 
 
@@ -281,3 +282,18 @@ def test_what_is_saved_twice_is_counted_once_and_what_was_there_not_at_all() -> 
     assert memory.live == 32
     loss.backward()
     assert (memory.live, memory.peak) == (0, 32)
+
+
+def test_a_block_of_a_scripts_own_has_no_formula_and_says_so() -> None:
+    (stage,) = stages_of(run_of(1, model=LLAMA).config)
+    own_forward, own_mlp = stage.blocks[0], stage.blocks[1]
+    own_forward.__class__ = type("Own", (Block,), {"forward": lambda *_: None})
+    own_mlp.mlp = nn.Identity()
+    for block, text in (
+        (own_forward, "a Own has a forward of its own"),
+        (own_mlp, "no formula says what a Identity keeps"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            block_bytes(block, LayerPolicy(), MicroBatchSize(2, 128, 2))
+    with pytest.raises(TypeError, match="a Identity has a forward of its own"):
+        block_bytes(nn.Identity(), LayerPolicy(), MicroBatchSize(2, 128, 2))
