@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "laws"))
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
 from megazero.config import ResolvedRun
-from megazero.layers.activation_offload import Copier, HostOffload, HostPool, StreamCopier
+from megazero.layers.activation_offload import Copier, HostOffload, StreamCopier
 from megazero.models.activation_config import PRESETS
 
 NUMEL = 256
@@ -353,18 +354,38 @@ def test_pages_are_locked_between_steps(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    pool = HostPool()
-    buffers = [pool.acquire(nbytes) for nbytes in (10, 20, 10)]
+    offload = _offload(Copier())
+    layers = 5
+    losses = [_forward(offload, _leaf(), layers), _forward(offload, _leaf(), 1)]
+    losses.pop().backward()
     assert locked == []
-    for buffer in buffers[:2]:
-        pool.release(buffer)
-    pool.lock()
-    assert sorted(locked) == [10, 10, 20]
-    assert pool.acquire(20) is buffers[1]
-    pool.lock()
-    assert len(locked) == 3
-    assert pool.nbytes == 40
-    assert pool.nbytes_in_use == 30
+    offload.begin_step()  # while something is kept
+    assert locked == []
+    losses.pop().backward()
+    for _ in range(2):  # once
+        offload.begin_step()
+        assert locked == [2 * BYTES * (layers + 1)] == [offload.pool.nbytes]
+        _forward(offload, _leaf(), layers).backward()
+    del offload
+    gc.collect()  # before the runtime is the real one again
+
+
+@pytest.mark.parametrize("first", [0, -1], ids=["oldest first", "newest first"])
+def test_a_thousand_steps_of_varying_size_take_no_more_than_the_largest(first: int) -> None:
+    """Micro-batches of random sizes, up to three under way at once, in the order of their backwards."""
+    random, offload, layers, longest = Random(0), _offload(Copier()), 4, 40
+    for step in range(1000):
+        offload.begin_step()
+        waiting: list[Tensor] = []
+        for number in range(3 if step == 0 else random.randint(1, 6)):
+            if len(waiting) == 3:
+                waiting.pop(first).backward()
+            x = torch.ones(128 * (longest if step == 0 else random.randint(1, longest))).requires_grad_()
+            waiting.append(_forward(offload, x, layers, name=f"micro-batch {number}"))
+        while waiting:
+            waiting.pop(first).backward()
+        assert offload.pool.nbytes_in_use == 0
+        assert offload.pool.nbytes == 3 * 2 * layers * 4 * 128 * longest
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

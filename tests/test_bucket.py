@@ -235,15 +235,24 @@ def test_a_tied_parameter_has_a_bucket_of_its_own_equal_on_both_stages(infos, pl
             assert other == layout
 
 
+def largest_part(layouts: Sequence[BucketLayout]) -> int:
+    """Elements of all shards."""
+    return max((part.stop - part.start) * layout.shards for layout in layouts for part in layout.parts)
+
+
 @st.composite
 def large_models(draw) -> list[ParamInfo]:
-    """One parameter of many rows among a few small ones."""
+    """One parameter of many rows among a few small ones, and perhaps a unit of two weights, which is not cut."""
     wide = draw(st.sampled_from([1, 3, 4, 8, 16]))
     shapes_ = [draw(shapes) for _ in range(draw(st.integers(0, 2)))]
     at = draw(st.integers(0, len(shapes_)))
     rows = draw(st.integers(50, 400))
     shapes_.insert(at, (rows, wide) if wide > 1 or draw(st.booleans()) else (rows,))
-    return [parameter(index, shape, trait=draw(traits)) for index, shape in enumerate(shapes_)]
+    infos = [parameter(index, shape, trait=draw(traits)) for index, shape in enumerate(shapes_)]
+    if draw(st.booleans()):
+        each = draw(st.integers(1, 80))
+        infos += [parameter(len(infos) + at, (each, 8), unit=1) for at in range(2)]
+    return infos
 
 
 large_plans = st.fixed_dictionaries(
@@ -254,7 +263,9 @@ large_plans = st.fixed_dictionaries(
 @laws
 @given(infos=large_models(), plan=large_plans)
 def test_the_parts_of_a_bucket_hold_each_element_of_it_once_and_of_every_shard_as_many(infos, plan):
-    for layout in plan_buckets(infos, cuts=True, **plan):
+    layouts = plan_buckets(infos, cuts=True, **plan)
+    largest_uncut = max((layout.padded_numel for layout in layouts if len(layout.parts) == 1), default=0)
+    for layout in layouts:
         covered = [element for part in layout.parts for element in range(part.start, part.stop)]
         assert covered == list(range(layout.shard_numel))
         found: dict[str, list[int]] = {info.name: [] for info in members(layout)}
@@ -271,9 +282,39 @@ def test_the_parts_of_a_bucket_hold_each_element_of_it_once_and_of_every_shard_a
                 found[share.slot.info.name] += inside
             is_cut = len(layout.parts) > 1
             smallest = layout.step * layout.shards  # a row of each shard
-            assert not is_cut or held * layout.shards <= max(plan["bucket_elements"], smallest)
+            assert not is_cut or held * layout.shards <= max(plan["bucket_elements"], largest_uncut, smallest)
         for info in members(layout):
             assert sorted(found[info.name]) == list(range(elements(info)))
+
+
+@laws
+@given(infos=large_models(), plan=large_plans)
+def test_a_bucket_has_as_few_parts_as_the_buffers_allow_that_others_need_anyway(infos, plan):
+    layouts = plan_buckets(infos, cuts=True, **plan)
+    limit = max(plan["bucket_elements"], largest_part(layouts))
+    for layout in layouts:
+        smallest = layout.step * layout.shards
+        each = max(limit // smallest * smallest, smallest)
+        assert (len(layout.parts) - 1) * each < layout.padded_numel
+
+
+def test_an_embedding_and_a_head_go_in_parts_as_large_as_a_block():
+    """Llama 3 8B over 64 ranks, with buckets of 16 MiB: a block is gathered whole and has 52 times as much."""
+    embedding, attention, mlp = (128256, 4096), (4096 + 2 * 1024 + 4096, 4096), (3 * 14336, 4096)
+    shapes_ = [(0, embedding), *((unit, shape) for unit in (1, 2) for shape in (attention, mlp)), (3, embedding)]
+    infos = [parameter(index, shape, unit) for index, (unit, shape) in enumerate(shapes_)]
+    layouts = plan_buckets(infos, by_unit=True, bucket_elements=2**22, shards=64, cuts=True)
+    block = elements(infos[1]) + elements(infos[2])
+    assert [len(layout.parts) for layout in layouts] == [3, 1, 1, 3]  # 2.4 blocks
+    assert largest_part(layouts) == block
+    # a copy on a stage of smaller blocks has equal shards, in more parts
+    tied = [dataclasses.replace(info, spec=dataclasses.replace(info.spec, tied=True)) for info in infos[-1:]]
+    here, there = (
+        plan_buckets(blocks + tied, by_unit=True, bucket_elements=2**22, shards=64, cuts=True)[-1]
+        for blocks in (infos[1:3], infos[1:2])
+    )
+    assert len(here.parts) < len(there.parts)
+    assert dataclasses.replace(here, part_count=there.part_count) == there
 
 
 @laws
@@ -481,15 +522,14 @@ def test_owned_parts_are_addressed_by_their_place_in_the_bucket():
 def test_a_norm_does_not_keep_a_large_weight_from_being_cut() -> None:
     """28,672 rows can be cut over 512 shards; with a norm's row among them they could not without much padding."""
 
-    def largest_part(*shapes: tuple[int, ...]) -> int:
+    def largest(*shapes: tuple[int, ...]) -> int:
         infos = [
             ParamInfo(
                 f"{at}", shape, ParamSpec((NamedRows(f"{at}", shape[0]),), shape[1] if len(shape) > 1 else None), 0
             )
             for at, shape in enumerate(shapes)
         ]
-        layouts = plan_buckets(infos, by_unit=False, bucket_elements=2**18, shards=512, cuts=True)
-        return max(part.stop - part.start for layout in layouts for part in layout.parts)
+        return largest_part(plan_buckets(infos, by_unit=False, bucket_elements=2**18, shards=512, cuts=True))
 
     for shapes in (((64,), (28672, 64)), ((28672, 64), (64,))):
-        assert largest_part(*shapes) == largest_part((28672, 64)) < 28672 * 64 // 512
+        assert largest(*shapes) == largest((28672, 64)) < 28672 * 64

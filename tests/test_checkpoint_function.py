@@ -23,7 +23,8 @@ from zero_worlds import CLOSE, Sharded, assert_same, numbers, plain_steps, rando
 
 import megazero
 from megazero import deepspeed
-from megazero.comm.arena import Arena, rounded_up
+from megazero.comm import arena as arena_module
+from megazero.comm.arena import rounded_up
 from megazero.deepspeed import recompute
 from megazero.parallel_state import ParallelState, RankGrid
 
@@ -469,8 +470,12 @@ def test_contiguous_arguments_of_any_size_lie_in_one_buffer_that_is_allocated_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reserved: list[int] = []
-    grow = Arena._grow
-    monkeypatch.setattr(Arena, "_grow", lambda self, nbytes: (reserved.append(nbytes), grow(self, nbytes))[1])
+    make = arena_module.host_tensor
+    monkeypatch.setattr(
+        arena_module,
+        "host_tensor",
+        lambda nbytes, *args, **more: (reserved.append(nbytes), make(nbytes, *args, **more))[1],
+    )
     deepspeed.checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=3)
     for _ in range(3):
         y = numbers(100, WIDTH).requires_grad_()  # 3200 bytes, and 400 beside it

@@ -32,6 +32,7 @@ from megazero.layers.activation_offload import (
     KeptView,
     StreamCopier,
     is_its_memory,
+    work_on,
 )
 from megazero.layers.checkpoint import CheckpointedCall
 from megazero.layers.recompute import WHOLE
@@ -168,13 +169,13 @@ class _ConfiguredCall(CheckpointedCall):
     """A call that keeps its arguments as configured.
 
     Attributes:
-        kept: what lies in a store; `before`: the call before it there.
+        views: what lies in a store; `before`: the call before it there.
     """
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, cut: Axis) -> None:
         self._parts: list[Tensor] = []
         self._cut_arguments: list[Tensor] = []
-        self.kept: list[KeptView] = []
+        self.views: list[KeptView] = []
         self.before: weakref.ref[_ConfiguredCall] | None = None
         super().__init__(function, args, kwargs, cut)
         _check_equal(self._function.__qualname__, self._cut_arguments, cut)
@@ -183,13 +184,18 @@ class _ConfiguredCall(CheckpointedCall):
             self._store.keep(self, self._parts)
         self._parts, self._cut_arguments = [], []
 
+    @property
+    def kept(self) -> list[KeptStorage]:
+        """The storages of its views."""
+        return [view.storage for view in self.views]
+
     def run(self) -> Any:
         with _boundary("forward"):
             return super().run()
 
     def run_again(self) -> None:
         with _boundary("recomputation"):
-            if self.kept:
+            if self.views:
                 self._store.begin_backward(self)
             super().run_again()
 
@@ -218,7 +224,7 @@ class _ConfiguredCall(CheckpointedCall):
     def _kept_argument(self, kept: Any) -> Tensor:
         if not isinstance(kept, _InStore):
             return super()._kept_argument(kept)
-        tensor = self._store.take(self.kept[kept.number])
+        tensor = self._store.take(self.views[kept.number])
         if tensor.stride() != kept.stride:
             tensor = tensor.new_empty_strided(tensor.size(), kept.stride).copy_(tensor)
         return tensor
@@ -246,9 +252,9 @@ class _Store:
 
     def keep(self, call: _ConfiguredCall, tensors: list[Tensor]) -> None:
         """Start copying the arguments of a call."""
-        if not self.arena.nbytes:
-            self.arena.reserve(self._count * sum(rounded_up(one.untyped_storage().nbytes()) for one in tensors))
-        call.kept = [KeptView.of(one, KeptStorage(one, self.arena, self.copier)) for one in tensors]
+        is_new, nbytes = not self.arena.nbytes, sum(rounded_up(one.untyped_storage().nbytes()) for one in tensors)
+        self.arena.reserve(self._count * nbytes if is_new else 0)
+        call.views = [KeptView.of(one, KeptStorage(one, self.arena, self.copier)) for one in tensors]
         call.before = self._near[-1] if self._near else None
         self._work_on(call)
 
@@ -257,8 +263,8 @@ class _Store:
         for one in (call, call.before() if call.before else None) if self._on_host else ():
             if one is not None:
                 self._work_on(one)
-                for view in one.kept:
-                    view.storage.bring()
+                for storage in one.kept:
+                    storage.bring()
 
     def take(self, view: KeptView) -> Tensor:
         """An argument, on its device."""
@@ -268,11 +274,8 @@ class _Store:
         return tensor
 
     def _work_on(self, call: _ConfiguredCall) -> None:
-        self._near = [one for one in self._near if one() not in (None, call)] + [weakref.ref(call)]
-        while len(self._near) > (_NEAR if self._on_host else 0):
-            gone = self._near.pop(0)()
-            for view in gone.kept if gone else ():
-                view.storage.leave()
+        near = [one for reference in self._near if (one := reference()) is not None]
+        self._near = [weakref.ref(one) for one in work_on(call, near, _NEAR if self._on_host else 0)]
 
 
 def _check_equal(name: str, tensors: list[Tensor], axis: Axis) -> None:

@@ -14,23 +14,22 @@ that memory, on whatever stream, comes after it.  The host waits for nothing.
 [Note: once]  A storage is kept once, whatever views of it are saved and by whatever layers of a pass.  It is known by the
 address of torch's object for it, of which a weak reference is held: no other storage gets that address meanwhile.
 
-[Note: the first step]  Locking pages may wait for the device, and so for a message that a rank sends only after it has
-locked its own.  So a buffer is new in one step, and copies to it block the host; it is locked before the next step begins.
+[Note: the first step]  What does not fit into the arena of the steps before gets memory that is not page-locked, and
+copies to it block the host.  Before the next step begins the arena becomes one buffer of that size, and is locked: see
+`comm/arena.py`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.arena import Arena
-from megazero.comm.host_memory import host_tensor, page_lock
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 
 _NEAR = 2  # layers on the device
@@ -67,44 +66,10 @@ class StreamCopier(Copier):
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
-class HostPool:
-    """Buffers on the host by size, used again and again.
-
-    Attributes:
-        nbytes, nbytes_in_use: bytes of all buffers, and of those that a backward will need.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._unlocked: list[Tensor] = []
-        self.nbytes = self.nbytes_in_use = 0
-
-    def acquire(self, nbytes: int) -> Tensor:
-        """A free buffer, uint8 [nbytes].  Raises: StorageError."""
-        if self._free[nbytes]:
-            buffer = self._free[nbytes].pop()
-        else:
-            buffer = host_tensor(nbytes, torch.uint8, pin=False, remedy=_REMEDY)
-            self._unlocked.append(buffer)
-            self.nbytes += nbytes
-        self.nbytes_in_use += nbytes
-        return buffer
-
-    def release(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
-        self.nbytes_in_use -= buffer.nbytes
-        self._free[buffer.nbytes].append(buffer)
-
-    def lock(self) -> None:
-        """Page-lock the buffers that are new; see [Note: the first step].  Raises: StorageError."""
-        while self._unlocked:
-            page_lock(self._unlocked.pop(), _REMEDY)
-
-
 class KeptStorage:
-    """One storage on the host, or in an arena, from when it is saved until nothing that was saved refers to it."""
+    """One storage in an arena, mostly on the host, from when it is saved until nothing that was saved refers to it."""
 
-    def __init__(self, tensor: Tensor, pool: HostPool | Arena, copier: Copier) -> None:
+    def __init__(self, tensor: Tensor, pool: Arena, copier: Copier) -> None:
         self._device, self._pool, self._copier = tensor.device, pool, copier
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self._memory: Tensor | None = memory  # on the device, all bytes
@@ -225,7 +190,7 @@ class HostOffload:
     def __init__(self, device: torch.device) -> None:
         self.copier = StreamCopier(device) if device.type == "cuda" else Copier()
         self.smallest_bytes = 1 << 16
-        self.pool, self._device = HostPool(), device
+        self.pool, self._device = Arena(torch.device("cpu"), _REMEDY), device
         self._stay: set[int] = set()
         self._near: list[OffloadedLayer] = []  # on the device, or on their way there; the one worked on last is last
         self._last: OffloadedLayer | None = None  # of the pass whose forward runs
@@ -241,8 +206,7 @@ class HostOffload:
 
     def begin_step(self) -> None:
         """Called where no messages are under way; see [Note: the first step].  Raises: StorageError."""
-        if self._device.type == "cuda":
-            self.pool.lock()
+        self.pool.reserve()
         self._expected = self._in_backward = None
         self._near.clear()
 
@@ -299,10 +263,26 @@ class HostOffload:
                 storage.bring()
 
     def _work_on(self, layer: OffloadedLayer) -> None:
-        self._near = [one for one in self._near if one is not layer] + [layer]
-        while len(self._near) > _NEAR:
-            gone = self._near.pop(0)
-            stay = {storage for one in self._near for storage in one.kept}
-            for storage in gone.kept:
-                if storage not in stay:
-                    storage.leave()
+        self._near = work_on(layer, self._near, _NEAR)
+
+
+class Keeper(Protocol):
+    """A layer, or a call, that has kept storages."""
+
+    @property
+    def kept(self) -> Sequence[KeptStorage]:
+        """What it has saved and still needs."""
+
+
+K = TypeVar("K", bound=Keeper)
+
+
+def work_on(keeper: K, near: Sequence[K], most: int) -> list[K]:
+    """Which are on the device, at most so many and `keeper` last; the storages of those that were near it leave."""
+    near = [one for one in near if one is not keeper] + [keeper]
+    stay = {storage for one in near[-most:] for storage in one.kept} if most else set()
+    for gone in near[: len(near) - most]:
+        for storage in gone.kept:
+            if storage not in stay:
+                storage.leave()
+    return near[len(near) - most :]

@@ -12,6 +12,9 @@ A part has the same rows of every shard, and so each rank owns as much of it:
 
     flat buffer  [ a b c | a b c | a b c ]      three shards, parts a, b and c
     part b       [b|b|b]                        reduced into elements b of each rank's shard
+
+All buffers for gradients have the size of the largest part.  Under stage 3 that is a block, which is not cut: so an
+embedding goes in parts as large as a block, however small buckets should be.
 """
 
 from __future__ import annotations
@@ -183,6 +186,11 @@ class BucketLayout:
         """Elements that shard `index` holds."""
         return Run(index * self.shard_numel, (index + 1) * self.shard_numel)
 
+    def in_parts_of(self, limit: int) -> BucketLayout:
+        """The same elements, in as few parts as have at most `limit` elements, or a row of each shard."""
+        smallest = self.shards * self.step
+        return replace(self, part_count=-(-self.padded_numel // max(limit // smallest * smallest, smallest)))
+
     @property
     def parts(self) -> tuple[Run, ...]:
         """The elements of every shard that are reduced at once; see [Note: parts]."""
@@ -228,14 +236,13 @@ def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool
     first = min(members, key=lambda info: info.unit)
     tied, tie = first.spec.tied, first.spec.sections[0].name
     step = ALIGN_ELEMENTS if shards > 1 else 1
-    count, largest = 1, max(slots, key=lambda slot: slot.stop - slot.start)
+    is_cut, largest = False, max(slots, key=lambda slot: slot.stop - slot.start)
     if cuts and first.trains and start > limit >= start - (largest.stop - largest.start):
         width = numel(largest.info.shape[1:])
         padding = -start % (shards * lcm(step, width))
         if largest.start % width == 0 and padding * _ROWS_OF_PADDING <= start:
-            step = lcm(step, width)
-            count = -(-(start + padding) // max(limit // (shards * step) * shards * step, shards * step))
-    return BucketLayout(
+            step, is_cut = lcm(step, width), True
+    layout = BucketLayout(
         f"bucket of {first.name}",
         tuple(slots),
         shards,
@@ -246,8 +253,8 @@ def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool
         tied,
         tie,
         step,
-        count,
     )
+    return layout.in_parts_of(limit) if is_cut else layout
 
 
 def _fits(members: Sequence[ParamInfo], limit: int, shards: int) -> bool:
@@ -265,8 +272,8 @@ def plan_buckets(
     parameters, buckets are filled in the order in which the backward completes gradients, with at most `bucket_elements`:
     a parameter that is larger has a bucket with others that are at most 1/shards as large as a bucket.
 
-    `cuts`: buckets of more elements, nearly all of one parameter, are reduced in parts of `bucket_elements` at most, but
-    of a row of each shard at least.
+    `cuts`: buckets of more elements, nearly all of one parameter, are reduced in parts of `bucket_elements` at most, or as
+    large as the largest bucket that cannot be cut, but of a row of each shard at least.
 
     No bucket spans two chunks, or holds both frozen and trained parameters.  A tied parameter has its own bucket, equal on
     all stages that hold it.
@@ -292,7 +299,10 @@ def plan_buckets(
             filling[info.trains] = last = []
             groups.append(last)
         last.append(info)
-    return tuple(_layout(members, shards, bucket_elements, cuts=cuts) for members in [*groups, *single])
+    layouts = [_layout(members, shards, bucket_elements, cuts=cuts) for members in [*groups, *single]]
+    largest = max((one.parts[0].stop * shards for one in layouts if one.trains), default=0)
+    limit = max(bucket_elements, largest)
+    return tuple(one.in_parts_of(limit) if one.part_count > 1 else one for one in layouts)
 
 
 @dataclass(frozen=True)
@@ -309,7 +319,7 @@ class ShardingPolicy:
     zero_stage: int
     dtype: torch.dtype  # of the weights that modules compute with
     shard: Axis  # the axis over which buckets are sharded
-    replica: Axis  # the ranks that hold the same shard, where sharding stays within a part of dp
+    replica: Axis  # the ranks that hold the same shard, where sharding stays within a part of dp x cp
     device: torch.device  # where modules compute
     accumulate_dtype: torch.dtype = torch.float32  # in which a step's gradients add up
     pins_memory: bool = True  # page-lock the host memory of offloaded state

@@ -21,6 +21,7 @@ from megazero.engine import Engine
 from megazero.layers import attention_kernels
 from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.linear import WeightGradQueue
+from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext, MicroBatch
@@ -37,7 +38,7 @@ def _measure(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
     owned = sum(bucket.owned.stop - bucket.owned.start for bucket in engine.sharded_model.parameters.buckets)
     for layout in layouts:
         padding = layout.padded_numel - layout.numel
-        assert padding < 16 * max(1, run.dp) or (len(layout.parts) > 1 and padding * 64 <= layout.numel)
+        assert padding < 16 * max(1, run.dp) or (layout.step > 16 and padding * 64 <= layout.numel)
     return {
         "bytes": engine.memory_bytes(),
         "stored": sum(layout.padded_numel for layout in layouts),
@@ -80,6 +81,25 @@ def test_working_buffers_of_stage_3_do_not_grow_with_depth() -> None:
         shallow, deep = (measured["bytes"] for measured in results)
         assert shallow["gather_buffers"] == deep["gather_buffers"]
         assert shallow["gradient_buffers"] == deep["gradient_buffers"]
+
+
+def _gather_buffers(engine: Engine, run: ResolvedRun) -> tuple[int, list[int]]:
+    """Bytes of the gather buffers; padded parameters of each unit, in forward order."""
+    buckets = engine.sharded_model.parameters.buckets
+    by_unit = {bucket.layout.unit: bucket.layout.padded_numel for bucket in buckets if not bucket.keeps_weights}
+    return engine.memory_bytes()["gather_buffers"], [by_unit[unit] for unit in sorted(by_unit)]
+
+
+def test_gather_buffers_are_the_largest_unit_of_each_parity() -> None:
+    """To the byte: one buffer serves the embedding and every second unit after it, the other those between them."""
+    runs = [
+        run_of(2, model=UNTIED | {"num_layers": layers}, zero={"stage": 3}, precision={"dtype": dtype})
+        for layers, dtype in ((2, "fp32"), (3, "bf16"))
+    ]
+    for results in run_world(2, on_one_state, runs, _gather_buffers):
+        for (measured, units), run, nbytes in zip(results, runs, (4, 2), strict=True):
+            assert len(units) == run.config.model.num_layers + 2
+            assert measured == nbytes * (max(units[::2]) + max(units[1::2])), units
 
 
 def test_a_stage_3_rank_never_makes_the_whole_model() -> None:
@@ -287,6 +307,27 @@ def test_gradients_pass_through_two_buckets_of_memory_however_large_the_vocabula
             assert 0 < found <= 2 * size, case
 
 
+def _parts_and_buffers(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
+    """After a step: in how many parts each bucket is reduced; the largest bucket of one part; bytes of working buffers."""
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    buckets = engine.sharded_model.parameters.buckets
+    return {
+        "parts": [len(bucket.gradient_parts) for bucket in buckets],
+        "block": max(bucket.layout.padded_numel for bucket in buckets if len(bucket.gradient_parts) == 1),
+        "buffers": engine.memory_bytes()["gradient_buffers"],
+    }
+
+
+def test_stage_3_cuts_a_large_vocabulary_no_finer_than_its_blocks() -> None:
+    """Small buckets change neither the messages nor the memory, which is that of two blocks."""
+    runs = [run_of(2, model=LARGE, zero={"stage": 3, "bucket_bytes": size}) for size in (2**10, 2**14)]
+    vocabulary = LARGE["vocab_size"] * 32
+    for small, large in run_world(2, on_one_state, runs, _parts_and_buffers):
+        assert small == large
+        assert sorted(small["parts"]) == [1, *[-(-vocabulary // small["block"])] * 2]
+        assert 0 < small["buffers"] <= 2 * 4 * small["block"]
+
+
 def test_stage_2_saves_the_gradients_of_a_large_vocabulary_too() -> None:
     """Really allocated bytes, at the peak of a step: half of the gradients less, but for two buckets."""
     size = 2**17
@@ -318,7 +359,7 @@ def _kept_by_a_block(**keys: Any) -> tuple[int, ModelConfig]:
 
     x = torch.randn(model.seq_len, batch, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(x, torch.arange(batch))
+        block(x, TokenLayout(torch.arange(batch)))
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), model
 
 
@@ -389,7 +430,7 @@ def _kept_by_the_queue(rank: int, tp: int) -> tuple[int, int, ModelConfig]:
     def backward() -> None:
         x = torch.randn(model.seq_len // tp, 1, model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         queue.begin_pass()
-        y = block(x, torch.arange(1))
+        y = block(x, TokenLayout(torch.arange(1)))
         y.backward(torch.randn_like(y))
 
     backward(), queue.run_oldest()  # what is made once
