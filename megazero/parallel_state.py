@@ -5,6 +5,11 @@
                                           tp 0   0      2        4      6
                                           tp 1   1      3        5      7
 
+    context parallelism, cp = 6 = 2 (Ulysses) x 3 (ring)      cp_ulysses 0   1
+    cp index = ring index * 2 + ulysses index      cp_ring 0         0   1      Ulysses neighbours are nearest
+                                                           1         2   3
+                                                           2         4   5
+
 `RankGrid` is arithmetic and needs no process.  `ParallelState` joins one rank of a grid to its process groups and is
 handed down by argument.  An axis of one rank has no group, and a collective over it makes no call.
 """
@@ -113,11 +118,15 @@ class RankGrid:
         steps = ([(i - getattr(at, axis)) * self._strides[axis] for i in range(self.size(axis))] for axis in axes)
         return tuple(sorted(rank + sum(combination) for combination in itertools.product(*steps)))
 
-    def lies_within(self, axis: str, block: int) -> bool:
-        """Whether no group over `axis` has ranks in two blocks of so many neighbouring ranks."""
+    def lies_within(self, axis: str, block: int, neighbours: int = 0) -> bool:
+        """Whether no group over `axis` has ranks in two blocks of so many neighbouring ranks.
+
+        neighbours: cut each group in groups of so many neighbours on the axis, and look at these; 0 for whole groups.
+        """
         # Groups fill stretches of stride x size ranks, and any cut inside a stretch parts one of its groups.
-        stretch = self._strides[axis] * self.size(axis)
-        return self.size(axis) == 1 or self.world_size <= block or block % stretch == 0
+        size = neighbours or self.size(axis)
+        stretch = self._strides[axis] * size
+        return size == 1 or self.world_size <= block or block % stretch == 0
 
 
 class Call(NamedTuple):
@@ -181,19 +190,22 @@ class Traffic:
 
 
 class Backend(Protocol):
-    """Carries the reductions and gathers of one group of at least two ranks; see `comm/backend.py`.
+    """Carries the collectives of tensors of one group of at least two ranks; see `comm/backend.py`.
 
     Arguments are those of the functions of the same names in `comm/collectives.py`.  Every method starts an operation and
     returns the call that waits for it and completes it.
     """
 
     needs_scratch: bool  # `reduce_scatter` only brings the parts into memory as long as `full`; the caller sums them
+    needs_contiguous: bool  # `all_to_all` takes contiguous tensors only
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait: ...
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait: ...
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait: ...
+
+    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
 
     def check_order(self) -> None:
         """Compare the labels of gathers that their waits have not compared.  Raises: OrderError."""
@@ -280,18 +292,22 @@ class ParallelState:
         rank: this rank.
         device: where this rank computes.
         timeout_seconds: how long a collective may wait for a peer.
-        shard_group_size: neighbours on the dp axis that share one copy of the sharded state; 0 for all of them.
+        shard_group_size: neighbours among dp_cp that share one copy of the sharded state; 0 for all of them.
         neighbours: ranks that run on this host, this one included.
         shares_memory: CPU ranks of one host reduce and gather through shared memory; False always takes process groups.
         groups: those of another state that was made with the same arguments.
+        cp_ulysses: Ulysses degree of context parallelism; the ring has cp / cp_ulysses ranks.
 
     Attributes:
-        shard, replica: dp cut in two: ranks that hold different shards, and ranks that hold the same one.
+        cp, and dp where cp is above 1: ranks to count and to number, without a group.
+        cp_ulysses, cp_ring: cp cut in two: ranks that exchange heads for tokens, and ranks that pass keys and values on.
+        dp_cp: ranks with the same parameters, whose gradients add up; dp itself where cp is 1.
+        shard, replica: dp_cp cut in two: ranks that hold different shards, and ranks that hold the same one.
         groups: its process groups, of which another state may use the same.
 
     Raises:
-        ValueError: `shard_group_size` does not divide dp, the grid does not have as many ranks as were started, or a
-            CUDA run has no backend for CPU tensors.
+        ValueError: `shard_group_size` does not divide dp*cp, or `cp_ulysses` cp; the grid does not have as many ranks as
+            were started, or a CUDA run has no backend for CPU tensors.
     """
 
     def __init__(
@@ -304,6 +320,7 @@ class ParallelState:
         neighbours: int = 1,
         shares_memory: bool = True,
         groups: Groups | None = None,
+        cp_ulysses: int = 1,
     ) -> None:
         running = dist.get_world_size() if dist.is_initialized() else 1
         if grid.world_size != running:
@@ -311,8 +328,11 @@ class ParallelState:
                 f"tp*cp*dp*pp={grid.world_size} ranks are described but {running} were started; "
                 f"start {grid.world_size}, or change the degrees"
             )
-        if shard_group_size and grid.dp % shard_group_size:
-            raise ValueError(f"shard_group_size={shard_group_size} must divide dp={grid.dp}")
+        if cp_ulysses < 1 or grid.cp % cp_ulysses:
+            raise ValueError(f"cp_ulysses={cp_ulysses} must divide cp={grid.cp}")
+        same, names = grid.dp * grid.cp, "dp" if grid.cp == 1 else f"dp*cp={grid.dp}*{grid.cp}"
+        if shard_group_size and same % shard_group_size:
+            raise ValueError(f"shard_group_size={shard_group_size} must divide {names}={same}")
         self.grid, self.rank, self.neighbours = grid, rank, neighbours
         self.device = device or torch.device("cpu")
         if running > 1 and self.device.type != "cpu" and "gloo" not in str(dist.get_backend_config()):
@@ -324,18 +344,23 @@ class ParallelState:
         self.traffic = Traffic()
         self._timeout_seconds, self._shares_memory = timeout_seconds, shares_memory
         self.groups = Groups() if groups is None else groups
-        self.tp, self.cp, self.dp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in AXES)
+        self.tp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in ("tp", "pp"))
+        # Gradients are summed over dp_cp, and attention exchanges over the two parts of cp: a communicator of NCCL takes
+        # memory of the device whether it is used or not.
+        is_whole = grid.cp == 1
+        self.dp = self._axis("dp", grid.group_of(rank, "dp"), communicates=is_whole)
+        self.cp = self._axis("cp", grid.group_of(rank, "cp"), communicates=False)
         # Messages down and up the pipeline have communicators of their own, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
         self.model = self._axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._axis("world", tuple(range(grid.world_size)))
         self.embedding = self.among_stages([0, grid.pp - 1], "embedding")
-        size = shard_group_size or grid.dp
-        first = self.dp.index // size * size
-        self.shard, self.replica = self.dp, Axis("replica", (rank,), traffic=self.traffic)
-        if size < grid.dp:
-            self.shard = self._axis("shard", self.dp.ranks[first : first + size])
-            self.replica = self._axis("replica", self.dp.ranks[self.dp.index % size :: size])
+        # Where dp is 1, ZeRO reduces over the ranks of cp: attention must not wait for its buckets.
+        self.cp_ulysses, self.cp_ring = self._cut(self.cp, cp_ulysses, "cp", "cp", "attention")
+        self.dp_cp = self.dp if is_whole else self._axis("dp_cp", grid.group_of(rank, "dp", "cp"))
+        self.shard, self.replica = self.dp_cp, Axis("replica", (rank,), traffic=self.traffic)
+        if 0 < shard_group_size < same:
+            self.shard, self.replica = self._cut(self.dp_cp, shard_group_size, "shard", "replica")
 
     def among_stages(self, stages: Sequence[int], name: str = "tied") -> Axis:
         """The ranks of some pipeline stages at this rank's other coordinates; this rank alone if it is in none of them.
@@ -364,8 +389,15 @@ class ParallelState:
         """Release every process group: one that is still referenced when the interpreter exits aborts the process."""
         self.groups.close()
 
-    def _axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
-        return Axis(name, ranks, ranks.index(self.rank), self._group(ranks), self.traffic)
+    def _axis(self, name: str, ranks: tuple[int, ...], purpose: str = "", *, communicates: bool = True) -> Axis:
+        group = self._group(ranks, purpose) if communicates else None
+        return Axis(name, ranks, ranks.index(self.rank), group, self.traffic)
+
+    def _cut(self, axis: Axis, size: int, inner: str, outer: str, purpose: str = "") -> tuple[Axis, Axis]:
+        """This rank's axes over `size` neighbours of `axis`, and over those at its place among their neighbours."""
+        first, place = axis.index // size * size, axis.index % size
+        neighbours, others = axis.ranks[first : first + size], axis.ranks[place::size]
+        return self._axis(inner, neighbours, purpose), self._axis(outer, others, purpose)
 
     def _group(self, ranks: tuple[int, ...], purpose: str = "", timeout_seconds: float | None = None) -> Group | None:
         if len(ranks) == 1:
@@ -419,6 +451,7 @@ def parallel_state_of(
     *,
     timeout_seconds: float = TIMEOUT.total_seconds(),
     shard_group_size: int = 0,
+    cp_ulysses: int = 1,
 ) -> ParallelState:
     """The state of this rank, started by a launcher such as torchrun or alone.
 
@@ -428,7 +461,7 @@ def parallel_state_of(
     Args:
         grid: the rank grid; data parallelism over all ranks when None.
         device: where this rank computes; `local_device()` when None.
-        timeout_seconds, shard_group_size: as in `ParallelState`.
+        timeout_seconds, shard_group_size, cp_ulysses: as in `ParallelState`.
 
     Raises:
         ValueError: as `ParallelState`.
@@ -436,10 +469,12 @@ def parallel_state_of(
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     grid, device = grid or RankGrid(dp=world), device or local_device()
-    make = partial(ParallelState, grid, rank, device, timeout_seconds, shard_group_size, neighbours)
+    make = partial(
+        ParallelState, grid, rank, device, timeout_seconds, shard_group_size, neighbours, cp_ulysses=cp_ulysses
+    )
     if not dist.is_initialized():
         return make()
-    key = dist.group.WORLD, grid, device, timeout_seconds, shard_group_size, neighbours
+    key = dist.group.WORLD, grid, device, timeout_seconds, shard_group_size, neighbours, cp_ulysses
     groups = _MADE.get(key)
     if groups is None or not groups.is_reusable:
         groups = _MADE[key] = Groups()

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megazero.parallel_state import AXES, Axis, Coordinate, ParallelState, RankGrid, Traffic, nccl_options
+from megazero.parallel_state import (
+    AXES,
+    Axis,
+    Coordinate,
+    ParallelState,
+    RankGrid,
+    Traffic,
+    nccl_options,
+    parallel_state_of,
+)
+from megazero.settings import divisors
 
 ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
 SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(AXES, size)]
@@ -117,8 +127,12 @@ def test_a_grid_of_16384_ranks_lists_all_its_groups_in_a_second():
 @given(grid=grids, block=st.integers(1, 40))
 def test_an_axis_lies_within_blocks_of_ranks_if_each_of_its_groups_does(grid, block):
     for axis in AXES:
-        inside = all(group[0] // block == group[-1] // block for group in groups_of(grid, axis))
-        assert grid.lies_within(axis, block) == inside
+        groups = groups_of(grid, axis)
+        assert grid.lies_within(axis, block) == all(group[0] // block == group[-1] // block for group in groups)
+        for neighbours in divisors(grid.size(axis)):
+            cut = [group[at : at + neighbours] for group in groups for at in range(0, len(group), neighbours)]
+            inside = all(group[0] // block == group[-1] // block for group in cut)
+            assert grid.lies_within(axis, block, neighbours) == inside
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -156,12 +170,13 @@ def started():
 
 
 def axes_of(state: ParallelState) -> list[Axis]:
-    return [state.tp, state.cp, state.dp, state.pp, state.model, state.world, state.embedding]
+    cut = [state.cp_ulysses, state.cp_ring, state.dp_cp, state.shard, state.replica]
+    return [state.tp, state.cp, state.dp, state.pp, state.model, state.world, state.embedding, *cut]
 
 
 def test_one_rank_alone_needs_no_process_group():
     state = ParallelState(RankGrid())
-    assert [(axis.size, axis.index, axis.group) for axis in axes_of(state)] == [(1, 0, None)] * 7
+    assert [(axis.size, axis.index, axis.group) for axis in axes_of(state)] == [(1, 0, None)] * 12
     assert not dist.is_initialized()
 
 
@@ -177,8 +192,97 @@ def test_an_axis_has_a_group_exactly_when_it_has_peers(started, rank):
             assert dist.get_process_group_ranks(axis.process_group) == list(axis.ranks)
     assert (state.tp.ranks, state.dp.ranks, state.pp.ranks) == tuple(grid.group_of(rank, a) for a in ("tp", "dp", "pp"))
     assert state.cp.size == 1
+    assert state.dp_cp is state.shard is state.dp
     assert state.model.ranks == tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
     assert state.embedding.ranks == ((rank % 4, rank % 4 + 8) if rank // 4 != 1 else (rank,))
+
+
+# (grid, Ulysses degree, shard group size)
+CUTS = [
+    (RankGrid(cp=6), 2, 0),
+    (RankGrid(cp=4), 4, 2),
+    (RankGrid(cp=4), 1, 1),
+    (RankGrid(cp=3, dp=2), 3, 3),
+    (RankGrid(cp=3, dp=2), 1, 2),
+    (RankGrid(tp=2, cp=4, dp=2), 2, 0),
+    (RankGrid(tp=2, cp=4, dp=2), 2, 4),
+    (RankGrid(cp=4, dp=2, pp=2), 2, 8),
+    (RankGrid(tp=2, cp=2, dp=3, pp=2, order="pp-dp-cp-tp"), 2, 2),
+    (RankGrid(cp=6, dp=2, pp=2, order="dp-pp-tp-cp"), 3, 6),
+]
+
+
+@pytest.mark.parametrize(("grid", "ulysses", "shards"), CUTS)
+def test_cp_is_cut_into_ulysses_and_ring_and_dp_cp_into_shard_and_replica(started, grid, ulysses, shards):
+    """Against an enumeration of every coordinate: cp index = ring index * u + ulysses index."""
+    ranks, cut = cube(grid), shards or grid.dp * grid.cp
+    for tp, cp, dp, pp in np.ndindex(ranks.shape):
+        rank = int(ranks[tp, cp, dp, pp])
+        started(rank, grid.world_size)
+        state = ParallelState(grid, rank, shard_group_size=shards, cp_ulysses=ulysses)
+        same = sorted(ranks[tp, :, :, pp].flatten().tolist())  # the ranks with these parameters, nearest first
+        place = same.index(rank)
+        expected = {
+            "cp_ulysses": [c for c in range(grid.cp) if c // ulysses == cp // ulysses],
+            "cp_ring": [c for c in range(grid.cp) if c % ulysses == cp % ulysses],
+            "dp_cp": same,
+            "shard": [other for at, other in enumerate(same) if at // cut == place // cut],
+            "replica": [other for at, other in enumerate(same) if at % cut == place % cut],
+        }
+        for name in ("cp_ulysses", "cp_ring"):
+            expected[name] = [int(ranks[tp, c, dp, pp]) for c in expected[name]]
+        for name, wanted in expected.items():
+            axis = getattr(state, name)
+            assert list(axis.ranks) == wanted, name
+            assert axis.ranks[axis.index] == rank
+            assert (axis.group is None) == (axis.size == 1)
+            assert axis.traffic is state.traffic
+        assert (state.cp_ulysses.name, state.cp_ring.name, state.dp_cp.name) == ("cp", "cp", "dp_cp")
+        assert state.shard is state.dp_cp or shards
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("grid", "ulysses", "shards"), CUTS)
+def test_context_parallelism_makes_no_communicator_that_nothing_is_sent_over(started, grid, ulysses, shards):
+    """Gradients are summed over dp_cp, attention exchanges over the parts of cp; on a GPU every further one takes memory."""
+    started(0, grid.world_size)
+    state = ParallelState(grid, 0, shard_group_size=shards, cp_ulysses=ulysses)
+    assert (state.dp.group, state.cp.group) == (None, None)
+    assert (state.dp.size, state.cp.size, state.dp.index, state.cp.index) == (grid.dp, grid.cp, 0, 0)
+    used = (state.tp, state.pp, state.pp_up, state.model, state.world, state.embedding)
+    cut = (state.cp_ulysses, state.cp_ring, state.dp_cp, state.shard, state.replica)
+    assert {*state.groups.values()} == {axis.group for axis in (*used, *cut)} - {None}
+
+
+def test_the_cut_of_cp_is_as_the_page_draws_it(started):
+    started(3, 6)
+    state = ParallelState(RankGrid(cp=6), 3, cp_ulysses=2)
+    assert (state.cp_ulysses.ranks, state.cp_ulysses.index) == ((2, 3), 1)
+    assert (state.cp_ring.ranks, state.cp_ring.index) == ((1, 3, 5), 1)
+
+
+@pytest.mark.parametrize("ulysses", [0, -1, 3, 8])
+def test_a_ulysses_degree_that_does_not_divide_cp_is_an_error_with_both_numbers(started, ulysses):
+    started(0, 4)
+    with pytest.raises(ValueError, match=f"cp_ulysses={ulysses} must divide cp=4"):
+        ParallelState(RankGrid(cp=4), cp_ulysses=ulysses)
+
+
+def test_a_shard_group_that_does_not_divide_the_ranks_with_the_same_parameters_is_an_error(started):
+    started(0, 6)
+    with pytest.raises(ValueError, match=r"shard_group_size=4 must divide dp\*cp=2\*3=6"):
+        ParallelState(RankGrid(cp=3, dp=2), shard_group_size=4)
+    with pytest.raises(ValueError, match="shard_group_size=4 must divide dp=6"):
+        ParallelState(RankGrid(dp=6), shard_group_size=4)
+
+
+def test_states_of_another_ulysses_degree_have_groups_of_their_own(started):
+    started(1, 4)
+    first = parallel_state_of(RankGrid(cp=4), torch.device("cpu"), cp_ulysses=2)
+    assert parallel_state_of(RankGrid(cp=4), torch.device("cpu"), cp_ulysses=2).groups is first.groups
+    other = parallel_state_of(RankGrid(cp=4), torch.device("cpu"), cp_ulysses=4)
+    assert other.groups is not first.groups
+    assert (first.cp_ulysses.size, other.cp_ulysses.size) == (2, 4)
 
 
 def test_equal_sets_of_ranks_share_one_group(started):

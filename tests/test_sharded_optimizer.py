@@ -17,6 +17,8 @@ from zero_worlds import FP32, Sharded, assert_same, assert_trains_as_plain, numb
 
 import megazero.zero.offload
 import megazero.zero.optimizer
+from megazero.checkpoint.gather import gather_logical
+from megazero.comm.collectives import gather_objects
 from megazero.comm.host_memory import StorageError
 from megazero.config.schema import PrecisionConfig
 from megazero.optim.optimizers import Lion
@@ -373,3 +375,21 @@ def test_plain_steps_of_the_shared_tests_are_not_trivial() -> None:
     for name, parameter in copy.deepcopy(before).named_parameters():
         if parameter.requires_grad and name != "never":
             assert not torch.allclose(after[name], parameter, atol=1e-3), name
+
+
+def _over_cp(rank: int, world: int, stage: int, cp: int, size: int) -> None:
+    """Trains as the plain module, and gathers its weights whole, each on one rank."""
+    batches = random_batches(3, world, 2, WIDTH)
+    sharded = assert_trains_as_plain(rank, world, _Model, stage, batches, cp=cp, shard_group_size=size)
+    state, expected = sharded.zero.sharded_state, sharded.whole("model")
+    mine = {name: tensor.clone() for name, tensor in gather_logical(state, "model", sharded.state)}
+    everyone = [pair for of_rank in gather_objects(mine, sharded.state.world) for pair in of_rank.items()]
+    assert len(everyone) == len(dict(everyone))
+    for name, tensor in everyone:
+        assert torch.equal(tensor, expected[name])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("cp", "size"), [(4, 0), (2, 0), (2, 2), (4, 2)])
+def test_the_ranks_of_dp_and_cp_share_the_state(stage: int, cp: int, size: int) -> None:
+    run_world(4, _over_cp, 4, stage, cp, size if stage else 0)

@@ -66,7 +66,7 @@ class Sharded:
     Args:
         module: becomes ZeRO's; all ranks start with rank 0's values.
         stage: 0 ... 3.
-        rank, world: this rank and their number; all ranks are data-parallel.
+        rank, world: this rank and their number; all ranks are data-parallel, a `cp`-th of them over cp.
         optimizer: made from parameter groups.
         groups: parameter groups of the module; by default one.
         precision, shard_group_size, zero: what differs from the plain case.
@@ -83,10 +83,11 @@ class Sharded:
         groups: list[dict[str, Any]] | None = None,
         precision: PrecisionConfig = FP32,
         shard_group_size: int = 0,
+        cp: int = 1,
         **zero: Any,
     ) -> None:
         self.module = module
-        self.state = ParallelState(RankGrid(dp=world), rank, shard_group_size=shard_group_size)
+        self.state = ParallelState(RankGrid(dp=world // cp, cp=cp), rank, shard_group_size=shard_group_size)
         groups = groups or one_group(module)
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         described = list(describe(module))
@@ -103,7 +104,7 @@ class Sharded:
             ties={},
         )
         self.parameters, self.reducer = self.zero.parameters, self.zero.reducer
-        self.parameters.load_from_module(self.state.dp, self.state.tp, {})
+        self.parameters.load_from_module(self.state.dp_cp, self.state.tp, {})
 
     def accumulate(self, batches: Sequence[Any]) -> None:
         """Gradients of one step."""

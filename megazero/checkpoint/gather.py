@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
 from typing import TypeAlias
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange
 from megazero.layers.spec import ParamSpec, numel
-from megazero.parallel_state import Axis, Coordinate, ParallelState
+from megazero.parallel_state import Axis, ParallelState
 from megazero.zero.bucket import Bucket, BucketLayout, Run, Slot
 from megazero.zero.state import ShardedState
 
@@ -56,10 +56,10 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
     found = []
     first_copies = [(index, bucket) for index, bucket in enumerate(buckets) if not bucket.is_second_copy]
     slots = [(index, slot, bucket.layout) for index, bucket in first_copies for slot in bucket.layout.slots]
-    rank_of = cache(lambda tp, dp: at.grid.rank(Coordinate(tp=tp, cp=at.at.cp, dp=dp, pp=at.at.pp)))
+    same = cache(lambda tp: at.grid.group_of(at.grid.rank(replace(at.at, tp=tp)), "dp", "cp"))  # as `at.dp_cp`
     most = _SLACK * sum(numel(slot.info.shape) for _, slot, _ in slots) / len(load)
     for index, slot, layout in sorted(slots, key=lambda entry: -numel(entry[1].info.shape)):
-        size, parts = numel(slot.info.shape), tuple(_parts(slot, layout, at.tp.size, rank_of))
+        size, parts = numel(slot.info.shape), tuple(_parts(slot, layout, at.tp.size, same))
         held: Counter[int] = Counter()
         for rank, _, run in parts:
             held[rank] += run.stop - run.start
@@ -76,15 +76,15 @@ def assign_writers(buckets: Sequence[Bucket], at: ParallelState) -> tuple[Assign
 
 
 def _parts(
-    slot: Slot, layout: BucketLayout, tp_size: int, rank_of: Callable[[int, int], int]
+    slot: Slot, layout: BucketLayout, tp_size: int, same: Callable[[int], tuple[int, ...]]
 ) -> Iterator[tuple[int, int, Run]]:
     """(rank, tp index, elements of the bucket) of each part of a parameter, once each."""
     each = layout.shard_numel
     for tp in range(1 if slot.info.spec.split is None else tp_size):
         # the ranks of the first group that shares one copy of the state
-        for dp in range(slot.start // each, -(-slot.stop // each)):
-            run = Run(max(slot.start, dp * each), min(slot.stop, (dp + 1) * each))
-            yield rank_of(tp, dp), tp, run
+        for index in range(slot.start // each, -(-slot.stop // each)):
+            run = Run(max(slot.start, index * each), min(slot.stop, (index + 1) * each))
+            yield same(tp)[index], tp, run
 
 
 class HostBuffers:

@@ -204,7 +204,7 @@ class _Reader:
         for bucket in self.state.buckets:
             if kind != MASTER and not self.state.holds(kind, bucket):
                 continue
-            copies = self.at.dp if bucket.policy.zero_stage == 0 else bucket.policy.replica
+            copies = self.at.dp_cp if bucket.policy.zero_stage == 0 else bucket.policy.replica
             end = bucket.layout.numel
             owned = Run(bucket.owned.start, min(bucket.owned.stop, end))
             if copies.size > 1 and not self.shares_memory:

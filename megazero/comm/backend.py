@@ -1,4 +1,4 @@
-"""What carries the reductions and gathers of a group: the implementations of `parallel_state.Backend`, and their choice.
+"""What carries the collectives of a group: the implementations of `parallel_state.Backend`, and their choice.
 
 CPU tensors of a CPU run, on one host    SharedMemoryBackend    memory that the ranks share
 other CPU tensors                        GlooBackend            messages over sockets
@@ -50,6 +50,7 @@ class TorchBackend:
     """
 
     needs_scratch = False
+    needs_contiguous = True
 
     def __init__(self) -> None:
         self._unchecked: deque[Wait] = deque()  # in the order of their gathers
@@ -66,6 +67,9 @@ class TorchBackend:
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         return _reduce_scatter(out, full, group=axis.process_group, async_op=True).wait
+
+    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        return dist.all_to_all_single(out, x, group=axis.process_group, async_op=True).wait
 
     def check_order(self) -> None:
         while self._unchecked:
@@ -100,7 +104,7 @@ class GlooBackend(TorchBackend):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         """An all-to-all of the parts into `out`, which is as long as `full`; the caller sums them."""
-        return dist.all_to_all_single(out, full, group=axis.process_group, async_op=True).wait
+        return self.all_to_all(out, full, axis)
 
 
 def _compare(label: str, axis: Axis) -> Wait:

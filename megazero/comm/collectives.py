@@ -1,8 +1,8 @@
 """Every collective call of the project, asynchronous, counted, and with an error that names the lost peer.
 
 A call starts the operation and returns a `Pending`; its result may be used after `wait()`.  Over an axis of one rank there
-is no call and the `Pending` is already done, so that callers write one path.  A backend carries reductions and gathers (see
-`comm/backend.py`), torch's process group all else.
+is no call and the `Pending` is already done, so that callers write one path.  A backend carries what layers and ZeRO call
+(see `comm/backend.py`), torch's process group all else.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LostPeerError(RuntimeError):
 class Pending:
     """An operation under way; done already when made without `wait`.  `finish` is this rank's own work after the wait."""
 
-    def __init__(self, wait: Wait | None = None, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, wait: Wait | None = None, finish: Callable[[], object] | None = None) -> None:
         self._wait, self._finish = wait, finish
 
     def wait(self) -> None:
@@ -85,7 +85,7 @@ def _start(
     axis: Axis,
     sent_bytes: int,
     start: Callable[[], Wait],
-    finish: Callable[[], None] | None = None,
+    finish: Callable[[], object] | None = None,
     label: str = "",
 ) -> Pending:
     axis.traffic.add(axis.name, operation, sent_bytes)
@@ -197,6 +197,32 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
     parts = arriving.view(axis.size, *out.shape).unbind(0)
     sum_parts = partial(combine, out, parts, torch.add)  # in rank order
     return _start("reduce_scatter", axis, sent, lambda: backend.reduce_scatter(arriving, full, axis), sum_parts)
+
+
+def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Send part j of `x` to rank j; part i of `out` is what rank i sent to this one.
+
+    Args:
+        out: [axis size, ...]; of any strides, and apart from `x`.
+        x: shape and dtype of `out`, the same on every rank; of any strides. Not to be changed before `wait`.
+
+    Raises:
+        ValueError: other shapes or types.
+    """
+    if out.shape != x.shape or out.dtype != x.dtype or x.shape[:1] != (axis.size,):
+        raise ValueError(
+            f"over {axis.name} of {axis.size} ranks, {list(x.shape)} of {x.dtype} cannot be sent into {list(out.shape)} of "
+            f"{out.dtype}: both must have the same shape and type, and one part for each rank"
+        )
+    if axis.size == 1:
+        out.copy_(x)
+        return Pending()
+    backend, sent = _backend(axis, x.device), x.nbytes * (axis.size - 1) // axis.size
+    if not backend.needs_contiguous:
+        return _start("all_to_all", axis, sent, lambda: backend.all_to_all(out, x, axis))
+    parts, arriving = x.contiguous(), out if out.is_contiguous() else out.new_empty(out.shape)
+    finish = None if arriving is out else partial(out.copy_, arriving)
+    return _start("all_to_all", axis, sent, lambda: backend.all_to_all(arriving, parts, axis), finish)
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:

@@ -1,4 +1,4 @@
-"""Reductions and gathers through memory that the CPU ranks of one host share.
+"""Collectives through memory that the CPU ranks of one host share.
 
     rank 0's area   [ half 0 | half 1 ]     every rank writes its own area and reads the others'
     rank 1's area   [ half 0 | half 1 ]
@@ -9,7 +9,7 @@ round k + 1, half k % 2 may be written again, and one signal per round is enough
 
 [Note: one order]  The operations of a channel pair up by their order, so every half carries the label of its operation, and
 a rank that finds another label raises.  Ranks may differ in when they gather and when they reduce, so each of the two has
-its own channel.
+its own channel.  An all-to-all is started where a layer is run, as most reductions are, and takes their channel.
 
 Sums are taken in rank order, so every rank has the same bits.
 """
@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -171,6 +172,7 @@ class SharedMemoryBackend:
     """Collectives of ranks that all run on this host, with a channel for each kind of operation."""
 
     needs_scratch = False
+    needs_contiguous = False
 
     def __init__(self, reduce: Channel, gather: Channel, poller: Poller) -> None:
         self.reduce, self.gather, self.poller = reduce, gather, poller
@@ -186,6 +188,12 @@ class SharedMemoryBackend:
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         rounds = _reduce_scatter(self.reduce, out.detach().view(-1), full.detach().view(axis.size, -1).unbind(0))
         return self.reduce.start(_label("reduce_scatter", full, axis), rounds)
+
+    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        out, x = out.detach(), x.detach()
+        wait = self.reduce.start(_label("all_to_all", x, axis, f"{list(x.shape)}"), _all_to_all(self.reduce, out, x))
+        out[axis.index].copy_(x[axis.index])  # while the peers write theirs
+        return wait
 
     def check_order(self) -> None:
         """Labels are compared with every gather."""
@@ -264,3 +272,28 @@ def _all_gather(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
         for index, area in enumerate(areas):
             if index != me:
                 shards[index][at].copy_(area[mine])
+
+
+def _all_to_all(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
+    """Fill every part of `out` but this rank's own, whatever the strides: each element is copied once in and once out."""
+    me, others = channel.index, channel.size - 1
+    for block in _blocks(x.shape[1:], HALF_BYTES // x.element_size() // others):
+        parts, results = x[:, *block], out[:, *block]
+        shape = (others, *parts.shape[1:])
+        areas = [area[: prod(shape)].view(shape) for area in channel.areas(x.dtype)]  # a rank's has no part for itself
+        areas[me][:me].copy_(parts[:me])
+        areas[me][me:].copy_(parts[me + 1 :])
+        yield
+        for index, area in enumerate(areas):
+            if index != me:
+                results[index].copy_(area[me - (me > index)])
+
+
+def _blocks(shape: Sequence[int], longest: int) -> list[tuple[int | slice, ...]]:
+    """Indices that cut a tensor into blocks of at most so many elements.  An empty tensor is a block, as in `_pieces`."""
+    if prod(shape) <= longest:
+        return [()]
+    inner = prod(shape[1:])
+    if inner > longest:
+        return [(index, *rest) for index in range(shape[0]) for rest in _blocks(shape[1:], longest)]
+    return [(piece,) for piece in _pieces(shape[0], longest // inner)]

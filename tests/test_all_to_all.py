@@ -1,0 +1,189 @@
+"""All-to-all: who gets which part, from any memory, and the exchange of heads for sequence that Ulysses makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_world
+from torch import Tensor
+
+from megazero.comm.autograd import all_heads_for_sequence, heads_for_sequence, sequence_for_heads
+from megazero.comm.backend import GlooBackend
+from megazero.comm.collectives import LostPeerError, Pending, all_reduce, all_to_all
+from megazero.comm.shared_memory import HALF_BYTES, OrderError, SharedMemoryBackend
+from megazero.parallel_state import Axis, ParallelState, RankGrid
+
+LONG = HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last one short
+SHAPES = ((), (0,), (3, 0, 2), (1,), (7, 3), (2, LONG), (90, 2, 5, 64))
+WORLDS = [(2, True), (3, True), (4, True), (2, False), (3, False), (4, False)]
+worlds = pytest.mark.parametrize(("world", "shares"), WORLDS)
+
+
+def _axis(rank: int, world: int, shares: bool = True, timeout_seconds: float = 60) -> Axis:
+    options = {"timeout_seconds": timeout_seconds, "shares_memory": shares, "cp_ulysses": world}
+    return ParallelState(RankGrid(cp=world), rank, **options).cp_ulysses
+
+
+def _message(source: int, target: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    return ((numbers * 7 + source * 31 + target * 5) % 127).to(dtype)
+
+
+def _everything_arrives(rank: int, world: int, shares: bool) -> None:
+    axis = _axis(rank, world, shares)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for shape in SHAPES:
+            x = torch.stack([_message(rank, target, shape, dtype) for target in range(world)])
+            wanted = torch.stack([_message(source, rank, shape, dtype) for source in range(world)])
+            backwards = list(range(x.dim()))[::-1]
+            turned = x.permute(backwards).contiguous().permute(backwards)  # the same values in another order in memory
+            for sent, out in ((x, torch.zeros_like(x)), (turned, torch.zeros_like(turned))):
+                axis.traffic.reset()
+                all_to_all(out, sent, axis).wait()
+                assert torch.equal(out, wanted), (dtype, shape)
+                sent_bytes = (world - 1) * wanted[0].numel() * wanted.element_size()
+                assert axis.traffic.by_axis() == {"cp": sent_bytes}
+    assert isinstance(axis.group.backends["cpu"], SharedMemoryBackend if shares else GlooBackend)
+
+
+@worlds
+def test_part_j_of_rank_i_arrives_as_part_i_on_rank_j(world: int, shares: bool) -> None:
+    run_world(world, _everything_arrives, world, shares)
+
+
+def test_one_rank_keeps_its_part_and_sends_nothing() -> None:
+    axis, out = Axis("cp"), torch.zeros(1, 3)
+    all_to_all(out, torch.ones(1, 3), axis).wait()
+    assert out.tolist() == [[1.0] * 3]
+    assert not axis.traffic.calls
+
+
+@pytest.mark.parametrize(
+    ("out", "x"),
+    [(torch.zeros(2, 3), torch.zeros(2, 4)), (torch.zeros(2), torch.zeros(2).int()), 2 * (torch.zeros(3),)],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(out: Tensor, x: Tensor) -> None:
+    axis = Axis("cp", (0, 1))
+    with pytest.raises(ValueError, match="over cp of 2 ranks"):
+        all_to_all(out, x, axis)
+    assert not axis.traffic.calls
+
+
+def _among_others(rank: int) -> None:
+    axis = _axis(rank, 3)
+    total, first, second = torch.full((LONG,), rank + 1.0), torch.empty(3, LONG), torch.empty(3, 2)
+    pendings: list[Pending] = [
+        all_to_all(first, torch.stack([_message(rank, to, (LONG,), torch.float32) for to in range(3)]), axis),
+        all_reduce(total, axis),
+        all_to_all(second, torch.tensor([[rank, to] for to in range(3)]).float(), axis),
+    ]
+    for index in range(3):  # every rank waits in another order
+        pendings[(index + rank) % 3].wait()
+    assert torch.equal(first, torch.stack([_message(by, rank, (LONG,), torch.float32) for by in range(3)]))
+    assert total.unique().tolist() == [6.0]
+    assert second.tolist() == [[by, rank] for by in range(3)]
+
+
+def test_several_under_way_end_in_any_order_of_waiting() -> None:
+    run_world(3, _among_others)
+
+
+def _lose(rank: int, shares: bool) -> str:
+    axis = _axis(rank, 2, shares, timeout_seconds=2)
+    out = torch.empty(2, 3)
+    all_to_all(out, torch.zeros(2, 3), axis).wait()
+    if rank == 1:
+        return ""
+    with pytest.raises(LostPeerError) as caught:
+        all_to_all(out, torch.zeros(2, 3), axis).wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["memory", "gloo"])
+def test_a_lost_rank_is_named(shares: bool) -> None:
+    assert "all_to_all over cp, as rank 0 of (0, 1), did not finish" in run_world(2, _lose, shares)[0]
+
+
+def _shapes_differ(rank: int) -> str:
+    axis = _axis(rank, 2)
+    x = torch.zeros((2, 3, 2) if rank else (2, 2, 3))
+    with pytest.raises(OrderError) as caught:
+        all_to_all(torch.empty_like(x), x, axis).wait()
+    return str(caught.value)
+
+
+def test_ranks_with_other_shapes_are_an_error_that_names_both() -> None:
+    said = run_world(2, _shapes_differ)[0]
+    assert "all_to_all of [2, 3, 2]" in said
+    assert "all_to_all of [2, 2, 3]" in said
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Heads for sequence
+
+BATCH, SEQ, SIZE = 2, 24, 8
+
+
+def _whole(heads: int, seed: int) -> Tensor:
+    """[batch, heads, seq, size] of all ranks, as a view of [seq, batch, heads, size]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SEQ, BATCH, heads, SIZE, generator=generator, dtype=torch.float64).permute(1, 2, 0, 3)
+
+
+def _moved(rank: int, world: int, shares: bool) -> None:
+    axis, whole = _axis(rank, world, shares), _whole(2 * world, 0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for memory in (whole.to(dtype), whole.to(dtype).contiguous()):
+            mine, of_heads = memory.chunk(world, dim=2)[rank], memory.chunk(world, dim=1)[rank]
+            got = heads_for_sequence(mine, axis)
+            assert torch.equal(got, of_heads)
+            assert got.stride(-1) == 1
+            back = sequence_for_heads(got, axis)
+            assert torch.equal(back, mine)
+            assert back.permute(2, 0, 1, 3).is_contiguous()
+    calls, sent = axis.traffic.calls["cp", "all_to_all"], axis.traffic.sent_bytes["cp", "all_to_all"]
+    assert calls == 8
+    assert sent == 4 * (4 + 2) * whole.numel() // world * (world - 1) // world
+    with pytest.raises(ValueError, match="heads cannot be divided among the"):
+        heads_for_sequence(whole[:, 1:], axis)
+    with pytest.raises(ValueError, match="positions cannot be divided among the"):
+        sequence_for_heads(whole[:, :, 1:], axis)
+
+
+@worlds
+def test_rank_i_has_the_ith_piece_of_the_sequence_and_gets_the_ith_group_of_heads(world: int, shares: bool) -> None:
+    run_world(world, _moved, world, shares)
+
+
+def _gradients(rank: int, world: int, shares: bool, kv_heads: int) -> None:
+    """Attention by heads of a rank equals attention of one process; so do gradients, with replicated kv heads, too."""
+    axis, heads = _axis(rank, world, shares), 2 * world
+    wholes = [_whole(number, seed) for seed, number in enumerate((heads, kv_heads, kv_heads))]
+    weight = _whole(heads, 3)
+
+    plain = [one.detach().clone().requires_grad_() for one in wholes]
+    wanted = F.scaled_dot_product_attention(*plain, is_causal=True, enable_gqa=True)
+    (wanted * weight).sum().backward()
+
+    parts = [one.chunk(world, dim=2)[rank].detach().requires_grad_() for one in wholes]
+    repeated = [one.repeat_interleave(max(1, world // one.shape[1]), dim=1) for one in parts]
+    q, k, v = all_heads_for_sequence(repeated, axis)
+    out = sequence_for_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), axis)
+    assert torch.allclose(out, wanted.chunk(world, dim=2)[rank], rtol=0, atol=1e-12)
+    (out * weight.chunk(world, dim=2)[rank]).sum().backward()
+    for part, one in zip(parts, plain, strict=True):
+        assert torch.allclose(part.grad, one.grad.chunk(world, dim=2)[rank], rtol=0, atol=1e-12)
+    assert axis.traffic.calls["cp", "all_to_all"] == 8  # q, k, v and out; forward and backward
+
+
+@pytest.mark.parametrize("kv_heads", ["each", "fewer", "one"])
+@pytest.mark.parametrize(("world", "shares"), [(2, True), (4, True), (2, False)])
+def test_attention_of_exchanged_heads_has_the_gradients_of_one_process(world: int, shares: bool, kv_heads: str) -> None:
+    run_world(world, _gradients, world, shares, {"each": 2 * world, "fewer": world, "one": 1}[kv_heads])
+
+
+def test_an_axis_of_one_rank_returns_what_it_got() -> None:
+    axis, x = Axis("cp"), _whole(2, 0)
+    assert heads_for_sequence(x, axis) is x
+    assert sequence_for_heads(x, axis) is x
