@@ -106,6 +106,17 @@ def test_a_bit_that_flips_in_what_a_machine_remembers_makes_it_read_again(tmp_pa
         assert verify(prefix, cache) == first
 
 
+def test_what_was_verified_when_less_was_checked_is_verified_again(tmp_path, monkeypatch, reads):
+    prefix, cache = write_pair(tmp_path / "x", np.arange(20, dtype="<u2")), tmp_path / "cache"
+    reads.clear()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(identity, "_CHECKS", identity._CHECKS - 1)
+        first = verify(prefix, cache)
+    monkeypatch.setattr(IndexedDataset, "check_layout", lambda _: reads.append("layout"))
+    assert [verify(prefix, cache) for _ in range(3)] == [first] * 3
+    assert reads[1:] == ["layout", reads[0]]
+
+
 def test_a_pair_without_identity_gets_one_at_its_first_use_where_it_can_be_written(tmp_path, monkeypatch, reads):
     prefix = write_pair(tmp_path / "x", np.arange(20, dtype="<u2"), "mine")
     identity_path(prefix).unlink()  # as Megatron's tools leave it

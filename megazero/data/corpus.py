@@ -77,7 +77,7 @@ def open_corpus(
     for name, _ in sources:
         prefix = build_python_stdlib(cache_dir, tokenizer, eod_token) if name == PYTHON_STDLIB else Path(name)
         dataset = IndexedDataset(prefix)
-        windows = Windows.over(dataset.tokens, seq_len, name)
+        windows = Windows.over(dataset.tokens, seq_len, name, dataset.borders)
         identity = verified_identity(dataset, cache_dir, say)
         windows = replace(windows, content=identity.content)
         _check_ids(name, identity, vocab_size)

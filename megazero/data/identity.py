@@ -29,6 +29,7 @@ _BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a has
 _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
 _LOOK_SECONDS: Final = 2.0  # between two attempts to take the lock of a large pair, for which a whole cluster may wait
 _TURN_SECONDS: Final = 1.0  # of waiting for another process, until it is told
+_CHECKS: Final = 1  # raised where `_verify` checks more: what was verified before is verified again
 _PARTS: Final = (  # of a fingerprint, after its version
     "the order of the samples (weights of data.sources, data.validation_fraction, model.seq_len, training.seed)",
     "the tokenizer (data.tokenizer, data.eod_token)",
@@ -140,6 +141,7 @@ def _locked(path: str, say: Callable[[str], None], poll_seconds: float = 0.05) -
 
 def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
     """Read a pair and compare it with the identity beside it, which is written where there is none."""
+    dataset.check_layout()
     path = identity_path(dataset.prefix)
     found = read_identity(pair[0], pair[1], dataset.dtype)
     try:
@@ -165,9 +167,9 @@ def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
 
 
 def _state_of(paths: Sequence[Path], found: Sequence[os.stat_result]) -> dict[str, Any]:
-    """What changes when a file is written, copied or exchanged."""
+    """What changes when a file is written, copied or exchanged, or when more of it is checked."""
     files = [[each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for each in found]
-    return {"path": os.path.abspath(paths[0]), "files": files}
+    return {"path": os.path.abspath(paths[0]), "files": files, "checks": _CHECKS}
 
 
 def _remembered(memory: Path, state: dict[str, Any]) -> Identity | None:

@@ -12,6 +12,8 @@ Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py (`_IndexWriter`, 
 
 import os
 import struct
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
@@ -26,12 +28,50 @@ HEADER: Final = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequence
 
 # Codes 6 and 7 are float64 and float32 in the source, which hold no ids.
 DTYPE_OF_CODE: Final = MappingProxyType({1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"})
+_CHECKED_AT_ONCE: Final = 1 << 20  # sequences or documents
 
 
 def pair_paths(prefix: str | os.PathLike[str]) -> tuple[Path, Path]:
     """The `.bin` and `.idx` paths of a prefix."""
     name = os.fspath(prefix)
     return Path(f"{name}.bin"), Path(f"{name}.idx")
+
+
+@dataclass(frozen=True, eq=False)
+class DocumentBorders:
+    """Where the documents of a token stream start, looked up in the maps of an index, which are never read whole.
+
+        documents     0        1    2 (empty)  3
+        indices       0        2    3          3        the first sequence of each; the last index is their number
+        sequences     |  s0 s1 | s2 |          | s3 |
+
+    Whatever `IndexedDataset.check_layout` accepts is looked up right.
+    """
+
+    pointers: NDArray[np.int64]  # [sequences], bytes
+    document_indices: NDArray[np.int64]  # [documents + 1], sequences
+    token_bytes: int
+    tokens: int  # of the whole stream
+
+    def __len__(self) -> int:
+        return len(self.document_indices) - 1
+
+    def start(self, document: int) -> int:
+        """The token at which a document starts; that of the next one if it is empty."""
+        sequence = int(self.document_indices[document])
+        return int(self.pointers[sequence]) // self.token_bytes if sequence < len(self.pointers) else self.tokens
+
+    def lengths(self, start: int, stop: int) -> list[int]:
+        """Lengths of the documents, or of the parts of documents, that tokens [start, stop) consist of; all > 0.
+
+        Reads O(log documents) entries of the index, and those of the documents that start in between.
+        """
+        first = bisect_right(range(len(self)), start, key=self.start)
+        last = bisect_left(range(len(self)), stop, lo=first, key=self.start)
+        # An empty document at the end has no sequence, but it does not start before `stop`.
+        starts = self.pointers[self.document_indices[first:last]] // self.token_bytes
+        lengths = np.diff(starts, prepend=start, append=stop)
+        return [length for length in lengths.tolist() if length]  # without empty documents
 
 
 class IndexedDataset:
@@ -42,6 +82,7 @@ class IndexedDataset:
         sizes: int32 [sequences], tokens of each sequence.
         document_indices: int64 [documents + 1], the sequence at which each document starts, then the number of sequences.
         tokens: [total tokens] of `dtype`, all sequences end to end, read-only.
+        borders: of the documents in `tokens`.
         stats: of the `.bin` and the `.idx` that are mapped; other files may have taken their names since.
 
     Raises:
@@ -80,6 +121,7 @@ class IndexedDataset:
         self.tokens: NDArray[Any] = (
             np.asarray(np.memmap(bin_file, dtype=self.dtype, mode="r")) if found else np.empty(0, self.dtype)
         )
+        self.borders = DocumentBorders(self._pointers, self.document_indices, self.dtype.itemsize, len(self.tokens))
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -89,6 +131,29 @@ class IndexedDataset:
             raise IndexError(f"sequence {i} of {self.prefix}, which has {len(self):,}")
         start = int(self._pointers[i]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.sizes[i])]
+
+    def check_layout(self) -> None:
+        """Make sure that the sequences lie end to end and the documents are in order; reads the whole index.
+
+        Raises: ValueError.
+        """
+        faults = f"{self.prefix}.idx is damaged:"
+        if len(self) and self._pointers[0] != 0:
+            raise ValueError(f"{faults} its sequences start at byte {self._pointers[0]:,} instead of 0")
+        for at in range(0, len(self), _CHECKED_AT_ONCE):
+            sizes = self.sizes[at : at + _CHECKED_AT_ONCE].astype(np.int64)
+            pointers = self._pointers[at : at + len(sizes) + 1]
+            ends = pointers[: len(sizes)] + sizes * self.dtype.itemsize
+            if np.any(sizes < 0) or np.any(pointers[1:] != ends[: len(pointers) - 1]):
+                where = f"sequences {at:,} to {at + len(sizes):,}"
+                raise ValueError(f"{faults} {where} do not lie end to end; tokenize again, or copy the pair again")
+        if self.document_indices[0] != 0:
+            raise ValueError(f"{faults} its documents start at sequence {self.document_indices[0]:,} instead of 0")
+        for at in range(0, len(self.document_indices), _CHECKED_AT_ONCE):
+            documents = self.document_indices[at : at + _CHECKED_AT_ONCE + 1]
+            if np.any(documents[1:] < documents[:-1]):
+                where = f"documents {at:,} to {at + len(documents):,}"
+                raise ValueError(f"{faults} {where} are not in the order of their sequences; tokenize again")
 
 
 def _read_index(file: BufferedReader) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megazero.data.blend import Blend
+from megazero.data.indexed import DocumentBorders
 from megazero.data.permutation import Permutation
 
 
@@ -33,9 +34,16 @@ class Windows:
     first: int
     count: int
     content: str = ""  # hash of the tokens
+    borders: DocumentBorders | None = None  # None: every sample is one document
 
     @classmethod
-    def over(cls, tokens: NDArray[Any], seq_len: int, name: str = "the token source") -> "Windows":
+    def over(
+        cls,
+        tokens: NDArray[Any],
+        seq_len: int,
+        name: str = "the token source",
+        borders: DocumentBorders | None = None,
+    ) -> "Windows":
         """All windows of a stream, which an error calls `name`.  Raises: ValueError for fewer than one sample."""
         if seq_len < 1:
             raise ValueError(f"seq_len={seq_len} must be at least 1")
@@ -45,7 +53,7 @@ class Windows:
                 f"{name} holds {len(tokens):,} tokens, fewer than one sample of seq_len + 1 = {seq_len + 1:,}; "
                 "use more data or a shorter seq_len"
             )
-        return cls(tokens, seq_len, 0, count)
+        return cls(tokens, seq_len, 0, count, borders=borders)
 
     @property
     def end(self) -> int:
@@ -61,6 +69,18 @@ class Windows:
         """The sample at `position` in [0, count): [seq_len + 1], a view in the dtype of the file."""
         start = (self.first + position) * self.seq_len
         return self.tokens[start : start + self.seq_len + 1]
+
+    def documents(self, position: int) -> tuple[list[int], bool]:
+        """What the inputs at `position` consist of, and whether their last target is of the last input's document.
+
+        Lengths of the documents, or of the parts of documents, in order, all > 0, in sum seq_len.  A document that goes on
+        from the window before counts from this one's start.
+        """
+        if self.borders is None:
+            return [self.seq_len], True
+        start = (self.first + position) * self.seq_len
+        *lengths, last = self.borders.lengths(start, start + self.seq_len + 1)  # with the last target
+        return ([*lengths, last - 1], True) if last > 1 else (lengths, False)
 
 
 def split(
@@ -106,11 +126,21 @@ class Stream(ABC):
 
     def batch(self, indices: ArrayLike) -> NDArray[np.int64]:
         """The samples of indices [n]: int64 [n, seq_len + 1].  Raises: IndexError."""
-        source, window = self.locate(indices)
-        samples = np.empty((len(source), self.seq_len + 1), np.int64)
-        for row, number, position in zip(samples, source.tolist(), window.tolist(), strict=True):
-            row[:] = self._sources[number].read(position)
+        found = list(self._windows(indices))
+        samples = np.empty((len(found), self.seq_len + 1), np.int64)
+        for row, (windows, position) in zip(samples, found, strict=True):
+            row[:] = windows.read(position)
         return samples
+
+    def documents(self, indices: ArrayLike) -> list[tuple[list[int], bool]]:
+        """What the inputs of each sample consist of, for indices [n]; see `Windows.documents`.  Raises: IndexError."""
+        return [windows.documents(position) for windows, position in self._windows(indices)]
+
+    def _windows(self, indices: ArrayLike) -> Iterator[tuple[Windows, int]]:
+        """The source of each sample, and the position of its window there."""
+        source, window = self.locate(indices)
+        for number, position in zip(source.tolist(), window.tolist(), strict=True):
+            yield self._sources[number], position
 
 
 class SampleStream(Stream):
