@@ -97,11 +97,16 @@ class NameIn:
 def closest(word: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
     """Find the names most like a misspelt one, the likeliest first; case does not matter, nor _ for -.
 
-    A word that two names share, as num_experts and num_layers do, makes them no more alike.
+    A word that two names share, as num_experts and num_layers do, makes them no more alike.  Of names that are equally
+    alike, those with the same first letter are likelier: cpp means cp, not pp.
     """
     by_plain = {name.lower().replace("_", "-"): name for name in known}
     plain = word.lower().replace("_", "-")
-    similar = get_close_matches(plain, by_plain, n=n + 3, cutoff=cutoff)
+
+    def likeness(name: str) -> tuple[float, bool]:
+        return SequenceMatcher(None, name, plain).ratio(), name[:1] == plain[:1]
+
+    similar = sorted(get_close_matches(plain, by_plain, n=n + 3, cutoff=cutoff), key=likeness, reverse=True)
     return [by_plain[name] for name in similar if _is_like(plain, name)][:n]
 
 

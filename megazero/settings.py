@@ -222,6 +222,11 @@ def nearest_text(values: Sequence[int], name: str = "") -> str:
     return f"{subject} {'is' if len(values) == 1 else 'are'} {' and '.join(map(str, values))}"
 
 
+def counted(number: float, what: str) -> str:
+    """`1 layer`, `4 micro-batches`."""
+    return f"{number:g} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
+
+
 def divisors(number: int) -> list[int]:
     """Give every divisor of a positive number, in ascending order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]

@@ -287,6 +287,7 @@ def test_the_message_is_a_numbered_list(write):
             "zero.ofload.pin_memry=true",
             "zero.ofload.pin_memry = true: unknown section [zero.ofload]; did you mean zero.offload.pin_memory?",
         ),
+        ("parallel.cpp=4", "parallel.cpp = 4: unknown key; did you mean parallel.cp?"),
         ("zero.ofload={}", "zero.ofload: unknown section; did you mean [zero.offload]?"),
         (
             "zero.offload.disk.ratio=1",
@@ -649,6 +650,8 @@ elastic.shapes=[{world_size=8}] elastic.enabled=false
 TOLD = """
 parallel.order=pp-dp-cp-tp
 parallel.sequence_parallel=true parallel.tp=1
+parallel.cp_method=ring        parallel.cp=1
+parallel.cp_ulysses=2          parallel.cp_method=hybrid
 parallel.layout=cost           parallel.pp=1
 parallel.schedule_placement=v
 zero.offload.nvme_path=/x      zero.offload.optimizer=cpu

@@ -144,8 +144,8 @@ def test_a_shard_group_that_does_not_divide_dp_is_given_up_with_a_notice() -> No
         (
             {"elastic": {"enabled": False, "shapes": [{"world_size": 2}]}},
             2,
-            "elastic.shapes = [{ world_size = 2, tp = 1, pp = 1 }]: must be empty where elastic.enabled = false: the shape "
-            "is that of [parallel]; leave it out, or elastic.enabled = true",
+            "elastic.shapes = [{ world_size = 2, tp = 1, cp = 1, pp = 1 }]: must be empty where elastic.enabled = false: "
+            "the shape is that of [parallel]; leave it out, or elastic.enabled = true",
         ),
         (
             {"elastic": {"shapes": [{"world_size": 3, "tp": 4}]}, "training": {"global_batch_size": 8}},
@@ -160,8 +160,8 @@ def test_a_shard_group_that_does_not_divide_dp_is_given_up_with_a_notice() -> No
         (
             {"elastic": {"shapes": [{"world_size": 30, "pp": 25}]}, "training": {"global_batch_size": 8}},
             2,
-            "elastic.shapes[0] = { world_size = 30, tp = 1, pp = 25 }: model.num_layers = 24 must be >= parallel.pp=25, a "
-            "layer for each stage; the nearest num_layers is 25, the nearest pp is 24",
+            "elastic.shapes[0] = { world_size = 30, tp = 1, cp = 1, pp = 25 }: model.num_layers = 24 must be >= "
+            "parallel.pp=25, a layer for each stage; the nearest num_layers is 25, the nearest pp is 24",
         ),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_shape_with_wrong_keys_is_told_its_own(tmp_path: Path) -> None:
         "elastic.shapes[0].tpp = 2: unknown key; did you mean tp?",
         "elastic.shapes[1] = { tp = 2 }: must have a world_size",
     ]
-    assert "| `shapes` | list of { world_size, tp, pp } |" in to_markdown()
+    assert "| `shapes` | list of { world_size, tp, cp, pp } |" in to_markdown()
     assert "| `sources` | list of string or { path, weight } |" in to_markdown()
 
 
@@ -219,6 +219,8 @@ def test_a_step_that_is_filled_up_says_so() -> None:
 class _Counting:
     """Sample i is the numbers from 100 i on."""
 
+    seq_len = 4
+
     def batch(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return indices[:, None] * 100 + np.arange(5)
 
@@ -255,6 +257,8 @@ def test_a_rank_without_labels_or_tokens_reads_nothing() -> None:
 
 class _Random:
     """Random tokens by sample index."""
+
+    seq_len = 16
 
     def batch(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         rows = [np.random.default_rng(int(index)).integers(0, 64, 17) for index in indices]

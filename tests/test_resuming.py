@@ -74,6 +74,33 @@ def test_a_longer_rope_is_a_change_of_the_rope() -> None:
         check_same_run("it", _config(model={"rope_scaling": yarn}), "a", _written_by(before, 10))
 
 
+@pytest.mark.parametrize("new", [True, False])
+def test_a_mask_of_documents_changes_only_where_it_is_accepted(new: bool) -> None:
+    before, now = _config(data={"document_mask": not new}), {"document_mask": new}
+    trainer = _written_by(before, 10)
+    told = str(new).lower()
+    with pytest.raises(
+        CheckpointError, match=rf"this run has {told}\. If .*accept_changes = \[\"document_mask\"\] begins"
+    ):
+        check_same_run("it", _config(data=now, checkpoint={"accept_changes": ["data"]}), "a", trainer)
+    accepts = _config(data=now, checkpoint={"accept_changes": ["document_mask"]})
+    check_same_run("it", accepts, "a", trainer)
+    (line,) = _told(trainer, accepts)
+    assert line.endswith(f"data.document_mask {str(not new).lower()} -> {told}")
+    (phase,) = phases_after(trainer, accepts, "a")
+    assert (phase.first_sample, phase.schedule_step) == (0, 0), "samples and schedule go on"
+    check_same_run("it", _config(data=now), "a", _written_by(accepts, 12))
+
+
+def test_a_mask_of_documents_is_compared_only_with_a_run_that_read_data() -> None:
+    masked, trainer = _config(data={"document_mask": True}), _written_by(_config(), 10)
+    check_same_run("it", masked, "a", TrainerState(0, 0, 0, 0, "", trainer.model, {}, {}, {}))
+    del trainer.config["data"]["document_mask"]  # an older release did not know it and had none
+    check_same_run("it", _config(), "a", trainer)
+    with pytest.raises(CheckpointError, match=r"was trained with data\.document_mask = false, this run has true"):
+        check_same_run("it", masked, "a", trainer)
+
+
 def test_a_key_that_an_older_release_did_not_know_had_its_default() -> None:
     trainer = _written_by(_config(), 10)
     del trainer.config["training"]["skip_steps"], trainer.config["zero"]["offload"]
@@ -143,5 +170,5 @@ def test_a_phase_tells_what_it_accepts_and_then_what_else_has_changed() -> None:
 
 
 def test_names_that_are_no_changes_are_refused() -> None:
-    with pytest.raises(ValueError, match="'data', 'seq_len', 'rope', 'lr_schedule' or 'batch'"):
+    with pytest.raises(ValueError, match="'data', 'document_mask', 'seq_len', 'rope', 'lr_schedule' or 'batch'"):
         RunConfig.model_validate({"checkpoint": {"accept_changes": ["date"]}})

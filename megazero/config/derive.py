@@ -1,6 +1,7 @@
 """What the keys left open become, once the number of ranks is known.
 
-    world size = tp * pp * dp                                  dp is what tp and pp leave
+    world size = tp * cp * pp * dp                             dp is what tp, cp and pp leave
+    cp = Ulysses degree * ring                                 "auto": what fits the heads and sends the fewest bytes
     global batch = micro-batch * dp * accumulation             in samples; two give the third
                  < ...                                         an elastic run fills up with empty samples
 
@@ -13,11 +14,15 @@ An elastic run is first fitted to its world: the global batch stays, dp is as la
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
-from megazero.config.schema import Auto, DataConfig, ParallelConfig, RunConfig
+from megazero.config.schema import Auto, DataConfig, ElasticShape, ParallelConfig, RunConfig
+from megazero.models.context_bytes import context_bytes, heads_of_rank, ulysses_degrees
 from megazero.schedules.registry import SCHEDULES
-from megazero.settings import ConfigError, Problem, divisors, nearest_multiples, nearest_text
+from megazero.settings import ConfigError, Problem, counted, divisors, nearest_multiples, nearest_text
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -114,56 +119,124 @@ class Fit:
     """A run fitted to a world."""
 
     config: RunConfig
-    """The config; that of an elastic run has the degrees of this world, with dp "auto"."""
+    """The config with cp_method and cp_ulysses; that of an elastic run has the degrees of this world, with dp "auto"."""
     dp: int
     """Number of model replicas."""
     spare_ranks: int = 0
-    """Ranks beyond tp * pp * dp; they wait until the others are done."""
+    """Ranks beyond tp * cp * pp * dp; they wait until the others are done."""
     notices: tuple[str, ...] = ()
-    """What the fit changed, a line each."""
+    """What the fit changed or chose, a line each."""
 
 
 def fit(config: RunConfig, world_size: int) -> Fit:
-    """Find dp, and for an elastic run tp and pp too: from elastic.shapes or as written, with dp as large as possible.
+    """Find dp, and for an elastic run tp, cp and pp too: from elastic.shapes or as written, with dp as large as possible.
 
     Raises:
-        ConfigError: tp * pp * dp cannot be the world size; in an elastic run, fewer ranks than tp * pp.
+        ConfigError: tp * cp * pp * dp cannot be the world size; in an elastic run, fewer ranks than tp * cp * pp.
     """
     parallel = config.parallel
     if not config.elastic.enabled:
-        return Fit(config, _data_parallel_size(parallel, world_size))
+        dp = _data_parallel_size(parallel, world_size)
+        chosen, why = _with_context_method(config)
+        return Fit(chosen, dp, notices=why)
     shape = next((shape for shape in config.elastic.shapes if shape.world_size == world_size), parallel)
-    tp, pp = shape.tp, shape.pp
-    dp = max(world_size, 0) // (tp * pp)
+    names, numbers, each = ranks_of_a_sample(shape)
+    dp = max(world_size, 0) // each
     if dp == 0:
         known = sorted({shape.world_size for shape in config.elastic.shapes if shape.world_size < world_size})
-        hint = f"start {tp * pp}, or add {{ world_size = {world_size}, tp = ..., pp = ... }} to elastic.shapes"
+        hint = f"start {each}, or add {{ world_size = {world_size}, tp = ..., pp = ... }} to elastic.shapes"
         hint += f", which has a shape for {', '.join(map(str, known))}" if known else ""
-        raise _error("world_size", world_size, f"must be at least tp*pp={tp}*{pp}={tp * pp}", hint)
+        raise _error("world_size", world_size, f"must be at least {names}={numbers}={each}", hint)
     group, notices = config.zero.shard_group_size, list[str]()
-    if spare := world_size - tp * pp * dp:
-        notices.append(f"{spare} of {world_size} ranks do not train: tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp}")
-    if group and dp % group:
-        notices.append(f"zero.shard_group_size={group} does not divide dp {dp}: the state is sharded over all of dp")
+    if spare := world_size - each * dp:
+        degrees = " x ".join(f"{name} {getattr(shape, name)}" for name in names.split("*"))
+        notices.append(f"{spare} of {world_size} ranks do not train: {degrees} x dp {dp} = {each * dp}")
+    if group and dp * shape.cp % group:
+        among, every = (f"dp {dp}", "dp") if shape.cp == 1 else (f"dp {dp} x cp {shape.cp}", "dp x cp")
+        notices.append(
+            f"zero.shard_group_size={group} does not divide {among}: the state is sharded over all of {every}"
+        )
         group = 0
+    shapes = config.elastic.shapes
+    if shape.cp > 1 and parallel.cp_method == "auto":  # what is picked below is for this cp; the file keeps all shapes
+        shapes = tuple(one for one in shapes if one.cp == shape.cp)
     fitted = {
-        "parallel": parallel.model_copy(update={"tp": tp, "pp": pp, "dp": "auto"}),
+        "elastic": config.elastic.model_copy(update={"shapes": shapes}),
+        "parallel": parallel.model_copy(update={"tp": shape.tp, "cp": shape.cp, "pp": shape.pp, "dp": "auto"}),
         "zero": config.zero.model_copy(update={"shard_group_size": group}),
     }
-    return Fit(config.model_copy(update=fitted), dp, spare, tuple(notices))
+    chosen, why = _with_context_method(config.model_copy(update=fitted))
+    return Fit(chosen, dp, spare, (*notices, *why))
+
+
+def ranks_of_a_sample(shape: ParallelConfig | ElasticShape) -> tuple[str, str, int]:
+    """The ranks that work on one sample: the names of their degrees, the numbers, the product.  cp is named above 1."""
+    names = ("tp", "cp", "pp") if shape.cp > 1 else ("tp", "pp")
+    degrees = [getattr(shape, name) for name in names]
+    return "*".join(names), "*".join(map(str, degrees)), prod(degrees)
+
+
+def _with_context_method(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """Give cp_method and cp_ulysses their values, and say why where they are chosen here; at cp 1 they stay."""
+    parallel, why = config.parallel, tuple[str, ...]()
+    cp, method, ulysses = parallel.cp, parallel.cp_method, parallel.cp_ulysses
+    if cp == 1:
+        return config, ()
+    if method == "auto":
+        sent, told = _bytes_by_ulysses(config)
+        ulysses = min(sent, key=lambda degree: (sent[degree], -degree))
+        method = "ulysses" if ulysses == cp else "ring" if ulysses == 1 else "hybrid"
+        of_each = "; ".join(f"{degree} x {cp // degree}: {count:,}" for degree, count in sent.items())
+        reason = (
+            f"of the Ulysses x ring degrees that fit {told} of a rank, {ulysses} x {cp // ulysses} sends the fewest bytes "
+            f"per rank, layer and sample ({of_each})"
+        )
+        if len(sent) == 1:
+            reason = (
+                f"no Ulysses degree above 1 divides cp and fits {told} of a rank ({of_each} bytes per layer and sample)"
+            )
+        why = (f"cp_method auto takes {method}: {reason}",)
+    elif method != "hybrid":
+        ulysses = cp if method == "ulysses" else 1
+    chosen = parallel.model_copy(update={"cp_method": method, "cp_ulysses": ulysses})
+    return config.model_copy(update={"parallel": chosen}), why
+
+
+def _bytes_by_ulysses(config: RunConfig) -> tuple[dict[int, int], str]:
+    """What a rank sends per layer and sample, by the Ulysses degrees that fit its heads, the largest first; the heads."""
+    model, parallel, precision = config.model, config.parallel, config.precision
+    heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
+    fitting = [1, *(degree for degree in ulysses_degrees(heads, kv_heads) if degree > 1 and parallel.cp % degree == 0)]
+    sent = {
+        degree: sum(
+            context_bytes(
+                model.seq_len,
+                1,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_size=model.head_size,
+                ulysses=degree,
+                ring=parallel.cp // degree,
+                itemsize=_BYTES[precision.dtype],
+                gradient_itemsize=_BYTES[precision.reduce_dtype],
+            ).values()
+        )
+        for degree in reversed(fitting)
+    }
+    return sent, f"{counted(heads, 'head')} and {counted(kv_heads, 'key/value head')}"
 
 
 def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    replica = parallel.tp * parallel.pp
+    names, numbers, replica = ranks_of_a_sample(parallel)
     divides = world_size > 0 and world_size % replica == 0
     if parallel.dp == "auto":
         if not divides:
             nearest = nearest_text(nearest_multiples(max(world_size, 0), replica))
-            raise _error("world_size", world_size, f"must be divisible by tp*pp={replica}", nearest)
+            raise _error("world_size", world_size, f"must be divisible by {names}={replica}", nearest)
         return world_size // replica
     total = replica * parallel.dp
     if total != world_size:
-        rule = f"tp*pp*dp={parallel.tp}*{parallel.pp}*{parallel.dp}={total} must be the world size, {world_size}"
+        rule = f"{names}*dp={numbers}*{parallel.dp}={total} must be the world size, {world_size}"
         hint = f'write {world_size // replica} or "auto"' if divides else f"start {total} ranks"
         raise _error("parallel.dp", parallel.dp, rule, hint)
     return parallel.dp

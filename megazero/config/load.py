@@ -20,7 +20,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
-from megazero.config.derive import batch_sizes, fit
+from megazero.config.derive import batch_sizes, fit, ranks_of_a_sample
 from megazero.config.problems import validate
 from megazero.config.rules import Rule, broken_rules, idle_activations, idle_keys
 from megazero.config.schema import RunConfig, sections
@@ -52,7 +52,7 @@ class ResolvedRun:
     written: RunConfig = field(compare=False)
     """As `config`, but an elastic run has the degrees of its file, which are for any world."""
     world_size: int
-    """Number of ranks that train: tp * pp * dp."""
+    """Number of ranks that train: tp * cp * pp * dp."""
     dp: int
     """Data-parallel degree."""
     global_batch_size: int
@@ -64,7 +64,12 @@ class ResolvedRun:
     spare_ranks: int = 0
     """Ranks of an elastic run beyond those that train."""
     notices: tuple[str, ...] = field(default=(), compare=False)
-    """What the user should know: what fitting an elastic run to this world changed, keys without effect; a line each."""
+    """What the user should know: what fitting the run to this world changed or chose, keys without effect; a line each."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the state where ZeRO shards it."""
+        return self.config.zero.shard_group_size or self.dp * self.config.parallel.cp
 
 
 def load_config(
@@ -106,11 +111,10 @@ def load_config(
     for problem in found:
         key, hint = source if problem.key == "world_size" else problem.key, problem.hint
         if world_size is None and problem.key in ("world_size", "parallel.dp"):
-            whole = (
-                config.parallel.tp * config.parallel.pp * (1 if config.parallel.dp == "auto" else config.parallel.dp)
-            )
+            *_, each = ranks_of_a_sample(config.parallel)
+            whole = each * (1 if config.parallel.dp == "auto" else config.parallel.dp)
             more = f"for more ranks say --world-size {whole}, or as many as there are" if is_plan else _LAUNCHERS
-            is_large = config.parallel.tp * config.parallel.pp > _RANKS_OF_A_MACHINE
+            is_large = each > _RANKS_OF_A_MACHINE
             hint = more if is_large and key == source else f"{hint}; {more}"
         problems.append(replace(problem, key=key, hint=hint))
     if problems:
@@ -163,13 +167,15 @@ def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) ->
         notices.append(f"{empty}: global_batch_size={samples} is not divisible by {product}")
     notices += idle_keys(fitted.config, world_size)[1]
     sizes = asdict(batch)
-    written = {} if config.elastic.enabled else sizes  # in an elastic run they follow dp, which another world changes
+    # In an elastic run they follow dp, and the method of context parallelism cp, which another world changes.
+    written = {} if config.elastic.enabled else sizes
+    parallel = config.parallel if config.elastic.enabled else fitted.config.parallel
     model = FAMILIES[config.model.family].complete(config.model)
     notices += idle_activations(fitted.config.model_copy(update={"model": model}), notices)
     filled = {"model": model, "training": config.training.model_copy(update=written)}
     return ResolvedRun(
         config=fitted.config.model_copy(update=filled),
-        written=config.model_copy(update=filled),
+        written=config.model_copy(update={**filled, "parallel": parallel}),
         world_size=world_size - fitted.spare_ranks,
         dp=dp,
         **sizes,

@@ -17,14 +17,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from operator import attrgetter
 from typing import Any
 
-from megazero.config.derive import batch_sizes, fit, micro_batch_multiple
+from megazero.config.derive import batch_sizes, fit, micro_batch_multiple, ranks_of_a_sample
 from megazero.config.schema import RunConfig, keys
 from megazero.models.activation_config import ActivationsConfig, LayerPolicy, layer_policies
 from megazero.models.config import ModelConfig
-from megazero.models.family import ModelRule, tp_problems
+from megazero.models.context_bytes import heads_of_rank, ulysses_degrees
+from megazero.models.family import ModelRule
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import cut, layer_counts
 from megazero.optim.registry import OPTIMIZERS
@@ -35,6 +37,7 @@ from megazero.settings import (
     AtMost,
     ConfigError,
     Problem,
+    counted,
     divisors,
     nearest_multiples,
     nearest_of,
@@ -190,10 +193,70 @@ def _stages(config: RunConfig) -> tuple[int, int]:
     return parallel.pp, SCHEDULES[parallel.schedule].chunks or parallel.virtual_stages
 
 
-def _tp_splits_sequence(config: RunConfig, _: int) -> Iterable[Problem]:
-    if config.parallel.sequence_parallel:
-        return tp_problems("seq_len", config.model.seq_len, config.parallel.tp, " (sequence_parallel)")
-    return ()
+def _ranks_split_sequence(config: RunConfig, _: int) -> Iterator[Problem]:
+    parallel, length = config.parallel, config.model.seq_len
+    degrees = {name: getattr(parallel, name) for name in ("cp", "tp")[: 1 + parallel.sequence_parallel]}
+    degrees = {name: degree for name, degree in degrees.items() if degree > 1}
+    if length % (each := prod(degrees.values())):
+        by = f"parallel.{'*'.join(degrees)}={'*'.join(map(str, degrees.values()))}" + f"={each}" * (len(degrees) > 1)
+        hint = nearest_text(nearest_multiples(length, each), "seq_len")
+        for name, degree in degrees.items():  # what may be changed alone
+            if length % (each // degree) == 0:
+                others = [
+                    other for other in divisors(length // (each // degree)) if other <= 2 * degree
+                ]  # of so many ranks
+                hint += f", {nearest_text(nearest_of(degree, others), name)}"
+        why = " (sequence_parallel)" if "tp" in degrees else ""
+        yield Problem("model.seq_len", length, f"must be divisible by {by}{why}", hint)
+
+
+def _context_degrees_agree(config: RunConfig, _: int) -> Iterator[Problem]:
+    """A method has its Ulysses degree: cp, 1, or of a hybrid one in between that divides cp."""
+    cp, method, ulysses = config.parallel.cp, config.parallel.cp_method, config.parallel.cp_ulysses
+    between, key = divisors(cp)[1:-1], "parallel.cp_ulysses"
+    where = f'where parallel.cp_method = "{method}"'
+    if cp == 1:
+        return
+    if method == "hybrid" and not between:
+        rule = f'must be "ulysses" or "ring" where parallel.cp = {cp}, which is no product of two degrees above 1'
+        yield Problem("parallel.cp_method", method, rule)
+    elif method == "hybrid" and ulysses is None:
+        yield Problem(key, None, f"must be set {where}", f"write {' or '.join(map(str, between))}")
+    elif method == "hybrid" and ulysses not in between:
+        rule = f"must divide parallel.cp={cp} and be neither 1 nor {cp} {where}"
+        yield Problem(key, ulysses, rule, nearest_text(nearest_of(ulysses or 1, between)))
+    elif method == "auto" and ulysses is not None:
+        yield Problem(
+            key, ulysses, f"must be unset {where}, which picks it", 'leave it out, or parallel.cp_method = "hybrid"'
+        )
+    elif method in ("ulysses", "ring") and ulysses not in (None, degree := cp if method == "ulysses" else 1):
+        yield Problem(key, ulysses, f"must be {degree} {where}", 'leave it out, or parallel.cp_method = "hybrid"')
+
+
+def _ulysses_splits_heads(config: RunConfig, _: int) -> Iterator[Problem]:
+    """It cuts the query heads of a tensor-parallel rank; key/value heads are cut too, or each is replicated as often."""
+    parallel, model = config.parallel, config.model
+    is_whole = parallel.cp_method == "ulysses"
+    degree = parallel.cp if is_whole else parallel.cp_ulysses or 1
+    between = divisors(parallel.cp)[1:-1]
+    heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
+    fitting = ulysses_degrees(heads, kv_heads)
+    is_checked = is_whole or (parallel.cp_method == "hybrid" and degree in between)
+    if parallel.cp == 1 or not is_checked or degree in fitting or model.num_heads % parallel.tp or heads % kv_heads:
+        return  # where the heads themselves are wrong, the family says so
+    rule = (
+        f"must divide the {counted(heads, 'head')} of a tensor-parallel rank, and divide or multiply its "
+        f"{counted(kv_heads, 'key/value head')}"
+    )
+    others = [other for other in between if other in fitting]
+    if is_whole:
+        nearest = nearest_of(degree, [other for other in fitting if other > 1])
+        hint = f"{nearest_text(nearest)}, or " if nearest else ""
+        hint += 'parallel.cp_method = "ring"' + (' or "hybrid"' if others else "")
+        yield Problem("parallel.cp", degree, f'{rule}, where parallel.cp_method = "ulysses"', hint)
+        return
+    hint = f"{nearest_text(nearest_of(degree, others))}, or " if others else ""
+    yield Problem("parallel.cp_ulysses", degree, rule, f'{hint}parallel.cp_method = "ring"')
 
 
 def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -270,10 +333,11 @@ def _micro_batches_fill_the_schedule(config: RunConfig, dp: int) -> Iterator[Pro
 
 
 def _shard_groups_fill_dp(config: RunConfig, dp: int) -> Iterator[Problem]:
-    size = config.zero.shard_group_size
-    if size and dp % size:
-        nearest = nearest_text(nearest_of(size, divisors(dp)))
-        yield Problem("zero.shard_group_size", size, f"must divide dp={dp}", nearest)
+    size, cp = config.zero.shard_group_size, config.parallel.cp
+    if size and dp * cp % size:
+        nearest = nearest_text(nearest_of(size, divisors(dp * cp)))
+        rule = f"must divide dp={dp}" if cp == 1 else f"must divide dp*cp={dp}*{cp}={dp * cp}"
+        yield Problem("zero.shard_group_size", size, rule, nearest)
 
 
 def _storage_is_known(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -369,8 +433,9 @@ def _elastic_runs_resume(config: RunConfig, _: int) -> Iterator[Problem]:
 
 def _shapes_fill_their_worlds(config: RunConfig, _: int) -> Iterator[Problem]:
     for index, shape in enumerate(config.elastic.shapes):
-        if shape.tp * shape.pp > shape.world_size:
-            rule = f"must be at least tp*pp={shape.tp}*{shape.pp}={shape.tp * shape.pp}"
+        names, numbers, each = ranks_of_a_sample(shape)
+        if each > shape.world_size:
+            rule = f"must be at least {names}={numbers}={each}"
             yield Problem(f"elastic.shapes[{index}].world_size", shape.world_size, rule)
     for world_size, count in Counter(shape.world_size for shape in config.elastic.shapes).items():
         if count > 1:
@@ -381,9 +446,12 @@ def _shapes_fit_the_model(config: RunConfig, dp: int) -> Iterator[Problem]:
     """Check every shape before the day on which it is needed."""
     of_family = [rule for rule in _family_rules(config.model) if "parallel.tp" in rule.reads]
     for index, shape in enumerate(config.elastic.shapes):
-        if (shape.tp, shape.pp) == (config.parallel.tp, config.parallel.pp):
+        degrees = shape.model_dump(exclude={"world_size"})
+        if degrees == config.parallel.model_dump(include=set(degrees)):
             continue  # reported for the keys themselves
-        parallel = config.parallel.model_copy(update={"tp": shape.tp, "pp": shape.pp})
+        if shape.cp != config.parallel.cp and config.parallel.cp_method != "hybrid":
+            degrees["cp_ulysses"] = None  # it follows cp
+        parallel = config.parallel.model_copy(update=degrees)
         for rule in (*of_family, *_SHAPE_RULES):
             for problem in rule.check(config.model_copy(update={"parallel": parallel}), dp):
                 key = problem.key if problem.value is None else f"{problem.key} = {toml_value(problem.value)}"
@@ -392,12 +460,15 @@ def _shapes_fit_the_model(config: RunConfig, dp: int) -> Iterator[Problem]:
 
 _ACTIVATIONS = tuple(f"activations.{key}" for key in ("layers", "offload_layers", "stages"))
 _ELASTIC = ("elastic.enabled", "elastic.shapes")
-WORLD = ("world_size", "parallel.tp", "parallel.pp", "parallel.dp", *_ELASTIC)
+WORLD = ("world_size", "parallel.tp", "parallel.cp", "parallel.pp", "parallel.dp", *_ELASTIC)
+_CONTEXT = ("parallel.cp", "parallel.cp_method", "parallel.cp_ulysses")
 _CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
 _VALIDATION = ("training.eval_every_steps", "data.validation_fraction")
 BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
 _SHAPE_RULES = (
-    Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp"), _tp_splits_sequence),
+    Rule(("model.seq_len", "parallel.sequence_parallel", "parallel.tp", "parallel.cp"), _ranks_split_sequence),
+    Rule(_CONTEXT, _context_degrees_agree),
+    Rule((*_CONTEXT, "parallel.tp", "model.num_heads", "model.num_kv_heads"), _ulysses_splits_heads),
     Rule(("model.num_layers", "parallel.pp", *_CHUNKS), _every_stage_has_a_layer),
     Rule(("parallel.layout", "model.num_layers", "parallel.pp", *_CHUNKS), _layout_is_of_this_model),
 )

@@ -52,6 +52,7 @@ _FP16 = ActsWhere("precision.dtype", ("fp16",), "only fp16 scales the loss")
 _ADAPTED_SCALE = ActsWhere("precision.loss_scale", (0.0,), "a fixed factor is not adapted")
 _MANY_CHECKPOINTS = ActsWhere("checkpoint.keep_last", (), "every checkpoint is kept")
 _MANY_RANKS = ActsWhere("world_size", (), "there is no other rank", above=1)
+_CONTEXT = ActsWhere("parallel.cp", (), "a rank has whole samples", above=1)
 
 
 def _halves(what: str) -> ActsWhere:
@@ -92,10 +93,16 @@ Layout = Annotated[
 
 
 class ParallelConfig(Section):
-    """How the model and the data are spread over the ranks: tp * pp * dp = world size."""
+    """How the model and the data are spread over the ranks: tp * cp * pp * dp = world size."""
 
     tp: Count = 1
     """Tensor-parallel degree: ranks that share every matrix."""
+    cp: Count = 1
+    """Context-parallel degree: ranks that share every sample, a part of its tokens on each."""
+    cp_method: Annotated[Literal["auto", "ulysses", "ring", "hybrid"], _CONTEXT] = "auto"
+    """Attention over cp: "ulysses" exchanges heads for tokens, "ring" passes keys and values on. "auto": fewest bytes."""
+    cp_ulysses: Annotated[Count | None, _CONTEXT] = None
+    """Of a "hybrid": neighbours that exchange heads; rings of cp / cp_ulysses ranks pass keys and values on."""
     pp: Count = 1
     """Pipeline-parallel degree: number of stages the layers are cut into."""
     dp: Count | Auto = "auto"
@@ -117,7 +124,7 @@ class ParallelConfig(Section):
     )
     """How layers are cut into stages: "even", by "cost" (the head weighed), or by list: [["embed", 4], [5], [4, "head"]]."""
     order: Annotated[str, _MANY_RANKS] = "tp-cp-dp-pp"
-    """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart. cp is always 1."""
+    """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart."""
     timeout_seconds: Count = 600
     """How long a collective may wait for a rank before the run ends."""
 
@@ -128,6 +135,11 @@ class ParallelConfig(Section):
             choices = {"choices": ["-".join(axes) for axes in permutations(AXES)]}
             raise PydanticCustomError("axis_order", "be tp, cp, dp and pp, each once and joined by -", choices)
         return order
+
+    @property
+    def ulysses(self) -> int:
+        """Ulysses degree of a resolved run: at cp 1 it is 1, though `cp_ulysses` stays for an elastic run's other shapes."""
+        return (self.cp_ulysses or 1) if self.cp > 1 else 1
 
 
 class OffloadConfig(Section):
@@ -166,7 +178,7 @@ class ZeroConfig(Section):
     shard_group_size: Annotated[
         CountOrZero, ActsWhere("zero.stage", (1, 2, 3), "it has no effect where nothing is sharded")
     ] = 0
-    """Neighbouring data-parallel ranks that share one copy of the state; each such group has its own. 0: all of dp."""
+    """Neighbours among the dp * cp ranks that share one copy of the state; each such group has its own. 0: all of them."""
     persistent_elements: Annotated[CountOrZero, _STAGE_3] = 0
     """Stage 3 keeps parameters of at most so many elements whole on every rank instead of gathering them."""
     offload: OffloadConfig = OffloadConfig()
@@ -185,7 +197,7 @@ class PrecisionConfig(Section):
     reduce_dtype: Annotated[Literal["fp32", "bf16", "fp16"], _halves("gradients of fp32 weights travel in fp32")] = (
         "fp32"
     )
-    """Format in which gradients travel between data-parallel ranks."""
+    """Format in which gradients travel between data-parallel ranks, and those of keys and values around a ring of cp."""
     loss_scale: Annotated[PositiveOrZero, _FP16] = 0.0
     """Factor on the loss, so that small gradients do not vanish; 0: adapted to the run."""
     initial_scale_power: Annotated[int, Field(ge=0, le=64), _FP16, _ADAPTED_SCALE] = 16
@@ -269,6 +281,8 @@ class DataConfig(Section):
     """Share of the samples kept for evaluation and never trained on."""
     validation_sources: Annotated[tuple[Validated, ...], Field(strict=False)] = ()
     """Further sources to evaluate on, each with a loss of its own: a path, or { path, name, every_steps, samples }."""
+    document_mask: bool = False
+    """Keep documents apart: attention and targets do not cross their borders, and positions begin at 0 in each."""
     cache_dir: PathText | None = None
     """Where prepared data is kept. Unset: megazero in $XDG_CACHE_HOME, or in ~/.cache."""
 
@@ -332,7 +346,7 @@ class CheckpointConfig(Section):
     resume: PathText = "auto"
     """Where a run starts. "auto": at its newest checkpoint, if any; "never": at step 0; or directory or URL of a step."""
     accept_changes: Annotated[
-        tuple[Literal["data", "seq_len", "rope", "lr_schedule", "batch"], ...], Field(strict=False)
+        tuple[Literal["data", "document_mask", "seq_len", "rope", "lr_schedule", "batch"], ...], Field(strict=False)
     ] = ()
     """What a run that goes on from a checkpoint may change, which begins a phase of it: see docs/phases.md."""
     asynchronous: bool = True
@@ -362,6 +376,8 @@ class ElasticShape(Section):
     """Ranks."""
     tp: Count = 1
     """Tensor-parallel degree."""
+    cp: Count = 1
+    """Context-parallel degree."""
     pp: Count = 1
     """Pipeline-parallel degree."""
 
@@ -376,7 +392,7 @@ class ElasticConfig(Section):
         Field(strict=False),
         ActsWhere("elastic.enabled", (True,), "the shape is that of [parallel]"),
     ] = ()
-    """Shapes for certain world sizes, { world_size, tp, pp }; others keep parallel.tp and parallel.pp."""
+    """Shapes for certain world sizes, { world_size, tp, cp, pp }; others keep the degrees of [parallel]."""
 
 
 class LoggingConfig(Section):

@@ -26,6 +26,7 @@ from megazero.optim.lr_schedule import learning_rate_factor
 # The keys that each name of checkpoint.accept_changes stands for.
 KEYS_OF = {
     "data": ("data.sources", "data.tokenizer", "data.eod_token", "data.validation_fraction", "training.seed"),
+    "document_mask": ("data.document_mask",),
     "seq_len": ("model.seq_len",),
     "rope": ("model.rope_theta", "model.rope_scaling"),
     "lr_schedule": (*(f"lr_schedule.{key}" for key in LrScheduleConfig.model_fields), "optimizer.lr", "training.steps"),

@@ -10,7 +10,7 @@ from megazero.checkpoint.folder import Location
 from megazero.checkpoint.index import CheckpointError, TrainerState, versions
 from megazero.config import RunConfig
 from megazero.data.identity import changes_between
-from megazero.engine.phases import KEYS_OF, Phase, current, is_same_data
+from megazero.engine.phases import KEYS_OF, Phase, changes, current, is_same_data
 from megazero.models.registry import FAMILIES
 from megazero.settings import toml_value
 from megazero.zero.sharded_model import ShardedModel
@@ -78,6 +78,12 @@ def check_same_run(
         told = (f"model.{key} is {wanted[key]!r}, the checkpoint has {model[key]!r}" for key in changed)
         names = [name for name, keys in KEYS_OF.items() if {f"model.{key}" for key in changed} & {*keys}]
         raise CheckpointError(f"{path} is of another model: {'; '.join(told)}{_how_to_accept(names)}")
+    mask = changes(trainer, config).get("data.document_mask")
+    if mask and "document_mask" not in accepted:
+        old, new = map(toml_value, mask)
+        raise CheckpointError(
+            f"{path} was trained with data.document_mask = {old}, this run has {new}{_how_to_accept(['document_mask'])}"
+        )
     stored = trainer.data_fingerprint
     if "data" in accepted or is_same_data(stored, data_fingerprint):
         return
