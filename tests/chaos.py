@@ -210,8 +210,9 @@ def _run_rank(rank: int, round_: Round, scratch: Path, log: Callable[[str], None
         if round_.trouble == FULL:
             FullDisk(round_.random).arm()
         parallel = run.config.parallel
-        grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
-        train(run, ParallelState(grid, rank, timeout_seconds=MOST_SECONDS), log, wants_stop)
+        grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
+        state = ParallelState(grid, rank, timeout_seconds=MOST_SECONDS, cp_ulysses=parallel.cp_ulysses or 1)
+        train(run, state, log, wants_stop)
     except LostPeerError as error:
         log(f"LOST rank {rank}: {error}")
         return LOST

@@ -112,6 +112,42 @@ def test_what_other_families_add_to_a_layer_compiles(model: dict[str, Any]) -> N
         assert graphs == 5 + 2
 
 
+def _steps_of_parts(rank: int, runs: tuple[ResolvedRun, ResolvedRun], patterns: list[str]) -> tuple[Any, ...]:
+    """Numbers of each step without and with compiled blocks, and the pieces after each step."""
+    state, found, graphs = state_on(rank, runs[0]), [], []
+    for run in runs:
+        engine = engine_on(rank, run, state=state)
+        if run is runs[1]:
+            _compile(engine, "aot_eager")
+        found.append([])
+        for step, pattern in enumerate(patterns):
+            statistics = engine.train_step(micro_batches(run, state, step, pattern), LR)
+            found[-1].append((statistics.loss, statistics.grad_norm))
+            graphs.append(counters["stats"]["unique_graphs"])
+    return *found, graphs[len(patterns) :]
+
+
+@pytest.mark.parametrize(
+    ("model", "graphs"), [(LLAMA, 9 + 2), (GPT2 | {"num_layers": 2}, 6 + 2)], ids=["llama", "gpt2"]
+)
+@pytest.mark.parametrize(
+    ("world", "patterns"), [(1, ["random", "ones", "edges"]), (2, ["none", "none"]), (2, ["random", "whole", "ones"])]
+)
+def test_parts_of_samples_compile_once(world: int, patterns: list[str], model: dict[str, Any], graphs: int) -> None:
+    """Not for each micro-batch nor each block, whatever the documents; tracing stops before attention, and before the tables
+    of positions."""
+    runs = _runs(
+        world,
+        model=model | {"dropout": 0.1},
+        parallel={"cp": world, "cp_method": "ring"} if world > 1 else {},
+        data={"document_mask": patterns[0] != "none"},
+    )
+    for without, with_, pieces in run_world(world, _steps_of_parts, runs, patterns):
+        assert [loss for loss, _ in with_] == pytest.approx([loss for loss, _ in without], abs=1e-6)
+        assert [norm for _, norm in with_] == pytest.approx([norm for _, norm in without], rel=1e-6)
+        assert pieces == [graphs] * len(patterns)
+
+
 def _pieces(rank: int, runs: list[ResolvedRun]) -> list[tuple[list[str], list[float], int]]:
     """Of each run what is compiled, the numbers of a step, and how often something ran again."""
     state, found = state_on(rank, runs[0]), []

@@ -23,6 +23,7 @@ from megazero.layers.gemm import add_product
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, WeightGradQueue
 from megazero.layers.mlp import gated
 from megazero.layers.norm import rms_norm
+from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
@@ -329,22 +330,23 @@ def test_a_product_adds_itself_to_its_place(dtype: torch.dtype) -> None:
 
 def test_dropout_keeps_the_expected_share_and_scale() -> None:
     dropout = Dropout(0.25, "site", seed=1, seq_len=64, seq_part=0, device=torch.device("cpu"))
-    y = dropout(torch.ones(64, 8, 32), torch.arange(8))
+    y = dropout(torch.ones(64, 8, 32), TokenLayout(torch.arange(8)))
     assert float((y == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
     assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
-    assert torch.equal(dropout.eval()(torch.ones(4, 1, 2), torch.arange(1)), torch.ones(4, 1, 2))
+    assert torch.equal(dropout.eval()(torch.ones(4, 1, 2), TokenLayout(torch.arange(1))), torch.ones(4, 1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_keeps_a_byte_for_each_element_or_draws_its_mask_again(dtype: torch.dtype) -> None:
     dropout = Dropout(0.3, "site", seed=1, seq_len=64, seq_part=1, device=torch.device("cpu"))
-    given, slope, ids = _given((8, 3, 5)).to(dtype), _given((8, 3, 5)).cos().to(dtype), torch.tensor([4, 0, 7])
-    mask = dropout(torch.ones(8, 3, 5), ids) != 0
+    given, slope = _given((8, 3, 5)).to(dtype), _given((8, 3, 5)).cos().to(dtype)
+    layout = TokenLayout(torch.tensor([4, 0, 7]))
+    mask = dropout(torch.ones(8, 3, 5), layout) != 0
     wanted = [torch.where(mask, x / (1 - 0.3), 0.0) for x in (given, slope)]
     for dropout.remakes_mask, kept_bytes in ((False, 8 * 3 * 5), (True, 0)):
         x, kept = given.clone().requires_grad_(), []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t), t)[1], lambda t: t):
-            y = dropout(x, ids)
+            y = dropout(x, layout)
         y.backward(slope)
         assert torch.equal(y, wanted[0])
         assert torch.equal(x.grad, wanted[1])

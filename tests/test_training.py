@@ -66,6 +66,8 @@ def test_short_runs_have_a_rate_at_every_step(name: str, steps: int, warmup: int
 class _Counting:
     """Sample i is the numbers from 100 i on."""
 
+    seq_len = 4
+
     def batch(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return indices[:, None] * 100 + np.arange(5)
 

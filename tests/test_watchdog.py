@@ -203,7 +203,7 @@ def test_without_the_store_nothing_is_known_and_that_is_said(tmp_path: Path) -> 
 
 
 def _one_hangs(rank: int, run: ResolvedRun, stuck: int, folder: Path) -> str:
-    grid = RankGrid(pp=run.config.parallel.pp, dp=run.dp)
+    grid = RankGrid(pp=run.config.parallel.pp, cp=run.config.parallel.cp, dp=run.dp)
     engine = engine_on(rank, run, state=ParallelState(grid, rank, timeout_seconds=3))
     sys.stderr = io.StringIO()
     ended = threading.Event()
@@ -223,11 +223,15 @@ def _one_hangs(rank: int, run: ResolvedRun, stuck: int, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_named_as_alive_and_is_ended_once_the_others_gave_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"cp": 2, "cp_method": "ring"}], ids=["pipeline", "ring"])
+def test_a_rank_that_hangs_is_named_as_alive_and_is_ended_once_the_others_gave_up(
+    tmp_path: Path, parallel: dict[str, Any]
+) -> None:
     """Pairs of ranks have groups of their own, with a short limit; the whole world's is that of the test."""
-    run = run_of(4, model=LLAMA, parallel={"pp": 2})
+    run = run_of(4, model=LLAMA, parallel=parallel)
     errors = run_world(4, _one_hangs, run, 3, tmp_path)
-    assert any("rank 3 is alive, in step 3, outside any collective for " in error for error in errors[:3])
+    named = ["rank 3 is alive, in step 3, outside any collective for " in error for error in errors[:3]]
+    assert all(named) if "cp" in parallel else any(named)
     for rank, error in enumerate(errors[:3]):
         assert f"as rank {rank} of (" in error
         assert "in step 3 did not finish" in error

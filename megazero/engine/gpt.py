@@ -28,9 +28,11 @@ from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
 from megazero.engine.trainer_state import Position, check_same_run, trainer_state
 from megazero.layers.activation_offload import HostOffload
+from megazero.layers.context_attention import ContextAttention
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
+from megazero.layers.sample_part import SamplePart, part_of
 from megazero.models.activation_config import layer_policies
 from megazero.models.activations import save_by_policy
 from megazero.models.compiled import compile_blocks, wants_compiling
@@ -54,12 +56,27 @@ from megazero.zero.units import describe, units_of
 
 @dataclass(frozen=True)
 class BatchShare:
-    """What a rank needs of each global batch: its share over `dp`, with tokens to embed, with labels for a loss."""
+    """What a rank needs of each global batch: its share over `dp`, and of each sample its part over context parallelism.
+
+    Args:
+        dp: the data-parallel axis.
+        device: of the tensors.
+        tokens, labels: whether this rank embeds tokens, and has a loss.
+        ulysses, ring: the axes of context parallelism.
+        documents: whether attention stays within documents.
+    """
 
     dp: Axis
     device: torch.device
     tokens: bool
     labels: bool
+    ulysses: Axis = WHOLE
+    ring: Axis = WHOLE
+    documents: bool = False
+
+    def part_of(self, lengths: Sequence[Sequence[int]] | None, seq_len: int) -> SamplePart | None:
+        """What this rank has of the samples of a micro-batch; arguments as in `layers.sample_part.part_of`."""
+        return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
 
 
 class Engine:
@@ -108,6 +125,9 @@ class Engine:
             state.device,
             tokens=any(stage.embedding is not None for stage in self._stages),
             labels=any(stage.head is not None for stage in self._stages),
+            ulysses=state.cp_ulysses,
+            ring=state.cp_ring,
+            documents=config.data.document_mask,
         )
         self.on_action: Callable[[Action], None] | None = None
         self.wants_stop: Callable[[], bool] = lambda: False
@@ -291,7 +311,7 @@ class Engine:
                 tokens += (batch.labels != IGNORED_LABEL).sum()
         # The global count arrives while the first forwards run.
         global_tokens = tokens.clone()
-        counting = all_reduce(global_tokens, self.state.dp) if self.share.labels else Pending()
+        counting = all_reduce(global_tokens, self.state.dp_cp) if self.share.labels else Pending()
 
         def loss_gradient() -> Tensor:
             """scale / tokens of the global batch, fp32: makes the gradient of a sum that of the global mean."""
@@ -319,9 +339,11 @@ class Engine:
         return self._executor(len(batches), sizes.pop(), trains)
 
     def _new_activation(self, samples: int, _: Action) -> Message:
-        """Empty, for what passes between stages: [seq or seq / tp, micro-batch, hidden]."""
+        """Empty, for what passes between stages: [seq / cp, micro-batch, hidden], under sequence parallelism over tp too."""
         model = self.config.model
-        seq = model.seq_len // (self.state.tp.size if self.config.parallel.sequence_parallel else 1)
+        seq = (
+            model.seq_len // self.state.cp.size // (self.state.tp.size if self.config.parallel.sequence_parallel else 1)
+        )
         return (torch.empty(seq, samples, model.hidden_size, dtype=self.dtype, device=self.state.device),)
 
 
@@ -347,10 +369,15 @@ def _build_chunks(
     layers = [layer for layout in mine for layer in layout.layers]
     policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1)
     offload = HostOffload(state.device) if any(policy.offload for policy in policies.values()) else None
+    attends = None
+    if state.cp.size > 1 or config.data.document_mask:
+        attends = ContextAttention(
+            state.cp_ulysses, state.cp_ring, config.model.sliding_window, DTYPES[config.precision.reduce_dtype]
+        )
     for layout in mine:
         queues.append(WeightGradQueue())
         cuts, seed, dtype = config.parallel.sequence_parallel, config.training.seed, DTYPES[config.precision.dtype]
-        context = BuildContext(config.model, state.tp, cuts, seed, state.device, queues[-1], dtype)
+        context = BuildContext(config.model, state.tp, cuts, seed, state.device, queues[-1], dtype, attends)
         with torch.device("meta"):  # no rank ever holds more of the model than its shards and its working buffers
             chunks.append(GPTStage(context, layout))
         own = [policies[layer] for layer in layout.layers]

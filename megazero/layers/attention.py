@@ -11,7 +11,9 @@ So no weight is held or multiplied twice, and storage, norms and checkpoints see
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +22,20 @@ from torch import Tensor, nn
 
 from megazero.comm.autograd import gather_sequence
 from megazero.layers.attention_kernels import attention
+from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.qk_norm import HeadNorm, WidthNorm
 from megazero.layers.recompute import KeptResults
+from megazero.layers.sample_part import SamplePart, TokenLayout
 from megazero.parallel_state import Axis
+
+T = TypeVar("T")
+
+_UNKNOWN_PART = "this attention was built without `context`: it knows neither documents nor parts of samples"
+_MISSING_PART = (
+    "a micro-batch without `part` in a run whose samples are cut over parallel.cp, or hold documents (data.document_mask); "
+    "make it with BatchShare.part_of, and give it the tokens and labels that `part.cut` leaves"
+)
 
 
 class FrequencyScaling(Protocol):
@@ -37,9 +49,16 @@ class FrequencyScaling(Protocol):
 
 
 class RotaryEmbedding:
-    """cos and sin tables for positions 0 ... seq_len - 1, shared by the layers of a stage (Su et al. 2021).
+    """cos and sin of positions, fp32, shared by the layers of a stage (Su et al. 2021).
 
-    In the half-rotation form that Hugging Face's Llama uses; `head_size` is even, `theta` the base of the wavelengths.
+    In the half-rotation form that Hugging Face's Llama uses.  Where ranks have parts of samples, those of their own tokens
+    alone: all of a million positions take a gigabyte on every rank.
+
+    Args:
+        head_size: even.
+        seq_len: of whole samples.
+        theta: the base of the wavelengths.
+        by_parts: every micro-batch has a `SamplePart`, so tables of positions 0 ... seq_len - 1 wait for one without.
     """
 
     def __init__(
@@ -49,26 +68,60 @@ class RotaryEmbedding:
         theta: float,
         device: torch.device,
         scaling: FrequencyScaling | None = None,
+        *,
+        by_parts: bool = False,
     ) -> None:
-        at = "meta" if device.type == "meta" else "cpu"  # the same bits for every device
-        even = torch.arange(0, head_size, 2, dtype=torch.float64, device=at)
-        position = torch.arange(seq_len, dtype=torch.float64, device=at)
+        # on the host: the same bits for every device
+        even = torch.arange(0, head_size, 2, dtype=torch.float64, device="meta" if device.type == "meta" else "cpu")
         frequency = theta ** -(even / head_size)
-        if scaling is not None:
-            frequency = scaling.scaled(frequency, theta)
-        angle = torch.outer(position, frequency)
-        angle = torch.cat([angle, angle], dim=-1)
-        amplitude = 1.0 if scaling is None else scaling.amplitude
-        self.cos = (amplitude * angle.cos()).to(device, torch.float32)
-        self.sin = (amplitude * angle.sin()).to(device, torch.float32)
+        self._frequency = frequency if scaling is None else scaling.scaled(frequency, theta)
+        self._amplitude = 1.0 if scaling is None else scaling.amplitude
+        self._seq_len, self._device, self._on_device = seq_len, device, self._frequency.to(device)
+        # Not the part has its tables: that of whole samples outlives the model.
+        self._of_parts: WeakKeyDictionary[SamplePart, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+        self.cos: Tensor | None = None
+        self.sin: Tensor | None = None
+        if not by_parts:
+            self._hold_all()
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate queries or keys by their position, in fp32.  [batch, heads, seq, head_size], unchanged in shape."""
+    def rotate(self, x: Tensor, part: SamplePart | None = None) -> Tensor:
+        """Rotate queries or keys by their position, in fp32.  [batch, heads, seq, head_size], unchanged in shape.
+
+        `part`: says the positions; None for 0, 1, 2, ...
+        """
         low, high = x.chunk(2, dim=-1)
         rotated = torch.cat([-high, low], dim=-1)
-        seq = x.shape[-2]
-        cos, sin = (self.cos, self.sin) if seq == len(self.cos) else (self.cos[:seq], self.sin[:seq])
+        if part is not None:
+            cos, sin = _uncompiled(self.tables_of)(part)
+            return (x * cos + rotated * sin).to(x.dtype)
+        held = self.cos, self.sin
+        cos, sin = _uncompiled(self._hold_all)() if held[0] is None or held[1] is None else (held[0], held[1])
+        if (seq := x.shape[-2]) != len(cos):
+            cos, sin = cos[:seq], sin[:seq]
         return (x * cos + rotated * sin).to(x.dtype)
+
+    def tables_of(self, part: SamplePart) -> tuple[Tensor, Tensor]:
+        """cos and sin of a part's positions, [1 or batch, 1, seq, head_size]: once for all layers."""
+        if part not in self._of_parts:
+            with torch.inference_mode(False):  # whoever is the first to ask
+                self._of_parts[part] = self._tables(part.positions.t().unsqueeze(1), self._on_device)
+        return self._of_parts[part]
+
+    def _hold_all(self) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(self._seq_len, device=self._frequency.device)
+        self.cos, self.sin = (table.to(self._device) for table in self._tables(positions, self._frequency))
+        return self.cos, self.sin
+
+    def _tables(self, positions: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [..., head_size], of positions [...]; fp64 until then, for a late position turns far."""
+        angle = positions.unsqueeze(-1) * frequency
+        cos, sin = ((self._amplitude * one).float() for one in (angle.cos(), angle.sin()))
+        return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
+
+
+def _uncompiled(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, which a compiler that traces its caller leaves as it is."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 class SharedKVHead(nn.Module):
@@ -96,7 +149,7 @@ class SharedKVHead(nn.Module):
 
 
 class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v per head.  [seq or seq / tp, batch, hidden], unchanged in shape.
+    """softmax(q k^T / sqrt(d)) v per head.  [seq or seq / tp, batch, hidden], unchanged in shape, with its `TokenLayout`.
 
     Args:
         qkv: fused projection whose sections are q | k | v.
@@ -107,7 +160,11 @@ class Attention(nn.Module):
         rope: rotary tables, or None where positions are learned.
         qk_norm: norm of queries and keys before they are rotated, or None; see `HeadNorm`.
         window: how far a position sees; None where it sees all before it.
+        context: attends where samples are cut over ranks, or hold several documents; None where they are whole, and one
+            document each.
     """
+
+    knows_parts = True
 
     def __init__(
         self,
@@ -119,9 +176,11 @@ class Attention(nn.Module):
         rope: RotaryEmbedding | None,
         qk_norm: HeadNorm | WidthNorm | None = None,
         window: SlidingWindow | None = None,
+        context: ContextAttention | None = None,
     ) -> None:
         super().__init__()
         self.attend = attention if window is None else window.attend
+        self.context = context
         self.kept: KeptResults | None = None  # gives attention's output where a block is computed again
         self.qkv, self.out, self.rope, self.head_size = qkv, out, rope, head_size
         self.width_norm = qk_norm if isinstance(qk_norm, WidthNorm) else None
@@ -135,8 +194,11 @@ class Attention(nn.Module):
         self.num_heads = num_heads // tp.size
         self.num_kv_heads = max(num_kv_heads // tp.size, 1)
 
-    def heads(self, x: Tensor) -> Tensor:
+    def heads(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """What the output projection reads: [seq, batch, this rank's heads * head_size]."""
+        part = layout.part
+        if (part is None) != (self.context is None):
+            raise ValueError(_UNKNOWN_PART if self.context is None else _MISSING_PART)
         qkv = self.qkv(x)
         if self.width_norm is not None:
             rotated, v = self.width_norm(qkv)
@@ -152,14 +214,18 @@ class Attention(nn.Module):
             rotated = self.head_norm(rotated, self.num_heads)
         rotated, v = (rearrange(x, "s b h d -> b h s d") for x in (rotated, v))
         if self.rope is not None:
-            rotated = self.rope.rotate(rotated)
+            rotated = self.rope.rotate(rotated, part)
         if self.copies_v:
             v = v.contiguous()
         q, k = rotated.split([self.num_heads, self.num_kv_heads], dim=1)
-        return rearrange(self.attend(q, k, v, kept=self.kept), "b h s d -> s b (h d)")
+        if part is None or self.context is None:
+            out = self.attend(q, k, v, kept=self.kept)
+        else:
+            out = _uncompiled(self.context.attend)(q, k, v, part, kept=self.kept)
+        return rearrange(out, "b h s d -> s b (h d)")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.heads(x))
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        return self.out(self.heads(x, layout))
 
 
 class SlidingWindow:

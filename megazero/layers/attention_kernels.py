@@ -5,18 +5,24 @@
                    of the sum of exponentials; the backward needs q, k, v, out and lse, wherever these come from.
 
 So a block that is computed again can keep `out` and `lse` of its first forward, and the second one runs no kernel.
+
+    a `Tile`       a part of the keys: `tile_forward` gives out and lse of these alone, to be merged with those of others;
+                   `tile_backward` takes out and lse of all keys, and gives this part of the gradients
+    many tiles     `varlen_forward` and `varlen_backward`, as torch.nn.attention.varlen calls the operators
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megazero.layers.recompute import KeptResults
+from megazero.layers.token_layout import Tile
 
 _aten = torch.ops.aten
 
@@ -72,14 +78,137 @@ class _KeptAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: SDPBackend, kept: KeptResults
     ) -> Tensor:
-        outputs = kept.through(lambda: _forward(kernel, q, k, v, mask))
+        outputs = kept.through(lambda: _forward(kernel, q, k, v, mask, mask is None))
         ctx.save_for_backward(q, k, v, mask, *outputs)
         ctx.kernel = kernel
         return outputs[0].detach()  # the graph holds this one, and what is kept holds no graph
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx.kernel, grad, *ctx.saved_tensors), None, None, None
+        q, k, v, mask, *outputs = ctx.saved_tensors
+        return *_backward(ctx.kernel, grad, q, k, v, mask, mask is None, *outputs), None, None, None
+
+
+def tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None) -> tuple[Tensor, Tensor]:
+    """(out as q, lse fp32 [batch, heads, seq of q]) of queries over the keys of a tile, each of which sees one at least.
+
+    Args:
+        q: [batch, heads, seq, size], the tile's queries.
+        k, v: [batch, kv heads, seq of k, size], its keys and values.
+        tile: what of these sees what.
+        window: how far a position sees; None without one.
+    """
+    q, k, v = _widened(q, k, v)
+    mask, causal = _seen_in(tile, window, q)
+    if mask is not None or q.dtype == torch.float32:
+        k, v = _one_for_each_head(q, k, v)
+    out, lse, *_ = _forward(_kernel_of_tiles(q, mask), q, k, v, mask, causal)
+    return out, lse[..., : q.shape[2]]
+
+
+def tile_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This tile's part of the gradients of its queries, keys and values, in fp32 on a CPU; arguments as in `tile_forward`.
+
+    Args:
+        grad, out: as q; of all keys that the queries see.
+        lse: of all these keys, [batch, heads, seq of q].
+    """
+    grad, q, k, v, out = _widened(grad, q, k, v, out)
+    mask, causal = _seen_in(tile, window, q)
+    kernel, heads = _kernel_of_tiles(q, mask), k.shape[1]
+    if mask is not None or q.dtype == torch.float32:
+        k, v = _one_for_each_head(q, k, v)
+    if kernel == SDPBackend.EFFICIENT_ATTENTION:
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # the kernel's own length
+    unused = [torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64, device=q.device)]
+    random = [] if q.is_cpu else unused  # state of random numbers: nothing is dropped out
+    dq, dk, dv = _backward(kernel, grad, q, k, v, mask, causal, out, lse.contiguous(), *random)[:3]
+    if k.shape[1] != heads:
+        dk, dv = (rearrange(x, "b (kv g) s d -> b kv g s d", kv=heads).sum(2) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """On the CPU in fp32: the kernel there gives a tile's result in the type of its input, and every rounding of a part
+    would add to the error that one call for all keys has.  (Without 16-bit matrix products it is faster, too.)"""
+    return tuple(x.float() if x.is_cpu and x.dtype in (torch.bfloat16, torch.float16) else x for x in tensors)
+
+
+def packs_tiles(q: Tensor) -> bool:
+    """Whether `varlen_forward` takes such queries.  Raises: ValueError: no kernel for tiles does."""
+    if not q.is_cuda or q.dtype == torch.float32:
+        return False
+    if q.shape[-1] % 8:
+        raise ValueError(
+            f"attention to parts of samples or to documents needs a head size that is a multiple of 8 on CUDA: got "
+            f"{q.shape[-1]}; set model.head_dim to {q.shape[-1] + -q.shape[-1] % 8}, or run with whole samples and cp = 1"
+        )
+    return True
+
+
+class Pieces(NamedTuple):
+    """Pieces of queries, none of them empty, each over its own keys.
+
+    Args:
+        q_ends, k_ends: int32 [pieces + 1], where each piece ends among all rows, from 0 on.
+        most_queries, most_keys: of a piece.
+        causal: row i of a piece sees its keys up to the i-th; it has as many keys as queries.
+    """
+
+    q_ends: Tensor
+    k_ends: Tensor
+    most_queries: int
+    most_keys: int
+    causal: bool
+
+
+def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """(out as q, lse fp32 [heads, rows of q]) of pieces that lie one after the other.
+
+    Args:
+        q: [rows, heads, size], in 16 bits.
+        k, v: [rows of keys, kv heads, size].
+    """
+    q_ends, k_ends, most_queries, most_keys, causal = pieces
+    lengths = q_ends, k_ends, most_queries, most_keys, 0.0, causal
+    out, lse, *_ = _aten._flash_attention_forward(q, k, v, *lengths, False)
+    return out, lse
+
+
+def varlen_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
+) -> tuple[Tensor, Tensor, Tensor]:
+    """These pieces' part of the gradients of q, k and v; other arguments as in `varlen_forward`.
+
+    Args:
+        grad, out, lse: of all keys that the queries see.
+    """
+    q_ends, k_ends, most_queries, most_keys, causal = pieces
+    lengths = q_ends, k_ends, most_queries, most_keys, 0.0, causal
+    random = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # not used
+    dq, dk, dv = _aten._flash_attention_backward(grad, q, k, v, out, lse, *lengths, *random)
+    return dq, dk, dv
+
+
+def _kernel_of_tiles(q: Tensor, mask: Tensor | None) -> SDPBackend:
+    """A kernel that gives the log-sum-exp and takes one of more keys in the backward."""
+    plain = q.is_cpu or (mask is None and q.dtype != torch.float32)
+    return SDPBackend.FLASH_ATTENTION if plain else SDPBackend.EFFICIENT_ATTENTION
+
+
+def _seen_in(tile: Tile, window: int | None, q: Tensor) -> tuple[Tensor | None, bool]:
+    """(mask added to the scores, is causal) of a tile; (None, False) where every query sees every key."""
+    queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+    if tile.offset is None:
+        return None, False
+    if tile.offset == 0 and queries == keys and (window is None or queries <= window):
+        return None, True
+    row, key = torch.arange(queries, device=q.device)[:, None], torch.arange(keys, device=q.device)
+    distance = tile.offset + row - key
+    unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros_like(unseen, dtype=q.dtype).masked_fill_(unseen, -torch.inf), False
 
 
 # The operators, called as torch's attention.cpp and derivatives.yaml do.  Nothing is dropped out, so the state of random
@@ -87,9 +216,10 @@ class _KeptAttention(torch.autograd.Function):
 _KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 
 
-def _forward(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+def _forward(
+    kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, ...]:
     """out, lse, and on CUDA the state of random numbers."""
-    causal = mask is None
     if q.is_cpu:
         return tuple(_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask))
     if kernel == SDPBackend.EFFICIENT_ATTENTION:
@@ -103,10 +233,17 @@ def _forward(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
 
 
 def _backward(
-    kernel: SDPBackend, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *outputs: Tensor
+    kernel: SDPBackend,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    *outputs: Tensor,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v."""
-    tensors, out_lse, random, causal = (grad, q, k, v), outputs[:2], outputs[2:], mask is None
+    tensors, out_lse, random = (grad, q, k, v), outputs[:2], outputs[2:]
     lengths = None, None, q.shape[2], k.shape[2], 0.0, causal
     if q.is_cpu:
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward

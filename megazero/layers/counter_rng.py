@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.layers.sample_part import TokenLayout
+
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # two's complement of the 64-bit constants, as torch has int64 only
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -113,7 +115,7 @@ class Dropout(nn.Module):
         site: canonical name of this dropout in the model.
         seed: the run's.
         seq_len: of the whole sequence.
-        seq_part: which part of the sequence this rank holds (0 without sequence parallelism).
+        seq_part: which part of the layout's rows this rank has (0 without sequence parallelism).
         device: where it runs.
     """
 
@@ -123,18 +125,23 @@ class Dropout(nn.Module):
         # A tensor: compiled code would hold a number as a constant, and every site would be compiled again.
         self.key = torch.tensor(derive_key(seed, f"dropout:{site}"), device=device)
 
-    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
-        """[seq, batch, hidden] with sample_ids int64 [batch]: the global index of each sample in the run."""
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        """[seq, batch, hidden], unchanged in shape; `layout` says which tokens of which samples they are."""
         if not self.training or self.p == 0:
             return x
         if torch.compiler.is_compiling():
-            return torch.where(self._mask(x.shape, sample_ids), x / (1 - self.p), 0.0)
-        result: Tensor = _Dropped.apply(x, self.p, partial(self._mask, x.shape, sample_ids), self.remakes_mask)
+            return torch.where(self._mask(x.shape, layout), x / (1 - self.p), 0.0)
+        result: Tensor = _Dropped.apply(x, self.p, partial(self._mask, x.shape, layout), self.remakes_mask)
         return result
 
-    def _mask(self, shape: torch.Size, sample_ids: Tensor) -> Tensor:
+    def _mask(self, shape: torch.Size, layout: TokenLayout) -> Tensor:
         seq, _, hidden = shape
-        position = torch.arange(seq, device=sample_ids.device) + self.seq_part * seq
-        row = sample_ids * self.seq_len + position.unsqueeze(1)
-        index = row.unsqueeze(-1) * hidden + torch.arange(hidden, device=sample_ids.device)
+        ids = layout.sample_ids
+        first = self.seq_part * seq
+        if layout.part is None:
+            place = (torch.arange(seq, device=ids.device) + first).unsqueeze(1)
+        else:
+            place = layout.part.rows[first : first + seq]
+        row = ids * self.seq_len + place
+        index = row.unsqueeze(-1) * hidden + torch.arange(hidden, device=ids.device)
         return keep_mask(self.key, index, self.p)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megazero.comm.autograd import reduce_from_tp, scatter_sequence
 from megazero.layers.linear import GradientAccumulator, WeightGradQueue
+from megazero.layers.sample_part import TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec, drawn_parameter
 from megazero.parallel_state import Axis
 
@@ -103,6 +104,8 @@ class PositionEmbedding(nn.Module):
         self.weight = drawn_parameter(self.specs["weight"])
         self.part = tp.index if cut else 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
         first = self.part * x.shape[0]
-        return x + self.weight[first : first + x.shape[0]].unsqueeze(1)
+        if layout.part is None:
+            return x + self.weight[first : first + x.shape[0]].unsqueeze(1)
+        return x + F.embedding(layout.part.positions[first : first + x.shape[0]], self.weight)

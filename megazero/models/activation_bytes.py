@@ -7,7 +7,9 @@
     together 12h + 4k + 6f + 4a + 8;  a policy leaves out what it computes again
 
 Heads and inner width divide by tp; what lies between the tensor-parallel regions divides by it under sequence parallelism
-(Korthikanti et al. 2022, section 4).  These are the tensors that our layers save where they run without torch.compile.
+(Korthikanti et al. 2022, section 4).  Context parallelism divides the tokens, and so all of it; under Ulysses the output is
+kept before and after its exchange, and there are at least as many key heads as ranks.  These are the tensors that our
+layers save where they run without torch.compile.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ class MicroBatchSize:
     """Of one micro-batch on a rank.
 
     Args:
-        samples, seq_len: of the whole micro-batch.
+        samples, seq_len: of the whole micro-batch; under context parallelism a sample's tokens of this rank.
         itemsize: bytes of an element.
         tp: ranks of the tensor-parallel axis.
         sequence_parallel: norms, residual stream and dropout are cut over them.
         on_cuda: attention's kernels there want as many keys as queries, in fp32 and with a window.
+        by_parts: samples are cut over ranks or hold documents, so that attention is a `ContextAttention`.
+        ulysses: ranks that exchange heads for tokens.
     """
 
     samples: int
@@ -49,10 +53,12 @@ class MicroBatchSize:
     tp: int = 1
     sequence_parallel: bool = False
     on_cuda: bool = False
+    by_parts: bool = False
+    ulysses: int = 1
 
     @property
     def tokens(self) -> int:
-        """Of the whole micro-batch."""
+        """Of the whole micro-batch, or of the rank's part of it."""
         return self.samples * self.seq_len
 
     @property
@@ -121,7 +127,7 @@ def _saved_by(block: Block, size: MicroBatchSize) -> Iterator[_Saved]:
     yield _Saved("queries, keys, values", heads, "attention block")
     yield _Saved(ATTENDED[0], output, "attention block")
     yield _Saved(ATTENDED[1], lse, "attention block")
-    yield _Saved("output of all windows", joined, "attention block")
+    yield _Saved("output that the projection reads", joined, "attention block")
     if after:
         yield _Saved("result of attention", stream, "residual block", "norm1")
         yield _Saved("1 / rms after attention", norms[0], "norm1 residual block")
@@ -156,25 +162,30 @@ def window_of(attention: Attention) -> SlidingWindow | None:
 
 
 def _attention_bytes(attention: Attention, size: MicroBatchSize) -> tuple[int, int, int, int]:
-    """Of queries, keys and values with what their norm keeps; of the output; of the log-sum-exp; of joined outputs."""
+    """Of queries, keys and values with what their norm keeps; of the output; of the log-sum-exp; of the output that the
+    projection reads, where that is another tensor: of several windows, or back from the ranks that exchange heads."""
     q, k = (heads * attention.head_size for heads in (attention.num_heads, attention.num_kv_heads))
     shares, normed = attention.shared_head is not None, attention.width_norm or attention.head_norm
-    window, tokens = window_of(attention), size.tokens
+    window, tokens = None if size.by_parts else window_of(attention), size.tokens
+    exchanges = size.ulysses > 1
     # The projection's result q | k | v is one tensor: who keeps a view of it keeps all.
     keeps_all = attention.width_norm is not None or (not shares and normed is not None)
-    attends_to_view = not attention.copies_v and window is None
+    attends_to_view = not attention.copies_v and window is None and not exchanges
     of_norm = (q + 2 * attention.v_features) * (keeps_all or attends_to_view)
     of_norm += (q + k) * (shares and attention.head_norm is not None)
     numbers = attention.num_heads + attention.num_kv_heads if attention.head_norm else 2 * bool(normed)
     per_token = of_norm * size.itemsize + numbers * _FP32
-    repeats = size.on_cuda and k < q
+    output, lse = tokens * q * size.itemsize, tokens * attention.num_heads * _FP32
+    if exchanges:  # a share of the heads for more of the tokens; key heads fewer than ranks are replicated
+        read = q + 2 * max(k, size.ulysses * attention.head_size)
+        return tokens * (per_token + read * size.itemsize), output, lse, output
+    repeats = size.on_cuda and k < q and not size.by_parts
     if window is None or size.seq_len <= window.size:
         read = q + k if attention.rope is not None else 0
         read += k if attention.copies_v else 0
         if repeats and size.itemsize == _FP32:
             read += 2 * q - (k if attention.copies_v else 0)
-        lse = tokens * attention.num_heads * _FP32
-        return tokens * (per_token + read * size.itemsize), tokens * q * size.itemsize, lse, 0
+        return tokens * (per_token + read * size.itemsize), output, lse, 0
     # Blocks of queries that attend to two blocks of keys each, all but the first, which is copied.
     padded = -(-size.seq_len // window.size) * window.size
     rest = padded - window.size
@@ -182,7 +193,7 @@ def _attention_bytes(attention: Attention, size: MicroBatchSize) -> tuple[int, i
     read = window.size * (q + 2 * k) + queries * q + 4 * rest * (q if repeats else k)
     lse = size.samples * padded * attention.num_heads * _FP32
     samples = size.samples * size.itemsize
-    return tokens * per_token + samples * read, samples * padded * q, lse, tokens * q * size.itemsize
+    return tokens * per_token + samples * read, samples * padded * q, lse, output
 
 
 def embedding_bytes(embedding: Embedding, size: MicroBatchSize) -> int:

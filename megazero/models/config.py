@@ -1,5 +1,6 @@
 """The `[model]` section of a run file."""
 
+from collections.abc import Collection
 from typing import Annotated
 
 from megazero.models.registry import FAMILIES
@@ -64,5 +65,10 @@ class ModelConfig(Section):
     @property
     def mean_reach(self) -> float:
         """Positions that a token attends to, averaged over a sample: seq_len / 2, fewer with a window."""
-        window = min(self.sliding_window or self.seq_len, self.seq_len)
-        return window - window**2 / (2 * self.seq_len)
+        return self.reach_in([self.seq_len])
+
+    def reach_in(self, lengths: Collection[int]) -> float:
+        """The same where attention stays within documents of these lengths."""
+        windows = [min(self.sliding_window or length, length) for length in lengths]
+        seen = sum(length * window - window**2 / 2 for length, window in zip(lengths, windows, strict=True))
+        return seen / sum(lengths)

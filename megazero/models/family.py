@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -247,16 +247,17 @@ class ModelFamily(ABC):
         """tp splits the MLP."""
         yield from tp_problems("ffn_hidden_size", model.ffn_hidden_size or self.ffn_hidden_size(model), tp)
 
-    def flops_per_token(self, model: ModelConfig) -> float:
+    def flops_per_token(self, model: ModelConfig, lengths: Collection[int] | None = None) -> float:
         """6 N + 12 layers * mean_reach * heads * head size, forward and backward (Chowdhery et al. 2022, appendix B).
 
         N are the weights of all matrix products, the head's included; 2 FLOPs a weight forward, 4 backward.  The second term
         is q k^T and the weighted sum of v over the positions that a token sees: half a sample, or fewer with a window (the
         paper and nanoGPT count the whole).
-        `model` is resolved.
+        `model` is resolved; `lengths` are of the documents within which attention stays, None for whole samples.
         """
         weights = model.num_layers * self.layer_weights(model) + model.vocab_size * model.hidden_size
-        return 6.0 * weights + 12.0 * model.num_layers * model.mean_reach * model.attention_size
+        reach = model.mean_reach if lengths is None else model.reach_in(lengths)
+        return 6.0 * weights + 12.0 * model.num_layers * reach * model.attention_size
 
     def hugging_face_config(self, model: ModelConfig, dtype: str) -> dict[str, Any]:
         """The `config.json` beside the weights; our own section where transformers does not have the family."""

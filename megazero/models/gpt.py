@@ -9,6 +9,7 @@ block:  x + attention(norm(x)),  then  x + mlp(norm(x))        activations: [seq
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.layers.attention import Attention, RotaryEmbedding, SlidingWindow
+from megazero.layers.context_attention import ContextAttention
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import VocabParallelHead
 from megazero.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -24,6 +26,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, Weig
 from megazero.layers.mlp import GELU, SwiGLU
 from megazero.layers.norm import LayerNorm, RMSNorm
 from megazero.layers.qk_norm import HeadNorm, WidthNorm
+from megazero.layers.sample_part import SamplePart, TokenLayout
 from megazero.layers.spec import Initializer, NamedRows, ParamSpec
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
@@ -39,11 +42,18 @@ class MicroBatch:
         sample_ids: int64 [batch], the global index of each sample in the run; keys dropout.
         tokens: int64 [seq, batch]; None on stages without the embedding.
         labels: int64 [seq, batch]; None on stages without the head, and to have logits instead of a loss.
+        part: which tokens of the samples these are; None for all, of one document each.
     """
 
     sample_ids: Tensor
     tokens: Tensor | None = None
     labels: Tensor | None = None
+    part: SamplePart | None = None
+
+    @property
+    def layout(self) -> TokenLayout:
+        """What layers are told of it."""
+        return TokenLayout(self.sample_ids, self.part)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class BuildContext:
         device: of computed tables.
         wgrad_queue: takes the weight gradients; None returns them to autograd.
         dtype: of activations.
+        context: attends where samples are cut over ranks, or hold several documents; None where none are.
     """
 
     model: ModelConfig
@@ -67,12 +78,15 @@ class BuildContext:
     device: torch.device
     wgrad_queue: WeightGradQueue | None = None
     dtype: torch.dtype = torch.float32
+    context: ContextAttention | None = None
 
     @cached_property
     def window(self) -> SlidingWindow | None:
-        """What the layers of a stage attend to; None where that is every position up to a token's own."""
+        """How far the layers of a stage see; None where that is all positions up to a token's own, or `context` attends."""
         size = self.model.sliding_window
-        return None if size is None or size >= self.model.seq_len else SlidingWindow(size, self.dtype, self.device)
+        if size is None or size >= self.model.seq_len or self.context is not None:
+            return None
+        return SlidingWindow(size, self.dtype, self.device)
 
     @property
     def head_size(self) -> int:
@@ -139,7 +153,9 @@ class BuildContext:
         qk_norm: HeadNorm | WidthNorm | None = None,
     ) -> Attention:
         """Grouped-query attention between two projections."""
-        return Attention(qkv, out, self.model.num_heads, self.kv_heads, self.head_size, rope, qk_norm, self.window)
+        return Attention(
+            qkv, out, self.model.num_heads, self.kv_heads, self.head_size, rope, qk_norm, self.window, self.context
+        )
 
     def head_norm(self, names: tuple[str, str]) -> HeadNorm:
         """RMSNorm of each query and key; `names` are for queries and for keys."""
@@ -175,8 +191,9 @@ class Block(nn.Module):
         context: builds the dropouts.
         sites: canonical names of the two branches; they key dropout.
         norms: of attention and of the MLP.
-        attention, mlp: the two branches; or modules of a family's own, [seq or seq / tp, batch, hidden] unchanged in shape:
-            they are recomputed as a whole if they do not tell `heads` from `out`, and `inner` from `down`.
+        attention, mlp: the two branches; or modules of a family's own, [seq or seq / tp, batch, hidden] unchanged in
+            shape (attention's takes the `TokenLayout` too): they are recomputed as a whole if they do not tell `heads` from
+            `out`, and `inner` from `down`.
     """
 
     def __init__(
@@ -192,55 +209,55 @@ class Block(nn.Module):
         self.attention, self.mlp = attention, mlp
         self.attention_dropout, self.mlp_dropout = map(context.dropout, sites)
 
-    def attended(self, x: Tensor) -> Tensor:
+    def attended(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """What attention's output projection reads: [seq, batch, heads * size of this rank]."""
-        return _begin(self.attention, "heads", self.attention_norm(x))
+        return _begin(self.attention, "heads", self.attention_norm(x), layout)
 
     def inner(self, x: Tensor) -> Tensor:
         """What the MLP's down projection reads: [seq, batch, inner size of this rank]."""
         return _begin(self.mlp, "inner", self.mlp_norm(x))
 
-    def joined(self, x: Tensor, attended: Tensor, sample_ids: Tensor) -> Tensor:
+    def joined(self, x: Tensor, attended: Tensor, layout: TokenLayout) -> Tensor:
         """The residual stream after attention, of the one before and what the output projection reads."""
-        return x + self.attention_dropout(_end(self.attention, "heads", "out", attended), sample_ids)
+        return x + self.attention_dropout(_end(self.attention, "heads", "out", attended), layout)
 
-    def most(self, x: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def most(self, x: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         """Everything before the down projection, whose result no backward reads: what it reads, and the residual stream."""
-        x = self.joined(x, self.attended(x), sample_ids)
+        x = self.joined(x, self.attended(x, layout), layout)
         return self.inner(x), x
 
-    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
-        """[seq or seq / tp, batch, hidden], unchanged in shape; sample_ids int64 [batch]."""
-        inner, x = self.most(x, sample_ids)
-        return x + self.mlp_dropout(_end(self.mlp, "inner", "down", inner), sample_ids)
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        """[seq or seq / tp, batch, hidden], unchanged in shape."""
+        inner, x = self.most(x, layout)
+        return x + self.mlp_dropout(_end(self.mlp, "inner", "down", inner), layout)
 
 
 class PostNormBlock(Block):
     """As `Block`, but the norms come after attention and after the MLP, before each residual sum (OLMo 2)."""
 
-    def attended(self, x: Tensor) -> Tensor:
-        return _begin(self.attention, "heads", x)
+    def attended(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        return _begin(self.attention, "heads", x, layout)
 
     def inner(self, x: Tensor) -> Tensor:
         return _begin(self.mlp, "inner", x)
 
-    def joined(self, x: Tensor, attended: Tensor, sample_ids: Tensor) -> Tensor:
+    def joined(self, x: Tensor, attended: Tensor, layout: TokenLayout) -> Tensor:
         branch = self.attention_norm(_end(self.attention, "heads", "out", attended))
-        return x + self.attention_dropout(branch, sample_ids)
+        return x + self.attention_dropout(branch, layout)
 
-    def most(self, x: Tensor, sample_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def most(self, x: Tensor, layout: TokenLayout) -> tuple[Tensor, Tensor]:
         """All but the last residual sum: the norm reads the result of the down projection."""
-        x = self.joined(x, self.attended(x), sample_ids)
+        x = self.joined(x, self.attended(x, layout), layout)
         return self.mlp_norm(_end(self.mlp, "inner", "down", self.inner(x))), x
 
-    def forward(self, x: Tensor, sample_ids: Tensor) -> Tensor:
-        branch, x = self.most(x, sample_ids)
-        return x + self.mlp_dropout(branch, sample_ids)
+    def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        branch, x = self.most(x, layout)
+        return x + self.mlp_dropout(branch, layout)
 
 
-def _begin(branch: nn.Module, first: str, x: Tensor) -> Tensor:
+def _begin(branch: nn.Module, first: str, x: Tensor, *layout: TokenLayout) -> Tensor:
     """All of a branch before its last projection; of a branch that does not tell them apart, all."""
-    result: Tensor = getattr(branch, first, branch)(x)
+    result: Tensor = getattr(branch, first, branch)(x, *layout)
     return result
 
 
@@ -263,16 +280,17 @@ class Embedding(nn.Module):
         self.tokens = VocabParallelEmbedding(
             context.vocabulary(name), context.tp, sequence_parallel=cut, wgrad_queue=queue
         )
-        self.positions: nn.Module = nn.Identity()
+        self.positions: PositionEmbedding | None = None
         if positions is not None:
             self.positions = PositionEmbedding(
                 positions, model.seq_len, model.hidden_size, context.tp, sequence_parallel=cut, init=context.init
             )
         self.dropout = context.dropout("embedding")
 
-    def forward(self, tokens: Tensor, sample_ids: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, layout: TokenLayout) -> Tensor:
         """int64 [seq, batch] -> [seq or seq / tp, batch, hidden]."""
-        return self.dropout(self.positions(self.tokens(tokens)), sample_ids)
+        x = self.tokens(tokens)
+        return self.dropout(x if self.positions is None else self.positions(x, layout), layout)
 
 
 class Head(nn.Module):
@@ -309,6 +327,8 @@ class GPTStage(nn.Module):
         family = FAMILIES[context.model.family]
         self.embedding = family.embedding(context) if layout.has_embedding else None
         self.blocks = nn.ModuleList(family.blocks(context, layout.layers))
+        if context.context is not None:
+            _check_knows_parts(self.blocks, context.model.family)
         shared = self.embedding.tokens.weight if self.embedding is not None and context.model.tie_embeddings else None
         self.head = family.head(context, shared) if layout.has_head else None
 
@@ -321,10 +341,25 @@ class GPTStage(nn.Module):
 
         x: [seq or seq / tp, batch, hidden] from the previous stage; None on the first.
         """
+        layout = batch.layout
         if self.embedding is not None:
-            x = self.embedding(batch.tokens, batch.sample_ids)
+            x = self.embedding(batch.tokens, layout)
         if x is None:
             raise ValueError("a stage without the embedding needs the previous stage's output")
         for block in self.blocks:
-            x = block(x, batch.sample_ids)
+            x = block(x, layout)
         return x if self.head is None else self.head(x, batch.labels)
+
+
+def _check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
+    """Make sure that every block knows parts of samples and documents: another would attend as if they were whole samples.
+
+    Raises: ValueError: one does not say so.
+    """
+    for block in blocks:
+        if not any(getattr(module, "knows_parts", False) for module in block.modules()):
+            raise ValueError(
+                f"model.family={family!r}: no module of its {type(block).__name__} says `knows_parts = True`, which "
+                "parallel.cp above 1 and data.document_mask need; attend with `BuildContext.attention`, or write this into "
+                "the class of an attention that asks its `TokenLayout` for positions, and `BuildContext.context` to attend"
+            )

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megazero.config import RunConfig
 from megazero.config.corpus import open_sources
@@ -19,6 +17,7 @@ from megazero.data import Corpus
 from megazero.data.sampler import Stream, ValidationStream
 from megazero.engine import BatchShare
 from megazero.layers.cross_entropy import IGNORED_LABEL
+from megazero.layers.sample_part import copied_to
 from megazero.models.gpt import MicroBatch
 
 
@@ -93,36 +92,42 @@ def read_batches(
     """This rank's micro-batches of the samples [first, first + count) of a stream, `micro_batch_size` samples each.
 
     Every dp rank gets the same number of micro-batches, in multiples of `multiple`, as the schedule asks.  Beyond the last
-    sample every label is masked.  The stream's first sample is sample `stream_starts_at` of the run.
+    sample every label is masked; where attention stays within documents, so is a label of another document than its token.
+    The stream's first sample is sample `stream_starts_at` of the run.
     """
     end = first + count
     samples_each = share_of_each(count, share.dp.size, micro_batch_size, multiple)
     own = first + share.dp.index * samples_each
     indices = np.arange(own, own + samples_each, dtype=np.int64)
-    sample_ids = _copied_to(share.device, torch.from_numpy(indices))
-    samples = None
-    if share.tokens or share.labels:
-        samples = torch.from_numpy(stream.batch(np.minimum(indices, end - 1) - stream_starts_at))
+    sample_ids = copied_to(share.device, indices)
+    read = np.minimum(indices, end - 1) - stream_starts_at
+    samples = stream.batch(read) if share.tokens or share.labels else None
+    documents = stream.documents(read) if share.documents else []
+    # Where the next token is of another document.
+    crossing = [np.cumsum(each[:-1] if goes_on else each, dtype=np.int64) - 1 for each, goes_on in documents]
 
     def cut(start: int) -> MicroBatch:
-        ids = sample_ids[start : start + micro_batch_size]
+        which = slice(start, start + micro_batch_size)
+        lengths = [each for each, _ in documents[which]] if share.documents else None
+        part = share.part_of(lengths, stream.seq_len)
         if samples is None:
-            return MicroBatch(ids, None, None)
-        # Tokens and labels are one copy, a token apart.
-        whole = _copied_to(share.device, samples[start : start + micro_batch_size].t().contiguous())
-        tokens, labels = whole[:-1], whole[1:]
+            return MicroBatch(sample_ids[which], part=part)
+        whole = np.ascontiguousarray(samples[which].T)
         real = max(end - (own + start), 0)
-        if real < micro_batch_size:
-            labels = labels.clone()
-            labels[:, real:].fill_(IGNORED_LABEL)
-        return MicroBatch(ids, tokens if share.tokens else None, labels if share.labels else None)
+        if real < micro_batch_size or lengths is not None:
+            masked = whole[1:].copy()
+            masked[:, real:] = IGNORED_LABEL
+            for sample, places in enumerate(crossing[which]):
+                masked[places, sample] = IGNORED_LABEL
+            tokens, labels = copied_to(share.device, whole[:-1]), copied_to(share.device, masked)
+        else:  # tokens and labels are one copy, a token apart
+            both = copied_to(share.device, whole)
+            tokens, labels = both[:-1], both[1:]
+        if part is not None:
+            tokens, labels = part.cut(tokens), part.cut(labels)
+        return MicroBatch(sample_ids[which], tokens if share.tokens else None, labels if share.labels else None, part)
 
     return [cut(start) for start in range(0, samples_each, micro_batch_size)]
-
-
-def _copied_to(device: torch.device, tensor: Tensor) -> Tensor:
-    """To CUDA from page-locked memory, so the host does not wait for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def share_of_each(count: int, dp: int, micro_batch_size: int, multiple: int = 1) -> int:

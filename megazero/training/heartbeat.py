@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 STARTING, TRAINING, EVALUATING, SAVING, BETWEEN = "starting", "training", "evaluating", "saving", "between steps"
 
 # All ranks of these make the same collectives in the same order, so their counts can be compared.
-_IN_STEP = ("tp", "cp", "dp", "shard", "replica", "world")
+_IN_STEP = ("tp", "cp", "dp", "dp_cp", "shard", "replica", "world")
 _REQUEST, _OVER = "request", "over"
 _SHOWN = 8
 

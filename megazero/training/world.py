@@ -144,7 +144,8 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     config, world, rank = run.config, run.world_size, this_rank()
     if rank >= world:
         raise SpareRankError(
-            f"rank {rank} is spare: tp*pp*dp={world} ranks train. `megazero train` lets such ranks wait; here start {world}"
+            f"rank {rank} is spare: tp*cp*pp*dp={world} ranks train. `megazero train` lets such ranks wait; "
+            f"here start {world}"
         )
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
@@ -159,8 +160,16 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
         timeout = timedelta(seconds=parallel.timeout_seconds)
         store = store or open_store(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
-    return ParallelState(grid, rank, device, parallel.timeout_seconds, config.zero.shard_group_size, local_world)
+    grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
+    return ParallelState(
+        grid,
+        rank,
+        device,
+        parallel.timeout_seconds,
+        config.zero.shard_group_size,
+        local_world,
+        cp_ulysses=parallel.ulysses,
+    )
 
 
 def leave_world() -> None:

@@ -6,6 +6,10 @@ a model is a dict of tensors under the Hugging Face names, and a forward pass is
     weights, tokens -> logits -> loss_sum / count -> gradients -> clip -> AdamW
                        `-- labels: the token that follows each position, -100 where none is to be learned
 
+    tokens       t t t t t | t t t        several documents in one row: none sees another, and each begins at position 0
+    documents    0 0 0 0 0 | 1 1 1        the number of each token's document; left out, a row is one document
+    positions    0 1 2 3 4 | 0 1 2
+
 Letters in shapes: b batch, s sequence, d hidden, h heads, k key-value heads, e head dimension, v vocabulary.
 """
 
@@ -37,6 +41,7 @@ class PlainConfig:
     tie_embeddings: bool
     norm_eps: float
     rope_theta: float  # Llama only
+    sliding_window: int | None = None  # Llama only: how many positions a token sees, its own among them (Mistral)
 
     def __post_init__(self) -> None:
         if self.family not in ("llama", "gpt2"):
@@ -124,15 +129,18 @@ def decays(name: str, shape: tuple[int, ...]) -> bool:
 # Model
 
 
-def logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor) -> Tensor:
-    """Scores of the next token.  tokens: [b, s] -> [b, s, v], in the dtype of the weights."""
+def logits(
+    weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, documents: Tensor | None = None
+) -> Tensor:
+    """Scores of the next token.  tokens, documents: [b, s] -> [b, s, v], in the dtype of the weights."""
     forward = _llama_logits if config.family == "llama" else _gpt2_logits
-    return forward(weights, config, tokens)
+    return forward(weights, config, tokens, torch.zeros_like(tokens) if documents is None else documents)
 
 
-def _llama_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor) -> Tensor:
+def _llama_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, documents: Tensor) -> Tensor:
     """Touvron et al. 2023: RMSNorm before each block, RoPE, SwiGLU, no biases."""
     embedding = weights["model.embed_tokens.weight"]
+    unseen, positions = unseen_keys(documents, config.sliding_window), positions_in(documents)
     x = embedding[tokens]
     for i in range(config.num_layers):
         layer = f"model.layers.{i}"
@@ -141,7 +149,8 @@ def _llama_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Te
         q = split_heads(normed @ weights[f"{layer}.self_attn.q_proj.weight"].T, config.num_heads)
         k = split_heads(normed @ weights[f"{layer}.self_attn.k_proj.weight"].T, config.num_kv_heads)
         v = split_heads(normed @ weights[f"{layer}.self_attn.v_proj.weight"].T, config.num_kv_heads)
-        mixed = causal_attention(rope(q, config.rope_theta), rope(k, config.rope_theta), v)
+        q, k = rope(q, config.rope_theta, positions), rope(k, config.rope_theta, positions)
+        mixed = causal_attention(q, k, v, unseen)
         x = x + mixed @ weights[f"{layer}.self_attn.o_proj.weight"].T
 
         normed = rms_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], config.norm_eps)
@@ -154,7 +163,7 @@ def _llama_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Te
     return x @ head.T
 
 
-def _gpt2_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor) -> Tensor:
+def _gpt2_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, documents: Tensor) -> Tensor:
     """Radford et al. 2019: LayerNorm before each block, learned positions, biases everywhere, tied head."""
     if tokens.shape[1] > config.seq_len:
         raise ValueError(f"{tokens.shape[1]} tokens in a row, but the position table has seq_len={config.seq_len} rows")
@@ -166,12 +175,13 @@ def _gpt2_logits(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Ten
         return layer_norm(x, weights[f"{name}.weight"], weights[f"{name}.bias"], config.norm_eps)
 
     embedding = weights["transformer.wte.weight"]
-    x = embedding[tokens] + weights["transformer.wpe.weight"][: tokens.shape[1]]
+    unseen = unseen_keys(documents)
+    x = embedding[tokens] + weights["transformer.wpe.weight"][positions_in(documents)]
     for i in range(config.num_layers):
         layer = f"transformer.h.{i}"
         qkv = linear(norm(x, f"{layer}.ln_1"), f"{layer}.attn.c_attn")
         q, k, v = (split_heads(part, config.num_heads) for part in qkv.split(config.hidden_size, dim=-1))
-        x = x + linear(causal_attention(q, k, v), f"{layer}.attn.c_proj")
+        x = x + linear(causal_attention(q, k, v, unseen), f"{layer}.attn.c_proj")
         up = linear(norm(x, f"{layer}.ln_2"), f"{layer}.mlp.c_fc")
         x = x + linear(gelu_tanh(up), f"{layer}.mlp.c_proj")
     return norm(x, "transformer.ln_f") @ embedding.T
@@ -183,27 +193,47 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.view(b, s, heads, width // heads).transpose(1, 2)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def positions_in(documents: Tensor) -> Tensor:
+    """How many tokens of the same document come before each.  [b, s], unchanged in shape."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril(diagonal=-1).sum(dim=-1)
+
+
+def unseen_keys(documents: Tensor, window: int | None = None) -> Tensor:
+    """Whether a query (row) must not see a key (column): a later one, one of another document, or one that is `window` or
+    more positions before.  [b, s] -> bool [b, 1, s, s]."""
+    s = documents.shape[1]
+    query, key = torch.arange(s, device=documents.device)[:, None], torch.arange(s, device=documents.device)
+    unseen = (documents[:, :, None] != documents[:, None, :]) | (key > query)
+    return (unseen if window is None else unseen | (query - key >= window)).unsqueeze(1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(e)) v, each position looking at itself and those before it.
 
     q: [b, h, s, e]; k, v: [b, k, s, e], each serving h / k query heads in a row -> [b, s, h * e].
+    unseen: of `unseen_keys`; left out, each row is one document.
     Source: Vaswani et al. 2017; grouped heads, Ainslie et al. 2023.
     """
     b, h, s, e = q.shape
     k = k.repeat_interleave(h // k.shape[1], dim=1)
     v = v.repeat_interleave(h // v.shape[1], dim=1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(e)
-    future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(diagonal=1)
-    probabilities = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    if unseen is None:
+        unseen = torch.ones(s, s, dtype=torch.bool, device=q.device).triu(diagonal=1)
+    probabilities = scores.masked_fill(unseen, -math.inf).softmax(dim=-1)
     return (probabilities @ v).transpose(1, 2).reshape(b, s, h * e)
 
 
-def rope(x: Tensor, theta: float) -> Tensor:
-    """Turn the pair (x[i], x[i + e/2]) at position p by the angle p * theta^(-2i/e).  x: [b, h, s, e].
+def rope(x: Tensor, theta: float, positions: Tensor | None = None) -> Tensor:
+    """Turn the pair (x[i], x[i + e/2]) at position p by the angle p * theta^(-2i/e).  x: [b, h, s, e]; positions: [b, s],
+    0 ... s - 1 if left out.
     Source: Su et al. 2021, with Hugging Face's pairing of the two halves."""
     s, e = x.shape[-2:]
     frequencies = theta ** (-torch.arange(0, e, 2, dtype=x.dtype, device=x.device) / e)
-    angles = torch.outer(torch.arange(s, dtype=x.dtype, device=x.device), frequencies)
+    if positions is None:
+        positions = torch.arange(s, device=x.device).unsqueeze(0)
+    angles = (positions.to(x.dtype)[:, :, None] * frequencies).unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -229,15 +259,19 @@ def gelu_tanh(x: Tensor) -> Tensor:
 # Loss
 
 
-def loss_sum(weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, labels: Tensor) -> Tensor:
+def loss_sum(
+    weights: Mapping[str, Tensor], config: PlainConfig, tokens: Tensor, labels: Tensor, documents: Tensor | None = None
+) -> Tensor:
     """Sum of -log p(label) over the positions whose label is not -100; a scalar, in nats.
 
     Args:
         tokens: [b, s].
-        labels: [b, s], already shifted: labels[:, t] is what position t should predict.
+        labels: [b, s], already shifted: labels[:, t] is what position t should predict.  The caller masks those across a
+            document's border.
+        documents: [b, s]; left out, each row is one document.
     """
     kept = labels != IGNORED
-    scores = logits(weights, config, tokens)[kept]
+    scores = logits(weights, config, tokens, documents)[kept]
     of_label = scores.gather(-1, labels[kept].unsqueeze(-1)).squeeze(-1)
     return (scores.logsumexp(dim=-1) - of_label).sum()
 
@@ -294,15 +328,17 @@ class PlainTrainer:
         self.second_moment = {name: torch.zeros_like(w, requires_grad=False) for name, w in self.weights.items()}
         self.steps_taken = 0
 
-    def gradients(self, tokens: Tensor, labels: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """The mean loss over all unmasked tokens of the batch, and its gradient by name.  tokens, labels: [b, s].
+    def gradients(
+        self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None
+    ) -> tuple[float, dict[str, Tensor]]:
+        """The mean loss over all unmasked tokens of the batch, and its gradient by name.  As `loss_sum` otherwise.
 
         Raises: ValueError when every label is masked, for then there is no mean.
         """
         unmasked = count(labels)
         if unmasked == 0:
             raise ValueError(f"all {labels.numel()} labels are {IGNORED}; a batch needs at least one token to learn")
-        loss = loss_sum(self.weights, self.config, tokens, labels) / unmasked
+        loss = loss_sum(self.weights, self.config, tokens, labels, documents) / unmasked
         by_weight = torch.autograd.grad(loss, list(self.weights.values()))
         return loss.item(), dict(zip(self.weights, by_weight, strict=True))
 
@@ -311,9 +347,11 @@ class PlainTrainer:
         """The length of all gradients laid end to end, summed in fp64."""
         return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
 
-    def step(self, tokens: Tensor, labels: Tensor, lr: float | None = None) -> PlainStep:
+    def step(
+        self, tokens: Tensor, labels: Tensor, lr: float | None = None, documents: Tensor | None = None
+    ) -> PlainStep:
         """Train on one global batch; `lr` takes the place of the trainer's own for this step only."""
-        loss, gradients = self.gradients(tokens, labels)
+        loss, gradients = self.gradients(tokens, labels, documents)
         norm = self.gradient_norm(gradients)
         scale = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0
         clipped = {name: g * scale for name, g in gradients.items()}

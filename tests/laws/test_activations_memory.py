@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -12,10 +14,15 @@ import torch
 from harness import run_world
 from test_activation_offload import LateCopier
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
+from megazero.comm.arena import Arena
 from megazero.config import ResolvedRun
+from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
+from megazero.layers.sample_part import part_of
 from megazero.models.activation_bytes import MicroBatchSize, block_bytes, peak_bytes, queued_bytes
 from megazero.models.activation_config import LayerPolicy
 from megazero.models.gpt import Block
@@ -91,7 +98,8 @@ def _differences(rank: int, runs: dict[str, ResolvedRun]) -> dict[str, Any]:
     for name, run in runs.items():
         engine = engine_on(rank, run, state=state)
         formula = activations_of_ranks(run, schedule_of(run), on_cuda=False)[state.at.pp]
-        memory = measure_saved(engine, micro_batches(run, state, 0), formula.units)
+        pattern = "random" if run.config.data.document_mask else "none"
+        memory = measure_saved(engine, micro_batches(run, state, 0, pattern), formula.units)
         wanted = {unit: sum(tensors.values()) for unit, tensors in formula.units.items()}
         if (memory.peak, memory.live, memory.units) != (formula.saved, 0, wanted):
             found[name] = {"counted": (memory.peak, memory.live, memory.units), "formula": (formula.saved, 0, wanted)}
@@ -156,6 +164,106 @@ def test_ranks_that_share_a_key_head_keep_it_whole() -> None:
     assert run_world(4, _differences, runs) == [{}] * 4
 
 
+CONTEXT: dict[str, dict[str, Any]] = {
+    "ring 4": {"cp": 4, "cp_method": "ring"},
+    "ulysses 4": {"cp": 4, "cp_method": "ulysses"},
+    "2 x 2": {"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2},
+    "ring 2, tp 2": {"cp": 2, "cp_method": "ring", "tp": 2},
+    "ulysses 2, tp 2, cut": {"cp": 2, "cp_method": "ulysses", "tp": 2, "sequence_parallel": True},
+}
+KEEPING = ("none", "selective", "attention but its output", "full but attention", "full", "mlp and norms", "attention")
+
+
+@pytest.mark.parametrize("shape", CONTEXT)
+def test_context_parallelism_divides_the_bytes(shape: str) -> None:
+    """Two key heads: Ulysses over 4 ranks, and over 2 beside tp 2, has each of them several times."""
+    shift = list(CONTEXT).index(shape)
+    runs = {}
+    for number, family in enumerate([*FAMILIES, "llama"]):
+        policy = KEEPING[(number + shift) % len(KEEPING)]
+        runs[f"{family}, {policy}"] = run_of(
+            4,
+            model=_llama(**{"family": family, "num_layers": 1, **FAMILIES[family]}),
+            parallel=CONTEXT[shape],
+            activations=POLICIES[policy],
+            precision={"dtype": "bf16" if number % 2 else "fp32"},
+            training={"micro_batch_size": 2},
+            data={"document_mask": (number + shift) % 3 > 0},
+        )
+    assert run_world(4, _differences, runs) == [{}] * 4
+
+
+def test_documents_on_one_rank_keep_what_one_document_does() -> None:
+    """A window has no blocks of its own then: its layers keep what those without one do."""
+    runs = {
+        f"{family}, {policy}": run_of(
+            1,
+            model=_llama(**{"family": family, "num_layers": 1, **keys}),
+            activations=POLICIES[policy],
+            precision={"dtype": "bf16"},
+            training={"micro_batch_size": 2},
+            data={"document_mask": True},
+        )
+        for (family, keys), policy in product(FAMILIES.items(), KEEPING)
+    }
+    assert run_world(1, _differences, runs) == [{}]
+
+
+class _Alive(TorchDispatchMode):
+    """Counts what is made while it is entered and lives at once: bytes, and storages by type and shape."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._known = {one.untyped_storage().data_ptr() for one in given}
+        self._now, self._bytes = Counter[tuple[torch.dtype, torch.Size]](), 0
+        self.most, self.most_bytes = Counter[tuple[torch.dtype, torch.Size]](), 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and one.untyped_storage().data_ptr() not in self._known:
+                storage, what = one.untyped_storage(), (one.dtype, one.shape)
+                self._known.add(storage.data_ptr())
+                self._now[what] += 1
+                self._bytes += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.data_ptr(), what, storage.nbytes())
+        self.most |= self._now
+        self.most_bytes = max(self.most_bytes, self._bytes)
+        return result
+
+    def _gone(self, at: int, what: tuple[torch.dtype, torch.Size], size: int) -> None:
+        self._known.remove(at)
+        self._now[what] -= 1
+        self._bytes -= size
+
+
+def _buffers_of_ring(rank: int, cp: int, rows: int) -> list[tuple[int, int, int]]:
+    """Of the forward and of the backward: chunks of keys and values, the same of gradients, most bytes."""
+    state = state_on(rank, run_of(cp, model=_llama(seq_len=cp * rows), parallel={"cp": cp, "cp_method": "ring"}))
+    part = part_of(None, cp * rows, state.cp_ulysses, state.cp_ring, state.device)
+    assert part is not None
+    q, k, v = (torch.randn(1, heads, rows, 16).bfloat16().requires_grad_() for heads in (6, 2, 2))
+    grad, attention = torch.randn_like(q), ContextAttention(state.cp_ulysses, state.cp_ring, None, torch.float32)
+    chunk, found = torch.Size([2, *k.shape]), []
+    with _Alive((q, k, v, grad)) as forward:
+        out = attention.attend(q, k, v, part)
+    with _Alive((q, k, v, grad, out)) as backward:
+        out.backward(grad)
+    for one in (forward, backward):
+        found.append((one.most[torch.bfloat16, chunk], one.most[torch.float32, chunk], one.most_bytes))
+    return found
+
+
+def test_a_ring_of_any_size_has_two_chunks_of_keys_and_values_and_two_of_gradients() -> None:
+    """Beside q, k, v and out; of a chunk as long, a ring of 4 takes no byte more than one of 3."""
+    by_ring = [run_world(cp, _buffers_of_ring, cp, 64) for cp in (3, 4)]
+    for ranks in by_ring:
+        for forward, backward in ranks:
+            assert (forward[:2], backward[:2]) == ((2, 0), (2, 2))
+    most = [[max(of_rank[direction][2] for of_rank in ranks) for direction in (0, 1)] for ranks in by_ring]
+    assert most[0] == most[1]
+
+
 def _held(by: Any) -> Iterator[Tensor]:
     """The tensors that a queued function holds, but for weights."""
     if isinstance(by, Tensor):
@@ -208,6 +316,21 @@ def test_what_waits_for_weight_gradients_is_the_formulas() -> None:
     assert run_world(4, _queued, runs) == [{}] * 4
 
 
+class _CountingArena(Arena):
+    """Knows the most bytes that were asked for at once; the arena itself rounds parts up, and may have gaps."""
+
+    now = most = 0
+
+    def acquire(self, nbytes: int) -> Tensor:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        return super().acquire(nbytes)
+
+    def release(self, memory: Tensor) -> None:
+        self.now -= memory.numel()
+        super().release(memory)
+
+
 def _moved(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, int]]:
     """Of runs that offload all layers: the most on the device and on the host, counted and by the formula."""
     state, found = state_on(rank, runs[0]), []
@@ -215,6 +338,7 @@ def _moved(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, int]]:
         engine, copier = engine_on(rank, run, state=state), LateCopier(number)
         assert engine.offload is not None
         engine.offload.copier, engine.offload.smallest_bytes = copier, 64  # more than the ids of samples
+        engine.offload.pool = pool = _CountingArena(torch.device("cpu"))
         engine.compute_gradients(micro_batches(run, state, 0))
         formula = activations_of_ranks(run, schedule_of(run), on_cuda=False)[state.at.pp]
         layers = [tensors for unit, tensors in formula.units.items() if unit.startswith("layer")]
@@ -224,7 +348,8 @@ def _moved(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, int]]:
                 "two layers": 2 * max(sum(tensors.values()) for tensors in layers),
                 "input": layers[0]["input"],
                 "formula": formula.device,
-                "on the host": engine.offload.pool.nbytes,
+                "on the host": pool.most,
+                "arena": pool.nbytes,
                 "formula of the host": formula.host,
             }
         )
@@ -255,6 +380,7 @@ def test_two_layers_are_on_the_device_and_the_rest_on_the_host() -> None:
         for said, parallel in zip(rank, schedules, strict=True):
             case = f"{parallel}: {said}"
             assert said["on the host"] == said["formula of the host"], case
+            assert said["arena"] <= 1.05 * said["on the host"], case
             assert said["two layers"] / 2 < said["counted"] <= said["formula"], case
             most = said["two layers"] + said["input"]  # the input of a chunk is held while it runs
             assert parallel["schedule"].startswith("zb") or said["counted"] <= most, case

@@ -178,6 +178,57 @@ def test_a_later_token_changes_no_earlier_logit(config: PlainConfig) -> None:
     assert not torch.equal(before[:, 7:], after[:, 7:])
 
 
+@pytest.mark.parametrize("config", [GROUPED, GPT2, replace(GROUPED, sliding_window=3)], ids=["llama", "gpt2", "window"])
+def test_a_packed_row_equals_its_documents_run_apart(config: PlainConfig) -> None:
+    """Logits, and the loss and gradients of the sum; the second row has other borders than the first."""
+    weights = {name: w.double().requires_grad_() for name, w in random_weights(config).items()}
+    lengths = [[5, 1, 6], [2, 10], [12]]
+    tokens, labels = random_batch(config)
+    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    pieces = [
+        (tokens[row : row + 1, stop - length : stop], labels[row : row + 1, stop - length : stop])
+        for row, parts in enumerate(lengths)
+        for length, stop in zip(parts, torch.tensor(parts).cumsum(0).tolist(), strict=True)
+    ]
+    apart = torch.cat([logits(weights, config, piece)[0] for piece, _ in pieces])
+    packed = logits(weights, config, tokens, documents)
+    torch.testing.assert_close(packed.flatten(0, 1), apart, atol=1e-12, rtol=1e-12)
+    whole = logits(weights, config, tokens)
+    assert not torch.allclose(whole[0, 5:], packed[0, 5:], rtol=1e-3)
+    torch.testing.assert_close(whole[2], packed[2], atol=1e-12, rtol=1e-12)
+
+    total = loss_sum(weights, config, tokens, labels, documents)
+    summed = sum((loss_sum(weights, config, *piece) for piece in pieces), torch.zeros(()).double())
+    torch.testing.assert_close(total, summed, atol=1e-12, rtol=1e-12)
+    for one, other in zip(*(torch.autograd.grad(x, list(weights.values())) for x in (total, summed)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
+
+
+def test_a_window_is_that_of_hugging_face() -> None:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = replace(GROUPED, sliding_window=4)
+    theirs = MistralForCausalLM(
+        MistralConfig(
+            **{key: getattr(config, key) for key in ("hidden_size", "vocab_size", "sliding_window")},
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.ffn_hidden_size,
+            max_position_embeddings=config.seq_len,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            attn_implementation="eager",
+        )
+    ).eval()
+    weights = random_weights(config)
+    theirs.load_state_dict(weights, strict=True)
+    tokens, _ = random_batch(config)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(weights, config, tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
 @both_families
 def test_the_mean_is_over_the_whole_batch_not_over_rows(config: PlainConfig) -> None:
     weights = random_weights(config)

@@ -18,6 +18,7 @@ from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import Engine, initialize
 from megazero.layers.counter_rng import derive_key, normal
 from megazero.layers.recompute import Recomputation
+from megazero.layers.sample_part import SamplePart, part_of
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
 
@@ -51,6 +52,7 @@ def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> 
         "training": {"global_batch_size": SAMPLES, "seed": 7, "compile": False} | sections.get("training", {}),
         "checkpoint": sections.get("checkpoint", {}),
         "activations": sections.get("activations", {}),
+        "data": sections.get("data", {}),
     }
     return resolve(RunConfig.model_validate(config), world)
 
@@ -58,9 +60,10 @@ def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> 
 def plain_config(run: ResolvedRun) -> PlainConfig:
     """The same model for the plain implementation."""
     model = run.config.model
-    names = ("family", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size")
-    more = ("seq_len", "tie_embeddings", "norm_eps", "rope_theta")
-    return PlainConfig(**{name: getattr(model, name) for name in names + more})
+    names = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size", "seq_len")
+    more = ("tie_embeddings", "norm_eps", "rope_theta", "sliding_window")
+    family = "llama" if model.family == "mistral" else model.family  # the same but for its window
+    return PlainConfig(family=family, **{name: getattr(model, name) for name in names + more})
 
 
 def initial_weights(run: ResolvedRun) -> dict[str, Tensor]:
@@ -79,37 +82,115 @@ def initial_weights(run: ResolvedRun) -> dict[str, Tensor]:
     return weights
 
 
-def global_batch(run: ResolvedRun, step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [samples, seq] of one step, masked unevenly: one sample in part, one wholly."""
+def global_batch(run: ResolvedRun, step: int, pattern: str = "none") -> tuple[Tensor, Tensor]:
+    """Tokens and labels [samples, seq] of one step, masked unevenly: one sample in part, one wholly, and a document's last
+    token where samples have documents; see `lengths_of`."""
     model = run.config.model
     generator = torch.Generator().manual_seed(100 + step)
     samples = torch.randint(0, model.vocab_size, (SAMPLES, model.seq_len + 1), generator=generator)
     labels = samples[:, 1:].clone()
     labels[0, : model.seq_len // 2] = -100
     labels[5] = -100
+    if (
+        pattern == "masked"
+    ):  # the second quarter alone is counted: each way to cut a sample over ranks leaves one without
+        labels[:, : model.seq_len // 4] = -100
+        labels[:, model.seq_len // 2 :] = -100
+    if (lengths := lengths_of(run, step, pattern)) is not None:
+        for row, parts in zip(labels, lengths, strict=True):
+            row[torch.tensor(parts).cumsum(0) - 1] = -100
+            if pattern == "padded":
+                row[-parts[-1] :] = -100
     return samples[:, :-1], labels
 
 
-def micro_batches(run: ResolvedRun, at: ParallelState, step: int) -> list[MicroBatch]:
+PATTERNS = ("none", "random", "ones", "edges", "whole", "masked", "padded")
+
+
+def lengths_of(run: ResolvedRun, step: int, pattern: str) -> list[list[int]] | None:
+    """Lengths of the documents of each sample of a step; None for "none", where samples are not cut into documents.
+
+    random      of any length
+    ones        of one token among longer ones, and samples of nothing else
+    edges       borders where the chunks of 2 and of 4 ranks have theirs
+    halves      two of the same length
+    whole       one, as long as the sample
+    masked      as "whole", with labels in its second quarter alone
+    padded      two and a last one without labels, none of which 4 divides
+    """
+    seq = run.config.model.seq_len
+    generator = torch.Generator().manual_seed(1000 + step)
+
+    def random() -> list[int]:
+        borders = torch.randperm(seq - 1, generator=generator)[:3].sort().values + 1
+        return torch.diff(borders, prepend=torch.zeros(1), append=torch.full((1,), seq)).int().tolist()
+
+    ones = [[1] * seq, [1, seq - 2, 1], [1, 1, 3, 1, seq - 6], [seq - 3, 1, 1, 1]]
+    edges = [[seq // 4] * 4, [seq // 8, 7 * seq // 8], [seq // 2, seq // 8, 3 * seq // 8], [seq // 8] * 8]
+    found = {
+        "none": None,
+        "random": [random() for _ in range(SAMPLES)],
+        "ones": ones * (SAMPLES // 4),
+        "edges": edges * (SAMPLES // 4),
+        "halves": [[seq // 2, seq // 2]] * SAMPLES,
+        "whole": [[seq]] * SAMPLES,
+        "masked": [[seq]] * SAMPLES,
+        "padded": [[seq - 11, 6, 5]] * SAMPLES,
+    }
+    return found[pattern]
+
+
+def documents_of(run: ResolvedRun, step: int, pattern: str) -> Tensor | None:
+    """The number of each token's document, [samples, seq], as the plain model takes it."""
+    lengths = lengths_of(run, step, pattern)
+    if lengths is None:
+        return None
+    return torch.stack([torch.arange(len(parts)).repeat_interleave(torch.tensor(parts)) for parts in lengths])
+
+
+def micro_batches(run: ResolvedRun, at: ParallelState, step: int, pattern: str = "none") -> list[MicroBatch]:
     """One rank's share of `global_batch`."""
-    tokens, labels = global_batch(run, step)
+    tokens, labels = global_batch(run, step, pattern)
+    lengths = lengths_of(run, step, pattern)
     share = SAMPLES // at.dp.size
     first = at.dp.index * share
     size = run.micro_batch_size
     return [
-        MicroBatch(
-            torch.arange(start, start + size, device=at.device) + step * SAMPLES,
-            tokens[start : start + size].t().contiguous().to(at.device),
-            labels[start : start + size].t().contiguous().to(at.device),
+        micro_batch(
+            run,
+            at,
+            torch.arange(start, start + size) + step * SAMPLES,
+            tokens[start : start + size],
+            labels[start : start + size],
+            None if lengths is None else lengths[start : start + size],
         )
         for start in range(first, first + share, size)
     ]
 
 
+def micro_batch(
+    run: ResolvedRun,
+    at: ParallelState,
+    sample_ids: Tensor,
+    tokens: Tensor,
+    labels: Tensor,
+    lengths: list[list[int]] | None,
+) -> MicroBatch:
+    """A rank's part of whole samples.  tokens, labels: [batch, seq]."""
+    part = part_of(lengths, run.config.model.seq_len, at.cp_ulysses, at.cp_ring, at.device)
+    tokens, labels = (rows_of(part, whole.t().contiguous().to(at.device)) for whole in (tokens, labels))
+    return MicroBatch(sample_ids.to(at.device), tokens, labels, part)
+
+
+def rows_of(part: SamplePart | None, whole: Tensor) -> Tensor:
+    """A rank's tokens of whole samples: [seq, batch] -> [seq / cp, batch]."""
+    return whole if part is None else whole.gather(0, part.rows.expand(-1, whole.shape[1]))
+
+
 def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False, shares_memory: bool = True) -> ParallelState:
     """One rank's place; a process makes it once.  Where not said otherwise each rank has a machine of its own."""
     parallel = run.config.parallel
-    grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
+    grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
     return ParallelState(
         grid,
         rank,
@@ -118,6 +199,7 @@ def state_on(rank: int, run: ResolvedRun, *, on_one_machine: bool = False, share
         shard_group_size=run.config.zero.shard_group_size,
         neighbours=grid.world_size if on_one_machine else 1,
         shares_memory=shares_memory,
+        cp_ulysses=parallel.cp_ulysses or 1,
     )
 
 
@@ -214,36 +296,43 @@ def train(rank: int, run: ResolvedRun, evaluates: bool = False) -> dict[str, Any
     return train_on(engine_on(rank, run), run, evaluates)
 
 
-def train_on(engine: Engine, run: ResolvedRun, evaluates: bool = False, masters: bool = False) -> dict[str, Any] | None:
-    """As `train`, on an engine that is there; if asked with the masters at the end."""
+def train_on(
+    engine: Engine, run: ResolvedRun, evaluates: bool = False, masters: bool = False, pattern: str = "none"
+) -> dict[str, Any] | None:
+    """As `train`, on an engine that is there; if asked with the masters at the end, and with documents."""
     out: dict[str, Any] = {"initial": whole(engine, "model"), "loss": [], "norm": []}
     for step in range(STEPS):
-        statistics = engine.compute_gradients(micro_batches(run, engine.state, step))
+        statistics = engine.compute_gradients(micro_batches(run, engine.state, step, pattern))
         out["loss"].append(statistics.loss)
         out["norm"].append(statistics.grad_norm)
         if step == 0:
             out["gradients"] = whole(engine, "gradient")
         engine.update(LR)
         if evaluates and step == 0:
-            engine.evaluate(micro_batches(run, engine.state, 50))
+            engine.evaluate(micro_batches(run, engine.state, 50, pattern))
     out["weights"] = whole(engine, "model")
     if masters:
         out["masters"] = whole(engine, "master")
     return out if engine.state.rank == 0 else None
 
 
-def train_plainly(run: ResolvedRun) -> dict[str, Any]:
+def train_plainly(run: ResolvedRun, pattern: str = "none") -> dict[str, Any]:
     """The same steps on the plain model, in a process of its own: none can be forked from one that has touched a GPU, and
     where there is one, autograd does."""
-    return run_world(1, lambda _: plain_steps(run))[0]
+    return run_world(1, lambda _: plain_steps(run, pattern=pattern))[0]
 
 
-def plain_steps(run: ResolvedRun, trainer_class: type[PlainTrainer] = PlainTrainer) -> dict[str, Any]:
+def plain_steps(
+    run: ResolvedRun, trainer_class: type[PlainTrainer] = PlainTrainer, pattern: str = "none"
+) -> dict[str, Any]:
     """What `train_plainly` gives, in this process and with any optimizer."""
     given = run.config.optimizer
     weights, config = initial_weights(run), plain_config(run)
     trainer = trainer_class(weights, config, LR, given.betas, given.eps, given.weight_decay, given.grad_clip)
-    steps = [trainer.step(*global_batch(run, step)) for step in range(STEPS)]
+    steps = [
+        trainer.step(*global_batch(run, step, pattern), documents=documents_of(run, step, pattern))
+        for step in range(STEPS)
+    ]
     return {
         "initial": weights,
         "gradients": steps[0].gradients,

@@ -12,8 +12,9 @@ from megazero.models.llama.variant import LLAMA_2, Variant
 
 def rotary_embedding(context: BuildContext) -> RotaryEmbedding:
     """The tables that the layers of a stage share."""
-    model = context.model
-    return RotaryEmbedding(context.head_size, model.seq_len, model.rope_theta, context.device, model.rope_scaling)
+    model, by_parts = context.model, context.context is not None
+    sizes = context.head_size, model.seq_len, model.rope_theta
+    return RotaryEmbedding(*sizes, context.device, model.rope_scaling, by_parts=by_parts)
 
 
 def llama_block(layer: int, context: BuildContext, rope: RotaryEmbedding, variant: Variant = LLAMA_2) -> Block:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config import ResolvedRun
+from megazero.config.schema import ParallelConfig
 from megazero.engine import Engine
 from megazero.training.callbacks.base import Callback
 from megazero.training.record import StepRecord
@@ -51,14 +52,23 @@ def readable_seconds(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def context_parallelism(parallel: ParallelConfig) -> str:
+    """Its degree and method, as "cp 8 (hybrid, Ulysses 4 x ring 2), "; nothing at cp 1."""
+    if parallel.cp == 1:
+        return ""
+    ulysses = parallel.ulysses
+    degrees = f", Ulysses {ulysses} x ring {parallel.cp // ulysses}" if parallel.cp_method == "hybrid" else ""
+    return f"cp {parallel.cp} ({parallel.cp_method}{degrees}), "
+
+
 def describe(run: ResolvedRun, engine: Engine) -> str:
     """The shape of a run, its batch and its model state, as one line."""
-    grid, memory = engine.state.grid, engine.memory_bytes()
+    grid, memory, parallel = engine.state.grid, engine.memory_bytes(), run.config.parallel
     capacity = run.micro_batch_size * run.accumulation * run.dp
     relation = "=" if capacity == run.global_batch_size else "in"
     return (
-        f"tp {grid.tp}, pp {grid.pp}, dp {grid.dp}, ZeRO {run.config.zero.stage}, "
-        f"schedule {run.config.parallel.schedule}"
+        f"tp {grid.tp}, {context_parallelism(parallel)}pp {grid.pp}, dp {grid.dp}, ZeRO {run.config.zero.stage}, "
+        f"schedule {parallel.schedule}"
         f" | global batch {run.global_batch_size} {relation} {run.micro_batch_size} x {run.accumulation} x dp {run.dp}"
         f" | model state {sum(memory.values()) / 2**20:,.1f} MiB on rank 0"
     )

@@ -110,7 +110,7 @@ def callbacks_of(
         NonFinitePolicy(training, say),
         Stragglers(logging, engine.state, say),
         LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
-        Utilization(run, engine.state.device, engine.dtype),
+        Utilization(run, engine.state.device, engine.dtype, context.corpus.train),
         Evaluation(context, [*metrics, checkpointing], watchdog),
         *registered,
         *writers,

@@ -8,10 +8,12 @@ What is computed a second time, such as the logits of a chunked head, is not cou
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import torch
 
 from megazero.config import ResolvedRun
+from megazero.data.sampler import Stream
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.training.callbacks.base import Callback
@@ -39,13 +41,24 @@ _HALF_PRECISION_PEAKS = {
     "MI300X": 1307e12,
 }
 
+_SAMPLES = 64
+
 
 class Utilization(Callback):
-    """Sets `record.mfu` where the peak of the devices is known.  Masked tokens are computed, too, and count."""
+    """Sets `record.mfu` where the peak of the devices is known.  Masked tokens are computed, too, and count.
 
-    def __init__(self, run: ResolvedRun, device: torch.device, dtype: torch.dtype) -> None:
+    Args:
+        samples: what is trained on; where attention stays within documents, those of its first samples stand for all.
+    """
+
+    def __init__(
+        self, run: ResolvedRun, device: torch.device, dtype: torch.dtype, samples: Stream | None = None
+    ) -> None:
         peak = peak_flops(device, dtype, run.config.logging.peak_flops)
-        flops = model_flops_per_token(run.config.model) * run.global_batch_size * run.config.model.seq_len
+        lengths = None
+        if samples is not None and run.config.data.document_mask:
+            lengths = [length for each, _ in samples.documents(range(_SAMPLES)) for length in each]
+        flops = model_flops_per_token(run.config.model, lengths) * run.global_batch_size * run.config.model.seq_len
         self._seconds_at_peak = None if peak is None else flops / (peak * run.world_size)
 
     def after_step(self, record: StepRecord) -> None:
@@ -53,11 +66,14 @@ class Utilization(Callback):
             record.mfu = self._seconds_at_peak / record.seconds
 
 
-def model_flops_per_token(model: ModelConfig) -> float:
-    """FLOPs of forward and backward that the model itself asks for, per token."""
+def model_flops_per_token(model: ModelConfig, lengths: Collection[int] | None = None) -> float:
+    """FLOPs of forward and backward that the model itself asks for, per token.
+
+    `lengths`: of documents within which attention stays; None for whole samples.
+    """
     if model.ffn_hidden_size is None:
         raise ValueError("model.ffn_hidden_size is not resolved; count the FLOPs of a resolved config")
-    return FAMILIES[model.family].flops_per_token(model)
+    return FAMILIES[model.family].flops_per_token(model, lengths)
 
 
 def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

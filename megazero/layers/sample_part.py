@@ -1,0 +1,143 @@
+"""Which tokens of which samples a rank computes, as layers are told it.
+
+    cp 1, one document a sample     TokenLayout(sample_ids)            positions are 0 ... seq - 1 on every rank
+    cp 4 as 2 x 2, documents        TokenLayout(sample_ids, part)
+
+    sample            [ A0 A1 A2 A3 A4 A5 A6 A7 | B0 B1 B2 B3 ]
+    ring rank 0       [ A0 A1 A6 A7 | B0 B3 ]   ring rank 1   [ A2 A3 A4 A5 | B1 B2 ]     see `shards` in token_layout.py
+    ulysses rank 0    [ A0 A1 A6 ]              ulysses rank 1  [ A7 B0 B3 ]              of ring rank 0
+
+Whatever depends on where a token stands in its sample or document reads it here: rotary and learned positions, dropout,
+labels, attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megazero.layers.token_layout import Ints, Run, shards, tile_table
+from megazero.parallel_state import Axis
+
+T = TypeVar("T")
+
+
+class AttentionPlan:
+    """What each ring rank's queries see of every other's keys.
+
+    Args:
+        samples: the runs of every ring rank, for each sample of the micro-batch; one alone stands for all samples.
+        index: this rank's index on the ring.
+    """
+
+    def __init__(self, samples: Sequence[Sequence[Sequence[Run]]], index: int) -> None:
+        self._samples, self._own = samples, [of_ranks[index] for of_ranks in samples]
+        self._tables: dict[tuple[int, int | None], list[Ints]] = {}
+
+    def tables(self, source: int, window: int | None) -> list[Ints]:
+        """The `tile_table` of this rank's queries with the keys of ring rank `source`: of each sample, or one of all."""
+        if (source, window) not in self._tables:
+            runs = zip(self._own, self._samples, strict=True)
+            self._tables[source, window] = [tile_table(own, of_ranks[source], window) for own, of_ranks in runs]
+        return self._tables[source, window]
+
+
+@dataclass(frozen=True, eq=False)
+class SamplePart:
+    """The tokens that a rank has of each sample of a micro-batch.
+
+    Args:
+        rows: int64 [seq of the rank, 1 or batch], the index of each token in its sample; one column holds for all samples.
+        positions: as `rows`, the position of each token in its document.
+        plan: which keys the tokens attend to.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    plan: AttentionPlan
+    _derived: dict[Hashable, object] = field(default_factory=dict)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """[seq of a sample, batch] -> [seq of the rank, batch]."""
+        return whole.take_along_dim(self.rows, 0)
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` computes from this part, computed once and shared by all layers."""
+        if key not in self._derived:
+            with torch.inference_mode(False):  # an evaluation may be the first to ask, and training the next
+                self._derived[key] = make()
+        return self._derived[key]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """Which tokens of which samples a rank has in a micro-batch.
+
+    Args:
+        sample_ids: int64 [batch], the global index of each sample in the run.
+        part: None where a rank has whole samples of one document each.
+    """
+
+    sample_ids: Tensor
+    part: SamplePart | None = None
+
+
+def part_of(
+    lengths: Sequence[Sequence[int]] | None, seq_len: int, ulysses: Axis, ring: Axis, device: torch.device
+) -> SamplePart | None:
+    """This rank's part of the samples of a micro-batch; None where it has whole samples of one document each.
+
+    Args:
+        lengths: of the documents of each sample, in order; each sample's sum is `seq_len`.  None: one document a sample.
+        seq_len: of a sample, divisible by ulysses x ring.
+        ulysses, ring: the two axes of context parallelism.
+        device: of the tensors.
+
+    Raises: ValueError where a sample's documents have another sum.
+    """
+    if lengths is None:
+        if ulysses.size * ring.size == 1:
+            return None
+        return _whole_samples(seq_len, ulysses.size, ulysses.index, ring.size, ring.index, device)
+    if wrong := [sum(one) for one in lengths if sum(one) != seq_len]:
+        raise ValueError(f"the documents of a sample must have model.seq_len={seq_len} tokens together: got {wrong[0]}")
+    return _part([tuple(one) for one in lengths], ulysses.size, ulysses.index, ring.size, ring.index, device)
+
+
+@lru_cache(maxsize=16)
+def _whole_samples(seq_len: int, *place: int | torch.device) -> SamplePart:
+    with torch.inference_mode(False):  # whoever is the first to ask
+        return _part([(seq_len,)], *place)  # type: ignore[arg-type]
+
+
+def _part(
+    lengths: Sequence[tuple[int, ...]],
+    ulysses: int,
+    ulysses_index: int,
+    ring: int,
+    ring_index: int,
+    device: torch.device,
+) -> SamplePart:
+    samples = [shards(one, ring) for one in lengths]
+    runs = [of_ranks[ring_index] for of_ranks in samples]
+    begins = [np.cumsum(one) - one for one in map(np.asarray, lengths)]
+    positions = np.stack([one.positions for one in runs], axis=1)
+    rows = positions + np.stack([begin[one.documents] for begin, one in zip(begins, runs, strict=True)], axis=1)
+    size = len(rows) // ulysses
+    own = slice(ulysses_index * size, (ulysses_index + 1) * size)
+    of_rows, of_positions = (copied_to(device, np.ascontiguousarray(one[own])) for one in (rows, positions))
+    return SamplePart(of_rows, of_positions, AttentionPlan(samples, ring_index))
+
+
+def copied_to(device: torch.device, array: NDArray[Any]) -> Tensor:
+    """The array on a device, of use in training whoever calls this.  CUDA takes it without the host waiting for it."""
+    with torch.inference_mode(False):
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,230 @@
+"""The kernel calls of a ring step: one for each tile, or one for many.
+
+    tiles               rows 0-3 see keys 0-3 | rows 4-9 see keys 6-7
+    packed queries      [ 0 1 2 3 | 4 5 6 7 8 9 ]      ends 0 4 10
+    packed keys         [ 0 1 2 3 | 6 7 ]              ends 0 4 6
+
+Tiles are packed where the kernel takes pieces of any length (`packs_tiles`) and the tile needs no mask; causal tiles and
+full ones go in separate calls.  No row occurs twice in a call, so results and gradients are added by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.layers.attention_kernels import (
+    Pieces,
+    packs_tiles,
+    tile_backward,
+    tile_forward,
+    varlen_backward,
+    varlen_forward,
+)
+from megazero.layers.sample_part import SamplePart, copied_to
+from megazero.layers.token_layout import Ints, Tile, tiles_of
+
+Rows: TypeAlias = tuple[slice | Tensor, ...]  # indexes [batch, heads, seq, ...]
+EVERYTHING: Rows = (slice(None), slice(None), slice(None))
+_HALVED = 256, 640  # rows of a causal tile, see `_in_halves`
+_MOST_TILES = 65_535  # blocks that CUDA starts along one dimension of a grid
+
+
+class Call(Protocol):
+    """One kernel call.
+
+    Attributes:
+        queries, keys: which rows it reads of this rank's queries, and of the keys of a ring step.
+    """
+
+    @property
+    def queries(self) -> Rows: ...
+    @property
+    def keys(self) -> Rows: ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of its queries, of the shape that `queries` gives of all out and lse."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Its part of the gradients of its queries, keys and values; `out` and `lse` are of all keys."""
+
+
+def calls(part: SamplePart, source: int, window: int | None, q: Tensor) -> list[Call]:
+    """The calls of this rank's queries over the keys of ring rank `source`, made once for all layers.
+
+    Args:
+        q: [batch, heads, seq, size]; its shape, type and device choose the kernel.
+
+    Raises: ValueError: as `packs_tiles`.
+    """
+    where = (q.shape[0], q.shape[2], q.device) if packs_tiles(q) else None
+
+    def make() -> list[Call]:
+        tables = part.plan.tables(source, window)
+        if q.is_cpu:
+            tables = [_in_halves(table, window) for table in tables]
+        return _few_calls(tables, window, *where) if where is not None else _one_by_one(tables, window)
+
+    return part.derived((calls, source, window, where), make)
+
+
+@dataclass(frozen=True, eq=False)
+class OneTile:
+    """A tile of some samples, in a kernel for pieces of one length."""
+
+    samples: slice
+    tile: Tile
+    window: int | None
+
+    @property
+    def queries(self) -> Rows:
+        return self.samples, slice(None), slice(self.tile.q_start, self.tile.q_stop)
+
+    @property
+    def keys(self) -> Rows:
+        return self.samples, slice(None), slice(self.tile.k_start, self.tile.k_stop)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return tile_forward(q[self.queries], k[self.keys], v[self.keys], self.tile, self.window)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, seen = self.queries, self.keys
+        given = grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows]
+        return tile_backward(*given, self.tile, self.window)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTiles:
+    """Tiles of any samples in one call of a kernel for pieces of any length.
+
+    Args:
+        queries, keys: rows of all tiles, one tile after the other; `EVERYTHING` where these are all rows in order.
+        pieces: the tiles among these rows.
+    """
+
+    queries: Rows
+    keys: Rows
+    pieces: Pieces
+
+    @staticmethod
+    def of(sample: Ints, table: Ints, shape: tuple[int, int], causal: bool, device: torch.device) -> PackedTiles:
+        """Tiles of a `tile_table`, each of a sample.  `shape`: samples and rows of each."""
+        q_start, q_stop, k_start, k_stop, _ = table.T
+        q_size, k_size = q_stop - q_start, k_stop - k_start
+        q_ends, k_ends = (copied_to(device, np.append(0, size.cumsum()).astype(np.int32)) for size in (q_size, k_size))
+        return PackedTiles(
+            _rows(sample, q_start, q_size, shape, device),
+            _rows(sample, k_start, k_size, shape, device),
+            Pieces(q_ends, k_ends, int(q_size.max()), int(k_size.max()), causal),
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = varlen_forward(_packed(q, self.queries), _packed(k, self.keys), _packed(v, self.keys), self.pieces)
+        return _unpacked(out, self.queries, q), _unpacked(lse.t(), self.queries, q)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, packed_q, out, lse = (_packed(x, self.queries) for x in (grad, q, out, lse))
+        packed_k, packed_v = (_packed(x, self.keys) for x in (k, v))
+        dq, dk, dv = varlen_backward(grad, packed_q, packed_k, packed_v, out, lse.t().contiguous(), self.pieces)
+        return _unpacked(dq, self.queries, q), _unpacked(dk, self.keys, k), _unpacked(dv, self.keys, k)
+
+
+def _packed(x: Tensor, rows: Rows) -> Tensor:
+    """[batch, heads, seq, ...] -> [rows, heads, ...]; everything of one sample is not copied."""
+    return x.transpose(1, 2).flatten(0, 1) if rows is EVERYTHING else x[rows]
+
+
+def _unpacked(x: Tensor, rows: Rows, like: Tensor) -> Tensor:
+    """As `like[rows]`, of [rows, heads, ...]."""
+    return x.unflatten(0, (like.shape[0], like.shape[2])).transpose(1, 2) if rows is EVERYTHING else x
+
+
+def _rows(sample: Ints, start: Ints, size: Ints, shape: tuple[int, int], device: torch.device) -> Rows:
+    """`size` rows from `start` on of each sample, one after the other."""
+    rows = np.arange(size.sum()) + np.repeat(start - (size.cumsum() - size), size)
+    samples = np.repeat(sample, size)
+    if len(rows) == shape[0] * shape[1] and (samples * shape[1] + rows == np.arange(len(rows))).all():
+        return EVERYTHING
+    return copied_to(device, samples), slice(None), copied_to(device, rows)
+
+
+def _one_by_one(tables: Sequence[Ints], window: int | None) -> list[Call]:
+    own = [slice(None)] if len(tables) == 1 else [slice(row, row + 1) for row in range(len(tables))]
+    found = zip(own, map(tiles_of, tables), strict=True)
+    return [OneTile(samples, tile, window) for samples, tiles in found for tile in tiles]
+
+
+def _in_halves(table: Ints, window: int | None) -> Ints:
+    """Cut each causal tile of middle size into two causal ones of half the size, and a full one for what lies between.
+
+    The CPU's kernel takes keys in blocks of 512 and leaves out blocks that are masked: such a tile has none.  Cut, it takes
+    2/3 of the time.
+    """
+    size = table[:, 1] - table[:, 0]
+    cut = (table[:, 4] == 0) & (size == table[:, 3] - table[:, 2]) & (size <= (window or size))
+    cut &= (size >= _HALVED[0]) & (size <= _HALVED[1])
+    q_start, q_stop, k_start, k_stop, offset = table[cut].T
+    half = size[cut] // 2
+    first = np.stack([q_start, q_start + half, k_start, k_start + half, offset], 1)
+    second = np.stack([q_start + half, q_stop, k_start + half, k_stop, offset], 1)
+    rest = np.stack([q_start + half, q_stop, k_start, k_start + half, offset - 1], 1)
+    return np.concatenate([table[~cut], first, second, rest])
+
+
+def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device) -> list[Call]:
+    """One call for many tiles that need no mask, one each for the others; a single table holds for all samples."""
+    found: list[Call] = []
+    kinds = [_kinds(table, window) for table in tables]
+    for kind in (_CAUSAL, _FULL, _MASKED):
+        chosen = [table[its == kind] for table, its in zip(tables, kinds, strict=True)]
+        if kind == _MASKED or sum(map(len, chosen)) < 2:
+            found += _one_by_one(chosen, window)
+            continue
+        chosen = chosen * batch if len(chosen) == 1 else chosen
+        sample, table = np.repeat(np.arange(batch), [len(one) for one in chosen]), np.concatenate(chosen)
+        for tiles in _apart(sample * seq, table):
+            found.append(PackedTiles.of(sample[tiles], table[tiles], (batch, seq), kind == _CAUSAL, device))
+    return found
+
+
+_CAUSAL, _FULL, _MASKED = range(3)
+
+
+def _kinds(table: Ints, window: int | None) -> Ints:
+    """The kind of each tile of a table.  A tile of one query and one key is causal where another tile is."""
+    queries, keys, offset = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2], table[:, 4]
+    causal = (offset == 0) & (queries == keys) & (queries <= (window or queries))
+    if causal.any():
+        causal |= (queries == 1) & (keys == 1)
+    return np.where(causal, _CAUSAL, np.where(offset < 0, _FULL, _MASKED))
+
+
+def _apart(first_row: Ints, table: Ints) -> list[Ints]:
+    """Numbers of tiles, in groups in which no row of queries or of keys occurs twice.
+
+    first_row: of each tile's sample, among the rows of all samples.
+    """
+    starts, stops = table[:, (0, 2)] + first_row[:, None], table[:, (1, 3)] + first_row[:, None]
+    groups, left = [], np.arange(len(table))
+    while len(left):
+        if (starts[left][1:] >= stops[left][:-1]).all():
+            taken = np.full(len(left), True)
+        else:
+            taken, last = np.full(len(left), False), np.zeros(2, np.int64)
+            for number, (start, stop) in enumerate(zip(starts[left], stops[left], strict=True)):
+                if (start >= last).all():
+                    taken[number], last = True, stop
+        groups += np.split(left[taken], range(_MOST_TILES, int(taken.sum()), _MOST_TILES))
+        left = left[~taken]
+    return groups

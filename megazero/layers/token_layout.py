@@ -1,0 +1,341 @@
+"""Which tokens of a sample of documents a ring rank has, and which of them attend to which.
+
+    document of 16 tokens, 2 ranks     tokens  0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15
+                                       chunk      0         1          2            3
+                                       rank       0         1          1            0
+
+Every document is cut into 2 * ranks chunks whose lengths differ by one at most, and rank i has chunks i and
+2 * ranks - 1 - i of each (zigzag).  A later token sees more keys, but an early chunk and a late one together see as many as
+every other two, so ranks have even work whatever the documents' lengths are.
+
+In a document of 2 * ranks * n + m tokens, m chunks are one token longer than the others; where n is 0, the others are
+empty.  Which chunks these are changes from document to document (`Shards`), so that all ranks have exactly as many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Run(NamedTuple):
+    """Consecutive tokens of one document on one ring rank."""
+
+    document: int  # number of the document in its sample
+    first: int  # position of the first token within the document
+    start: int  # row of the first token among the rank's tokens
+    length: int  # > 0
+
+
+class Tile(NamedTuple):
+    """The queries of rows [q_start, q_stop) see the keys of rows [k_start, k_stop).
+
+    All of them where `offset` is None.  Else query row i and key row j, both counted from the tile's start, see each other
+    where 0 <= offset + i - j (< window, if there is one).
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    offset: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Runs(Sequence[Run]):
+    """The runs of one ring rank in the order of its rows, as columns: a sample may have ten thousand documents."""
+
+    document: Ints
+    first: Ints
+    start: Ints
+    length: Ints
+
+    @staticmethod
+    def of(runs: Sequence[Run]) -> Runs:
+        """The same runs as columns."""
+        if isinstance(runs, Runs):
+            return runs
+        return Runs(*np.array(runs, np.int64).reshape(-1, 4).T)
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+    @overload
+    def __getitem__(self, index: slice) -> Runs: ...
+    def __getitem__(self, index: int | slice) -> Run | Runs:
+        columns = (self.document, self.first, self.start, self.length)
+        if isinstance(index, slice):
+            return Runs(*(column[index] for column in columns))
+        return Run(*(int(column[index]) for column in columns))
+
+    def __iter__(self) -> Iterator[Run]:
+        columns = (self.document, self.first, self.start, self.length)
+        return map(Run._make, zip(*(column.tolist() for column in columns), strict=True))
+
+    @property
+    def documents(self) -> Ints:
+        """Document of every row."""
+        return np.repeat(self.document, self.length)
+
+    @property
+    def positions(self) -> Ints:
+        """Position within its document of every row."""
+        rows = np.arange(int(self.length.sum()), dtype=np.int64)
+        return rows + np.repeat(self.first - self.start, self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class Shards(Sequence[Runs]):
+    """The runs of each ring rank for a sample of documents; a rank's are computed when they are asked for.
+
+    The m tokens that are left of a document, fewer than 2 * ranks, go to one chunk each.  The chunks take them in one fixed
+    order (`_order`): each document goes on where the one before stopped, from the longest to the shortest, so that documents
+    of like length even out what each of them leaves uneven.
+    """
+
+    ranks: int
+    length: Ints  # of each document
+    first: Ints  # index in the order of the chunk that takes a document's first token that is left
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    @overload
+    def __getitem__(self, index: int) -> Runs: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Runs, ...]: ...
+    def __getitem__(self, index: int | slice) -> Runs | tuple[Runs, ...]:
+        if isinstance(index, slice):
+            return tuple(self[rank] for rank in range(self.ranks)[index])
+        rank = range(self.ranks)[index]
+        borders = [self._borders(chunk) for chunk in (rank, 2 * self.ranks - 1 - rank)]
+        firsts = np.stack([first for first, _ in borders], 1)
+        return _runs_of(firsts, np.stack([stop for _, stop in borders], 1) - firsts)
+
+    def _borders(self, chunk: int) -> tuple[Ints, Ints]:
+        """Positions of each document at which a chunk begins and ends."""
+        order = np.tile(_order(self.ranks), 2)
+        size, left = self.length // (2 * self.ranks), self.length % (2 * self.ranks)
+
+        def border(chunk: int) -> Ints:
+            earlier = np.append(0, (order < chunk).cumsum())  # how many of the order's first entries are earlier chunks
+            return size * chunk + earlier[self.first + left] - earlier[self.first]
+
+        return border(chunk), border(chunk + 1)
+
+
+def shards(lengths: Sequence[int], ranks: int) -> Shards:
+    """The runs of each ring rank for a sample of documents of these lengths.
+
+    Raises: ValueError where `ranks` do not divide the sample's tokens, or a document has none.
+    """
+    length = np.asarray(lengths, np.int64)
+    if length.sum() % ranks or (length < 1).any():
+        raise ValueError(
+            f"{ranks} ring ranks need documents of 1 token or more, of a total that {ranks} divides: "
+            f"got {len(length)} documents of {length.sum()} tokens, the shortest of {length.min(initial=0)}"
+        )
+    left = length % (2 * ranks)
+    longest = np.argsort(-length, kind="stable")
+    first = np.empty_like(length)
+    first[longest] = (left[longest].cumsum() - left[longest]) % (2 * ranks)
+    return Shards(ranks, length, first)
+
+
+@lru_cache
+def _order(ranks: int) -> Ints:
+    """The chunks in the order in which they take the tokens that are left: each half of the order has every rank once.
+
+    Chunks that follow each other belong to ranks far apart, as multiples of the golden ratio are, and are early and late
+    in alternation: wherever a document starts in the order, its longer chunks are spread over all of it.  The second half
+    is the first one backwards, with early chunks for late ones: no length of documents favours the same rank each time.
+    """
+    number = np.arange(ranks)
+    rank = np.argsort(np.argsort(number * ((5**0.5 - 1) / 2) % 1))
+    half = np.where(number % 2, 2 * ranks - 1 - rank, rank)
+    return np.concatenate([half, 2 * ranks - 1 - half[::-1]])
+
+
+def _runs_of(firsts: Ints, sizes: Ints) -> Runs:
+    """The runs of a rank that has two chunks of each document, [documents, 2]; chunks that touch are one run."""
+    adjacent = firsts[:, 0] + sizes[:, 0] == firsts[:, 1]
+    first, size = firsts.copy(), sizes.copy()
+    size[adjacent, 0] += size[adjacent, 1]
+    size[adjacent, 1] = 0
+    kept = size.ravel() > 0
+    length = size.ravel()[kept]
+    document = np.repeat(np.arange(len(sizes), dtype=np.int64), 2)[kept]
+    return Runs(document, first.ravel()[kept], length.cumsum() - length, length)
+
+
+def tiles(queries: Sequence[Run], keys: Sequence[Run], window: int | None = None) -> tuple[Tile, ...]:
+    """The pairs of a query and a key that see each other, each in one tile.
+
+    A query at position p sees the keys of its document at positions up to p, the last `window` of them where there is one.
+    A tile that is partly masked has at most `window` rows of queries and twice that of keys.
+    """
+    return tiles_of(tile_table(queries, keys, window))
+
+
+def tiles_of(table: Ints) -> tuple[Tile, ...]:
+    """The tiles of a `tile_table`."""
+    return tuple(Tile(a, b, c, d, None if offset < 0 else offset) for a, b, c, d, offset in table.tolist())
+
+
+def tile_table(queries: Sequence[Run], keys: Sequence[Run], window: int | None = None) -> Ints:
+    """`tiles` as a table, int64 [tiles, 5], with offset -1 for None: faster than objects for ten thousand documents."""
+    q, k = Runs.of(queries), Runs.of(keys)
+    whole, found = _own_tiles(q, k, window)
+    table = np.concatenate([found, _Boxes.of(q, k, ~whole).within(window).tiles(window)])
+    return table[np.lexsort(table.T[::-1])]
+
+
+def _own_tiles(q: Runs, k: Runs, window: int | None) -> tuple[NDArray[np.bool_], Ints]:
+    """(whether each run of queries is in such a tile, one tile for each document) where queries and keys are the same rows.
+
+    Rows of a document are in the order of their positions, so the causal mask of rows is that of positions.  A window counts
+    positions, and a rank has gaps between them: a document that is longer than the window gets no such tile.
+    """
+    if len(q) == 0 or len(q) != len(k) or any((getattr(q, c) != getattr(k, c)).any() for c in Run._fields):
+        return np.zeros(len(q), np.bool_), np.empty((0, 5), np.int64)
+    _, begin, run = np.unique(q.document, return_index=True, return_inverse=True)
+    end = np.append(begin[1:], len(q)) - 1
+    start, stop = q.start[begin], q.start[end] + q.length[end]
+    held = np.full(len(begin), True) if window is None else q.first[end] + q.length[end] - q.first[begin] <= window
+    offset = np.where(stop - start > 1, 0, -1)
+    return held[run], np.stack([start, stop, start, stop, offset], 1)[held]
+
+
+@dataclass(frozen=True, eq=False)
+class _Boxes:
+    """Rows of queries and of keys at consecutive positions of one document, as columns."""
+
+    document: Ints
+    q_row: Ints
+    q_first: Ints
+    q_size: Ints
+    k_row: Ints
+    k_first: Ints
+    k_size: Ints
+
+    @staticmethod
+    def of(q: Runs, k: Runs, chosen: NDArray[np.bool_]) -> _Boxes:
+        """Every chosen run of queries with every run of keys of its document."""
+        low, high = (np.searchsorted(k.document, q.document, side) for side in ("left", "right"))
+        count = np.where(chosen, high - low, 0)
+        qs = np.repeat(np.arange(len(q)), count)
+        ks = np.arange(len(qs)) + np.repeat(low - (count.cumsum() - count), count)
+        return _Boxes(q.document[qs], q.start[qs], q.first[qs], q.length[qs], k.start[ks], k.first[ks], k.length[ks])
+
+    def within(self, window: int | None) -> _Boxes:
+        """What is in reach, in blocks of `window` queries where a box needs a mask."""
+        trimmed = self._trimmed(window)
+        if window is None:
+            return trimmed
+        blocks = np.where(trimmed._seen(window), 1, -(-trimmed.q_size // window))
+        part = np.repeat(np.arange(len(blocks)), blocks)
+        skipped = (np.arange(len(part)) - np.repeat(blocks.cumsum() - blocks, blocks)) * window
+        size = np.where(blocks[part] > 1, np.minimum(window, trimmed.q_size[part] - skipped), trimmed.q_size[part])
+        cut = (trimmed.q_row[part] + skipped, trimmed.q_first[part] + skipped, size)
+        return _Boxes(
+            trimmed.document[part], *cut, trimmed.k_row[part], trimmed.k_first[part], trimmed.k_size[part]
+        )._trimmed(window)
+
+    def _trimmed(self, window: int | None) -> _Boxes:
+        """Without the queries that see no key of their box, and the keys that no query of their box sees."""
+        reach = np.int64(2**62) if window is None else np.int64(window)
+        q_first = np.maximum(self.q_first, self.k_first)
+        q_stop = np.minimum(self.q_first + self.q_size, self.k_first + self.k_size - 1 + reach)
+        k_first = np.maximum(self.k_first, q_first - reach + 1)
+        k_stop = np.minimum(self.k_first + self.k_size, q_stop)
+        kept = (q_first < q_stop) & (k_first < k_stop)
+        columns = (
+            self.document,
+            self.q_row + q_first - self.q_first,
+            q_first,
+            q_stop - q_first,
+            self.k_row + k_first - self.k_first,
+            k_first,
+            k_stop - k_first,
+        )
+        return _Boxes(*(column[kept] for column in columns))
+
+    def _seen(self, window: int | None) -> NDArray[np.bool_]:
+        """Whether every query of a box sees every key."""
+        seen = self.k_first + self.k_size - 1 <= self.q_first
+        if window is not None:
+            seen &= self.q_first + self.q_size - self.k_first <= window
+        return seen
+
+    def tiles(self, window: int | None) -> Ints:
+        """A tile for each box; boxes of one document that touch and need no mask are joined to one tile."""
+        full = self._seen(window)
+        columns = (self.document, self.q_row, self.q_row + self.q_size, self.k_row, self.k_row + self.k_size)
+        table = np.stack(columns, 1)
+        joined = _joined(_joined(table[full], (3, 4)), (1, 2))
+        offset = np.append((self.q_first - self.k_first)[~full], np.full(len(joined), -1))
+        return np.column_stack([np.concatenate([table[~full], joined])[:, 1:], offset])
+
+
+def _joined(table: Ints, along: tuple[int, int]) -> Ints:
+    """Rows of (document, q start, q stop, k start, k stop), joined where all but one range is equal and those ranges touch.
+
+    along: the columns of that range.
+    """
+    start, stop = along
+    same = [column for column in range(5) if column not in along]
+    table = table[np.lexsort([table[:, start], *(table[:, column] for column in same)])]
+    if len(table) == 0:
+        return table
+    new = np.append(True, (table[1:, same] != table[:-1, same]).any(1) | (table[1:, start] != table[:-1, stop]))
+    joined = table[new]
+    joined[:, stop] = table[np.append(np.flatnonzero(new)[1:], len(table)) - 1, stop]
+    return joined
+
+
+def pairs(tiles: Iterable[Tile], window: int | None = None) -> int:
+    """The (query, key) pairs of tiles that see each other: the work of attention."""
+    count = 0
+    for tile in tiles:
+        rows, columns = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+        if tile.offset is None:
+            count += rows * columns
+            continue
+        count += _clipped_sum(tile.offset + 1, rows, columns)
+        if window is not None:
+            count -= _clipped_sum(tile.offset + 1 - window, rows, columns)
+    return count
+
+
+def _clipped_sum(first: int, count: int, top: int) -> int:
+    """The sum of first, first + 1, ... (`count` numbers), each clipped to [0, top]."""
+
+    def below(stop: int) -> int:  # the sum of the clipped numbers from 0 up to stop - 1
+        rising = max(0, min(stop, top + 1))
+        return rising * (rising - 1) // 2 + top * max(0, stop - top - 1)
+
+    return below(first + count) - below(first)
+
+
+def work(runs: Runs, window: int | None = None) -> int:
+    """The (query, key) pairs of a ring rank over the whole ring: a token at position p sees p + 1 keys, or `window`."""
+    first, stop = runs.first + 1, runs.first + 1 + runs.length
+    if window is None:
+        return int(((first + stop - 1) * runs.length).sum()) // 2
+    low, high = np.minimum(first, window), np.minimum(stop, window)
+    return int(((high * (high - 1) - low * (low - 1)) // 2 + window * (stop - high - first + low)).sum())
+
+
+def balance(lengths: Sequence[int], ranks: int, window: int | None = None) -> float:
+    """The busiest ring rank's pairs over the mean of all ranks'."""
+    pairs_of_ranks = [work(runs, window) for runs in shards(lengths, ranks)]
+    return max(pairs_of_ranks) * ranks / sum(pairs_of_ranks)

@@ -1,0 +1,176 @@
+"""Parts of samples: what does not fit them is refused, and what is kept for them neither outlives the model nor its mode."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import DEVICE, run_world
+from torch import Tensor, nn
+from worlds import LLAMA, engine_on, micro_batches, run_of
+
+from megazero.config import ResolvedRun
+from megazero.layers.attention import Attention, RotaryEmbedding, SlidingWindow
+from megazero.layers.context_attention import ContextAttention
+from megazero.layers.recompute import WHOLE
+from megazero.layers.sample_part import SamplePart, TokenLayout, part_of
+from megazero.models.gpt import Block, BuildContext
+from megazero.models.llama.family import LlamaFamily
+from megazero.models.registry import FAMILIES
+from megazero.parallel_state import Axis
+
+RING = Axis("cp_ring", (0, 1), 0)
+
+
+def _half(seq: int) -> SamplePart:
+    part = part_of(None, seq, WHOLE, RING, DEVICE)
+    assert part is not None
+    return part
+
+
+class _OwnAttention(nn.Module):
+    """As people write it."""
+
+    def __init__(self, like: Attention) -> None:
+        super().__init__()
+        self.qkv, self.out, self.sizes = like.qkv, like.out, [like.num_heads, like.num_kv_heads, like.num_kv_heads]
+
+    def forward(self, x: Tensor, _: TokenLayout) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (sum(self.sizes), -1)).permute(1, 2, 0, 3).split(self.sizes, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(out.permute(2, 0, 1, 3).flatten(2))
+
+
+class _KnowingAttention(_OwnAttention):
+    knows_parts = True
+
+
+class _OwnFamily(LlamaFamily):
+    kind: type[_OwnAttention] = _OwnAttention
+
+    def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
+        found = super().blocks(context, layers)
+        for block in found:
+            block.attention = self.kind(block.attention)  # type: ignore[assignment]
+        return found
+
+
+class _KnowingFamily(_OwnFamily):
+    kind = _KnowingAttention
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    llama = FAMILIES["llama"]
+    assert isinstance(llama, LlamaFamily)
+    for name, kind in (("own", _OwnFamily), ("knowing", _KnowingFamily)):
+        family = object.__new__(kind)
+        family.__dict__.update(vars(llama))
+        FAMILIES.register(name, family)
+    yield
+    for name in ("own", "knowing"):
+        FAMILIES._registered.pop(name)
+
+
+def _run(world: int, parallel: dict[str, Any], documents: bool, **model: Any) -> ResolvedRun:
+    return run_of(world, model=LLAMA | model, parallel=parallel, data={"document_mask": documents})
+
+
+CUT: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "ring 2": (2, {"cp": 2, "cp_method": "ring"}, False),
+    "ulysses 2": (2, {"cp": 2, "cp_method": "ulysses"}, False),
+    "documents": (1, {}, True),
+}
+
+
+def _without_part(rank: int, run: ResolvedRun) -> None:
+    engine = engine_on(rank, run)
+    batches = micro_batches(run, engine.state, 0, "random" if run.config.data.document_mask else "none")
+    assert engine.compute_gradients(batches).finite
+    with pytest.raises(ValueError, match=r"micro-batch without `part`"):
+        engine.compute_gradients([replace(one, part=None) for one in batches])
+
+
+@pytest.mark.parametrize("shape", CUT)
+def test_a_micro_batch_without_its_part_is_refused(shape: str) -> None:
+    """It had a loss, of tokens that saw those of this rank alone, or those of other documents."""
+    world, parallel, documents = CUT[shape]
+    run_world(world, _without_part, _run(world, parallel, documents))
+
+
+def _is_refused(rank: int, run: ResolvedRun) -> None:
+    with pytest.raises(ValueError, match=r"'own'.*_?Block says `knows_parts = True`"):
+        engine_on(rank, run)
+
+
+@pytest.mark.parametrize("shape", CUT)
+def test_an_attention_that_does_not_know_parts_is_refused_where_there_are_any(shape: str) -> None:
+    """It attended to the rank's tokens as if these were the sample, without a word."""
+    world, parallel, documents = CUT[shape]
+    run_world(world, _is_refused, _run(world, parallel, documents, family="own"))
+    run_world(world, _builds, _run(world, parallel, documents, family="knowing"))
+
+
+def test_where_samples_are_whole_any_attention_runs() -> None:
+    run_world(1, _builds, _run(1, {}, False, family="own"))
+
+
+def _builds(rank: int, run: ResolvedRun) -> None:
+    engine_on(rank, run)
+
+
+def test_documents_of_another_length_than_the_samples_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.seq_len=16 tokens together: got 11"):
+        part_of([[16], [5, 6]], 16, WHOLE, WHOLE, DEVICE)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 16, 8), (2, 2, 20, 8)], ids=["more samples", "longer samples"])
+def test_attention_refuses_the_part_of_other_samples(shape: tuple[int, ...]) -> None:
+    """The result of what the part does not have was zeros."""
+    part, q = part_of([[5, 11], [16]], 16, WHOLE, WHOLE, DEVICE), torch.randn(shape, device=DEVICE)
+    assert part is not None
+    with pytest.raises(ValueError, match=r"`part` must be of its own samples"):
+        ContextAttention(WHOLE, WHOLE, None, torch.float32).attend(q, q, q, part)
+
+
+def test_what_was_first_asked_for_in_inference_trains_later() -> None:
+    """The part of whole samples and what is derived from it are made once."""
+    rope, x = RotaryEmbedding(8, 48, 1e4, DEVICE), torch.randn(1, 2, 24, 8, device=DEVICE, requires_grad=True)
+    with torch.inference_mode():
+        rope.rotate(x.detach(), _half(48))
+    rope.rotate(x, _half(48)).sum().backward()
+    weight = torch.randn(48, 4, device=DEVICE, requires_grad=True)
+    F.embedding(_half(48).positions, weight).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+
+
+def test_rotary_tables_of_a_part_end_with_the_model() -> None:
+    """The part of whole samples stays, and kept those of every model that was made."""
+    rope = RotaryEmbedding(8, 40, 1e4, DEVICE)
+    gone = [weakref.ref(table) for table in (*rope.tables_of(_half(40)), rope.cos)]
+    assert rope.tables_of(_half(40))[0] is gone[0]()
+    del rope
+    gc.collect()
+    assert not any(one() is not None for one in gone)
+
+
+def _windows(rank: int, run: ResolvedRun) -> int:
+    engine = engine_on(rank, run)
+    assert engine.chunks is not None
+    gc.collect()
+    return sum(isinstance(one, SlidingWindow) for one in gc.get_objects())
+
+
+def test_a_windows_mask_is_made_only_where_it_is_read() -> None:
+    """Of 4096 positions it is 64 MiB in bf16, for each chunk of layers."""
+    keys = {"family": "mistral", "sliding_window": 5}
+    assert run_world(1, _windows, _run(1, {}, False, **keys)) == [1]
+    for world, parallel, documents in CUT.values():
+        assert run_world(world, _windows, _run(world, parallel, documents, **keys)) == [0] * world
