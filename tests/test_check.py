@@ -104,6 +104,67 @@ def test_the_line_of_a_policy_says_what_is_done_and_for_which_device_it_is_count
     assert re.search(told, line), line
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of 7 bytes and their end: four in each of 34 windows of 32."""
+    folder = tmp_path_factory.mktemp("packed")
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": "a" * 7}) for _ in range(137)))
+    tokenize_files([folder / "text.jsonl"], folder / "pair", "byte")
+    return folder / "pair"
+
+
+def test_it_is_told_which_part_of_a_hybrid_crosses_nodes() -> None:
+    def shape(*words: str) -> str:
+        path = ROOT / "examples" / "llama3_8b_128k_64gpu.toml"
+        return dict(describe(load_config(path, list(words), 64), 8))["shape"]
+
+    assert "tp 2 (within a node) x cp 8 (Ulysses 4 within a node, ring 2 across nodes) x dp 4" in shape()
+    assert "cp 8 (Ulysses 4 across nodes, ring 2 across nodes) x dp 2" in shape("parallel.tp=4")
+    assert "cp 8 (across nodes) x dp 4" in shape("parallel.cp_method=ring", "parallel.cp_ulysses=1")
+    assert "cp 4 (within a node) x dp 8" in shape("parallel.cp=4", "parallel.cp_ulysses=2")
+
+
+def test_what_context_parallelism_sends_is_told_and_how_even_its_work_is(packed: Path) -> None:
+    """2 micro-batches of samples of 32 tokens, 4 heads of 8, 2 of keys, 4 bytes: the ring passes K, V, and again with
+    their gradients; Ulysses exchanges q, k, v, out and their gradients."""
+    words = ["parallel.cp=4", "launch.nproc_per_node=4", "training.micro_batch_size=2"]
+    words += [f"data.sources=['{packed}']", "data.validation_fraction=0"]
+    ring, both, one = [*words, "parallel.cp_method=ring"], [*words, "parallel.cp_method=hybrid"], "data.document_mask"
+    (line,) = _lines(*ring)["context"]
+    passed, tokens = (2 + 2 + 2) * (2 * 8) * 4 * 3 // 4, 2 * 32
+    assert line.startswith("cp 4, ring: Ulysses 1 x ring 4; for each layer and micro-batch a rank sends ")
+    assert f" sends {passed * tokens:,} bytes (send_recv {passed * tokens:,}), forward and backward" in line
+    assert line.endswith("; pairs on the busiest ring rank over their mean: 1.000")
+    (line,) = _lines(*both, "parallel.cp_ulysses=2")["context"]
+    exchanged, passed = 4 * (4 + 2) * 8 * tokens // 4 * 4 // 2, 6 * 8 * tokens * 4 // 2
+    assert f"Ulysses 2 x ring 2; for each layer and micro-batch a rank sends {exchanged + passed:,} bytes" in line
+    assert f"(all_to_all {exchanged:,} + send_recv {passed:,})" in line
+    (line,) = _lines(*words, "parallel.cp_method=ulysses")["context"]
+    assert line.endswith("; ranks have equal work")
+    sent, documents = _lines(*ring, f"{one}=true")["context"]
+    # documents of 8 tokens over 4 ranks: chunks of one, of which a rank has numbers i and 7 - i
+    assert sent.endswith("over their mean: 1.000, 1.000 at most")
+    assert documents == (
+        "documents: 4.0 in a sample, of 8 tokens on average and 8 at most; "
+        f"attention sees {4 * 8 * 9 / (32 * 33):.1%} of the pairs of whole samples (the first 64 samples)"
+    )
+    assert "one document" not in documents
+    (alone,) = _lines(*words[3:], f"{one}=true")["context"]
+    assert alone == documents
+    (away,) = _lines("data.sources=['none']", f"{one}=true")["context"]
+    assert away == "documents: not known, the data is not on this machine"
+    assert "context" not in _lines(*words[3:])
+
+
+def test_a_mask_that_finds_no_borders_is_told(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a" * 3000)
+    tokenize_files([tmp_path / "text.txt"], tmp_path / "pair", "byte")
+    words = [f"data.sources=['{tmp_path / 'pair'}']", "data.validation_fraction=0", "data.document_mask=true"]
+    (line,) = _lines(*words)["context"]
+    assert line.startswith("documents: 1.0 in a sample, of 32 tokens on average and 32 at most; attention sees 100.0%")
+    assert "each is one document, so the mask changes nothing in them" in line
+
+
 def test_every_problem_is_told_with_exit_code_2(tmp_path: Path, corpus: Path) -> None:
     words = ["training.step=3", "optimizer.lr=-1", "optimizer.name=sgd", "optimizer.betas=[0.8, 0.9]", "zero.stage=7"]
     words += ["training.callbacks=['nobody']", f"data.sources=['{corpus}']", "model.vocab_size=90"]

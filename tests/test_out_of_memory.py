@@ -16,7 +16,7 @@ from megazero.config import ResolvedRun, load_config
 from megazero.engine import Engine
 from megazero.models.registry import FAMILIES
 from megazero.tools import out_of_memory
-from megazero.tools.out_of_memory import recomputing, remedies, wanted_bytes
+from megazero.tools.out_of_memory import cutting_samples, recomputing, remedies, wanted_bytes
 from megazero.tools.saved_memory import RankActivations, activations_of_ranks, schedule_of
 from megazero.training.loop import train
 from megazero.training.out_of_memory import OutOfMemoryError, explained
@@ -102,6 +102,23 @@ def test_policies_for_activations_are_told_with_what_they_free_and_cost() -> Non
     assert first.again == pytest.approx(2 * block / ((flops - head) / 2))
     full = run_of(1, model=LLAMA | {"num_layers": 2}, activations={"recompute": "full"})
     assert not any(remedy.frees > 0 for remedy in recomputing(full, 0, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("own", ["", "parallel.cp=2", "parallel.cp=4 parallel.cp_method=hybrid parallel.cp_ulysses=2"])
+def test_a_sample_over_twice_the_ranks_frees_what_it_is_said_to(own: str) -> None:
+    words = [*own.split(), "parallel.tp=1", "parallel.pp=1", "parallel.sequence_parallel=false"]
+    words += ["training.micro_batch_size=1", "training.accumulation=auto"]
+
+    def kept(*more: str) -> tuple[ResolvedRun, int]:
+        run = load_config(QUICKSTART, [*words, *more], 8)
+        return run, activations_of_ranks(run, schedule_of(run), on_cuda=False)[0].device
+
+    run, now = kept()
+    (remedy,) = cutting_samples(run, 0, torch.device("cpu"))
+    assert remedy.frees == now - kept(*shlex.split(remedy.settings))[1]
+    assert remedy.frees == pytest.approx(now / 2, rel=0.1)
+    run, _ = kept("training.micro_batch_size=2")
+    assert not list(cutting_samples(run, 0, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import plain_model
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from worlds import GPT2, LLAMA, plain_config, run_of
 
 from megazero.config.schema import LoggingConfig
+from megazero.data.indexed import DocumentBorders
+from megazero.data.sampler import SampleStream, Windows
 from megazero.engine import Position, StepStatistics
 from megazero.training.callbacks.metrics import as_json
 from megazero.training.callbacks.progress import ProgressLine
@@ -48,6 +51,16 @@ def test_flops_of_attention_are_those_of_the_positions_that_a_window_shows(windo
         seq - window, 0
     )  # of the triangle that is cut off; the formula counts half of it, as of the whole one
     assert saved * seq == 12 * model.num_layers * model.hidden_size * (unseen - diagonal / 2)
+
+
+def test_flops_of_attention_are_those_of_the_documents_it_stays_in() -> None:
+    """As of so many samples of their lengths, with a window and without."""
+    lengths = [9, 1, 4, 2]
+    for keys in ({}, {"family": "mistral", "sliding_window": 5}):
+        model = run_of(1, model=LLAMA | keys).config.model
+        alone = [model.model_copy(update={"seq_len": length}) for length in lengths]
+        wanted = sum(model_flops_per_token(one) * one.seq_len for one in alone) / sum(lengths)
+        assert model_flops_per_token(model, lengths) == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +104,19 @@ def test_utilization_is_the_time_at_peak_over_the_time_taken() -> None:
         record = StepRecord(Position(1), SampleRange(0, 7), seconds=4 * at_peak)
         Utilization(replace(run, config=given), CPU, BF16).after_step(record)
         assert record.mfu == wanted
+
+
+def test_utilization_counts_what_the_first_samples_documents_see() -> None:
+    run = run_of(1, model=LLAMA, data={"document_mask": True})
+    given = replace(run, config=run.config.model_copy(update={"logging": LoggingConfig(peak_flops=1e9)}))
+    lengths, tokens = [5, 11, 3, 13], np.arange(99)  # two samples, read again and again
+    borders = DocumentBorders(np.cumsum([0, *lengths]), np.arange(6), 1, 99)
+    windows = Windows.over(tokens, 16, borders=borders)
+    samples = SampleStream([replace(windows, count=2)], [1.0], 0)
+    record = StepRecord(Position(1), SampleRange(0, 7), seconds=1.0)
+    Utilization(given, CPU, BF16, samples).after_step(record)
+    wanted = run.global_batch_size * 16 * model_flops_per_token(run.config.model, lengths) / 1e9
+    assert record.mfu == pytest.approx(wanted)
 
 
 def test_the_progress_line_has_the_utilization_where_it_is_known() -> None:

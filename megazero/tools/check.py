@@ -1,4 +1,4 @@
-"""What a run file asks for, without starting it: shape, memory, batch, schedule, learning rate, data.
+"""What a run file asks for, without starting it: shape, memory, batch, schedule, learning rate, context, data.
 
     load_config(..., rules=FILE_RULES)     all that is wrong, the files that the run names included
     describe(run, ...)                     (subject, text) of each line of `megazero check`
@@ -31,6 +31,7 @@ from megazero.schedules.proof import ScheduleError, peak_activations, program, s
 from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.table import read_schedule
 from megazero.settings import Problem
+from megazero.tools.context_report import SAMPLES, describe_context
 from megazero.tools.memory_report import formula_of
 from megazero.tools.saved_memory import activations_of_ranks, size_text, stages_of
 
@@ -150,7 +151,14 @@ def describe(run: ResolvedRun, ranks_per_node: int) -> Iterator[tuple[str, str]]
     yield "rate", _rate(config)
     yield from (("memory", line) for line in _memory(run, elements))
     yield from (("memory", line) for line in _activations(run, schedule))
-    yield from (("data", line) for line in _data(run))
+    corpus = (
+        None if not_here(config) else _open(config, [(source.path, source.weight) for source in config.data.sources])
+    )
+    samples = None
+    if corpus is not None and config.data.document_mask:
+        samples = [lengths for lengths, _ in corpus.train.documents(range(SAMPLES))]
+    yield from (("context", line) for line in describe_context(run, samples))
+    yield from (("data", line) for line in _data(run, corpus))
     yield from (("imported", name) for name in config.launch.extensions)
     yield from (("note", line) for line in run.notices)
 
@@ -169,13 +177,17 @@ def _chunks(config: RunConfig, kind: ScheduleKind) -> int:
 
 def _shape(run: ResolvedRun, ranks_per_node: int) -> str:
     parallel = run.config.parallel
-    grid = RankGrid(tp=parallel.tp, dp=run.dp, pp=parallel.pp, order=parallel.order)
+    grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
     nodes, rest = -(-run.world_size // ranks_per_node), run.world_size % ranks_per_node
     parts = []
     for axis in parallel.order.split("-"):
         if (size := grid.size(axis)) > 1:
-            inside = grid.lies_within(axis, ranks_per_node)
-            parts.append(f"{axis} {size} ({'within a node' if inside else 'across nodes'})")
+            where = "within a node" if grid.lies_within(axis, ranks_per_node) else "across nodes"
+            ulysses = parallel.cp_ulysses or 1
+            if axis == "cp" and 1 < ulysses < size and where == "across nodes":
+                near = "within a node" if grid.lies_within(axis, ranks_per_node, ulysses) else where
+                where = f"Ulysses {ulysses} {near}, ring {size // ulysses} {where}"
+            parts.append(f"{axis} {size} ({where})")
     where = f"{nodes} nodes of {'up to ' if rest else ''}{ranks_per_node}" if nodes > 1 else "one node"
     return f"{run.world_size} ranks on {where}: {' x '.join(parts) or 'nothing is split'}"
 
@@ -226,8 +238,7 @@ def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
 
 def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:
     zero = run.config.zero
-    shards = zero.shard_group_size or run.dp
-    formula, largest = formula_of(run, shards), max(elements)
+    formula, largest = formula_of(run, run.shards), max(elements)
     place = zero.offload.optimizer
     away = round(largest * zero.offload.ratio) if place in ("cpu", "nvme") else 0
     state = formula.state_bytes(largest - away, offloads=False) + formula.state_bytes(away, offloads=True)
@@ -241,16 +252,15 @@ def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:
         yield "offloaded weights, and what auto decides where the run starts, are not in this sum"
 
 
-def _data(run: ResolvedRun) -> Iterator[str]:
+def _data(run: ResolvedRun, corpus: Corpus | None) -> Iterator[str]:
+    """`corpus`: None where a part of it is not on this machine."""
     config = run.config
-    sources = [(source.path, source.weight) for source in config.data.sources]
-    if missing := not_here(config):
-        yield f"not on this machine, not checked: {', '.join(missing)}"
+    if corpus is None:
+        yield f"not on this machine, not checked: {', '.join(not_here(config))}"
         return
-    corpus = _open(config, sources)
     ids = load_tokenizer(config.data.tokenizer).vocab_size
     held_out = f", {len(corpus.validation):,} for evaluation" if corpus.validation else ""
-    names = [name for name, _ in sources]
+    names = [source.path for source in config.data.sources]
     yield f"{', '.join(names)}: {corpus.train.num_windows:,} samples to train on{held_out}"
     yield f"tokenizer {config.data.tokenizer}: {ids:,} ids, of {config.model.vocab_size:,} rows"
     for source in config.data.validation_sources:

@@ -33,9 +33,8 @@ from megazero.models.activation_config import PRESETS
 from megazero.optim.optimizers import make_optimizer, state_names
 from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import ParallelState
-from megazero.settings import Problem, toml_value
+from megazero.settings import Problem, counted, toml_value
 from megazero.tools.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
-from megazero.tools.saved_memory import counted
 from megazero.zero.bucket import DTYPES
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -330,12 +329,13 @@ def measure(
             print(f"activations {policy}", file=sys.stderr, flush=True)
         kept.append(PolicyRow(policy, tuple(gather_objects(measure_activations(one, state), state.world))))
     model, grid, device = run.config.model, state.grid, state.device
+    context = f"cp {grid.cp}, " if grid.cp > 1 else ""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return Report(
         machine=f"{name} ({platform.machine()}), torch {torch.__version__}",
         model=f"{model.family}, {model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}",
-        parameters=sum(rank.distinct for rank in rows[0].ranks) // state.dp.size,
-        shape=f"{counted(grid.world_size, 'rank')}: tp {grid.tp}, pp {grid.pp}, dp {grid.dp}",
+        parameters=sum(rank.distinct for rank in rows[0].ranks) // state.dp_cp.size,
+        shape=f"{counted(grid.world_size, 'rank')}: tp {grid.tp}, {context}pp {grid.pp}, dp {grid.dp}",
         batch=f"{run.accumulation} x {run.micro_batch_size} samples of {model.seq_len} random tokens on each dp rank",
         on_cpu=device.type == "cpu",
         steps=steps,

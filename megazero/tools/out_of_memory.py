@@ -80,6 +80,7 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
     found = list(remedies(run, elements, working))
     if engine is not None:
         found += sorted(recomputing(run, state.at.pp, device), key=lambda remedy: remedy.again or 0)
+        found += cutting_samples(run, state.at.pp, device)
     return "\n".join([*lines, f"  {_advice(found, max(wanted - free + to_come, 1))}"])
 
 
@@ -90,7 +91,7 @@ def _advice(found: list[Remedy], missing: float) -> str:
     return (
         f"no one setting frees the {size_text(missing)} that are missing"
         + (f"; the most is {max(found, key=lambda remedy: remedy.frees)}" if found else "")
-        + "; more ranks for parallel.tp, parallel.pp or dp make each rank's part smaller"
+        + "; more ranks for parallel.tp, parallel.cp, parallel.pp or dp make each rank's part smaller"
     )
 
 
@@ -116,21 +117,39 @@ def remedies(run: ResolvedRun, elements: int, working: int) -> Iterator[Remedy]:
                 yield Remedy(settings, now - _state_bytes(changed, elements))
 
 
+def cutting_samples(run: ResolvedRun, rank: int, device: torch.device) -> Iterator[Remedy]:
+    """Twice the ranks for each sample, where a micro-batch is one sample and so cannot be smaller."""
+    parallel, now = run.config.parallel, _kept(run, rank, device)
+    if now is None or run.micro_batch_size > 1:
+        return
+    values: dict[str, Any] = {"cp": 2 * parallel.cp}
+    settings, accumulation = f"parallel.cp={2 * parallel.cp}", 2 * run.accumulation
+    if parallel.cp_method != "hybrid":  # the method of before may not fit the heads; of a hybrid one the ring is longer
+        settings += " parallel.cp_method=auto"
+        values |= {"cp_method": "auto", "cp_ulysses": None}
+    changed = _changed(run, parallel=values, training={"accumulation": accumulation})
+    if changed and (then := _kept(changed, rank, device)) and now.device > then.device:
+        yield Remedy(f"{settings} training.accumulation={accumulation}", now.device - then.device)
+
+
+def _kept(run: ResolvedRun, rank: int, device: torch.device) -> RankActivations | None:
+    """What a pipeline rank keeps for its backward passes; None where layers are a script's own."""
+    try:
+        return activations_of_ranks(run, schedule_of(run), on_cuda=device.type == "cuda")[rank]
+    except TypeError:
+        return None
+
+
 def recomputing(run: ResolvedRun, rank: int, device: torch.device) -> Iterator[Remedy]:
     """The policies for activations under which a pipeline rank keeps less."""
-
-    def of(one: ResolvedRun) -> RankActivations:
-        return activations_of_ranks(one, schedule_of(one), on_cuda=device.type == "cuda")[rank]
-
-    try:
-        now = of(run)
-    except TypeError:  # layers of a script's own
+    now = _kept(run, rank, device)
+    if now is None:
         return
     for policy in POLICIES:
         values = _activations(run, rank, {"layers": "all", "keep_attention": False, **policy})
         changed = _changed(run, activations=values)
-        then = now if changed is None else of(changed)
-        if now.device > then.device:
+        then = None if changed is None else _kept(changed, rank, device)
+        if then and now.device > then.device:
             words = {key: value if isinstance(value, str) else toml_value(value) for key, value in values.items()}
             written = shlex.join(f"activations.{key}={word.replace(' ', '')}" for key, word in words.items())
             yield Remedy(written, now.device - then.device, then.again - now.again)
@@ -162,7 +181,7 @@ def _changed(run: ResolvedRun, **sections: dict[str, Any]) -> ResolvedRun | None
 def _state_bytes(run: ResolvedRun, elements: int) -> float:
     """Model state of so many parameters on the device."""
     offloads = run.config.zero.offload.optimizer != "none"
-    return formula_of(run, run.config.zero.shard_group_size or run.dp).device_bytes(elements, offloads=offloads)
+    return formula_of(run, run.shards).device_bytes(elements, offloads=offloads)
 
 
 def wanted_bytes(error: str) -> int:

@@ -41,6 +41,7 @@ from megazero.schedules.action import Schedule
 from megazero.schedules.proof import peak_activations
 from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.table import read_schedule
+from megazero.settings import counted
 from megazero.zero.bucket import DTYPES
 
 EMBEDDING, HEAD = "embedding", "head"
@@ -82,11 +83,6 @@ class RankActivations:
         return f"{size_text(self.device)}{host}: {layers or 'no layer'}, {counted(self.micro_batches, 'micro-batch')}"
 
 
-def counted(number: float, what: str) -> str:
-    """`1 layer`, `4 micro-batches`."""
-    return f"{number:g} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
-
-
 def size_text(count: float) -> str:
     """In MiB, or in GiB."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
@@ -95,9 +91,17 @@ def size_text(count: float) -> str:
 def micro_batch_size(run: ResolvedRun, *, on_cuda: bool) -> MicroBatchSize:
     """Of a run."""
     config = run.config
-    itemsize, tp = DTYPES[config.precision.dtype].itemsize, config.parallel.tp
-    cuts = config.parallel.sequence_parallel and tp > 1
-    return MicroBatchSize(run.micro_batch_size, config.model.seq_len, itemsize, tp, cuts, on_cuda)
+    itemsize, tp, cp = DTYPES[config.precision.dtype].itemsize, config.parallel.tp, config.parallel.cp
+    return MicroBatchSize(
+        run.micro_batch_size,
+        config.model.seq_len // cp,
+        itemsize,
+        tp,
+        sequence_parallel=config.parallel.sequence_parallel and tp > 1,
+        on_cuda=on_cuda,
+        by_parts=cp > 1 or config.data.document_mask,
+        ulysses=config.parallel.ulysses,
+    )
 
 
 def schedule_of(run: ResolvedRun) -> Schedule:
@@ -193,11 +197,15 @@ def measure_saved(engine: Engine, batches: Sequence[MicroBatch], units: Iterable
     known = [
         tensor for batch in batches for tensor in (batch.sample_ids, batch.tokens, batch.labels) if tensor is not None
     ]
+    places = [batch.part for batch in batches if batch.part is not None]
+    known += [tensor for part in places for tensor in (part.rows, part.positions)]
     known += engine.chunks.parameters()
     for module in engine.chunks.modules():
         if isinstance(module, Attention):
             known += [window.mask] if (window := window_of(module)) is not None else []
-            known += [module.rope.cos, module.rope.sin] if module.rope is not None else []
+            if module.rope is not None:
+                known += [table for table in (module.rope.cos, module.rope.sin) if table is not None]
+                known += [table for part in places for table in module.rope.tables_of(part)]
     with SavedMemory(known) as memory, memory.watching(dict(zip(units, parts, strict=True))):
         engine.compute_gradients(batches)
     return memory

@@ -1,0 +1,84 @@
+"""What context parallelism and documents make of a run: bytes that a rank sends, how even its work is, what attention sees.
+
+describe_context(run, samples)     lines of `megazero check`; `samples` are the documents of some, where data is at hand
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megazero.config import ResolvedRun
+from megazero.layers.token_layout import balance, shards, work
+from megazero.models.context_bytes import context_bytes, heads_of_rank
+from megazero.settings import counted
+from megazero.zero.bucket import DTYPES
+
+SAMPLES = 64
+"""As many are looked at, the first of the training order."""
+
+_WITHOUT_BORDERS = (
+    "; each is one document, so the mask changes nothing in them: are the data's documents longer, or not told apart in its "
+    ".idx (docs/data.md)?"
+)
+
+
+def describe_context(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> Iterator[str]:
+    """A line on context parallelism, where there is any, and one on documents, where attention stays within them.
+
+    Args:
+        samples: lengths of the documents of some samples; None where the data is not on this machine.
+    """
+    config = run.config
+    masks, whole = config.data.document_mask, [[config.model.seq_len]]
+    if config.parallel.cp > 1:
+        yield _sent(run) + _balance(run, samples if masks else whole)
+    if masks:
+        yield "documents: not known, the data is not on this machine" if samples is None else _documents(run, samples)
+
+
+def _sent(run: ResolvedRun) -> str:
+    model, parallel, precision = run.config.model, run.config.parallel, run.config.precision
+    heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
+    ulysses = parallel.ulysses
+    sent = context_bytes(
+        model.seq_len,
+        run.micro_batch_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=model.head_size,
+        ulysses=ulysses,
+        ring=parallel.cp // ulysses,
+        itemsize=DTYPES[precision.dtype].itemsize,
+        gradient_itemsize=DTYPES[precision.reduce_dtype].itemsize,
+    )
+    parts = " + ".join(f"{operation} {count:,}" for operation, count in sent.items() if count)
+    return (
+        f"cp {parallel.cp}, {parallel.cp_method}: Ulysses {ulysses} x ring {parallel.cp // ulysses}; for each layer and "
+        f"micro-batch a rank sends {sum(sent.values()):,} bytes ({parts}), forward and backward"
+    )
+
+
+def _balance(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> str:
+    """Pairs of a query and a key that see each other, on the busiest ring rank over the mean of all; for each sample."""
+    ring = run.config.parallel.cp // run.config.parallel.ulysses
+    if ring == 1:
+        return "; ranks have equal work"
+    if samples is None:
+        return ""
+    found = [balance(lengths, ring, run.config.model.sliding_window) for lengths in samples]
+    most = f", {max(found):.3f} at most" if len(found) > 1 else ""
+    return f"; pairs on the busiest ring rank over their mean: {sum(found) / len(found):.3f}{most}"
+
+
+def _documents(run: ResolvedRun, samples: Sequence[Sequence[int]]) -> str:
+    model, every = run.config.model, [length for lengths in samples for length in lengths]
+
+    def pairs(lengths: Sequence[int]) -> int:
+        return work(shards(lengths, 1)[0], model.sliding_window)
+
+    seen = sum(map(pairs, samples)) / (len(samples) * pairs([model.seq_len]))
+    return (
+        f"documents: {len(every) / len(samples):.1f} in a sample, of {sum(every) / len(every):,.0f} tokens on average and "
+        f"{max(every):,} at most; attention sees {seen:.1%} of the pairs of whole samples "
+        f"(the first {counted(len(samples), 'sample')})"
+    ) + _WITHOUT_BORDERS * (len(every) == len(samples))
