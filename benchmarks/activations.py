@@ -49,6 +49,7 @@ from benchmarks.setting import DTYPES, Setting, positive
 from megazero.layers import gemm
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
+from megazero.layers.sample_part import TokenLayout
 from megazero.models.activation_config import PRESETS, LayerPolicy, Region
 from megazero.models.activations import save_by_policy
 from megazero.models.config import ModelConfig
@@ -171,9 +172,12 @@ def contenders(length: int, dtype: str, blocks: int) -> list[Contender]:
     }
     plain = [PlainBlock(model, layer, weights, _rope(model), 1).to(DTYPES[dtype]) for layer in range(blocks)]
     made = [_under_policy(ours, policy) for policy in POLICIES]
-    sample_ids, ours_parameters = torch.zeros(1, dtype=torch.int64), [p for block in ours for p in block.parameters()]
+    layout, ours_parameters = (
+        TokenLayout(torch.zeros(1, dtype=torch.int64)),
+        [p for block in ours for p in block.parameters()],
+    )
     for name, run in WITHIN_CHECKPOINT.items():
-        layers = [partial(run, partial(_call, block, sample_ids)) for block in ours]
+        layers = [partial(run, partial(_call, block, layout)) for block in ours]
         made.append(Contender(f"our blocks, {name}", layers, ours_parameters))
     cored = copy.deepcopy(plain)
     for block in cored:
@@ -197,12 +201,12 @@ def _under_policy(blocks: Sequence[Block], policy: LayerPolicy) -> Contender:
     parameters = [p for block in blocks for p in block.parameters()]
     mine = copy.deepcopy(list(blocks), {id(p): p for p in parameters})
     save_by_policy([(block, policy) for block in mine], WHOLE)
-    sample_ids = torch.zeros(1, dtype=torch.int64)
-    return Contender(policy.name, [partial(_call, block, sample_ids) for block in mine], parameters)
+    layout = TokenLayout(torch.zeros(1, dtype=torch.int64))
+    return Contender(policy.name, [partial(_call, block, layout) for block in mine], parameters)
 
 
-def _call(block: Block, sample_ids: Tensor, x: Tensor) -> Tensor:
-    result: Tensor = block(x, sample_ids)
+def _call(block: Block, layout: TokenLayout, x: Tensor) -> Tensor:
+    result: Tensor = block(x, layout)
     return result
 
 

@@ -10,13 +10,14 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 from benchmarks.setting import MODELS, Setting
-from benchmarks.worlds import Build, ContenderFailedError, Turn, World
+from benchmarks.worlds import Contender, ContenderFailedError, Turn, World
 from megazero.config import ConfigError
 
 OURS, SHIPPED, OVER_GLOO, FLOOR = "megazero", "megazero, its own products", "megazero over gloo", "floor"
@@ -97,6 +98,10 @@ BUILDERS = {
     "torch-zbv": "peers.pipelines:ZeroBubbleV",
     "fsdp2-tp-pp": "peers.combined:Combined",
 }
+
+
+Build = Callable[[Setting, int, Path], Contender]
+"""(setting, rank, safetensors file of the initial weights) -> contender; the default process group is there."""
 
 
 def builder(name: str) -> Build:
@@ -239,7 +244,7 @@ def _start(names: Sequence[str], setting: Setting, weights: Path, worlds: dict[s
     failed: dict[str, str] = {}
     for name in names:
         try:
-            worlds[name] = World(name, builder(name), setting, weights)
+            worlds[name] = World(name, partial(_built, builder(name), setting, weights), setting)
             worlds[name].turn(range(1))  # some fail only when they run
         except ContenderFailedError as error:
             if name in (OURS, SHIPPED, FLOOR):
@@ -248,6 +253,10 @@ def _start(names: Sequence[str], setting: Setting, weights: Path, worlds: dict[s
             if name in worlds:
                 worlds.pop(name).close()
     return failed
+
+
+def _built(build: Build, setting: Setting, weights: Path, rank: int) -> Contender:
+    return build(setting, rank, weights)
 
 
 def _check_losses(name: str, its: Turn, ours: Turn, tolerance: float) -> None:

@@ -23,14 +23,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch._dynamo  # imported by every optimizer; once here instead of once per rank
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.setting import Setting
+from benchmarks.hosts_net import LOOPBACK, Network
 
 TIMEOUT_SECONDS = 300
 _PR_SET_PDEATHSIG = 1
@@ -49,18 +49,29 @@ class Contender(Protocol):
 
     dp_index: int
 
-    def step(self, tokens: Tensor, labels: Tensor) -> float | Work | None:
-        """One optimizer step.
+    def step(self, *batch: Tensor) -> float | Work | None:
+        """One step.
 
         Args:
-            tokens, labels: int64 [rank's samples, seq].
+            batch: of the row's work; where it is a model, tokens and labels, int64 [rank's samples, seq].
 
         Returns: the mean loss of the rank's samples or of all; None where the rank has none. A floor says its `Work`.
         """
 
 
-Build = Callable[[Setting, int, Path], Contender]
-"""(setting, rank, safetensors file of the initial weights) -> contender; the default process group is there."""
+class Given(Protocol):
+    """The work of a row."""
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+
+    def batch(self, step: int, dp_index: int) -> tuple[Tensor, ...]:
+        """A data-parallel rank's part of a step."""
+
+
+Build = Callable[[int], Contender]
+"""rank -> contender; the default process group is there."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,8 @@ class Turn:
         seconds: of each step, its slowest rank's.
         losses: of each step, the mean over those ranks that have one.
         works: of each step, by rank; empty for contenders that are no floor.
-        loopback_bytes: of a step, per rank, as the interface counted them.
+        loopback_bytes: of a step, per rank, as the interfaces counted them.
+        link_bytes: of a step, all ranks together, over the link between two hosts.
         metered_bytes: of a step, per rank, as the contender's own meter did; None without one.
     """
 
@@ -79,6 +91,7 @@ class Turn:
     losses: list[float | None]
     works: list[list[Work]]
     loopback_bytes: float
+    link_bytes: float
     metered_bytes: float | None
 
 
@@ -106,21 +119,21 @@ class World:
         name: for messages.
         build: makes the contender on each rank.
         setting: the row's work.
-        weights: safetensors file of the initial weights.
+        network: where the ranks are.
 
     Raises:
         ContenderFailedError: a rank could not be built.
     """
 
-    def __init__(self, name: str, build: Build, setting: Setting, weights: Path) -> None:
-        self.name = name
+    def __init__(self, name: str, build: Build, setting: Given, network: Network = LOOPBACK) -> None:
+        self.name, self._network = name, network
         context = mp.get_context("fork")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(setting.world):
             here, there = context.Pipe()
-            arguments = (build, setting, rank, weights, Path(self._folder.name) / "store", there)
+            arguments = (build, setting, rank, network, Path(self._folder.name) / "store", there)
             process = context.Process(target=_rank_main, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -134,10 +147,10 @@ class World:
 
     def turn(self, batches: Sequence[int]) -> Turn:
         """Run a step on each batch.  Raises: ContenderFailedError."""
-        before = _loopback_bytes()
+        before = self._sent_bytes()
         self._tell(("steps", list(batches)))
         told, count = self._answers(), len(batches)
-        passed = (_loopback_bytes() - before) / len(told)
+        passed, linked = (after - earlier for after, earlier in zip(self._sent_bytes(), before, strict=True))
         metered = [counted for _, counted in told if counted is not None]
         answers = [steps for steps, _ in told]
         steps = list(zip(*answers, strict=True))  # [step][rank] of (seconds, result)
@@ -150,7 +163,8 @@ class World:
             [max(seconds for seconds, _ in step) for step in steps],
             losses,
             works,
-            passed / count,
+            passed / len(told) / count,
+            linked / count,
             sum(metered) / len(metered) / count if metered else None,
         )
 
@@ -159,6 +173,14 @@ class World:
         self._tell(("memory", None))
         answers = self._answers()
         return Memory(max(state for state, _ in answers), max(peak for _, peak in answers))
+
+    def ask(self, method: str) -> list[Any]:
+        """What each rank's contender returns from a method."""
+        self._tell(("ask", method))
+        return self._answers()
+
+    def _sent_bytes(self) -> tuple[int, int]:
+        return self._network.sent_bytes([process.pid for process in self._processes if process.pid is not None])
 
     def close(self) -> None:
         """End all ranks."""
@@ -191,17 +213,17 @@ class World:
         return found
 
 
-def _rank_main(build: Build, setting: Setting, rank: int, weights: Path, store: Path, pipe: Connection) -> None:
+def _rank_main(build: Build, setting: Given, rank: int, network: Network, store: Path, pipe: Connection) -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the conductor
     os.environ.update(
-        GLOO_SOCKET_IFNAME="lo",
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank % network.neighbours(setting.world)),
         WORLD_SIZE=str(setting.world),
-        LOCAL_WORLD_SIZE=str(setting.world),
+        LOCAL_WORLD_SIZE=str(network.neighbours(setting.world)),
     )
     try:
+        network.join(rank, setting.world)
         torch.set_num_threads(1)
         limit = datetime.timedelta(seconds=TIMEOUT_SECONDS)
         dist.init_process_group(
@@ -211,7 +233,7 @@ def _rank_main(build: Build, setting: Setting, rank: int, weights: Path, store: 
         gc.collect()
         libc.malloc_trim(0)
         before = _memory_of_this_process("VmRSS")
-        contender = build(setting, rank, weights)
+        contender = build(rank)
         gc.collect()
         libc.malloc_trim(
             0
@@ -224,7 +246,9 @@ def _rank_main(build: Build, setting: Setting, rank: int, weights: Path, store: 
                 meter = getattr(contender, "meter", None)
                 before_steps = meter() if meter else 0
                 steps = [_timed(contender, *setting.batch(batch, contender.dp_index)) for batch in argument]
-                answer = (steps, meter() - before_steps if meter else None)
+                answer: Any = (steps, meter() - before_steps if meter else None)
+            elif command == "ask":
+                answer = getattr(contender, argument)()
             else:
                 answer = (_tensor_bytes(), _memory_of_this_process("VmHWM") - before)
             pipe.send(("ok", answer))
@@ -236,10 +260,10 @@ def _rank_main(build: Build, setting: Setting, rank: int, weights: Path, store: 
         os._exit(0)  # gloo's threads may still wait for a lost rank
 
 
-def _timed(contender: Contender, tokens: Tensor, labels: Tensor) -> tuple[float, float | Work | None]:
+def _timed(contender: Contender, *batch: Tensor) -> tuple[float, float | Work | None]:
     dist.barrier()
     begin = time.perf_counter()
-    result = contender.step(tokens, labels)
+    result = contender.step(*batch)
     return time.perf_counter() - begin, result
 
 
@@ -257,11 +281,3 @@ def _tensor_bytes() -> int:
             storage = one.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
-
-
-def _loopback_bytes() -> int:
-    for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    return 0

@@ -1,0 +1,261 @@
+"""Attention of one layer under context parallelism, beside other ways to do it: step, memory and bytes.
+
+    python -m benchmarks.context [--worlds 2,4] [--lengths 2048,4096,8192,16384] [--dtypes fp32,bf16] [--out context]
+    python -m benchmarks.context --hosts 2 --mbit 1000 --out context_two_hosts
+
+Forward and backward of causal attention of the same sequence, one thread a rank, each contender in its own processes, in
+turns; what each computes is first compared with torch's attention of the whole sequence in fp32.
+
+megazero ...             ring, Ulysses, and Ulysses of 2 within a ring of the rest (from 4 ranks on); on one host Ulysses
+                         exchanges through shared memory, over gloo it takes the peers' sockets
+torch ring               `_templated_ring_attention`, zigzag; keys and values gathered (its default) or rotated
+DeepSpeed Ulysses        `DistributedAttention` around torch's attention
+gathered keys            keys and values all-gathered, their gradients reduce-scattered; zigzag
+floor, heads | tiles     a rank's share of the work, as Ulysses or as a ring has it, with nothing to send
+one rank                 the whole sequence on rank 0; only where --contenders names it
+
+above the floor          milliseconds of a step beyond the faster floor's in the same round, the median of the rounds
+peak MB                  resident memory of the rank that has most, above that before the contender was built; its own
+                         queries, keys, values and their gradients are in it
+sent MB                  of a step, per rank, as the interfaces count; what ranks exchange through shared memory is not in it
+over the link MB         of a step, all ranks together
+
+With --hosts 2 half of the ranks are in another network namespace; see benchmarks/hosts_net.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.attention_work import AttentionRank, AttentionWork, worst_error
+from benchmarks.hosts_net import LOOPBACK, Network, NoHostsError, network_of
+from benchmarks.report import machine, markdown
+from benchmarks.setting import DTYPES, positive
+from benchmarks.worlds import ContenderFailedError, Turn, World
+
+RESULTS = Path(__file__).parent / "results"
+LENGTHS = (2048, 4096, 8192, 16384)
+LEAST_ROUNDS, WARMUP_STEPS = 3, 2
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
+FLOORS = ("floor, heads", "floor, tiles")
+ALONE, HYBRID = "one rank", "megazero 2 x ring"
+
+# Where each contender is made: module and name; imported on first use, since the peers are optional.
+BUILDERS = {
+    "megazero ring": "context_attention:ring",
+    "megazero Ulysses": "context_attention:ulysses",
+    "megazero Ulysses over gloo": "context_attention:ulysses_over_gloo",
+    HYBRID: "context_attention:hybrid",
+    "torch ring, gathered": "peers.context_parallel:torch_ring_gathered",
+    "torch ring, rotated": "peers.context_parallel:torch_ring_rotated",
+    "DeepSpeed Ulysses": "peers.deepspeed_ulysses:DeepSpeedUlysses",
+    "gathered keys": "peers.context_parallel:GatheredKeys",
+    FLOORS[0]: "peers.context_parallel:HeadFloor",
+    FLOORS[1]: "peers.context_parallel:TileFloor",
+    ALONE: "peers.context_parallel:Alone",
+}
+DEFAULT = [name for name in BUILDERS if name != ALONE]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender of a row.
+
+    Args:
+        ms: milliseconds of a step: median, least, most.
+        above_floor: milliseconds beyond the faster floor.
+        peak_bytes: of the rank that has most.
+        sent_bytes, link_bytes: of a step: see `Turn`.
+        metered_bytes: of a step, per rank, as the contender itself counts.
+        error: largest difference from attention of the whole sequence, in parts of the largest element; None for a floor.
+        failure: why there are no figures.
+    """
+
+    name: str
+    ms: tuple[float, float, float] | None = None
+    above_floor: float | None = None
+    peak_bytes: int | None = None
+    sent_bytes: float | None = None
+    link_bytes: float | None = None
+    metered_bytes: float | None = None
+    error: float | None = None
+    failure: str | None = None
+
+
+class ResultsDifferError(RuntimeError):
+    """A contender does not compute attention."""
+
+
+def measure(
+    work: AttentionWork, names: Sequence[str] = DEFAULT, *, seconds: float, network: Network = LOOPBACK
+) -> tuple[list[Line], int]:
+    """All contenders of one row, and how many rounds there were.
+
+    Args:
+        work: the row.
+        names: keys of `BUILDERS`.
+        seconds: the rounds take about so long; there are three at least.
+        network: where the ranks are.
+
+    Raises:
+        ResultsDifferError: a contender computes something else.
+        ContenderFailedError: one failed after its first steps; one that fails in them has a line that says so.
+    """
+    with _worlds(work, names, network) as (worlds, failures):
+        memory = {name: world.memory() for name, world in worlds.items()}  # what is asked next would raise the peak
+        errors = _errors(work, worlds)
+        turns: dict[str, list[Turn]] = {name: [] for name in worlds}
+        end, rounds = time.monotonic() + seconds, 0
+        while rounds < LEAST_ROUNDS or time.monotonic() < end:
+            first = rounds % len(worlds)
+            for name in [*worlds][first:] + [*worlds][:first]:  # everyone comes after everyone
+                turns[name].append(worlds[name].turn(range(1)))
+            rounds += 1
+    taken = {name: [turn.seconds[0] * 1e3 for turn in found] for name, found in turns.items()}
+    floors = [taken[name] for name in FLOORS if name in taken]
+    floor = min(floors, key=median, default=None)
+    lines = []
+    for name in names:
+        if name in failures:
+            lines.append(Line(name, failure=failures[name]))
+            continue
+        its, last = taken[name], turns[name][-1]
+        lines.append(
+            Line(
+                name,
+                (median(its), min(its), max(its)),
+                None if floor is None else median(a - b for a, b in zip(its, floor, strict=True)),
+                memory[name].peak,
+                median(turn.loopback_bytes for turn in turns[name]),
+                median(turn.link_bytes for turn in turns[name]) if network.namespaces else None,
+                last.metered_bytes,
+                errors.get(name),
+            )
+        )
+    return lines, rounds
+
+
+@contextmanager
+def _worlds(
+    work: AttentionWork, names: Sequence[str], network: Network
+) -> Iterator[tuple[dict[str, World], dict[str, str]]]:
+    """Ranks of every contender after some steps, and why those that cannot run, cannot; ended afterwards."""
+    worlds: dict[str, World] = {}
+    failures: dict[str, str] = {}
+    try:
+        for name in names:
+            try:
+                worlds[name] = World(name, partial(_builder(name), work), work, network)
+                worlds[name].turn(range(WARMUP_STEPS))
+            except ContenderFailedError as error:
+                failures[name] = str(error)
+                if name in worlds:
+                    worlds.pop(name).close()
+        yield worlds, failures
+    finally:
+        for world in worlds.values():
+            world.close()
+
+
+def _builder(name: str) -> Callable[[AttentionWork, int], AttentionRank]:
+    module, _, attribute = BUILDERS[name].partition(":")
+    try:
+        return getattr(import_module(f"benchmarks.{module}"), attribute)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise ContenderFailedError(
+            f"it cannot be imported ({error}); `make .venv/.bench` installs the peers"
+        ) from error
+
+
+def _errors(work: AttentionWork, worlds: dict[str, World]) -> dict[str, float]:
+    expected = work.expected()
+    errors = {name: worst_error(world.ask("part"), expected) for name, world in worlds.items() if name not in FLOORS}
+    for name, error in errors.items():
+        if not error <= TOLERANCE[work.dtype]:
+            raise ResultsDifferError(f"{name} is {error:.1e} off, so its time would be that of other work")
+    return errors
+
+
+def table(lines: Sequence[Line]) -> str:
+    """One row's contenders."""
+    heads = (
+        "contender", "step ms (least to most)", "above the floor ms", "peak MB", "sent MB", "over the link MB",
+        "own meter MB", "error",
+    )  # fmt: skip
+
+    def megabytes(value: float | None) -> str:
+        return "" if value is None else f"{value / 1e6:.2f}"
+
+    rows = []
+    for line in lines:
+        if line.ms is None:
+            rows.append((line.name, f"cannot run: {line.failure}", *[""] * (len(heads) - 2)))
+            continue
+        rows.append(
+            (
+                line.name,
+                f"{line.ms[0]:.1f} ({line.ms[1]:.1f} to {line.ms[2]:.1f})",
+                "" if line.above_floor is None else f"{line.above_floor:.1f}",
+                megabytes(line.peak_bytes),
+                *map(megabytes, (line.sent_bytes, line.link_bytes, line.metered_bytes)),
+                "" if line.error is None else f"{line.error:.1e}",
+            )
+        )
+    return markdown(heads, rows)
+
+
+def main() -> None:
+    """Measure, print a table for each row, write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", default="2,4", help="comma-separated")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="comma-separated")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="comma-separated")
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--kv-heads", type=positive, default=2)
+    parser.add_argument("--seconds", type=positive, default=60, help="of each row's rounds; there are three at least")
+    parser.add_argument("--contenders", default=";".join(DEFAULT), help="separated by semicolons")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
+    parser.add_argument(
+        "--mbit", type=positive, default=1000, help="rate of the link between two hosts, each direction"
+    )
+    parser.add_argument("--out", help="write benchmarks/results/NAME.md and NAME.jsonl")
+    given = parser.parse_args()
+    names = given.contenders.split(";")
+    if unknown := [name for name in names if name not in BUILDERS]:
+        parser.error(f"--contenders: {unknown[0]!r} is none of {'; '.join(BUILDERS)}")
+    torch.set_num_threads(1)
+    lines, pages = [json.dumps({"machine": machine(), **vars(given)})], []
+    cases = product(given.dtypes.split(","), map(int, given.worlds.split(",")), map(int, given.lengths.split(",")))
+    for dtype, world, length in cases:
+        work = AttentionWork(length, world, dtype, given.heads, given.kv_heads)
+        here = [name for name in names if name != HYBRID or world > 2]
+        try:
+            with network_of(given.hosts, given.mbit) as network:
+                found, rounds = measure(work, here, seconds=given.seconds, network=network)
+        except (ContenderFailedError, ResultsDifferError, NoHostsError) as error:
+            raise SystemExit(str(error)) from error
+        joined = f", two hosts at {given.mbit} Mbit/s" if given.hosts == 2 else ""
+        shape = f"{work.heads} heads of {work.head_size}, {work.kv_heads} of keys and values"
+        title = f"## {dtype}, {world} ranks, {length} tokens, {shape}{joined}, {rounds} rounds"
+        pages.append(f"{title}\n\n{table(found)}\n")
+        lines.append(json.dumps({**asdict(work), "rounds": rounds, "lines": [asdict(line) for line in found]}))
+        print(pages[-1], flush=True)
+        if given.out:  # after every row, so that an interrupted run loses one
+            (RESULTS / f"{given.out}.md").write_text("\n".join(pages), encoding="utf-8")
+            (RESULTS / f"{given.out}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

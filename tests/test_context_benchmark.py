@@ -1,0 +1,103 @@
+"""The comparison of context parallelism computes one attention in many ways, and two hosts are joined by a slow link."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.attention_work import AttentionWork
+from benchmarks.context import BUILDERS, FLOORS, HYBRID, Line, measure, table
+from benchmarks.hosts_net import Network, NoHostsError, two_hosts
+from benchmarks.worlds import World
+
+pytestmark = pytest.mark.slow  # starts whole runs
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
+DEEPSPEED = "DeepSpeed Ulysses"
+
+
+def _by_name(work: AttentionWork, names: list[str]) -> dict[str, Line]:
+    lines, rounds = measure(work, names, seconds=0)
+    assert rounds == 3
+    return {line.name: line for line in lines}
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(2, "bf16"), (4, "fp32")])
+def test_every_way_computes_attention_of_the_whole_sequence(world: int, dtype: str) -> None:
+    names = [name for name in BUILDERS if name != DEEPSPEED and (name != HYBRID or world > 2)]
+    lines = _by_name(AttentionWork(64, world, dtype, 8, 2, 16), names)
+    assert not [line for line in lines.values() if line.failure]
+    assert all(line.error is not None for name, line in lines.items() if name not in FLOORS)
+    floor = min(lines[name].ms[0] for name in FLOORS)  # type: ignore[index]
+    assert all(line.above_floor is not None for line in lines.values())
+    assert any(line.above_floor == 0 and line.ms[0] == floor for line in lines.values())  # type: ignore[index]
+    assert lines["gathered keys"].sent_bytes > 10 * lines[FLOORS[0]].sent_bytes + 1000  # type: ignore[operator]
+    assert lines["megazero ring"].metered_bytes == _ring_bytes(world, dtype)
+    assert lines["megazero Ulysses over gloo"].metered_bytes == _ulysses_bytes(world, dtype)
+
+
+def _ring_bytes(world: int, dtype: str) -> float:
+    """Keys and values twice, and their gradients in fp32 once, to all other ranks: 64 tokens, 2 heads of 16."""
+    element = {"bf16": 2, "fp32": 4}[dtype]
+    return 2 * (2 * element + 4) * (2 * 16) * 64 * (world - 1) / world
+
+
+def _ulysses_bytes(world: int, dtype: str) -> float:
+    """Of a rank's queries and result, and of keys and values with a head for each rank at least, forward and back."""
+    element = {"bf16": 2, "fp32": 4}[dtype]
+    return 2 * element * (2 * 8 * 16 + 2 * max(2, world) * 16) * (64 / world) * (world - 1) / world
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("world", [2, 4])
+def test_deepspeed_computes_it_with_fewer_heads_of_keys_than_ranks(world: int) -> None:
+    line = _by_name(AttentionWork(64, world, "fp32", 4, 2, 16), [DEEPSPEED])[DEEPSPEED]
+    assert line.failure is None
+    assert line.error is not None
+
+
+class _Sends:
+    """Rank 0 sends a tensor to rank 1."""
+
+    dp_index = 0
+
+    def __init__(self, rank: int, *, size: int) -> None:
+        self._rank, self._tensor = rank, torch.zeros(size, dtype=torch.uint8)
+
+    def step(self, *batch: torch.Tensor) -> None:
+        (dist.recv if self._rank else dist.send)(self._tensor, 1 - self._rank)
+
+
+def _turn(network: Network, size: int) -> tuple[float, float]:
+    """Seconds and bytes over the link."""
+    world = World("sends", partial(_Sends, size=size), AttentionWork(64, 2), network)
+    try:
+        world.turn(range(1))
+        turn = world.turn(range(1))
+        return turn.seconds[0], turn.link_bytes
+    finally:
+        world.close()
+
+
+def test_two_hosts_are_joined_by_a_link_of_the_rate_that_was_asked_for() -> None:
+    size, mbit = 4_000_000, 100
+    try:
+        with two_hosts(mbit) as network:
+            seconds, sent = _turn(network, size)
+    except NoHostsError as error:
+        pytest.skip(str(error))
+    assert size <= sent < 1.2 * size
+    assert seconds > 0.9 * (size - 200_000) * 8 / (mbit * 1e6)  # the bucket holds 128 KB that go at once
+
+
+def test_a_table_tells_figures_and_why_a_contender_has_none() -> None:
+    text = table([Line("ours", (10.0, 9.0, 12.5), 1.25, 2_000_000, 3e6, None, 2.5e6, 1e-7), Line("it", failure="no")])
+    _, _, ours, failed = text.splitlines()
+    assert "10.0 (9.0 to 12.5)" in ours
+    assert "1.2" in ours
+    assert "2.50" in ours
+    assert "cannot run: no" in failed
