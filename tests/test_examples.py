@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -13,25 +14,40 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
-from harness import run_program
+from einops import rearrange
+from harness import run_command, run_program
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from megazero.checkpoint.hugging_face.config import logical_shapes
+from megazero.checkpoint.index import TrainerState
 from megazero.cli import app
 from megazero.config import load_config
 from megazero.config.document import to_markdown
 from megazero.data.tokenize import tokenize_files
+from megazero.engine.phases import phases_after
+from megazero.engine.trainer_state import check_same_run
+from megazero.layers.attention import RotaryEmbedding
+from megazero.layers.attention_kernels import attention
+from megazero.layers.context_attention import ContextAttention
+from megazero.layers.sample_part import TokenLayout, part_of
+from megazero.models.gpt import BuildContext
+from megazero.models.llama.block import llama_attention, rotary_embedding
+from megazero.parallel_state import Axis
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WORLD_SIZES = {
     "quickstart": 8,
+    "long_context": 8,
     "llama_1.3b_8gpu": 8,
     "llama_7b_64gpu": 64,
     "llama_70b_512gpu": 512,
     "llama3_8b_64gpu": 64,
+    "llama3_8b_128k_64gpu": 64,
     "qwen2_7b_64gpu": 64,
     "qwen3_4b_8gpu": 8,
     "olmo2_7b_64gpu": 64,
@@ -52,7 +68,7 @@ def test_every_example_has_a_world_size_here() -> None:
 def test_an_example_resolves_on_its_cluster(name: str) -> None:
     run = load_config(EXAMPLES / f"{name}.toml", [], WORLD_SIZES[name])
     parallel = run.config.parallel
-    assert parallel.tp * parallel.pp * run.dp == WORLD_SIZES[name]
+    assert parallel.tp * parallel.cp * parallel.pp * run.dp == WORLD_SIZES[name]
     assert run.micro_batch_size * run.dp * run.accumulation == run.global_batch_size
 
 
@@ -63,6 +79,7 @@ def test_an_example_resolves_on_its_cluster(name: str) -> None:
         ("llama_7b_64gpu", 6.738e9),
         ("llama_70b_512gpu", 68.98e9),
         ("llama3_8b_64gpu", 8.030e9),
+        ("llama3_8b_128k_64gpu", 8.030e9),
         ("qwen2_7b_64gpu", 7.616e9),
         ("qwen3_4b_8gpu", 4.022e9),
         ("olmo2_7b_64gpu", 7.299e9),
@@ -75,6 +92,43 @@ def test_an_example_has_the_size_in_its_name(name: str, parameters: float) -> No
     model = load_config(EXAMPLES / f"{name}.toml", [], WORLD_SIZES[name]).config.model
     shapes = logical_shapes(model).values()
     assert sum(prod(shape) for shape in shapes) == pytest.approx(parameters, rel=1e-3)
+
+
+def test_the_run_at_128k_goes_on_with_the_one_at_8k() -> None:
+    """It says that it accepts what it changes of the model and the data, and begins a phase with longer samples."""
+    short, long = (load_config(EXAMPLES / f"llama3_8b{name}_64gpu.toml", [], 64).config for name in ("", "_128k"))
+    assert long.training.run_dir == short.training.run_dir
+    assert (
+        short.training.global_batch_size * short.model.seq_len == long.training.global_batch_size * long.model.seq_len
+    )
+    steps = short.training.steps
+    samples, model = steps * short.training.global_batch_size, short.model.model_dump()
+    written = TrainerState(steps, samples, 0, steps, "a", model, short.model_dump(mode="json"), {}, {})
+    check_same_run(Path("step"), long, "b", written)
+    (phase,) = phases_after(written, long, "b")
+    assert phase.changed["model.seq_len"] == [8192, 131072]
+    assert phase.changed["data.document_mask"] == [False, True]
+    assert (phase.step, phase.first_sample, phase.schedule_step) == (steps, samples, steps)
+
+
+@pytest.mark.slow
+def test_the_long_example_trains_with_less_loss_on_another_cut_the_same(tmp_path: Path) -> None:
+    """Made small; its ring of 4 and dp 2 beside Ulysses 2 x pp 2 on four ranks."""
+    small = ["model.seq_len=1024", "training.steps=4", "training.eval_every_steps=4", "logging.tensorboard=false"]
+    shapes = {"as it is": [], "other": ["parallel.cp=2", "parallel.cp_method=ulysses", "parallel.pp=2"]}
+    losses = {}
+    for name, shape in shapes.items():
+        run_dir = tmp_path / name
+        more = ["launch.nproc_per_node=4"] if shape else []
+        words = [*small, *shape, *more, f"training.run_dir={run_dir}", "launch.device=cpu"]
+        done = run_command("train", EXAMPLES / "long_context.toml", *words)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [*(line["loss"] for line in lines), lines[-1]["val_loss"]]
+        if not shape:
+            assert "cp_method auto takes ring" in done.stdout
+    assert losses["other"] == pytest.approx(losses["as it is"], rel=1e-5)
+    assert losses["as it is"][3] < losses["as it is"][0] - 0.3
 
 
 @pytest.mark.parametrize("name", ["launch_torchrun.sh", "pretrain.slurm"])
@@ -124,6 +178,27 @@ def test_the_page_of_keys_is_the_schemas() -> None:
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     keys = page[page.index("\n## [") + 1 :]
     assert keys == to_markdown(), "docs/config.md is out of date: run the command at its top"
+
+
+def test_the_attention_that_the_page_on_models_shows_is_llamas() -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(class MyAttention.*?)```", page, re.DOTALL)
+    named = (BuildContext, RotaryEmbedding, Tensor, TokenLayout, attention, rearrange)
+    names = {one.__name__: one for one in named} | {"nn": nn}
+    exec(code, names)
+    model, alone = load_config(EXAMPLES / "long_context.toml", ["model.seq_len=64"]).config.model, Axis("cp")
+    over_ranks = ContextAttention(alone, alone, None, torch.float32)
+    parts = part_of([[40, 24], [1, 63]], 64, alone, alone, torch.device("cpu"))
+    assert parts is not None
+    for part, attends in ((None, None), (parts, over_ranks)):
+        context = BuildContext(model, Axis("tp"), False, 1, torch.device("cpu"), context=attends)
+        rope = rotary_embedding(context)
+        llamas = llama_attention("layer", context, rope)
+        for weight in llamas.parameters():
+            nn.init.normal_(weight)
+        shown, x = names["MyAttention"](context, llamas.qkv, llamas.out, rope), torch.randn(64, 2, model.hidden_size)
+        layout = TokenLayout(torch.arange(2), part)
+        torch.testing.assert_close(shown(x, layout), llamas(x, layout))
 
 
 def test_every_phase_of_the_page_can_be_loaded(tmp_path: Path) -> None:
