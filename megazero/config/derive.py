@@ -204,26 +204,28 @@ def _with_context_method(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]
 
 def _bytes_by_ulysses(config: RunConfig) -> tuple[dict[int, int], str]:
     """What a rank sends per layer and sample, by the Ulysses degrees that fit its heads, the largest first; the heads."""
-    model, parallel, precision = config.model, config.parallel, config.precision
+    model, parallel = config.model, config.parallel
     heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
     fitting = [1, *(degree for degree in ulysses_degrees(heads, kv_heads) if degree > 1 and parallel.cp % degree == 0)]
-    sent = {
-        degree: sum(
-            context_bytes(
-                model.seq_len,
-                1,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_size=model.head_size,
-                ulysses=degree,
-                ring=parallel.cp // degree,
-                itemsize=_BYTES[precision.dtype],
-                gradient_itemsize=_BYTES[precision.reduce_dtype],
-            ).values()
-        )
-        for degree in reversed(fitting)
-    }
+    sent = {degree: sum(sent_by_attention(config, 1, degree).values()) for degree in reversed(fitting)}
     return sent, f"{counted(heads, 'head')} and {counted(kv_heads, 'key/value head')}"
+
+
+def sent_by_attention(config: RunConfig, batch: int, ulysses: int) -> dict[str, int]:
+    """What a rank of a run sends per layer for a micro-batch of so many samples, by operation; see `context_bytes`."""
+    model, parallel, precision = config.model, config.parallel, config.precision
+    heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
+    return context_bytes(
+        model.seq_len,
+        batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=model.head_size,
+        ulysses=ulysses,
+        ring=parallel.cp // ulysses,
+        itemsize=_BYTES[precision.dtype],
+        gradient_itemsize=_BYTES[precision.reduce_dtype],
+    )
 
 
 def _data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:

@@ -11,8 +11,7 @@ So no weight is held or multiplied twice, and storage, norms and checkpoints see
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,15 +20,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megazero.comm.autograd import gather_sequence
-from megazero.layers.attention_kernels import attention
+from megazero.layers.attention_kernels import attention, uncompiled
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.qk_norm import HeadNorm, WidthNorm
 from megazero.layers.recompute import KeptResults
 from megazero.layers.sample_part import SamplePart, TokenLayout
 from megazero.parallel_state import Axis
-
-T = TypeVar("T")
 
 _UNKNOWN_PART = "this attention was built without `context`: it knows neither documents nor parts of samples"
 _MISSING_PART = (
@@ -92,10 +89,10 @@ class RotaryEmbedding:
         low, high = x.chunk(2, dim=-1)
         rotated = torch.cat([-high, low], dim=-1)
         if part is not None:
-            cos, sin = _uncompiled(self.tables_of)(part)
+            cos, sin = uncompiled(self.tables_of)(part)
             return (x * cos + rotated * sin).to(x.dtype)
         held = self.cos, self.sin
-        cos, sin = _uncompiled(self._hold_all)() if held[0] is None or held[1] is None else (held[0], held[1])
+        cos, sin = uncompiled(self._hold_all)() if held[0] is None or held[1] is None else (held[0], held[1])
         if (seq := x.shape[-2]) != len(cos):
             cos, sin = cos[:seq], sin[:seq]
         return (x * cos + rotated * sin).to(x.dtype)
@@ -117,11 +114,6 @@ class RotaryEmbedding:
         angle = positions.unsqueeze(-1) * frequency
         cos, sin = ((self._amplitude * one).float() for one in (angle.cos(), angle.sin()))
         return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
-
-
-def _uncompiled(function: Callable[..., T]) -> Callable[..., T]:
-    """The function, which a compiler that traces its caller leaves as it is."""
-    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 class SharedKVHead(nn.Module):
@@ -221,7 +213,7 @@ class Attention(nn.Module):
         if part is None or self.context is None:
             out = self.attend(q, k, v, kept=self.kept)
         else:
-            out = _uncompiled(self.context.attend)(q, k, v, part, kept=self.kept)
+            out = uncompiled(self.context.attend)(q, k, v, part, kept=self.kept)
         return rearrange(out, "b h s d -> s b (h d)")
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:

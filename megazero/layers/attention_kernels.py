@@ -13,7 +13,8 @@ So a block that is computed again can keep `out` and `lse` of its first forward,
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from torch.nn.attention import SDPBackend
 
 from megazero.layers.recompute import KeptResults
 from megazero.layers.token_layout import Tile
+
+T = TypeVar("T")
 
 _aten = torch.ops.aten
 
@@ -43,12 +46,15 @@ def attention(
     """
     if mask is not None or q.dtype == torch.float32:
         k, v = _one_for_each_head(q, k, v)
-    if kept is not None:
-        through = torch.compiler.disable(_through) if torch.compiler.is_compiling() else _through
-        if (out := through(q, k, v, mask, kept)) is not None:
-            return out
+    if kept is not None and (out := uncompiled(_through)(q, k, v, mask, kept)) is not None:
+        return out
     fewer = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=fewer)
+
+
+def uncompiled(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, which a compiler that traces its caller leaves as it is."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
 def _one_for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -187,17 +187,22 @@ def _visits(k: Tensor, v: Tensor, ring: Axis) -> Iterator[tuple[int, Tensor, Ten
     if size == 1:
         yield here, k, v
         return
-    after, before = ring.ranks[(here + 1) % size], ring.ranks[here - 1]
     own = torch.stack((k, v))
     arriving, leaving = torch.empty_like(own), own
     used = k, v
     for step in range(size):
-        pending = exchange([(leaving, after)], [(arriving, before)], ring) if step + 1 < size else []
+        pending = _pass_on(leaving, arriving, ring) if step + 1 < size else []
         yield (here - step) % size, *used
         for one in pending:
             one.wait()
         arriving, leaving = leaving, arriving
         used = leaving[0], leaving[1]
+
+
+def _pass_on(leaving: Tensor, arriving: Tensor, ring: Axis) -> list[Pending]:
+    """Start sending a tensor to the next rank of the ring, and receiving one from the rank before."""
+    after, before = ring.ranks[(ring.index + 1) % ring.size], ring.ranks[ring.index - 1]
+    return exchange([(leaving, after)], [(arriving, before)], ring)
 
 
 class _KeyGradients:
@@ -229,8 +234,7 @@ class _KeyGradients:
             for travelling, part in zip(self._arriving, of_tile, strict=True):
                 travelling[seen] += part
         free = torch.empty_like(self._arriving) if self._leaving is None else self._leaving
-        after, before = ring.ranks[(ring.index + 1) % ring.size], ring.ranks[ring.index - 1]
-        self._pending = exchange([(self._arriving, after)], [(free, before)], ring)
+        self._pending = _pass_on(self._arriving, free, ring)
         self._leaving, self._arriving = self._arriving, free
 
     def total(self) -> tuple[Tensor, Tensor]:

@@ -71,8 +71,7 @@ class SamplePart:
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` computes from this part, computed once and shared by all layers."""
         if key not in self._derived:
-            with torch.inference_mode(False):  # an evaluation may be the first to ask, and training the next
-                self._derived[key] = make()
+            self._derived[key] = make()
         return self._derived[key]  # type: ignore[return-value]
 
 
@@ -113,8 +112,7 @@ def part_of(
 
 @lru_cache(maxsize=16)
 def _whole_samples(seq_len: int, *place: int | torch.device) -> SamplePart:
-    with torch.inference_mode(False):  # whoever is the first to ask
-        return _part([(seq_len,)], *place)  # type: ignore[arg-type]
+    return _part([(seq_len,)], *place)  # type: ignore[arg-type]
 
 
 def _part(
@@ -138,6 +136,6 @@ def _part(
 
 def copied_to(device: torch.device, array: NDArray[Any]) -> Tensor:
     """The array on a device, of use in training whoever calls this.  CUDA takes it without the host waiting for it."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # an evaluation may be the first to ask for what is kept, and training the next
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megazero.config import ResolvedRun
+from megazero.config.derive import sent_by_attention
 from megazero.layers.token_layout import balance, shards, work
-from megazero.models.context_bytes import context_bytes, heads_of_rank
 from megazero.settings import counted
-from megazero.zero.bucket import DTYPES
 
 SAMPLES = 64
 """As many are looked at, the first of the training order."""
@@ -37,20 +36,8 @@ def describe_context(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) 
 
 
 def _sent(run: ResolvedRun) -> str:
-    model, parallel, precision = run.config.model, run.config.parallel, run.config.precision
-    heads, kv_heads = heads_of_rank(model.num_heads, model.num_kv_heads, parallel.tp)
-    ulysses = parallel.ulysses
-    sent = context_bytes(
-        model.seq_len,
-        run.micro_batch_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=model.head_size,
-        ulysses=ulysses,
-        ring=parallel.cp // ulysses,
-        itemsize=DTYPES[precision.dtype].itemsize,
-        gradient_itemsize=DTYPES[precision.reduce_dtype].itemsize,
-    )
+    parallel, ulysses = run.config.parallel, run.config.parallel.ulysses
+    sent = sent_by_attention(run.config, run.micro_batch_size, ulysses)
     parts = " + ".join(f"{operation} {count:,}" for operation, count in sent.items() if count)
     return (
         f"cp {parallel.cp}, {parallel.cp_method}: Ulysses {ulysses} x ring {parallel.cp // ulysses}; for each layer and "
