@@ -2,7 +2,7 @@
 
 [Note: the second proof]  `simulate` and `prove` play a schedule step by step.  The tests ask another question of the
 same program: are its events (a step is reached, a message passes) free of cycles?  A program that can run is exactly
-one whose events can be put in an order.
+one whose events can be put in an order, on gloo and on NCCL where every host waits at every step.
 
 [Note: chunk time]  With costs of `chunks` each, every forward, backward and weight gradient of a chunk takes 1, so that
 idle times are whole numbers.  Divided by the chunks they are in units of a rank's work on one micro-batch.
@@ -24,7 +24,17 @@ from megazero.schedules.gpipe import GPIPE
 from megazero.schedules.interleaved import INTERLEAVED
 from megazero.schedules.kind import GivenSchedule, forward_only
 from megazero.schedules.one_f_one_b import ONE_F_ONE_B
-from megazero.schedules.proof import Costs, Program, ScheduleError, peak_activations, program, prove, simulate
+from megazero.schedules.proof import (
+    Costs,
+    Program,
+    ScheduleError,
+    peak_activations,
+    play,
+    program,
+    prove,
+    received_when_opened,
+    simulate,
+)
 from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_V
 
@@ -120,27 +130,42 @@ def has_order(before: dict) -> bool:
 
 
 def can_run(placed: Program, placement: Placement) -> bool:
-    """Whether the events of a program have an order.
+    """Whether the events of a program have an order on both machines."""
+    return all(can_run_on(placed, placement, host_waits) for host_waits in (False, True))
+
+
+def can_run_on(placed: Program, placement: Placement, host_waits: bool) -> bool:
+    """Whether the events have an order where a receive counts from its OPEN; or from its RECV, and hosts wait.
 
     A message is (F or B, micro-batch, the virtual stage that it comes from, the rank that it goes to).  It has two
     sides; those of a rank that go to higher ranks pass in the order in which the rank posts them, and so do the others.
+    A host that waits takes a step after all messages that its rank has posted.
     """
     before: dict[object, set[object]] = {}  # event -> events that must come first
-    sides: dict[object, list[ActionKind]] = {}
+    sides: dict[object, list[bool]] = {}
     for rank, steps in enumerate(placed):
-        previous_step, previous_message = None, {}
+        previous_step, previous_message, opened = None, {}, set()
         for index, step in enumerate(steps):
             here = (rank, index)
             before[here] = {previous_step} - {None}
+            if host_waits:
+                before[here].update(previous_message.values())
             previous_step = here
             if isinstance(step, MessageAction):
-                sender, receiver = (rank, step.peer) if step.kind is ActionKind.SEND else (step.peer, rank)
+                sends = step.kind is ActionKind.SEND
+                if step.kind is ActionKind.OPEN:
+                    opened.add(step.lands)
+                elif step.lands not in opened and not sends and host_waits:
+                    return False
+                if not sends and (step.kind is ActionKind.OPEN) is host_waits:
+                    continue
+                sender, receiver = (rank, step.peer) if sends else (step.peer, rank)
                 stage = placement.index((sender, step.carries.chunk))
                 message = (step.carries.kind, step.carries.microbatch, stage, receiver)
-                sides.setdefault(message, []).append(step.kind)
+                sides.setdefault(message, []).append(sends)
                 before.setdefault(message, set()).update({here, previous_message.get(sender < receiver, here)})
                 previous_message[sender < receiver] = message
-                if step.kind is ActionKind.SEND:
+                if sends:
                     before[here].add(("computed", *message[:3]))
             else:
                 stage = placement.index((rank, step.chunk))
@@ -150,7 +175,7 @@ def can_run(placed: Program, placement: Placement) -> bool:
                     is_local = placement[source[2]][0] == rank
                     before[here].add(("computed", *source) if is_local else (*source, rank))
     known = all(event in before for first in before.values() for event in first)
-    paired = all(sorted(kinds) == [ActionKind.RECV, ActionKind.SEND] for kinds in sides.values())
+    paired = all(sorted(sent) == [False, True] for sent in sides.values())
     return known and paired and has_order(before)
 
 
@@ -185,9 +210,9 @@ def test_a_program_is_its_schedule_with_each_message_sent_once_and_received_once
         sent, received = Counter(), Counter()
         for rank, steps in enumerate(placed):
             for step in steps:
-                if isinstance(step, MessageAction) and step.kind is ActionKind.SEND:
+                if step.kind is ActionKind.SEND:
                     sent[step.carries, step.lands, rank, step.peer] += 1
-                elif isinstance(step, MessageAction):
+                elif step.kind is ActionKind.RECV:
                     received[step.carries, step.lands, step.peer, rank] += 1
         wanted = Counter()
         for (rank, chunk), (after, its) in itertools.pairwise(schedule.placement):
@@ -408,13 +433,13 @@ def test_each_action_starts_as_soon_as_its_rank_is_free_and_its_input_is_there(s
 
 
 def compute_between_receive_and_use(placed: Program, kind: ActionKind) -> list[list[int]]:
-    """Per rank, in order of use: how many actions run between posting a receive and using it."""
+    """Per rank, in order of use: how many actions run between opening a message and using it."""
     gaps: list[list[int]] = []
     for steps in placed:
         posted = {
             step.lands: i
             for i, step in enumerate(steps)
-            if isinstance(step, MessageAction) and step.kind is ActionKind.RECV
+            if isinstance(step, MessageAction) and step.kind is ActionKind.OPEN
         }
         used = [(i, step) for i, step in enumerate(steps) if step in posted and step.kind is kind]
         gaps.append([sum(isinstance(s, Action) for s in steps[posted[step] + 1 : i]) for i, step in used])
@@ -633,8 +658,10 @@ def swapped(placed: Program, rank: int, one: int, other: int) -> Program:
 
 
 def without(placed: Program, rank: int, name: str) -> Program:
-    at = index_of(placed[rank], name)
-    return (*placed[:rank], placed[rank][:at] + placed[rank][at + 1 :], *placed[rank + 1 :])
+    """A program that lacks a message on one side: its SEND, or its RECV and its OPEN."""
+    names = {name, name.replace("RECV", "OPEN")}
+    left = tuple(step for step in placed[rank] if str(step) not in names)
+    return (*placed[:rank], left, *placed[rank + 1 :])
 
 
 @pytest.mark.parametrize(
@@ -666,22 +693,30 @@ def test_a_message_that_nobody_answers_is_refused_even_when_all_actions_run():
 def test_two_transfers_of_a_pair_swapped_on_one_side_are_refused():
     schedule = gpipe(2, 3)
     placed = program(schedule)
-    one, other = (index_of(placed[1], f"RECV(F{m}<-0)") for m in (0, 1))
-    damaged = swapped(placed, 1, one, other)
+    damaged = placed
+    for kind in ("OPEN", "RECV"):
+        one, other = (index_of(damaged[1], f"{kind}(F{m}<-0)") for m in (0, 1))
+        damaged = swapped(damaged, 1, one, other)
     assert not can_run(damaged, schedule.placement)
     with pytest.raises(ScheduleError, match="deadlock; rank 0 stops at B0"):
         prove(schedule, damaged)
 
 
 def test_messages_of_the_two_directions_do_not_wait_for_each_other():
-    """Each direction has its own communicator: a rank may post its first receive from above before all its sends."""
+    """Each direction has its own communicator: a rank may post its first receive from above before all its sends.
+
+    Unless its host waits for the device before it has sent what it must.
+    """
     schedule = one_forward_one_backward(2, 4)
     first, second = program(schedule)
-    at = index_of(first, "RECV(B0<-1)")
-    assert index_of(first, "SEND(F0->1)") < at
-    moved = ((first[at], *first[:at], *first[at + 1 :]), second)
-    assert can_run(moved, schedule.placement)
-    prove(schedule, moved)
+    names = ("OPEN(B0<-1)", "RECV(B0<-1)")
+    moved = [first[index_of(first, name)] for name in names]
+    early = ((*moved, *(step for step in first if str(step) not in names)), second)
+    assert can_run_on(early, schedule.placement, host_waits=False)
+    assert not can_run_on(early, schedule.placement, host_waits=True)
+    play(schedule, tuple(map(received_when_opened, early)))
+    with pytest.raises(ScheduleError, match="deadlock where the host waits for the device; rank 0 stops at F0"):
+        prove(schedule, early)
 
 
 def test_a_send_before_its_action_is_refused():
@@ -696,8 +731,19 @@ def test_a_send_before_its_action_is_refused():
 def test_a_receive_after_its_use_is_refused():
     schedule = gpipe(2, 2)
     placed = program(schedule)
-    damaged = swapped(placed, 1, index_of(placed[1], "RECV(F0<-0)"), index_of(placed[1], "F0"))
+    damaged = swapped(placed, 1, index_of(placed[1], "OPEN(F0<-0)"), index_of(placed[1], "F0"))
     with pytest.raises(ScheduleError, match="deadlock; rank 0 stops at B0"):
+        prove(schedule, damaged)
+    damaged = swapped(placed, 1, index_of(placed[1], "RECV(F0<-0)"), index_of(placed[1], "F0"))
+    with pytest.raises(ScheduleError, match="deadlock where the host waits for the device; rank 0 stops at F1"):
+        prove(schedule, damaged)
+
+
+def test_a_receive_before_its_memory_is_there_is_refused():
+    schedule = gpipe(2, 2)
+    placed = program(schedule)
+    damaged = swapped(placed, 1, index_of(placed[1], "OPEN(F0<-0)"), index_of(placed[1], "RECV(F0<-0)"))
+    with pytest.raises(ScheduleError, match=r"rank 1 posts RECV\(F0<-0\) before it is opened"):
         prove(schedule, damaged)
 
 

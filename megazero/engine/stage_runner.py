@@ -20,6 +20,7 @@ from megazero.layers.activation_offload import HostOffload
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Action, ActionKind
+from megazero.schedules.connections import connect
 from megazero.schedules.executor import Executor, Message
 from megazero.schedules.kind import ScheduleKind
 from megazero.zero.sharded_model import ShardedModel
@@ -37,8 +38,9 @@ def executors(
     """(micro-batches, shape, trains) -> executor, proved when it is first asked for and kept.  Raises: ScheduleError.
 
     `chunks` are those of each rank; `new_message` makes empty tensors for what an action receives; `on_action` is called
-    before and after every action.  All ranks of a pipeline ask in the same order.
+    before and after every action.  All ranks of a pipeline call this, and ask in the same order.
     """
+    connect(kind.placement(state.pp.size, chunks), state.pp, state.pp_up)
 
     def watch(action: Action) -> None:
         state.traffic.advance()

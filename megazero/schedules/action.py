@@ -24,6 +24,7 @@ class ActionKind(StrEnum):
     BACKWARD = "B"
     WEIGHT = "W"
     SEND = "SEND"
+    OPEN = "OPEN"  # the memory for a message is there: it may arrive as soon as it is received
     RECV = "RECV"
 
 
@@ -41,10 +42,10 @@ class Action:
 
 @dataclass(frozen=True)
 class MessageAction:
-    """One side of a message between pipeline ranks.
+    """A step of one side of a message between pipeline ranks.
 
     Args:
-        kind: SEND or RECV.
+        kind: SEND, OPEN or RECV.
         carries: the forward or backward whose result travels, as the sender names it.
         lands: the action that uses it, as the receiver names it.
         peer: the other pipeline rank.
@@ -100,6 +101,11 @@ class Schedule:
         return any(action.kind is ActionKind.WEIGHT for actions in self.ranks for action in actions)
 
     @cached_property
+    def _stage_of(self) -> dict[tuple[int, int], int]:
+        """(Pipeline rank, chunk) -> virtual stage."""
+        return {place: stage for stage, place in enumerate(self.placement)}
+
+    @cached_property
     def waiting_losses(self) -> int:
         """Most micro-batches that have their loss and wait for their backward, at once."""
         rank, chunk = self.placement[-1]
@@ -127,7 +133,7 @@ class Schedule:
 
     def _neighbour(self, rank: int, action: Action, step: int) -> tuple[int, Action] | None:
         """The same action `step` stages on, where there is such a stage."""
-        stage = self.placement.index((rank, action.chunk)) + step
+        stage = self._stage_of[rank, action.chunk] + step
         if not 0 <= stage < len(self.placement):
             return None
         other, chunk = self.placement[stage]

@@ -2,21 +2,26 @@
 
 It knows a stage only by `forward`, `backward` and `backward_weight`.  Receives are posted ahead of their use.  Sends are not
 waited for: their tensors are kept until the send is done, or until a message from the peer shows that it has used them.
+
+[Note: a receive on a GPU]  The host runs ahead of the device.  Before an action it opens what arrives meanwhile: it takes
+memory and records an event.  After the action is queued it posts the receive, in a stream that waits for the event alone.
+So the message travels while the action runs, but an action in which the host waits for the device does not wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
-from typing import Protocol, TypeAlias
+from itertools import pairwise
+from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, exchange
 from megazero.parallel_state import Axis
 from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
-from megazero.schedules.proof import Program, program
+from megazero.schedules.proof import Program, Steps, program, received_when_opened
 
 Message: TypeAlias = tuple[Tensor, ...]
 """What passes between stages: the tensors of an activation, or a gradient for each of them that is floating-point."""
@@ -47,6 +52,7 @@ class _InFlight:
 
     # By the action whose result is sent, or by the one that uses it: on this rank, or as it arrives.
     results: dict[Action, Message] = field(default_factory=dict)
+    opened: dict[Action, tuple[Message, Any]] = field(default_factory=dict)  # event: from then on the memory is free
     arriving: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
     sending: dict[Action, tuple[list[Pending], Message]] = field(default_factory=dict)
 
@@ -85,14 +91,10 @@ class Executor:
         self._next = dict(pairwise(a for a in schedule.ranks[self._rank] if a.kind is not ActionKind.WEIGHT))
         placed = program(schedule)
         self._received = _what_messages_confirm(placed, self._rank)
-        # Neighbouring messages of a direction are posted as one batch.
-        self._steps: list[Action | list[MessageAction]] = []
-        for _, neighbours in groupby(placed[self._rank], key=type):
-            steps = list(neighbours)
-            self._steps += [step for step in steps if isinstance(step, Action)]
-            messages = [step for step in steps if isinstance(step, MessageAction)]
-            batches = ([m for m in messages if m.goes_down(self._rank) is down] for down in (True, False))
-            self._steps += [batch for batch in batches if batch]
+        device = torch.device("cpu") if down.group is None else down.group.device
+        self._device = torch.get_device_module(device)  # torch.cuda, or torch.cpu, whose streams and events do nothing
+        self._aside = self._device.Stream()
+        self._steps = steps_of(placed, self._rank, device)
 
     def run(self, stage: Stage) -> None:
         """Run one step's actions.  Raises: LostPeerError."""
@@ -100,8 +102,12 @@ class Executor:
         for step in self._steps:
             if isinstance(step, Action):
                 self._compute(step, stage, messages)
+            elif step.kind is ActionKind.SEND:
+                self._send(step, messages)
+            elif step.kind is ActionKind.OPEN:
+                self._open(step, messages)
             else:
-                self._post(step, messages)
+                self._receive(step, messages)
         for pendings, _ in messages.sending.values():
             _wait(pendings)
 
@@ -125,25 +131,29 @@ class Executor:
             rank, use = target
             messages.results[use if rank == self._rank else action] = tuple(tensor.detach() for tensor in result)
 
-    def _post(self, batch: list[MessageAction], messages: _InFlight) -> None:
-        axis = self._axes[batch[0].goes_down(self._rank)]
-        posted = sorted(batch, key=lambda side: side.kind is ActionKind.RECV)  # `exchange` starts the sends first
-        tensors: dict[ActionKind, list[tuple[Tensor, int]]] = {ActionKind.SEND: [], ActionKind.RECV: []}
-        contents: list[Message] = []
-        for side in posted:
-            if side.kind is ActionKind.SEND:
-                message = tuple(tensor.contiguous() for tensor in messages.results.pop(side.carries))
-            else:
-                message = self._new_message(side.lands)
-            tensors[side.kind] += [(tensor, axis.ranks[side.peer]) for tensor in message]
-            contents.append(message)
-        pendings = iter(exchange(tensors[ActionKind.SEND], tensors[ActionKind.RECV], axis))
-        for side, message in zip(posted, contents, strict=True):
-            under_way = ([next(pendings) for _ in message], message)
-            if side.kind is ActionKind.SEND:
-                messages.sending[side.carries] = under_way
-            else:
-                messages.arriving[side.lands] = under_way
+    def _send(self, step: MessageAction, messages: _InFlight) -> None:
+        axis = self._axes[step.goes_down(self._rank)]
+        message = tuple(tensor.contiguous() for tensor in messages.results.pop(step.carries))
+        pendings = exchange([(tensor, axis.ranks[step.peer]) for tensor in message], [], axis)
+        messages.sending[step.carries] = (pendings, message)
+
+    def _open(self, step: MessageAction, messages: _InFlight) -> None:
+        message, opened = self._new_message(step.lands), self._device.Event()
+        opened.record()
+        messages.opened[step.lands] = (message, opened)
+
+    def _receive(self, step: MessageAction, messages: _InFlight) -> None:
+        axis = self._axes[step.goes_down(self._rank)]
+        message, opened = messages.opened.pop(step.lands)
+        with self._device.stream(self._aside):
+            opened.wait()
+            pendings = exchange([], [(tensor, axis.ranks[step.peer]) for tensor in message], axis)
+        messages.arriving[step.lands] = (pendings, message)
+
+
+def steps_of(placed: Program, rank: int, device: torch.device) -> Steps:
+    """What a rank runs: on NCCL the program, on gloo with every receive as early as it can be."""
+    return placed[rank] if device.type == "cuda" else received_when_opened(placed[rank])
 
 
 def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:

@@ -1,29 +1,45 @@
 """The proof of a schedule: it is simulated before it runs, and its messages are put in an order that cannot deadlock.
 
     simulate   who computes what when; refuses a schedule with a dependency that is never met
-    program    the same actions with SEND and RECV between them, each direction in one agreed order
-    prove      simulates a program under the strictest rule: the messages of a direction pass one after the other on
-               each rank, each only once both sides have posted it
+    program    the same actions with OPEN, RECV and SEND between them, every message in one agreed order
+    play       when the actions of a program run on a machine where the messages of a direction pass one after the other
+    prove      plays a program on the two machines that there are
 
-[Note: agreed order]  Messages from lower to higher ranks ("down") and back ("up") travel over communicators of their own,
-so the order matters within a direction only.  There all messages are put in the order of the simulated time at which they
-are produced, and every rank posts its own in that order.  Take the earliest message that has not passed: both its ranks
-have finished all earlier ones, so neither can be stuck behind another message.  `prove` plays it all the same.
+[Note: two machines]  Messages from lower to higher ranks ("down") and back ("up") travel over communicators of their own.
+A message passes once both sides have posted it, after all earlier ones of its direction on both ranks.
+
+    gloo   threads of its own carry the messages while the host computes; a receive is posted when its memory is opened
+    NCCL   the host only queues work for the device: actions in one stream, each direction in another, where a message is a
+           batch of its own, since a batch ends as a whole.  A send waits for the actions queued before it, a receive for
+           those before its OPEN, an action for what it needs.  And wherever the host waits for the device (a synchronize,
+           cudaFree when memory is short, a kernel that is loaded or measured at its first use), no later step is queued
+           until all earlier ones of its rank have ended, messages included.  The proof lets every host wait at every step.
+
+Sources: NCCL's user guide, "Point-to-point communication" (a call in a group ends with its group) and "CUDA stream
+semantics"; torch's ProcessGroupNCCL, where batched messages take the group's communicator and its one stream, which first
+waits for the current stream (`syncStream`).
+
+[Note: agreed order]  All messages are put in the order of the simulated time t at which they are produced.  A rank sends
+and receives a message before its first action that starts at t or later, and opens it before the first that ends at t or
+later: at most one action, the one that runs while the message arrives, lies between OPEN and RECV.  Now order everything by
+simulated time, an action by its start and a message before it: a step waits for earlier ones only, even where every host
+waits at every step.  So nothing can be stuck, on either machine; `prove` plays it all the same.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TypeAlias
 
 from megazero.schedules.action import Action, ActionKind, MessageAction, Schedule
 
-Program: TypeAlias = tuple[tuple[Action | MessageAction, ...], ...]
+Steps: TypeAlias = tuple[Action | MessageAction, ...]
+Program: TypeAlias = tuple[Steps, ...]
 RankAction: TypeAlias = tuple[int, Action]
+Stream: TypeAlias = deque[tuple[MessageAction, float]]
 
 _BEFORE = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}
 
@@ -162,76 +178,150 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def program(schedule: Schedule) -> Program:
-    """Put sends and receives among the actions, and prove the result.
+    """Put the steps of the messages among the actions, and prove the result.  [Note: agreed order]
 
     Raises:
         ScheduleError: as `simulate` and `prove`.
     """
-    spans = simulate(schedule).spans
-    messages = sorted(
-        (spans[rank, action][1], rank, index, action, target)
-        for rank, actions in enumerate(schedule.ranks)
-        for index, action in enumerate(actions)
-        if (target := schedule.target(rank, action)) is not None and target[0] != rank
-    )
+    whole_numbers = Costs(schedule.chunks, schedule.chunks, schedule.chunks)  # of time, so that sums are exact
+    spans = simulate(schedule, whole_numbers).spans
+    messages = []
+    for (sender, action), (_, time) in spans.items():
+        target = schedule.target(sender, action)
+        if target is not None and target[0] != sender:
+            down = sender < target[0]
+            # Of those produced at one time a rank receives first, so that it can open the memory before its own action.
+            messages.append(((time, down, sender if down else -sender), sender, action, target))
+    starts = [[spans[rank, action][0] for action in actions] for rank, actions in enumerate(schedule.ranks)]
     ends = [[spans[rank, action][1] for action in actions] for rank, actions in enumerate(schedule.ranks)]
-    index_of = [{action: index for index, action in enumerate(actions)} for actions in schedule.ranks]
-    # Per rank: messages to post before action i (index len(actions): after the last), in global message order.
-    posts: list[list[tuple[int, Action | MessageAction]]] = [[] for _ in range(schedule.pp)]
-    latest: dict[tuple[int, bool], int] = {}
-    for time, sender, index, action, (receiver, use) in messages:
-        # The receive is posted before the action during which the message arrives, or its use where that comes first.
-        ahead = min(bisect_left(ends[receiver], time), index_of[receiver][use])
-        for rank, before, message in (
-            (sender, index + 1, MessageAction(ActionKind.SEND, action, use, receiver)),
-            (receiver, ahead, MessageAction(ActionKind.RECV, action, use, sender)),
+    # Per rank: (index of the action that follows, step), the messages of an index in the agreed order.
+    steps: list[list[tuple[int, Action | MessageAction]]] = [[] for _ in schedule.ranks]
+    for (time, *_), sender, action, (receiver, use) in sorted(messages, key=lambda message: message[0]):
+        for rank, kind, peer, times in (
+            (sender, ActionKind.SEND, receiver, starts),
+            (receiver, ActionKind.OPEN, sender, ends),
+            (receiver, ActionKind.RECV, sender, starts),
         ):
-            # never before an earlier message of the same direction
-            key = (rank, message.goes_down(rank))
-            latest[key] = max(before, latest.get(key, 0))
-            posts[rank].append((latest[key], message))
-    placed = tuple(  # the sort is stable: messages keep their order and come before the action of the same index
-        tuple(step for _, step in sorted([*posts[rank], *enumerate(actions)], key=lambda post: post[0]))
+            steps[rank].append((bisect_left(times[rank], time), MessageAction(kind, action, use, peer)))
+    placed = tuple(  # the sort is stable
+        tuple(step for _, step in sorted([*steps[rank], *enumerate(actions)], key=lambda step: step[0]))
         for rank, actions in enumerate(schedule.ranks)
     )
     prove(schedule, placed)
     return placed
 
 
+def received_when_opened(steps: Steps) -> Steps:
+    """One rank's part of a program for gloo: every receive directly after its OPEN."""
+    moved: list[Action | MessageAction] = []
+    for step in steps:
+        if step.kind is not ActionKind.RECV:
+            moved.append(step)
+        if isinstance(step, MessageAction) and step.kind is ActionKind.OPEN:
+            moved.append(replace(step, kind=ActionKind.RECV))
+    return tuple(moved)
+
+
 def prove(schedule: Schedule, placed: Program) -> None:
-    """Simulate a program of `schedule` whose messages pass in order, each once both sides have posted it.
+    """Play a program of `schedule` on gloo, and on NCCL where every host waits at every step.  [Note: two machines]
 
     Raises:
         ScheduleError: a rank waits forever, a message is used before it was received or sent before it was computed, or a
             message has only one side.
     """
     _check_faithful(schedule, placed)
-    at = [0] * len(placed)
-    posted: list[tuple[deque[MessageAction], deque[MessageAction]]] = [(deque(), deque()) for _ in placed]  # up, down
-    known: list[set[RankAction | None]] = [{None} for _ in placed]  # results that a rank has computed or received
+    play(schedule, tuple(map(received_when_opened, placed)))
+    play(schedule, placed, host_waits=True)
+
+
+@dataclass
+class _Rank:
+    """How far a rank has come while a program is played."""
+
+    at: int = 0  # index of the next step
+    clock: float = 0.0  # when the last action ends
+    opened: dict[Action, float] = field(default_factory=dict)  # by the action that uses the message
+    known: dict[RankAction | None, float] = field(default_factory=lambda: {None: 0.0})  # results, computed or received
+    # By direction, up and down: what is posted and has not passed, with the time from which on it may; the last one's end.
+    posted: tuple[Stream, Stream] = field(default_factory=lambda: (deque(), deque()))
+    passed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+
+def play(schedule: Schedule, placed: Program, costs: Costs | None = None, *, host_waits: bool = False) -> Timeline:
+    """Compute when every action of a program runs.  [Note: two machines]
+
+    Args:
+        placed: as `program` makes it, for NCCL; with every rank's steps from `received_when_opened`, for gloo.
+        host_waits: before every step a rank waits until all that it has posted has passed.
+
+    Raises:
+        ScheduleError: as `prove`.
+    """
+    costs = costs or Costs()
+    ranks = [_Rank() for _ in placed]
+    spans: dict[RankAction, tuple[float, float]] = {}
     moved = True
     while moved:
         moved = False
-        for rank, steps in enumerate(placed):
-            while at[rank] < len(steps):
-                step = steps[at[rank]]
+        for index, rank in enumerate(ranks):
+            while rank.at < len(placed[index]) and not (host_waits and any(rank.posted)):
+                if host_waits:
+                    rank.clock = max(rank.clock, *rank.passed)
+                step = placed[index][rank.at]
                 if isinstance(step, MessageAction):
-                    if step.kind is ActionKind.SEND and (rank, step.carries) not in known[rank]:
-                        raise ScheduleError(f"{schedule.name}: rank {rank} posts {step} before {step.carries}")
-                    posted[rank][step.goes_down(rank)].append(step)
-                elif schedule.source(rank, step) in known[rank]:
-                    known[rank].add((rank, step))
+                    _post(rank, index, step, schedule.name, host_waits=host_waits)
+                elif (source := schedule.source(index, step)) in rank.known:
+                    start = max(rank.clock, rank.known[source])
+                    rank.clock = rank.known[index, step] = start + costs.of(step, schedule)
+                    spans[index, step] = (start, rank.clock)
                 else:
                     break
-                at[rank] += 1
+                rank.at += 1
                 moved = True
-            for down in (False, True):
-                moved |= _pass_messages(rank, [queues[down] for queues in posted], known)
-    for rank, steps in enumerate(placed):
-        if at[rank] < len(steps):
-            raise ScheduleError(f"{schedule.name}: deadlock; rank {rank} stops at {steps[at[rank]]}")
-        for left in [*posted[rank][0], *posted[rank][1]][:1]:
-            raise ScheduleError(f"{schedule.name}: rank {rank} posts {left}, which no rank answers")
+            moved |= _pass_messages(ranks, index, costs.hop)
+    when = " where the host waits for the device" if host_waits else ""
+    for index, rank in enumerate(ranks):
+        if rank.at < len(placed[index]):
+            raise ScheduleError(f"{schedule.name}: deadlock{when}; rank {index} stops at {placed[index][rank.at]}")
+        for left, _ in [*rank.posted[0], *rank.posted[1]][:1]:
+            raise ScheduleError(f"{schedule.name}: rank {index} posts {left}, which no rank answers")
+    return Timeline(schedule, spans)
+
+
+def _post(rank: _Rank, index: int, step: MessageAction, name: str, *, host_waits: bool) -> None:
+    """Take a rank's next step, which is no action."""
+    if step.kind is ActionKind.OPEN:
+        rank.opened[step.lands] = rank.clock
+        return
+    if step.kind is ActionKind.SEND and (index, step.carries) not in rank.known:
+        raise ScheduleError(f"{name}: rank {index} posts {step} before {step.carries}")
+    if step.kind is ActionKind.RECV and step.lands not in rank.opened:
+        raise ScheduleError(f"{name}: rank {index} posts {step} before it is opened")
+    is_ahead = step.kind is ActionKind.RECV and not host_waits
+    ready = rank.opened[step.lands] if is_ahead else rank.clock
+    rank.posted[step.goes_down(index)].append((step, ready))
+
+
+def _pass_messages(ranks: list[_Rank], index: int, hop: float) -> bool:
+    """Pass the messages that are first on both of their ranks, one of which is `index`."""
+    moved = False
+    for down in (False, True):
+        while posted := ranks[index].posted[down]:
+            head, ready = posted[0]
+            peer = ranks[head.peer]
+            if not peer.posted[down]:
+                break
+            other, other_ready = peer.posted[down][0]
+            if other.peer != index or other.carries != head.carries or other.kind is head.kind:
+                break
+            end = max(ready, other_ready, ranks[index].passed[down], peer.passed[down]) + hop
+            receiver, sender = (index, head.peer) if head.kind is ActionKind.RECV else (head.peer, index)
+            ranks[receiver].known[sender, head.carries] = end
+            for rank in (ranks[index], peer):
+                rank.posted[down].popleft()
+                rank.passed[down] = end
+            moved = True
+    return moved
 
 
 def _check_faithful(schedule: Schedule, placed: Program) -> None:
@@ -247,19 +337,3 @@ def _check_faithful(schedule: Schedule, placed: Program) -> None:
                 sender, receiver = (rank, step.peer) if step.kind is ActionKind.SEND else (step.peer, rank)
                 if schedule.target(sender, step.carries) != (receiver, step.lands):
                     raise ScheduleError(f"{text} posts {step} for {step.lands}, which is no message")
-
-
-def _pass_messages(rank: int, posted: Sequence[deque[MessageAction]], known: list[set[RankAction | None]]) -> bool:
-    """Pass the messages at the head of both queues of a pair; a rank's queue moves strictly in order."""
-    moved = False
-    while posted[rank]:
-        head = posted[rank][0]
-        other = posted[head.peer]
-        if not other or other[0].peer != rank or other[0].carries != head.carries or other[0].kind is head.kind:
-            return moved
-        receiver, sender = (rank, head.peer) if head.kind is ActionKind.RECV else (head.peer, rank)
-        known[receiver].add((sender, head.carries))
-        posted[rank].popleft()
-        other.popleft()
-        moved = True
-    return moved
