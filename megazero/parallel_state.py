@@ -12,6 +12,10 @@
 
 `RankGrid` is arithmetic and needs no process.  `ParallelState` joins one rank of a grid to its process groups and is
 handed down by argument.  An axis of one rank has no group, and a collective over it makes no call.
+
+[Note: starting many ranks]  What a rank writes into the store of the process groups and reads there does not grow with the
+world: gloo connects two ranks when they first have a message, groups of GPUs are NCCL's alone, host memory travels over one
+gloo group, and a sum over the world goes over its axes in turn, so that no communicator of GPUs spans it.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -34,6 +38,7 @@ from torch import Tensor
 
 AXES = ("tp", "cp", "dp", "pp")
 TIMEOUT = timedelta(minutes=30)  # for scripts that start their ranks themselves
+MOST_SHARING_RANKS = 16  # of a group that reduces through shared memory: every rank signals every other
 Wait: TypeAlias = Callable[[], object]
 
 
@@ -147,11 +152,15 @@ class Traffic:
 
     One thread at a time makes the calls that are counted here; any thread may read.
 
+    Attributes:
+        link_bytes: of the messages that this rank truly sends, those to other hosts.
+
     Source: ring collectives send (n-1)/n of the full buffer per pass (Rajbhandari et al. 2020, section 7).
     """
 
     def __init__(self) -> None:
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
+        self.link_bytes: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
         self.waited_seconds = 0.0
         self.last: Call | None = None
@@ -161,8 +170,9 @@ class Traffic:
         """The host makes progress without a collective."""
         self.advanced = time.perf_counter()
 
-    def add(self, axis: str, operation: str, sent_bytes: int) -> None:
+    def add(self, axis: str, operation: str, sent_bytes: int, link_bytes: int = 0) -> None:
         self.sent_bytes[axis, operation] += sent_bytes
+        self.link_bytes[axis, operation] += link_bytes
         self.calls[axis, operation] += 1
 
     def enter(self, axis: Axis, operation: str) -> Call:
@@ -186,6 +196,7 @@ class Traffic:
     def reset(self) -> None:
         """Start counting from zero."""
         self.sent_bytes.clear()
+        self.link_bytes.clear()
         self.calls.clear()
 
 
@@ -207,6 +218,11 @@ class Backend(Protocol):
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
 
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait: ...
+
+    def link_bytes(self, operation: str, full: Tensor, axis: Axis, /) -> int:
+        """What this rank sends to other hosts in an operation on a buffer, `full` being the longer of its two."""
+
     def check_order(self) -> None:
         """Compare the labels of gathers that their waits have not compared.  Raises: OrderError."""
 
@@ -221,19 +237,24 @@ class Backend(Protocol):
 class Group:
     """The communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it."""
 
-    process_group: dist.ProcessGroup | None  # None once closed
+    process_group: dist.ProcessGroup | None  # None where only host memory travels, and once closed
     device: torch.device  # where the ranks compute
     timeout_seconds: float  # how long an operation may wait for a peer
     shares_memory: bool  # whether ranks of one host may communicate through memory
+    neighbours: int  # ranks of a host: rank // neighbours numbers the hosts
     siblings: Collection[Group]  # all groups of this rank
+    host: dist.ProcessGroup | None = None  # of gloo, with at least these ranks: carries their messages of host memory
     backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; `comm` chooses them
+    # Of operations under way whose owner is gone.  gloo stops reading from a peer if a message's memory is gone, too.
+    unfinished: list[Wait] = field(default_factory=list)
 
     def close(self) -> None:
-        """Release the backends and the process group."""
+        """Release the backends and the process groups."""
         for backend in self.backends.values():
             backend.close()
         self.backends.clear()
-        self.process_group = None
+        self.unfinished.clear()
+        self.process_group = self.host = None
 
 
 class Groups(dict[tuple[tuple[int, ...], str], Group]):
@@ -264,21 +285,32 @@ class Axis:
     index: int = 0  # position of this rank among them
     group: Group | None = None  # None when the axis has one rank
     traffic: Traffic = field(default_factory=Traffic)
+    parts: tuple[Axis, ...] = ()  # axes whose product it is, where `all_reduce` goes over these in turn
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
+    def is_apart(self, index: int) -> bool:
+        """Whether a rank, by its number on the axis, is on another host than this one."""
+        block = self.group.neighbours if self.group is not None else 1
+        return self.ranks[index] // block != self.ranks[self.index] // block
+
     @property
     def process_group(self) -> dist.ProcessGroup:
         """torch's process group of these ranks.  Raises: RuntimeError where there is none, or no longer."""
         if self.group is None or self.group.process_group is None:
-            raise RuntimeError("this rank has left the process group, or never joined one")
+            raise RuntimeError(f"this rank has left the process group of {self.name}, or never joined one")
         return self.group.process_group
+
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """What carries messages of host memory among these ranks.  Raises: RuntimeError as `process_group`."""
+        return self.process_group if self.group is None or self.group.host is None else self.group.host
 
 
 class SavingAxes(NamedTuple):
-    """The ranks of a stage, and all ranks, over communicators that only checkpoints use."""
+    """The ranks of a stage, and all ranks, for messages of host memory that only checkpoints send."""
 
     model: Axis
     world: Axis
@@ -300,6 +332,7 @@ class ParallelState:
 
     Attributes:
         cp, and dp where cp is above 1: ranks to count and to number, without a group.
+        model, world: ranks of this stage, and all; both send host memory and objects, and only `world` sums tensors.
         cp_ulysses, cp_ring: cp cut in two: ranks that exchange heads for tokens, and ranks that pass keys and values on.
         dp_cp: ranks with the same parameters, whose gradients add up; dp itself where cp is 1.
         shard, replica: dp_cp cut in two: ranks that hold different shards, and ranks that hold the same one.
@@ -342,7 +375,9 @@ class ParallelState:
             )
         self.at = grid.coordinate(rank)
         self.traffic = Traffic()
-        self._timeout_seconds, self._shares_memory = timeout_seconds, shares_memory
+        connect_on_demand(os.environ)
+        self._timeout_seconds = timeout_seconds
+        self._shares_memory = shares_memory and self.device.type == "cpu"
         self.groups = Groups() if groups is None else groups
         self.tp, self.pp = (self._axis(axis, grid.group_of(rank, axis)) for axis in ("tp", "pp"))
         # Gradients are summed over dp_cp, and attention exchanges over the two parts of cp: a communicator of NCCL takes
@@ -352,15 +387,22 @@ class ParallelState:
         self.cp = self._axis("cp", grid.group_of(rank, "cp"), communicates=False)
         # Messages down and up the pipeline have communicators of their own, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
-        self.model = self._axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
-        self.world = self._axis("world", tuple(range(grid.world_size)))
-        self.embedding = self.among_stages([0, grid.pp - 1], "embedding")
         # Where dp is 1, ZeRO reduces over the ranks of cp: attention must not wait for its buckets.
         self.cp_ulysses, self.cp_ring = self._cut(self.cp, cp_ulysses, "cp", "cp", "attention")
         self.dp_cp = self.dp if is_whole else self._axis("dp_cp", grid.group_of(rank, "dp", "cp"))
         self.shard, self.replica = self.dp_cp, Axis("replica", (rank,), traffic=self.traffic)
         if 0 < shard_group_size < same:
             self.shard, self.replica = self._cut(self.dp_cp, shard_group_size, "shard", "replica")
+        self.model = self._host_axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
+        self.world = self._world()
+
+    def _world(self) -> Axis:
+        """All ranks.  Up to 16 that may share memory sum in one operation, others over one axis after another."""
+        ranks = tuple(range(self.grid.world_size))
+        if self._shares_memory and len(ranks) <= MOST_SHARING_RANKS:
+            return self._axis("world", ranks)
+        parts = tuple(replace(one, name="world") for one in (self.tp, self.dp_cp, self.pp) if one.size > 1)
+        return replace(self._host_axis("world", ranks), parts=parts)
 
     def among_stages(self, stages: Sequence[int], name: str = "tied") -> Axis:
         """The ranks of some pipeline stages at this rank's other coordinates; this rank alone if it is in none of them.
@@ -372,18 +414,33 @@ class ParallelState:
         return self._axis(name, ranks if self.rank in ranks else (self.rank,))
 
     def saving_axes(self, timeout_seconds: float) -> SavingAxes:
-        """Communicators over host memory, for saving in a thread while training goes on.  Every rank makes them, once.
+        """A communicator of host memory, for saving in a thread while training goes on.  Every rank makes it, once.
 
-        Make them before the first step: in the middle of a run the ranks would wait for one that has died meanwhile.
+        Make it before the first step: in the middle of a run the ranks would wait for one that has died meanwhile.
         """
-        traffic = Traffic()  # of another thread
-        self.groups.savers += 1  # engines that share groups save in threads of their own
-        purpose = f"save {self.groups.savers}"
-        groups = [self._group(axis.ranks, purpose, timeout_seconds) for axis in (self.model, self.world)]
-        return SavingAxes(
-            replace(self.model, name="saving stage", group=groups[0], traffic=traffic),
-            replace(self.world, name="saving world", group=groups[1], traffic=traffic),
-        )
+        traffic, group = Traffic(), None  # of another thread
+        if self.world.size > 1:
+            self.groups.savers += 1  # engines that share groups save in threads of their own
+            ranks, purpose = self.world.ranks, f"save {self.groups.savers}"
+            made = self._process_group(ranks, torch.device("cpu"), timeout_seconds, "gloo")
+            # A channel of shared memory serves one thread.
+            cpu, siblings = torch.device("cpu"), self.groups.values()
+            group = Group(None, cpu, timeout_seconds, False, self.neighbours, siblings, made)
+            self.groups[ranks, purpose] = group
+        stage = replace(self.model, name="saving stage", group=group if self.model.size > 1 else None, traffic=traffic)
+        return SavingAxes(stage, replace(self.world, name="saving world", group=group, traffic=traffic, parts=()))
+
+    def apart(self, axis: Axis, purpose: str) -> Axis:
+        """The ranks of an axis over a communicator of their own, where operations do not queue behind those of the axis.
+
+        Every rank makes it, in the same order.
+        """
+        return replace(axis, group=self._group(axis.ranks, purpose))
+
+    def neighbours_on(self, axis: Axis, size: int, name: str, purpose: str = "") -> Axis:
+        """The `size` neighbours of an axis among which this rank is, as an axis.  Every rank makes it, in the same order."""
+        first = axis.index // size * size
+        return self._axis(name, axis.ranks[first : first + size], purpose)
 
     def leave(self) -> None:
         """Release every process group: one that is still referenced when the interpreter exits aborts the process."""
@@ -395,38 +452,54 @@ class ParallelState:
 
     def _cut(self, axis: Axis, size: int, inner: str, outer: str, purpose: str = "") -> tuple[Axis, Axis]:
         """This rank's axes over `size` neighbours of `axis`, and over those at its place among their neighbours."""
-        first, place = axis.index // size * size, axis.index % size
-        neighbours, others = axis.ranks[first : first + size], axis.ranks[place::size]
-        return self._axis(inner, neighbours, purpose), self._axis(outer, others, purpose)
+        others = axis.ranks[axis.index % size :: size]
+        return self.neighbours_on(axis, size, inner, purpose), self._axis(outer, others, purpose)
 
-    def _group(self, ranks: tuple[int, ...], purpose: str = "", timeout_seconds: float | None = None) -> Group | None:
-        if len(ranks) == 1:
-            return None
-        if (ranks, purpose) not in self.groups:
-            saves = purpose.startswith("save")
-            device = torch.device("cpu") if saves else self.device
-            seconds = timeout_seconds or self._timeout_seconds
-            # On CUDA the world's own group has the options of whoever made it; unused, it costs nothing.
-            takes_world = len(ranks) == self.grid.world_size and not purpose and device.type != "cuda"
-            made = dist.group.WORLD if takes_world else self._process_group(ranks, saves, device, seconds)
-            shares = self._shares_memory and device.type == "cpu" and not saves  # a channel serves one thread
-            self.groups[ranks, purpose] = Group(made, device, seconds, shares, self.groups.values())
-        return self.groups[ranks, purpose]
+    def _host_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        """An axis whose ranks have messages of host memory for one another, but no communicator of their own."""
+        axis = self._axis(name, ranks, communicates=False)
+        if axis.size == 1:
+            return axis
+        group = self.groups.setdefault((ranks, "host"), self._joined(None, dist.group.WORLD))
+        return replace(axis, group=group)
 
-    def _process_group(self, ranks: tuple[int, ...], saves: bool, device: torch.device, seconds: float) -> Any:
+    def _group(self, ranks: tuple[int, ...], purpose: str = "") -> Group | None:
+        """The group of these ranks for this purpose, made at the first call, which every rank of the world makes."""
+        on_cpu, seconds = self.device.type == "cpu", self._timeout_seconds
+        if len(ranks) > 1 and (ranks, purpose) not in self.groups:
+            made = dist.group.WORLD
+            if len(ranks) < self.grid.world_size or purpose or not on_cpu:
+                made = self._process_group(ranks, self.device, seconds, "nccl" if self.device.type == "cuda" else None)
+            self.groups[ranks, purpose] = self._joined(made, made if on_cpu else dist.group.WORLD)
+        return self.groups.get((ranks, purpose))
+
+    def _joined(self, made: dist.ProcessGroup | None, host: dist.ProcessGroup | None) -> Group:
+        limits, siblings = (self._timeout_seconds, self._shares_memory, self.neighbours), self.groups.values()
+        return Group(made, self.device, *limits, siblings, host)
+
+    def _process_group(self, ranks: tuple[int, ...], device: torch.device, seconds: float, backend: str | None) -> Any:
         # Only members wait for one another, so the time to make a group does not grow with the world.  torch names a group
         # by its ranks and by how many groups a rank has made: a rank outside makes one of its own to keep count.
         timeout = timedelta(seconds=seconds)
         group = dist.new_group(
             list(ranks if self.rank in ranks else (self.rank,)),
             timeout=timeout,
-            backend="gloo" if saves else None,
+            backend=backend,
             pg_options=nccl_options(device, timeout),
             use_local_synchronization=True,
         )
-        # NCCL connects at the first call; here all members are certain to make it.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        if device.type == "cuda":  # NCCL connects at the first call; here all members are certain to make it
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
         return group
+
+
+def connect_on_demand(environment: MutableMapping[str, str]) -> None:
+    """Let gloo connect two ranks when they first have a message, unless the user has chosen; before groups are made.
+
+    Otherwise every group begins with a connection between any two of its ranks, for which each rank writes 154 + 8 n bytes
+    into the store and reads what all others have written.
+    """
+    environment.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def nccl_options(device: torch.device, timeout: timedelta) -> Any:

@@ -11,7 +11,8 @@ from torch import Tensor
 from megazero.comm.autograd import all_heads_for_sequence, heads_for_sequence, sequence_for_heads
 from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import LostPeerError, Pending, all_reduce, all_to_all
-from megazero.comm.shared_memory import HALF_BYTES, OrderError, SharedMemoryBackend
+from megazero.comm.labels import OrderError
+from megazero.comm.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 LONG = HALF_BYTES // 4 + 40  # fp32 elements: several rounds, and the last one short

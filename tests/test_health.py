@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from harness import run_world
 from torch import Tensor
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from worlds import state_on
 
 from megazero.checkpoint.folder import Folder
@@ -27,7 +30,7 @@ from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, coun
 from megazero.training.callbacks.metrics import MetricsFile
 from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
-from megazero.training.callbacks.stragglers import RankWork, slow_ranks, spread_of
+from megazero.training.callbacks.stragglers import RankWork, Stragglers, _Look, slow_ranks, spread_of
 from megazero.training.loop import train
 from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord
 
@@ -140,7 +143,7 @@ def test_a_loss_that_stays_high_becomes_normal_and_one_that_is_no_number_changes
 
 def _work(seconds: list[float], stages: int = 1) -> list[RankWork]:
     size = len(seconds) // stages
-    return [RankWork(rank, f"node-{rank // 2}", rank // size, each) for rank, each in enumerate(seconds)]
+    return [RankWork(1, rank, f"node-{rank // 2}", rank // size, each) for rank, each in enumerate(seconds)]
 
 
 def test_the_slow_rank_is_named_with_the_median_of_its_stage() -> None:
@@ -157,6 +160,41 @@ def test_the_slow_rank_is_named_with_the_median_of_its_stage() -> None:
 def test_a_difference_that_nobody_would_notice_is_not_reported() -> None:
     assert slow_ranks(_work([0.001, 0.001, 0.009]), 1.3) == []
     assert spread_of(_work([0.3, 0.1, 0.2])) == {"min": 0.1, "median": 0.2, "max": 0.3, "slowest_rank": 0}
+
+
+def _stragglers(rank: int, store: Store) -> Stragglers:
+    state: Any = SimpleNamespace(rank=rank, world=SimpleNamespace(size=2), at=SimpleNamespace(pp=0))
+    return Stragglers(LoggingConfig(straggler_every_steps=1), state, store, print)
+
+
+def _worked(step: int) -> StepRecord:
+    return StepRecord(Position(step), SAMPLES, work_seconds=0.1)
+
+
+def test_a_run_outlives_the_store_in_which_slow_ranks_are_looked_for() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ranks = [_stragglers(rank, TCPStore("127.0.0.1", server.port, None, False)) for rank in range(2)]
+    for step in range(1, 5):
+        for rank in ranks:
+            rank.after_step(_worked(step))
+        if step == 1:
+            del server
+            time.sleep(0.1)
+
+
+def test_a_rank_that_writes_late_is_waited_for_in_one_thread_and_reported() -> None:
+    store = HashStore()
+    first, late = _stragglers(0, store), _stragglers(1, store)
+    first.after_step(_worked(1))
+    look, record = first._look, _worked(11)
+    assert look is not None
+    for step in range(2, 11):
+        first.after_step(_worked(step))
+        assert first._look is look
+    late.after_step(_worked(10))
+    look.join(10)
+    first.after_step(record)
+    assert record.metrics["own_seconds"]["max"] == 0.1  # type: ignore[index]
 
 
 def test_metrics_of_a_skipped_step_have_no_loss_and_print_nothing(tmp_path: Path) -> None:
@@ -472,6 +510,37 @@ def test_a_slow_rank_is_named_with_its_host(tmp_path: Path) -> None:
     assert len(named) == 2
     assert all(line.startswith("rank 1 on ") and "s of its own work per step, the median is" in line for line in named)
     lines = _lines(tmp_path)
-    assert [line["step"] for line in lines if "own_seconds" in line] == [2, 4]
-    assert lines[1]["own_seconds"] == {"min": 0.1, "median": 0.1, "max": 0.4, "slowest_rank": 1}
+    assert [line["step"] for line in lines if "own_seconds" in line] == [3, 4], "with the step after; the last at once"
+    assert lines[2]["own_seconds"] == {"min": 0.1, "median": 0.1, "max": 0.4, "slowest_rank": 1}
     assert LoggingConfig().straggler_every_steps == 50
+
+
+class _WorkStore:
+    """What 1,000 ranks have written, the last one of them late; counts what is read."""
+
+    def __init__(self) -> None:
+        self.values = {str(rank): self._work(100 if rank < 999 else 50, rank) for rank in range(1000)}
+        self.read = 0
+
+    @staticmethod
+    def _work(step: int, rank: int) -> str:
+        return json.dumps(RankWork(step, rank, "host", 0, 1.0))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        self.read += len(keys)
+        return [self.values[key].encode() for key in keys]
+
+
+def test_a_look_at_many_ranks_reads_each_once_while_it_waits_for_the_last() -> None:
+    """It runs in the interpreter of rank 0's training; 16,384 ranks read every 10 ms would take all of it."""
+    store: Any = _WorkStore()
+    look = _Look(store, 1000, 100)
+    time.sleep(0.3)
+    assert not look.found
+    store.values["999"] = store._work(100, 999)
+    look.join(5)
+    assert [work.rank for work in look.found] == list(range(1000))
+    assert store.read < 1100

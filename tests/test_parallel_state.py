@@ -98,7 +98,7 @@ def test_sixteen_ranks_group_as_in_megatron(started):
     assert groups_of(grid, "dp") == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
     assert groups_of(grid, "pp") == [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
     started(1, 16)
-    assert ParallelState(grid, 1).embedding.ranks == (1, 13)
+    assert ParallelState(grid, 1).among_stages([0, 3], "embedding").ranks == (1, 13)
 
 
 def test_eight_ranks_with_the_pipeline_innermost():
@@ -171,12 +171,12 @@ def started():
 
 def axes_of(state: ParallelState) -> list[Axis]:
     cut = [state.cp_ulysses, state.cp_ring, state.dp_cp, state.shard, state.replica]
-    return [state.tp, state.cp, state.dp, state.pp, state.model, state.world, state.embedding, *cut]
+    return [state.tp, state.cp, state.dp, state.pp, state.model, state.world, *cut]
 
 
 def test_one_rank_alone_needs_no_process_group():
     state = ParallelState(RankGrid())
-    assert [(axis.size, axis.index, axis.group) for axis in axes_of(state)] == [(1, 0, None)] * 12
+    assert [(axis.size, axis.index, axis.group) for axis in axes_of(state)] == [(1, 0, None)] * 11
     assert not dist.is_initialized()
 
 
@@ -188,13 +188,16 @@ def test_an_axis_has_a_group_exactly_when_it_has_peers(started, rank):
     for axis in axes_of(state):
         assert axis.ranks[axis.index] == rank
         assert (axis.group is None) == (axis.size == 1)
-        if axis.group is not None:
+        if axis.group is not None and axis is not state.model:
             assert dist.get_process_group_ranks(axis.process_group) == list(axis.ranks)
+            assert axis.host_group is axis.process_group
+    assert state.model.host_group is dist.group.WORLD
     assert (state.tp.ranks, state.dp.ranks, state.pp.ranks) == tuple(grid.group_of(rank, a) for a in ("tp", "dp", "pp"))
     assert state.cp.size == 1
     assert state.dp_cp is state.shard is state.dp
     assert state.model.ranks == tuple(range(rank // 4 * 4, rank // 4 * 4 + 4))
-    assert state.embedding.ranks == ((rank % 4, rank % 4 + 8) if rank // 4 != 1 else (rank,))
+    first_and_last = state.among_stages([0, 2], "embedding")
+    assert first_and_last.ranks == ((rank % 4, rank % 4 + 8) if rank // 4 != 1 else (rank,))
 
 
 # (grid, Ulysses degree, shard group size)
@@ -249,7 +252,7 @@ def test_context_parallelism_makes_no_communicator_that_nothing_is_sent_over(sta
     state = ParallelState(grid, 0, shard_group_size=shards, cp_ulysses=ulysses)
     assert (state.dp.group, state.cp.group) == (None, None)
     assert (state.dp.size, state.cp.size, state.dp.index, state.cp.index) == (grid.dp, grid.cp, 0, 0)
-    used = (state.tp, state.pp, state.pp_up, state.model, state.world, state.embedding)
+    used = (state.tp, state.pp, state.pp_up, state.model, state.world)
     cut = (state.cp_ulysses, state.cp_ring, state.dp_cp, state.shard, state.replica)
     assert {*state.groups.values()} == {axis.group for axis in (*used, *cut)} - {None}
 
@@ -288,11 +291,22 @@ def test_states_of_another_ulysses_degree_have_groups_of_their_own(started):
 def test_equal_sets_of_ranks_share_one_group(started):
     started(1, 4)
     state = ParallelState(RankGrid(dp=2, pp=2), 1)
-    assert state.dp.ranks == state.model.ranks
-    assert state.dp.group is state.model.group
-    assert state.pp.ranks == state.embedding.ranks
-    assert state.pp.group is state.embedding.group
+    first_and_last = state.among_stages([0, 1])
+    assert state.pp.ranks == first_and_last.ranks
+    assert state.pp.group is first_and_last.group
     assert state.world.process_group is dist.group.WORLD
+
+
+@pytest.mark.parametrize(("world", "parts"), [(16, []), (32, [2, 8, 2])])
+def test_a_world_of_more_ranks_than_may_share_memory_is_the_product_of_its_axes(started, world, parts):
+    started(5, world)
+    state = ParallelState(RankGrid(tp=2, cp=2, dp=world // 8, pp=2), 5)
+    assert [part.size for part in state.world.parts] == parts
+    assert {part.name for part in state.world.parts} <= {"world"}
+    assert state.world.host_group is dist.group.WORLD
+    if parts:
+        with pytest.raises(RuntimeError, match="left the process group of world, or never joined one"):
+            _ = state.world.process_group
 
 
 @pytest.mark.parametrize("running", [1, 4])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megazero.comm import backend, collectives, rendezvous
-from megazero.comm.backend import GlooBackend, TorchBackend
+from megazero.comm.backend import GlooBackend, HostBackend, TorchBackend
 from megazero.comm.collectives import (
     LostPeerError,
     Pending,
@@ -25,8 +25,10 @@ from megazero.comm.collectives import (
     exchange,
     gather_objects,
     reduce_scatter,
+    ring_shift,
 )
-from megazero.comm.shared_memory import HALF_BYTES, OrderError, SharedMemoryBackend
+from megazero.comm.labels import OrderError
+from megazero.comm.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from tests.harness import run_world
 
@@ -54,7 +56,7 @@ def _collectives(rank: int, world: int, shares: bool) -> None:
 def _on_the_host(rank: int, world: int) -> None:
     axis = _axis(rank, world, device="meta")  # a device that needs no options of its own
     _every_collective(axis, rank, world)
-    assert type(axis.group.backends["cpu"]) is GlooBackend
+    assert type(axis.group.backends["cpu"]) is HostBackend
 
 
 def _every_collective(axis: Axis, rank: int, world: int) -> None:
@@ -65,6 +67,9 @@ def _every_collective(axis: Axis, rank: int, world: int) -> None:
                 got = every[rank].clone()
                 all_reduce(got, axis, op).wait()
                 assert torch.equal(got, wanted.to(dtype)), (dtype, length, op)
+            shifted = torch.zeros(length, dtype=dtype)
+            ring_shift(shifted, every[rank], axis).wait()
+            assert torch.equal(shifted, every[rank - 1]), (dtype, length)
             whole = torch.zeros(world * length, dtype=dtype)
             all_gather(whole, every[rank], axis).wait()
             assert torch.equal(whole, torch.cat(every)), (dtype, length)
@@ -83,8 +88,9 @@ def test_collectives_are_exact_in_memory_and_over_gloo(world: int, shares: bool)
     run_world(world, _collectives, world, shares)
 
 
-def test_host_tensors_of_a_run_on_devices_take_gloo() -> None:
-    run_world(2, _on_the_host, 2)
+@pytest.mark.parametrize("world", [2, 3])
+def test_host_tensors_of_a_run_on_devices_take_messages(world: int) -> None:
+    run_world(world, _on_the_host, world)
 
 
 def _everyone_to_everyone(rank: int, world: int) -> None:
@@ -114,16 +120,19 @@ def _many_under_way(rank: int, world: int) -> None:
         gathered = torch.empty(world * LONG)
         pendings: list[Pending] = [all_reduce(one, axis) for one in sums]
         pendings.append(all_gather(gathered, _values(rank, LONG, torch.float32), axis))
+        shifted = torch.empty(LONG)
+        pendings.append(ring_shift(shifted, _values(rank, LONG, torch.float32), axis))
         # ranks wait in different orders, and one of them comes late
         if rank == first_waited % world:
             time.sleep(0.01)
-        for index in range(5):
-            pendings[(index + first_waited + rank) % 5].wait()
-            pendings[(index + first_waited + rank) % 5].wait()
+        for index in range(6):
+            pendings[(index + first_waited + rank) % 6].wait()
+            pendings[(index + first_waited + rank) % 6].wait()
         for index, one in enumerate(sums):
             wanted = sum(_values(other + index, len(one), torch.float32) for other in range(world))
             assert torch.equal(one, wanted)
         assert torch.equal(gathered, torch.cat([_values(one, LONG, torch.float32) for one in range(world)]))
+        assert torch.equal(shifted, _values((rank - 1) % world, LONG, torch.float32))
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -23,7 +23,7 @@ from megazero.checkpoint.index import CheckpointError, OwnerError, TrainerState
 from megazero.checkpoint.save import plan_saving, save_checkpoint
 from megazero.comm.collectives import LostPeerError, gather_objects
 from megazero.comm.host_memory import StorageError
-from megazero.parallel_state import ParallelState
+from megazero.parallel_state import ParallelState, SavingAxes
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.offload import free_memory_bytes
 from megazero.zero.state import ShardedState
@@ -101,7 +101,7 @@ class Saver:
     Args:
         host_memory_bytes: largest copy on a rank; None for half of the free memory, shared among the ranks of this
             machine; 0 for no copy: training waits while a checkpoint is written.
-        timeout_seconds: how long a rank may wait for a peer that is writing.
+        axes: of this saver alone while one of its saves is under way.
         report: called on rank 0, in the thread, with the report of each save.
         after: called on every rank, in the thread, after each checkpoint and before the report; may make collective calls
             over the saving axes.  If it raises, the report has its error.
@@ -113,12 +113,12 @@ class Saver:
         at: ParallelState,
         *,
         host_memory_bytes: int | None,
-        timeout_seconds: float,
+        axes: SavingAxes,
         report: Callable[[SaveReport], None],
         after: Callable[[Folder], None] = lambda _: None,
     ) -> None:
         self._state, self._at, self._report, self._after = state, at, report, after
-        self._axes = at.saving_axes(timeout_seconds)
+        self._axes = axes
         self._plan = plan_saving(state, at, at.world)
         self._snapshot = Snapshot(state, at.device)
         if host_memory_bytes is None:

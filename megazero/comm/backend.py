@@ -1,43 +1,34 @@
 """What carries the collectives of a group: the implementations of `parallel_state.Backend`, and their choice.
 
-CPU tensors of a CPU run, on one host    SharedMemoryBackend    memory that the ranks share
-other CPU tensors                        GlooBackend            messages over sockets
-tensors of other devices                 TorchBackend           torch's collectives, over NCCL
+CPU tensors of a CPU run, on one host           SharedMemoryBackend    memory that the ranks share
+the same, on hosts with as many ranks each      TwoLevelBackend        memory within a host, messages between hosts
+other CPU tensors of a CPU run                  GlooBackend            messages over sockets
+CPU tensors of other runs                       HostBackend            messages over sockets, in the group of all ranks
+tensors of other devices                        TorchBackend           torch's collectives, over NCCL
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.rendezvous import Gather, Poller, rendezvous
-from megazero.comm.shared_memory import (
-    AREA_BYTES,
-    LABEL_BYTES,
-    Channel,
-    SharedMemoryBackend,
-    check_labels,
-    encoded,
-    place_shard,
-)
-from megazero.parallel_state import Axis, Backend, Group, Wait
+from megazero.comm.labels import start_comparing
+from megazero.comm.lane import Lane
+from megazero.comm.messages import ALL_TO_ALL_TAG, REDUCE_TAG, shift, swap, tag_of, wait_for
+from megazero.comm.rendezvous import Gather, Offer, Poller, rendezvous, this_host
+from megazero.comm.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend, combine, place_shard
+from megazero.comm.two_level import TwoLevelBackend, hosts_of
+from megazero.parallel_state import MOST_SHARING_RANKS, Axis, Backend, Group, Wait
 
 # torch 2.13 renamed both; 2.11 has the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_LABEL_TAG, _GATHER_TAG = (
-    1,
-    2,
-)  # keep messages of an all-gather (2 and above) and its label apart from those of `exchange`
 _MOST_UNCHECKED = 1000  # gathers whose labels wait to be compared; the oldest ones' arrived long ago
-_MOST_SHARING_RANKS = 16  # every rank signals every other, which is slow among more
 
 
 class TorchBackend:
@@ -51,6 +42,7 @@ class TorchBackend:
 
     needs_scratch = False
     needs_contiguous = True
+    _rings: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter")  # each rank sends to the next one alone
 
     def __init__(self) -> None:
         self._unchecked: deque[Wait] = deque()  # in the order of their gathers
@@ -62,7 +54,7 @@ class TorchBackend:
         if label:
             if len(self._unchecked) == _MOST_UNCHECKED:
                 self._unchecked.popleft()()
-            self._unchecked.append(_compare(label, axis))
+            self._unchecked.append(start_comparing(label, axis))
         return _all_gather(out, shard, group=axis.process_group, async_op=True).wait
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
@@ -70,6 +62,16 @@ class TorchBackend:
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         return dist.all_to_all_single(out, x, group=axis.process_group, async_op=True).wait
+
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        return shift(out, x, axis)
+
+    def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
+        part = full.nbytes // axis.size
+        if operation not in self._rings:
+            return part * sum(axis.is_apart(index) for index in range(axis.size))
+        sent = (1 + (operation == "all_reduce")) * (full.nbytes - part)
+        return sent if axis.is_apart((axis.index + 1) % axis.size) else 0
 
     def check_order(self) -> None:
         while self._unchecked:
@@ -84,62 +86,83 @@ class TorchBackend:
 
 
 class GlooBackend(TorchBackend):
-    """Gloo, with two collectives replaced.
+    """Gloo, with all but its all-reduce replaced by messages.
 
-    Gloo's all-gather copies through memory that it allocates each time, and its reduce-scatter moves an all-reduce's bytes.
+    Gloo's all-gather copies through memory that it allocates each time, its reduce-scatter moves an all-reduce's bytes, and
+    few of its threads carry all operations.
     """
 
     needs_scratch = True
+    _rings = ("all_reduce",)
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         """Messages to and from every other rank, straight to their positions in the result."""
-        check, shards, group = _compare(label, axis), place_shard(out, shard, axis), axis.process_group
-        # A message of another length would end the process, so those of different labels do not meet.
-        tag = _GATHER_TAG + (crc32(label.encode()) % 2**24 if label else 0)
-        mine = shards[axis.index]
-        others = [index for index in range(axis.size) if index != axis.index and mine.numel()]
-        works: list[Any] = [dist.irecv(shards[index], axis.ranks[index], group, tag) for index in others]
-        works += [dist.isend(mine, axis.ranks[index], group, tag) for index in others]
-        return lambda: (check(), [work.wait() for work in works])
+        check, shards = start_comparing(label, axis), place_shard(out, shard, axis)
+        works = swap(shards, [shards[axis.index]] * axis.size, axis, tag_of(label))
+
+        def wait() -> None:
+            check()
+            wait_for(works)
+
+        return wait
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
-        """An all-to-all of the parts into `out`, which is as long as `full`; the caller sums them."""
-        return self.all_to_all(out, full, axis)
+        """The ranks' parts for this one into `out`, which is as long as `full`; the caller sums them."""
+        return _swap_parts(out, full, axis, REDUCE_TAG)
+
+    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        return _swap_parts(out, x, axis, ALL_TO_ALL_TAG)
 
 
-def _compare(label: str, axis: Axis) -> Wait:
-    """Tell the next rank what this one starts; the wait compares it with what the rank before has told.
+def _swap_parts(out: Tensor, x: Tensor, axis: Axis, tag: int) -> Wait:
+    """Part j of `x` to rank j, and part i of `out` from rank i."""
+    arriving, leaving = (whole.detach().view(axis.size, whole.numel() // axis.size) for whole in (out, x))
+    arriving[axis.index].copy_(leaving[axis.index])
+    works = swap(arriving, leaving, axis, tag)
+    return lambda: wait_for(works)
 
-    One message over host memory, however many ranks there are.  Without a label there is none.
-    """
-    if not label:
-        return lambda: None
-    mine, theirs = encoded(label), torch.empty(LABEL_BYTES, dtype=torch.uint8)
-    told, before = torch.frombuffer(bytearray(mine), dtype=torch.uint8), (axis.index - 1) % axis.size
-    works: list[Any] = [
-        dist.irecv(theirs, axis.ranks[before], axis.process_group, _LABEL_TAG),
-        dist.isend(told, axis.ranks[(axis.index + 1) % axis.size], axis.process_group, _LABEL_TAG),
-    ]
 
-    def wait() -> None:
-        for work in works:
-            work.wait()
-        check_labels({before: bytes(theirs.numpy())}, mine)
+class HostBackend(GlooBackend):
+    """Host memory of a run on GPUs: messages over the gloo group of all ranks, since groups of GPUs are NCCL's alone."""
 
-    return wait
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
+        every = tensor.new_empty(axis.size, tensor.numel())
+        arrive = self.all_gather(every, tensor.view(-1), axis)
+        parts = every.view(axis.size, *tensor.shape).unbind(0)
+
+        def wait() -> None:
+            arrive()
+            combine(tensor, parts, torch.add if op == "sum" else torch.maximum)
+
+        return wait
 
 
 def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gather) -> Backend:
     """The backend for a group's tensors of a device.  All its ranks call this at the same operation and choose the same."""
     if device.type != "cpu":
         return TorchBackend()
-    if not group.shares_memory or axis.size > _MOST_SHARING_RANKS:
+    if group.device.type != "cpu":
+        return HostBackend()
+    hosts = None
+    if group.shares_memory:
+        each, rank = group.neighbours, axis.ranks[axis.index]
+        name = this_host() + (f" {rank // each} of {each}" if each > 1 else "")  # so one machine passes for several
+        hosts = hosts_of([one[0] for one in gather((name, "")) if one is not None], axis.index)
+    if hosts is None or not 1 < hosts.size <= MOST_SHARING_RANKS:
         return GlooBackend()
-    reduce = rendezvous(axis.index, axis.size, AREA_BYTES, gather)
-    gathers = rendezvous(axis.index, axis.size, AREA_BYTES, gather) if reduce else None
-    if reduce is None or gathers is None:
+    first = hosts.host * hosts.size
+
+    def gather_on_host(offer: Offer) -> list[Offer]:
+        return gather(offer)[first : first + hosts.size]
+
+    found = [rendezvous(hosts.local, hosts.size, AREA_BYTES, gather_on_host) for _ in range(2)]
+    made = [one for one in found if one is not None]
+    if not all(gather((name, "") if len(made) == len(found) else None)):
         return GlooBackend()
+    if hosts.count > 1:
+        lanes = [Lane(one, hosts.local, group.timeout_seconds, f"lane of {axis.name}") for one in made]
+        return TwoLevelBackend(hosts, lanes[0], lanes[1])
     backends = (backend for one in group.siblings for backend in one.backends.values())
     poller = next((one.poller for one in backends if isinstance(one, SharedMemoryBackend)), None) or Poller()
-    channels = [Channel(one, axis.index, group.timeout_seconds, poller) for one in (reduce, gathers)]
+    channels = [Channel(one, axis.index, group.timeout_seconds, poller) for one in made]
     return SharedMemoryBackend(channels[0], channels[1], poller)

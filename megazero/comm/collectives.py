@@ -10,14 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.comm import objects
 from megazero.comm.backend import choose_backend
-from megazero.comm.shared_memory import OrderError, combine
+from megazero.comm.labels import OrderError
+from megazero.comm.messages import group_of
+from megazero.comm.shared_memory import combine
 from megazero.parallel_state import Axis, Backend, Wait
 
 T = TypeVar("T")
@@ -84,11 +87,12 @@ def _start(
     operation: str,
     axis: Axis,
     sent_bytes: int,
+    link_bytes: int,
     start: Callable[[], Wait],
     finish: Callable[[], object] | None = None,
     label: str = "",
 ) -> Pending:
-    axis.traffic.add(axis.name, operation, sent_bytes)
+    axis.traffic.add(axis.name, operation, sent_bytes, link_bytes)
     named = f"{operation} of {label}" if label else operation
     return Pending(partial(_guarded, named, axis, _guarded(named, axis, start)), finish)
 
@@ -103,6 +107,14 @@ def _backend(axis: Axis, device: torch.device) -> Backend:
     return backends[device.type]
 
 
+def runs_by_itself(axis: Axis) -> bool:
+    """Whether operations over an axis of several ranks go on while this one computes.  All ranks of the axis call this.
+
+    Those in the memory of one host do not: each rank copies its part when it waits, and would only wait at more places.
+    """
+    return axis.group is not None and not _backend(axis, axis.group.device).progress()
+
+
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Replace `tensor` by its sum or maximum over the axis.
 
@@ -112,8 +124,18 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """
     if axis.size == 1:
         return Pending()
+    if axis.parts:
+        first, *others = axis.parts
+        begun = all_reduce(tensor, first, op)
+
+        def finish() -> None:
+            for part in others:
+                all_reduce(tensor, part, op).wait()
+
+        return Pending(begun.wait, finish)
     backend, sent = _backend(axis, tensor.device), 2 * tensor.nbytes * (axis.size - 1) // axis.size
-    return _start("all_reduce", axis, sent, lambda: backend.all_reduce(tensor, axis, op))
+    linked = backend.link_bytes("all_reduce", tensor, axis)
+    return _start("all_reduce", axis, sent, linked, lambda: backend.all_reduce(tensor, axis, op))
 
 
 def numbers_of(reduced: Tensor, axis: Axis) -> list[float]:
@@ -134,7 +156,8 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     def start() -> Wait:
         return dist.broadcast(tensor, src=axis.ranks[source], group=axis.process_group, async_op=True).wait
 
-    return _start("broadcast", axis, tensor.nbytes if axis.index == source else 0, start)
+    sent = tensor.nbytes if axis.index == source else 0
+    return _start("broadcast", axis, sent, sent * any(map(axis.is_apart, range(axis.size))), start)
 
 
 def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
@@ -159,8 +182,8 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
             out.copy_(shard)
         return Pending()
     backend = _backend(axis, shard.device)
-    sent = shard.nbytes * (axis.size - 1)
-    return _start("all_gather", axis, sent, lambda: backend.all_gather(out, shard, axis, label), label=label)
+    sent, linked = shard.nbytes * (axis.size - 1), backend.link_bytes("all_gather", out, axis)
+    return _start("all_gather", axis, sent, linked, lambda: backend.all_gather(out, shard, axis, label), label=label)
 
 
 def check_order(axis: Axis) -> None:
@@ -191,12 +214,13 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
             out.copy_(full)
         return Pending()
     backend, sent = _backend(axis, full.device), full.nbytes * (axis.size - 1) // axis.size
+    linked = backend.link_bytes("reduce_scatter", full, axis)
     if not backend.needs_scratch:
-        return _start("reduce_scatter", axis, sent, lambda: backend.reduce_scatter(out, full, axis))
+        return _start("reduce_scatter", axis, sent, linked, lambda: backend.reduce_scatter(out, full, axis))
     arriving = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
     parts = arriving.view(axis.size, *out.shape).unbind(0)
     sum_parts = partial(combine, out, parts, torch.add)  # in rank order
-    return _start("reduce_scatter", axis, sent, lambda: backend.reduce_scatter(arriving, full, axis), sum_parts)
+    return _start("reduce_scatter", axis, sent, linked, lambda: backend.reduce_scatter(arriving, full, axis), sum_parts)
 
 
 def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -218,34 +242,57 @@ def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
         out.copy_(x)
         return Pending()
     backend, sent = _backend(axis, x.device), x.nbytes * (axis.size - 1) // axis.size
+    linked = backend.link_bytes("all_to_all", x, axis)
     if not backend.needs_contiguous:
-        return _start("all_to_all", axis, sent, lambda: backend.all_to_all(out, x, axis))
+        return _start("all_to_all", axis, sent, linked, lambda: backend.all_to_all(out, x, axis))
     parts, arriving = x.contiguous(), out if out.is_contiguous() else out.new_empty(out.shape)
     finish = None if arriving is out else partial(out.copy_, arriving)
-    return _start("all_to_all", axis, sent, lambda: backend.all_to_all(arriving, parts, axis), finish)
+    return _start("all_to_all", axis, sent, linked, lambda: backend.all_to_all(arriving, parts, axis), finish)
+
+
+def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Send `x` to the next rank of the axis, the last rank's to the first; `out` is what the rank before has sent.
+
+    Args:
+        out: contiguous, apart from `x`.
+        x: contiguous, shape and dtype the same on every rank. Not to be changed before `wait`.
+    """
+    if axis.size == 1:
+        out.copy_(x)
+        return Pending()
+    backend, linked = _backend(axis, x.device), x.nbytes * axis.is_apart((axis.index + 1) % axis.size)
+
+    def start() -> Wait:
+        _progress(axis)
+        arrived = backend.ring_shift(out, x, axis)
+
+        def wait() -> None:
+            _progress(axis)
+            arrived()
+
+        return wait
+
+    return _start("ring_shift", axis, x.nbytes, linked, start)
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
     """Every rank's `value`, in rank order, on every rank.  For small picklable values."""
+    return _gather([value], axis)
+
+
+def _gather(values: list[T], axis: Axis) -> list[T]:
     if axis.size == 1:
-        return [value]
-    values: list[Any] = [None] * axis.size
+        return values
     axis.traffic.add(axis.name, "gather_objects", 0)
-    _guarded("gather_objects", axis, lambda: dist.all_gather_object(values, value, group=axis.process_group))
-    return values
+    return _guarded("gather_objects", axis, lambda: objects.gather(values, axis))
 
 
 def from_first(value: T, axis: Axis) -> T:
     """The `value` of the axis's first rank, on every rank; no other one is sent.  For picklable values."""
     if axis.size == 1:
         return value
-    values = [value]
     axis.traffic.add(axis.name, "from_first", 0)
-    send = partial(
-        dist.broadcast_object_list, values, src=axis.ranks[0], group=axis.process_group
-    )  # length, then bytes
-    _guarded("from_first", axis, send)
-    return values[0]
+    return _guarded("from_first", axis, lambda: objects.from_first(value, axis))
 
 
 def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
@@ -264,8 +311,7 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
         # an error with other arguments cannot be made from a text
         is_plain = isinstance(error, raises) and type(error).__init__ is raises.__init__
         failure, cause = (str(error) or repr(error), type(error) if is_plain else raises), error
-    found = [one for one in gather_objects(failure, axis) if one is not None]
-    if found:
+    if found := _gather([] if failure is None else [failure], axis):  # of many ranks, next to nothing is sent
         raise found[0][1]("\n".join(dict.fromkeys(text for text, _ in found))) from cause
     return answer[0]
 
@@ -284,8 +330,9 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         return []
 
     def post() -> list[dist.Work]:
-        operations = [dist.P2POp(dist.isend, tensor, peer, group=axis.process_group) for tensor, peer in sends]
-        operations += [dist.P2POp(dist.irecv, buffer, peer, group=axis.process_group) for buffer, peer in receives]
+        group = group_of((*sends, *receives)[0][0], axis)
+        operations = [dist.P2POp(dist.isend, tensor, peer, group=group) for tensor, peer in sends]
+        operations += [dist.P2POp(dist.irecv, buffer, peer, group=group) for buffer, peer in receives]
         works = list(dist.batch_isend_irecv(operations))
         return works if len(works) == len(operations) else works * len(operations)  # NCCL has one for the whole batch
 
@@ -294,7 +341,8 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
         work.wait()
 
     _progress(axis)
-    axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends))
+    linked = sum(tensor.nbytes for tensor, peer in sends if axis.is_apart(axis.ranks.index(peer)))
+    axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends), linked)
     works = _guarded("send_recv", axis, post)
     return [Pending(partial(_guarded, "send_recv", axis, partial(wait, work))) for work in works]
 

@@ -45,6 +45,11 @@ class Peer:
         """Signal that this rank has written its area."""
         os.eventfd_write(self._to_it, 1)
 
+    def hang_up(self) -> None:
+        """Let both processes find that the other is lost."""
+        with suppress(OSError):  # it is
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def poll(self) -> None:
         """Receive the peer's signals, if any."""
         with suppress(BlockingIOError):
@@ -103,32 +108,40 @@ class Poller:
 def rendezvous(index: int, size: int, area_bytes: int, gather: Gather) -> Neighbours | None:
     """Connect this rank to all others of a group of `size`; each gets an area of `area_bytes`.
 
+    Every rank calls `gather` twice, whatever fails.
+
     Returns: None, on all ranks, if they are on several hosts or a system call fails on one.
     """
     listener, offer = _listen()
     offers = [one for one in gather(offer) if one is not None]
-    if listener is None or len(offers) < size or len({host for host, _ in offers}) > 1:
-        return None
     peers: dict[int, Peer] = {}
     areas: dict[int, mmap.mmap] = {}
-    with suppress(OSError), listener, open(os.memfd_create("megazero"), "r+b") as file:
-        file.truncate(area_bytes)
-        areas[index] = mmap.mmap(file.fileno(), area_bytes)
-        for connection in _connections(index, offers, listener):
-            other, peer, area = _introduce(connection, index, file.fileno(), area_bytes)
-            peers[other], areas[other] = peer, area
+    if listener is not None and len(offers) == size and len({host for host, _ in offers}) == 1:
+        with suppress(OSError), listener, open(os.memfd_create("megazero"), "r+b") as file:
+            file.truncate(area_bytes)
+            areas[index] = mmap.mmap(file.fileno(), area_bytes)
+            for connection in _connections(index, offers, listener):
+                other, peer, area = _introduce(connection, index, file.fileno(), area_bytes)
+                peers[other], areas[other] = peer, area
     if not all(gather(offer if len(peers) == size - 1 else None)):
         return None
     return [peers[other] for other in sorted(peers)], [areas[rank] for rank in sorted(areas)]
 
 
-def _listen() -> tuple[socket.socket | None, Offer]:
-    if not hasattr(os, "memfd_create"):
-        return None, None
-    name = f"\0megazero-{secrets.token_hex(16)}"
+def this_host() -> str:
+    """Equal for processes that can share memory; empty where none can."""
     try:
-        # such a name is known within a network namespace
-        host = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+        # a socket's name is known within a network namespace
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
+
+
+def _listen() -> tuple[socket.socket | None, Offer]:
+    host, name = this_host(), f"\0megazero-{secrets.token_hex(16)}"
+    if not host or not hasattr(os, "memfd_create"):
+        return None, None
+    try:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(name)
         listener.listen()

@@ -9,7 +9,7 @@ round k + 1, half k % 2 may be written again, and one signal per round is enough
 
 [Note: one order]  The operations of a channel pair up by their order, so every half carries the label of its operation, and
 a rank that finds another label raises.  Ranks may differ in when they gather and when they reduce, so each of the two has
-its own channel.  An all-to-all is started where a layer is run, as most reductions are, and takes their channel.
+its own channel.  All-to-alls and shifts are started where a layer is run, as most reductions are, and take their channel.
 
 Sums are taken in rank order, so every rank has the same bits.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -26,39 +26,19 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megazero.comm.labels import LABEL_BYTES, check_labels, encoded
 from megazero.comm.rendezvous import Neighbours, Poller
 from megazero.parallel_state import Axis, Wait
 
 HALF_BYTES = 1 << 19
-LABEL_BYTES = 256
 _LABELLED_BYTES = HALF_BYTES + LABEL_BYTES
 AREA_BYTES = 2 * _LABELLED_BYTES
 
 _ONE_ROUND_BYTES = 1 << 16  # up to here every rank sums everything, which saves a round
-_OPS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum}
 
 # An operation: it asks for the areas of a round, writes its own, yields, reads the others', and so on.
 Rounds: TypeAlias = Generator[None, None, None]
-
-
-class OrderError(RuntimeError):
-    """Ranks have started different operations where each should have started the same one."""
-
-
-def encoded(label: str) -> bytes:
-    """A label as ranks compare it, `LABEL_BYTES` long; what identifies it comes first."""
-    return label.encode()[:LABEL_BYTES].ljust(LABEL_BYTES)
-
-
-def check_labels(labels: Mapping[int, bytes], expected: bytes) -> None:
-    """Raises: OrderError: a rank, by its number in the group, is in an operation with another label."""
-    for index, found in labels.items():
-        if found != expected:
-            theirs, mine = (label.decode(errors="replace").strip() for label in (found, expected))
-            raise OrderError(
-                f"ranks differ in the order of their operations: number {index} of the group is in {theirs}, this one in "
-                f"{mine}; every rank must run the same modules in the same order"
-            )
 
 
 def place_shard(out: Tensor, shard: Tensor, axis: Axis) -> list[Tensor]:
@@ -119,6 +99,11 @@ class Channel:
         self._progress()
         return lambda: self._finish(operation)
 
+    def interrupt(self) -> None:
+        """End whatever waits in this channel with an error, here and at the peers; any thread may call it."""
+        for peer in self.peers:
+            peer.hang_up()
+
     def close(self) -> None:
         """Disconnect from the peers."""
         for peer in self.peers:
@@ -178,25 +163,34 @@ class SharedMemoryBackend:
         self.reduce, self.gather, self.poller = reduce, gather, poller
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
-        rounds = _all_reduce(self.reduce, tensor.detach().view(-1), _OPS[op])
-        return self.reduce.start(_label("all_reduce", tensor, axis), rounds)
+        rounds = all_reduce_rounds(self.reduce, tensor.detach().view(-1), REDUCTIONS[op])
+        return self.reduce.start(label_of("all_reduce", tensor, axis), rounds)
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
-        rounds = _all_gather(self.gather, place_shard(out, shard, axis))
-        return self.gather.start(_label("all_gather", shard, axis, label), rounds)
+        rounds = all_gather_rounds(self.gather, place_shard(out, shard, axis))
+        return self.gather.start(label_of("all_gather", shard, axis, label), rounds)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
-        rounds = _reduce_scatter(self.reduce, out.detach().view(-1), full.detach().view(axis.size, -1).unbind(0))
-        return self.reduce.start(_label("reduce_scatter", full, axis), rounds)
+        rounds = reduce_scatter_rounds(self.reduce, out.detach().view(-1), full.detach().view(axis.size, -1).unbind(0))
+        return self.reduce.start(label_of("reduce_scatter", full, axis), rounds)
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         out, x = out.detach(), x.detach()
-        wait = self.reduce.start(_label("all_to_all", x, axis, f"{list(x.shape)}"), _all_to_all(self.reduce, out, x))
+        label = label_of("all_to_all", x, axis, f"{list(x.shape)}")
+        wait = self.reduce.start(label, all_to_all_rounds(self.reduce, out, x))
         out[axis.index].copy_(x[axis.index])  # while the peers write theirs
         return wait
 
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        rounds = _ring_shift(self.reduce, out.detach().view(-1), x.detach().view(-1))
+        return self.reduce.start(label_of("ring_shift", x, axis), rounds)
+
     def check_order(self) -> None:
         """Labels are compared with every gather."""
+
+    def link_bytes(self, *_: object) -> int:
+        """All ranks are on one host."""
+        return 0
 
     def progress(self) -> bool:
         """Run all operations under way as far as the peers' signals allow."""
@@ -210,19 +204,20 @@ class SharedMemoryBackend:
         self.poller.forget()
 
 
-def _label(operation: str, tensor: Tensor, axis: Axis, what: str = "") -> str:
+def label_of(operation: str, tensor: Tensor, axis: Axis, what: str = "") -> str:
+    """What an operation is, the same on all ranks that take part."""
     return f"{operation} of {what}{', ' if what else ''}{tensor.numel()} {tensor.dtype} over {axis.name}"
 
 
-def _pieces(elements: int, longest: int) -> list[slice]:
+def pieces_of(elements: int, longest: int) -> list[slice]:
     """What each round carries.  An empty tensor has a round too: labels meet in it."""
     return [slice(start, min(start + longest, elements)) for start in range(0, max(elements, 1), longest)]
 
 
-def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Rounds:
+def all_reduce_rounds(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Rounds:
     """Replace a 1-D tensor by its combination over all ranks."""
     me = channel.index
-    for at in _pieces(flat.numel(), HALF_BYTES // flat.element_size()):
+    for at in pieces_of(flat.numel(), HALF_BYTES // flat.element_size()):
         piece, mine = flat[at], slice(at.stop - at.start)
         areas = [area[mine] for area in channel.areas(flat.dtype)]
         areas[me].copy_(piece)
@@ -241,8 +236,10 @@ def _all_reduce(channel: Channel, flat: Tensor, op: Callable[..., Tensor]) -> Ro
                 part.copy_(sums[index])
 
 
-def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> Rounds:
-    """out = the sum of every rank's part for this one.  1-D, of equal length; `out` may be this rank's own part."""
+def reduce_scatter_rounds(
+    channel: Channel, out: Tensor, parts: Sequence[Tensor], op: Callable[..., Tensor] = torch.add
+) -> Rounds:
+    """out = every rank's part for this one, combined.  1-D, of equal length; `out` may be this rank's own part."""
     me = channel.index
     longest = HALF_BYTES // out.element_size() // (channel.size - 1)
 
@@ -250,7 +247,7 @@ def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> R
         start = (target - (target > source)) * longest
         return area[start : start + length]
 
-    for at in _pieces(out.numel(), longest):
+    for at in pieces_of(out.numel(), longest):
         areas, length = channel.areas(out.dtype), at.stop - at.start
         for index, part in enumerate(parts):
             if index != me:
@@ -259,13 +256,13 @@ def _reduce_scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor]) -> R
         arrived = [slot(area, index, me, length) if index != me else parts[me][at] for index, area in enumerate(areas)]
         if me > 1:  # `out` is written before this rank's own part is added, and may be the same memory
             arrived[me] = arrived[me].clone()
-        combine(out[at], arrived, torch.add)
+        combine(out[at], arrived, op)
 
 
-def _all_gather(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
+def all_gather_rounds(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
     """Fill every rank's shard, 1-D, of equal length; this rank's own is filled already."""
     me = channel.index
-    for at in _pieces(shards[me].numel(), HALF_BYTES // shards[me].element_size()):
+    for at in pieces_of(shards[me].numel(), HALF_BYTES // shards[me].element_size()):
         areas, mine = channel.areas(shards[me].dtype), slice(at.stop - at.start)
         areas[me][mine].copy_(shards[me][at])
         yield
@@ -274,7 +271,16 @@ def _all_gather(channel: Channel, shards: Sequence[Tensor]) -> Rounds:
                 shards[index][at].copy_(area[mine])
 
 
-def _all_to_all(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
+def _ring_shift(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
+    """out = x of the rank before, 1-D; the first rank's is that of the last."""
+    for at in pieces_of(x.numel(), HALF_BYTES // x.element_size()):
+        areas, mine = channel.areas(x.dtype), slice(at.stop - at.start)
+        areas[channel.index][mine].copy_(x[at])
+        yield
+        out[at].copy_(areas[channel.index - 1][mine])
+
+
+def all_to_all_rounds(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
     """Fill every part of `out` but this rank's own, whatever the strides: each element is copied once in and once out."""
     me, others = channel.index, channel.size - 1
     for block in _blocks(x.shape[1:], HALF_BYTES // x.element_size() // others):
@@ -290,10 +296,10 @@ def _all_to_all(channel: Channel, out: Tensor, x: Tensor) -> Rounds:
 
 
 def _blocks(shape: Sequence[int], longest: int) -> list[tuple[int | slice, ...]]:
-    """Indices that cut a tensor into blocks of at most so many elements.  An empty tensor is a block, as in `_pieces`."""
+    """Indices that cut a tensor into blocks of at most so many elements.  An empty tensor is a block, as in `pieces_of`."""
     if prod(shape) <= longest:
         return [()]
     inner = prod(shape[1:])
     if inner > longest:
         return [(index, *rest) for index in range(shape[0]) for rest in _blocks(shape[1:], longest)]
-    return [(piece,) for piece in _pieces(shape[0], longest // inner)]
+    return [(piece,) for piece in pieces_of(shape[0], longest // inner)]

@@ -329,5 +329,7 @@ def _tensor_parallel(mpu: Any) -> Axis:
     if getattr(mpu, f"get_{name}_parallel_world_size")() == 1:
         return WHOLE
     process_group = getattr(mpu, f"get_{name}_parallel_group")()
-    group = Group(process_group, local_device(), TIMEOUT.total_seconds(), shares_memory=False, siblings=())
+    group = Group(
+        process_group, local_device(), TIMEOUT.total_seconds(), shares_memory=False, neighbours=1, siblings=()
+    )
     return Axis("tp", tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group), group)

@@ -160,7 +160,7 @@ class CheckpointedEngine(nn.Module):
                 source,
                 state,
                 host_memory_bytes=None,
-                timeout_seconds=_SAVING_SECONDS,
+                axes=state.saving_axes(_SAVING_SECONDS),
                 report=lambda report: None if report.error is None else self._show(report.error),
             )
             atexit.register(_finish_at_exit, self._saver)

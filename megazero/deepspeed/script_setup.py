@@ -34,7 +34,15 @@ from megazero.deepspeed.recompute import configure_by_block
 from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.spec import whole_spec
-from megazero.parallel_state import TIMEOUT, Axis, Groups, ParallelState, local_device, parallel_state_of
+from megazero.parallel_state import (
+    TIMEOUT,
+    Axis,
+    Groups,
+    ParallelState,
+    connect_on_demand,
+    local_device,
+    parallel_state_of,
+)
 from megazero.terminal import Terminal
 from megazero.zero.bucket import DTYPES
 from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name, recipe_of
@@ -178,6 +186,7 @@ def init_distributed(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if dist_backend not in (None, "nccl", "gloo"):
         backend = str(dist_backend)
+    connect_on_demand(os.environ)
     dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
 
 

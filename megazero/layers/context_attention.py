@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.autograd import all_heads_for_sequence, sequence_for_heads
-from megazero.comm.collectives import Pending, exchange
+from megazero.comm.collectives import Pending, ring_shift
 from megazero.layers.recompute import KeptResults
 from megazero.layers.sample_part import SamplePart
 from megazero.layers.tile_calls import EVERYTHING, Rows, calls
@@ -155,8 +155,12 @@ def _backward(
         for call in calls(part, source, attention.window, q):
             of_queries, of_these_keys, of_values = call.backward(grad, q, keys, values, out, lse)
             dq.add(call.queries, of_queries)
-            parts.append((call.keys, of_these_keys, of_values))
-        of_keys.add(source, parts)
+            if source == attention.ring.index:
+                of_keys.add_own(call.keys, of_these_keys, of_values)
+            else:
+                parts.append((call.keys, of_these_keys, of_values))
+        if source != attention.ring.index:
+            of_keys.add_and_pass_on(parts)
     return dq.total(), *of_keys.total()
 
 
@@ -187,22 +191,16 @@ def _visits(k: Tensor, v: Tensor, ring: Axis) -> Iterator[tuple[int, Tensor, Ten
     if size == 1:
         yield here, k, v
         return
-    own = torch.stack((k, v))
-    arriving, leaving = torch.empty_like(own), own
-    used = k, v
-    for step in range(size):
-        pending = _pass_on(leaving, arriving, ring) if step + 1 < size else []
+    used, leaving = (k, v), torch.stack((k, v))
+    arriving = torch.empty_like(leaving)
+    for step in range(size - 1):
+        pending = ring_shift(arriving, leaving, ring)
         yield (here - step) % size, *used
-        for one in pending:
-            one.wait()
+        pending.wait()
         arriving, leaving = leaving, arriving
         used = leaving[0], leaving[1]
-
-
-def _pass_on(leaving: Tensor, arriving: Tensor, ring: Axis) -> list[Pending]:
-    """Start sending a tensor to the next rank of the ring, and receiving one from the rank before."""
-    after, before = ring.ranks[(ring.index + 1) % ring.size], ring.ranks[ring.index - 1]
-    return exchange([(leaving, after)], [(arriving, before)], ring)
+    del arriving, leaving  # while the last keys are used, theirs is the only buffer
+    yield (here + 1) % size, *used
 
 
 class _KeyGradients:
@@ -217,34 +215,28 @@ class _KeyGradients:
         self._own = _Sum(k), _Sum(v)
         self._arriving: Tensor | None = None
         self._leaving: Tensor | None = None
-        self._pending: list[Pending] = []
+        self._pending = Pending()
 
-    def add(self, source: int, parts: list[_KeyPart]) -> None:
-        """Add the gradients that this rank's queries give to the keys and values of a rank."""
-        ring = self._ring
-        if source == ring.index:
-            for seen, *of_tile in parts:
-                for own, part in zip(self._own, of_tile, strict=True):
-                    own.add(seen, part)
-            return
-        self._wait()
+    def add_own(self, seen: Rows, of_keys: Tensor, of_values: Tensor) -> None:
+        """Add what this rank's queries give to some of its own keys and values."""
+        for own, part in zip(self._own, (of_keys, of_values), strict=True):
+            own.add(seen, part)
+
+    def add_and_pass_on(self, parts: list[_KeyPart]) -> None:
+        """Add what this rank's queries give to the keys and values of another rank."""
+        self._pending.wait()
         if self._arriving is None:
             self._arriving = self._like.new_zeros((2, *self._like.shape), dtype=self._dtype)
         for seen, *of_tile in parts:
             for travelling, part in zip(self._arriving, of_tile, strict=True):
                 travelling[seen] += part
         free = torch.empty_like(self._arriving) if self._leaving is None else self._leaving
-        self._pending = _pass_on(self._arriving, free, ring)
+        self._pending = ring_shift(free, self._arriving, self._ring)
         self._leaving, self._arriving = self._arriving, free
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Gradients of this rank's keys and values."""
-        self._wait()
-        for own, arrived in zip(self._own, () if self._arriving is None else self._arriving, strict=False):
-            own.add(EVERYTHING, arrived)
+        self._pending.wait()
+        if self._arriving is not None:
+            self.add_own(EVERYTHING, *self._arriving)
         return self._own[0].total(), self._own[1].total()
-
-    def _wait(self) -> None:
-        for one in self._pending:
-            one.wait()
-        self._pending = []

@@ -44,7 +44,7 @@ def context_bytes(
     replicated = max(kv_heads, ulysses)
     exchanged = 4 * (heads + replicated) * head_size * batch * (seq_len // (ulysses * ring)) * itemsize
     passed = 2 * replicated // ulysses * head_size * batch * (seq_len // ring) * (2 * itemsize + gradient_itemsize)
-    return {"all_to_all": exchanged * (ulysses - 1) // ulysses, "send_recv": passed * (ring - 1)}
+    return {"all_to_all": exchanged * (ulysses - 1) // ulysses, "ring_shift": passed * (ring - 1)}
 
 
 def heads_of_rank(num_heads: int, num_kv_heads: int | None, tp: int) -> tuple[int, int]:

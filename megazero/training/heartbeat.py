@@ -110,15 +110,23 @@ def _listed(texts: Sequence[str]) -> str:
     return "; ".join(texts[:_SHOWN]) + more
 
 
+def store_of_run(store: Store, run: str) -> Store:
+    """What a run keeps in the store of the process group, over a connection of the caller's own.
+
+    `run` differs from earlier runs in the store.
+    """
+    # A clone, so that the calls of one thread do not block another's. Without one the threads share one connection.
+    with suppress(AttributeError, RuntimeError):
+        store = store.clone()  # type: ignore[attr-defined]  # not in its stubs
+        store.set_timeout(timedelta(seconds=10))
+    return PrefixStore(f"megazero/{run}", store)
+
+
 class HeartbeatStore:
-    """The heartbeats of a run's ranks, in the store of the process group.  `run` differs from earlier runs in it."""
+    """The heartbeats of a run's ranks; arguments as `store_of_run`."""
 
     def __init__(self, store: Store, run: str) -> None:
-        # A clone, so that no call of the main thread blocks the heartbeats. Without one the threads share one connection.
-        with suppress(AttributeError, RuntimeError):
-            store = store.clone()  # type: ignore[attr-defined]  # not in its stubs
-            store.set_timeout(timedelta(seconds=10))
-        self._store = PrefixStore(f"megazero/{run}", store)
+        self._store = store_of_run(store, run)
 
     def write(self, rank: int, beat: Heartbeat) -> None:
         """Replace a rank's heartbeat."""

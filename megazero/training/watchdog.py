@@ -24,8 +24,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
-from megazero.comm.collectives import LostPeerError, gather_objects
+from megazero.comm.collectives import LostPeerError, from_first
 from megazero.parallel_state import ParallelState
 from megazero.terminal import warn
 from megazero.training.heartbeat import (
@@ -37,6 +38,7 @@ from megazero.training.heartbeat import (
     HeartbeatStore,
     explain_missing_ranks,
     is_dead,
+    store_of_run,
 )
 
 T = TypeVar("T")
@@ -78,6 +80,7 @@ class Watchdog:
         self._count, self._is_over, self._has_warned = 0, False, False
         self._ended, self._lost = "", False
         self._store: HeartbeatStore | None = None
+        self._run = ""  # its name in the store of the process group
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -86,10 +89,14 @@ class Watchdog:
         self._first_steps.setdefault(phase, step)
         self._at = (step, phase, time.perf_counter())
 
+    def open_store(self) -> Store | None:
+        """The run's part of the store, over a connection of the caller's own; None outside a run of several ranks."""
+        return store_of_run(dist.distributed_c10d._get_default_store(), self._run) if self._run else None
+
     def __enter__(self) -> Self:
         if self._state.world.size > 1:
-            run = gather_objects(uuid.uuid4().hex[:8], self._state.world)[0]
-            self._store = HeartbeatStore(dist.distributed_c10d._get_default_store(), run)
+            self._run = from_first(uuid.uuid4().hex[:8], self._state.world)
+            self._store = HeartbeatStore(dist.distributed_c10d._get_default_store(), self._run)
             self._store.write(self._state.rank, self._beat())
             self._thread.start()
         return self
@@ -115,7 +122,7 @@ class Watchdog:
         collective = ("", "", False) if last is None else (last.operation, last.axis, last.is_inside)
         begun: Counter[str] = Counter()
         for (axis, operation), calls in list(self._state.traffic.calls.items()):
-            if operation != "send_recv" or axis == "cp":  # all ranks of attention's ring pass on equally often
+            if operation != "send_recv":  # stages of a pipeline send unequally often
                 begun[axis] += calls
         self._count += 1
         idle, now = round(self._seconds_without_progress(), 3), round(time.time(), 1)

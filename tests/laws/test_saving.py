@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def _saver(engine: Engine, **settings: Any) -> tuple[Saver, list[SaveReport]]:
     reports: list[SaveReport] = []
-    given = {"host_memory_bytes": None, "timeout_seconds": 60, "report": reports.append} | settings
+    given = {"host_memory_bytes": None, "axes": engine.state.saving_axes(60), "report": reports.append} | settings
     return Saver(engine.sharded_model.sharded_state, engine.state, **given), reports
 
 

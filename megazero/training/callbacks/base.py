@@ -16,7 +16,7 @@ class RunContext:
     """The run that a callback belongs to."""
 
     run: ResolvedRun
-    engine: Engine  # the model, its optimizer, and this rank's parallel state (`engine.state`)
+    engine: Engine  # the model (`engine.chunks`, asked for anew after every step), its optimizer, and `engine.state`
     corpus: Corpus  # training and validation samples
     start: Position  # where the run starts, or resumes
     say: Callable[[str], None]  # prints a line on the terminal, on rank 0 only

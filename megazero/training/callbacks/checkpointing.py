@@ -224,7 +224,7 @@ class Checkpointing(Callback):
             self._engine.sharded_model.sharded_state,
             self._state,
             host_memory_bytes=limit if config.asynchronous else 0,
-            timeout_seconds=config.timeout_seconds,
+            axes=self._axes,
             report=self._report,
             after=lambda _: self._prune(),
         )

@@ -55,10 +55,13 @@ def name_problems(training: TrainingConfig) -> list[Problem]:
 
 
 class RegisteredCallback(Callback):
-    """The callback that a script has registered under a name.  Errors of its factory and hooks become `CallbackError`s."""
+    """The callback that a script has registered under a name.  Errors of its factory and hooks become `CallbackError`s.
+
+    A hook may read parameters that it has kept, so the weights of the last step are here before it is called.
+    """
 
     def __init__(self, name: str, context: RunContext) -> None:
-        self._name = name
+        self._name, self._gathers = name, context.engine.sharded_model.parameters.gathers
         self._own = self._named(lambda: CALLBACKS[name](context))
 
     def _named(self, call: Callable[[], T]) -> T:
@@ -69,20 +72,24 @@ class RegisteredCallback(Callback):
         except (Exception, SystemExit) as error:
             raise CallbackError(f"callback {self._name!r} (training.callbacks) failed: {error!r}") from error
 
+    def _hook(self, call: Callable[[], T]) -> T:
+        self._gathers.wait()
+        return self._named(call)
+
     def on_start(self) -> None:
-        self._named(self._own.on_start)
+        self._hook(self._own.on_start)
 
     def before_step(self, position: Position) -> StepDecision | None:
-        return self._named(lambda: self._own.before_step(position))
+        return self._hook(lambda: self._own.before_step(position))
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        return self._named(lambda: self._own.after_step(record))
+        return self._hook(lambda: self._own.after_step(record))
 
     def on_rollback(self, position: Position) -> None:
-        self._named(lambda: self._own.on_rollback(position))
+        self._hook(lambda: self._own.on_rollback(position))
 
     def on_end(self, position: Position) -> None:
-        self._named(lambda: self._own.on_end(position))
+        self._hook(lambda: self._own.on_end(position))
 
     def close(self) -> None:
         self._named(self._own.close)
@@ -108,7 +115,7 @@ def callbacks_of(
         SkipSteps(run, say),
         *([PipelineTrace(run_dir, say)] if is_first else []),
         NonFinitePolicy(training, say),
-        Stragglers(logging, engine.state, say),
+        Stragglers(logging, engine.state, watchdog.open_store(), say),
         LossSpikes(logging.loss_spike_sigmas, training.skip_steps, say),
         Utilization(run, engine.state.device, engine.dtype, context.corpus.train),
         Evaluation(context, [*metrics, checkpointing], watchdog),

@@ -13,7 +13,7 @@ from collections.abc import Collection
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.data.sampler import Stream
+from megazero.data.sampler import SampleStream
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.training.callbacks.base import Callback
@@ -41,8 +41,6 @@ _HALF_PRECISION_PEAKS = {
     "MI300X": 1307e12,
 }
 
-_SAMPLES = 64
-
 
 class Utilization(Callback):
     """Sets `record.mfu` where the peak of the devices is known.  Masked tokens are computed, too, and count.
@@ -52,12 +50,12 @@ class Utilization(Callback):
     """
 
     def __init__(
-        self, run: ResolvedRun, device: torch.device, dtype: torch.dtype, samples: Stream | None = None
+        self, run: ResolvedRun, device: torch.device, dtype: torch.dtype, samples: SampleStream | None = None
     ) -> None:
         peak = peak_flops(device, dtype, run.config.logging.peak_flops)
         lengths = None
         if samples is not None and run.config.data.document_mask:
-            lengths = [length for each, _ in samples.documents(range(_SAMPLES)) for length in each]
+            lengths = [length for each in samples.first_documents() for length in each]
         flops = model_flops_per_token(run.config.model, lengths) * run.global_batch_size * run.config.model.seq_len
         self._seconds_at_peak = None if peak is None else flops / (peak * run.world_size)
 

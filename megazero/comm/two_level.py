@@ -1,0 +1,245 @@
+"""Collectives over CPU ranks of several hosts, each with several of them: within a host, and between hosts.
+
+    number in the group   0    1  |  2    3        H = 2 hosts of L = 2 ranks, n = H * L ranks in all
+    host                  0    0  |  1    1
+    number on its host    0    1  |  0    1
+
+    reduce-scatter   a host sums its ranks' parts in memory that they share; each rank sends one sum to each other host
+    all-gather       each rank sends its shard to each other host, once; a host's ranks share what has arrived
+    all-reduce       a reduce-scatter, then an all-gather
+
+Of a buffer of F bytes a rank sends F/n (H - 1) to other hosts, and twice that in an all-reduce: 1/L of what it sends where
+every rank sends to every other.  Within the host it copies (L - 1)/L F.  An all-to-all stays as it is: every part that
+crosses is for one rank.
+
+[Note: pieces]  A long tensor goes in pieces: one is summed within the host while others travel.
+
+[Note: two lanes]  The second level starts when the first has ended, whatever the rank computes then, so operations run in a
+thread of their own.  Ranks may differ in when they gather and when they reduce, so each of the two has its own.
+
+[Note: sums]  The ranks of a host are added in their order, then the hosts in theirs, in the tensor's own type.  So every
+rank has the same bits, and an element is rounded L + H - 2 times, not n - 1 times as in the order of ranks.
+
+NCCL finds the hosts itself and lays its rings and trees accordingly (https://github.com/NVIDIA/nccl-tests/issues/196), so
+its groups do not need this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.labels import start_comparing
+from megazero.comm.lane import Lane
+from megazero.comm.messages import shift, tag_of
+from megazero.comm.shared_memory import (
+    HALF_BYTES,
+    REDUCTIONS,
+    Rounds,
+    all_gather_rounds,
+    all_reduce_rounds,
+    combine,
+    label_of,
+    pieces_of,
+    place_shard,
+    reduce_scatter_rounds,
+)
+from megazero.parallel_state import Axis, Wait
+
+_SMALL_BYTES = (
+    1 << 14
+)  # up to here an all-reduce sends each host's sum whole: more bytes, but one message instead of two
+_PIECE_BYTES = 1 << 18  # of a reduce-scatter's message
+_WINDOW = 4  # such pieces that travel at once
+_SCRATCH_BYTES = 1 << 23  # for all that travels, at most
+_LONGEST_ITEM = 16  # bytes of the longest type: pieces are multiples of it
+
+_Op: TypeAlias = Callable[..., Tensor]
+_Parts: TypeAlias = list[list[Tensor]]  # by host, and number on it; 1-D, of equal length
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where this rank is: number `local` of host `host`, among `count` hosts of `size` ranks."""
+
+    count: int
+    size: int
+    host: int
+    local: int
+
+    @property
+    def others(self) -> list[int]:
+        """The other hosts, the next one first: not all begin with the same."""
+        return [(self.host + step) % self.count for step in range(1, self.count)]
+
+    def parts(self, flat: Tensor) -> _Parts:
+        """Equal parts, one for each rank."""
+        return [list(one.unbind(0)) for one in flat.view(self.count, self.size, -1).unbind(0)]
+
+
+def hosts_of(names: Sequence[str], index: int) -> Hosts | None:
+    """The hosts of a group; None unless each has as many ranks as the others, in a row.
+
+    Args:
+        names: each rank's host.
+        index: number of this rank.
+    """
+    sizes = [len(list(ranks)) for _, ranks in groupby(names)]
+    if len(sizes) > len(set(names)) or len(set(sizes)) > 1:
+        return None
+    return Hosts(len(sizes), sizes[0], index // sizes[0], index % sizes[0])
+
+
+class TwoLevelBackend:
+    """Collectives of ranks that lie on hosts in equal numbers, with a lane for each kind of operation."""
+
+    needs_scratch = False
+    needs_contiguous = True
+
+    def __init__(self, hosts: Hosts, reduce: Lane, gather: Lane) -> None:
+        self.hosts, self._reduce, self._gather = hosts, reduce, gather
+        self._close = weakref.finalize(self, _close_all, reduce, gather)
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
+        label = label_of("all_reduce", tensor, axis)
+        links = _Links(self._reduce, self.hosts, axis, label)
+        return self._reduce.start(label, _all_reduce(links, tensor.detach().view(-1), REDUCTIONS[op]))
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
+        place_shard(out, shard, axis)
+        links = _Links(self._gather, self.hosts, axis, whole := label_of("all_gather", shard, axis, label))
+        return self._gather.start(whole, _all_gather(links, self.hosts.parts(out.detach()), is_labelled=bool(label)))
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
+        label = label_of("reduce_scatter", full, axis)
+        links, parts = _Links(self._reduce, self.hosts, axis, label), self.hosts.parts(full.detach())
+        return self._reduce.start(label, _reduce_scatter(links, out.detach().view(-1), parts, REDUCTIONS["sum"]))
+
+    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        return dist.all_to_all_single(out, x, group=axis.process_group, async_op=True).wait
+
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        return shift(out, x, axis)
+
+    def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
+        part, others = full.nbytes // axis.size, self.hosts.count - 1
+        if operation == "all_to_all":
+            return part * self.hosts.size * others
+        if operation == "all_reduce":
+            whole = _evenly(full, axis.size) * full.element_size()
+            return others * (2 * whole // axis.size + full.nbytes - whole)
+        return part * others
+
+    def check_order(self) -> None:
+        """Labels are compared with every gather."""
+
+    def progress(self) -> bool:
+        """The lanes make progress."""
+        return False
+
+    def close(self) -> None:
+        """End both lanes."""
+        self._close()
+
+
+def _close_all(*lanes: Lane) -> None:
+    for lane in lanes:
+        lane.close()
+
+
+class _Links:
+    """What an operation exchanges: rounds within the host, and messages with the ranks of this number on other hosts."""
+
+    def __init__(self, lane: Lane, hosts: Hosts, axis: Axis, label: str) -> None:
+        self.lane, self.hosts, self.axis, self.label = lane, hosts, axis, label
+        self._tag = tag_of(label)
+
+    def send(self, tensor: Tensor, host: int) -> Any:
+        return dist.isend(tensor, self._rank(host), self.axis.host_group, self._tag)
+
+    def receive(self, tensor: Tensor, host: int) -> Any:
+        return dist.irecv(tensor, self._rank(host), self.axis.host_group, self._tag)
+
+    def _rank(self, host: int) -> int:
+        return self.axis.ranks[host * self.hosts.size + self.hosts.local]
+
+
+def _reduce_scatter(links: _Links, out: Tensor, parts: _Parts, op: _Op) -> Rounds:
+    """out = every rank's part for this one, combined; `out` may be this rank's own part."""
+    lane, hosts = links.lane, links.hosts
+    if not out.numel():
+        yield from reduce_scatter_rounds(lane.channel, out, parts[hosts.host], op)
+        return
+    rows = 2 * hosts.count - 1  # each host's sum for this rank, and this host's for each other one
+    longest = min(_PIECE_BYTES, HALF_BYTES // (hosts.size - 1), _SCRATCH_BYTES // (_WINDOW * rows))
+    scratch = lane.scratch(_WINDOW * rows, longest // _LONGEST_ITEM * _LONGEST_ITEM, out.dtype)
+    under_way: deque[tuple[Tensor, Tensor, list[Any]]] = deque()
+
+    def finish() -> None:
+        result, sums, messages = under_way.popleft()
+        lane.wait_for(messages)
+        combine(result, sums.unbind(0), op)
+
+    for number, at in enumerate(pieces_of(out.numel(), scratch.shape[1])):
+        if len(under_way) == _WINDOW:
+            finish()
+        window = scratch[number % _WINDOW * rows :][:rows, : at.stop - at.start]
+        sums, leaving = window[: hosts.count], window[hosts.count :]
+        messages = [links.receive(sums[other], other) for other in hosts.others]
+        for other, total in zip(hosts.others, leaving, strict=True):
+            yield from reduce_scatter_rounds(lane.channel, total, [part[at] for part in parts[other]], op)
+            messages.append(links.send(total, other))
+        own = [part[at] for part in parts[hosts.host]]
+        yield from reduce_scatter_rounds(lane.channel, sums[hosts.host], own, op)
+        under_way.append((out[at], sums, messages))
+    while under_way:
+        finish()
+
+
+def _all_gather(links: _Links, parts: _Parts, *, is_labelled: bool = False) -> Rounds:
+    """Fill every rank's part; this rank's own is filled already."""
+    lane, hosts = links.lane, links.hosts
+    mine = parts[hosts.host][hosts.local]
+    pieces = pieces_of(mine.numel(), HALF_BYTES // mine.element_size()) if mine.numel() else []
+    check = start_comparing(links.label if is_labelled else "", links.axis, hosts.size, lane.wait_for)
+    arriving = [
+        (other, at, links.receive(parts[other][hosts.local][at], other)) for at in pieces for other in hosts.others
+    ]
+    leaving = [links.send(mine[at], other) for at in pieces for other in hosts.others]
+    yield from all_gather_rounds(lane.channel, parts[hosts.host])
+    check()
+    for other, at, message in arriving:
+        lane.wait_for([message])
+        yield from all_gather_rounds(lane.channel, [part[at] for part in parts[other]])
+    lane.wait_for(leaving)
+
+
+def _evenly(flat: Tensor, ranks: int) -> int:
+    """Elements of an all-reduce that all ranks divide among themselves."""
+    return 0 if flat.nbytes <= _SMALL_BYTES else flat.numel() // ranks * ranks
+
+
+def _all_reduce(links: _Links, flat: Tensor, op: _Op) -> Rounds:
+    """Replace a 1-D tensor by its combination over all ranks."""
+    lane, hosts = links.lane, links.hosts
+    divided = _evenly(flat, links.axis.size)
+    if divided:
+        parts = hosts.parts(flat[:divided])
+        yield from _reduce_scatter(links, parts[hosts.host][hosts.local], parts, op)
+        yield from _all_gather(links, parts)
+    rest = flat[divided:]
+    if rest.numel() or not divided:
+        yield from all_reduce_rounds(lane.channel, rest, op)
+    if rest.numel():
+        sums = rest.repeat(hosts.count, 1)
+        messages = [links.receive(sums[other], other) for other in hosts.others]
+        messages += [links.send(sums[hosts.host], other) for other in hosts.others]
+        lane.wait_for(messages)
+        combine(rest, sums.unbind(0), op)

@@ -1,0 +1,187 @@
+"""Starting a rank does not take longer in a larger world: what it writes into the store and reads there, and its groups.
+
+Whole runs of 4, 8 and 16 ranks count what they do before their first step; one rank of up to 16,384 makes its real groups of
+gloo against a counting store.  Nothing is counted in a model of the start.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from math import log2
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting_store import CountingStore, Counts
+from harness import run_world
+
+from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.engine import Engine
+from megazero.parallel_state import ParallelState, RankGrid, connect_on_demand
+from megazero.training import launch
+from megazero.training.loop import train
+
+# (grid, cp_ulysses, shard_group_size)
+GRIDS = {
+    64: (RankGrid(tp=4, dp=4, pp=4), 1, 0),
+    512: (RankGrid(tp=8, cp=2, dp=8, pp=4), 2, 8),
+    16384: (RankGrid(tp=8, cp=2, dp=64, pp=16), 1, 64),
+}
+MESH_BYTES = 154, 8  # of a rank in gloo's full mesh: 154 + 8 n; other lengths of host names change the first number
+
+
+# ---- Groups, and what each rank keeps in the store for them
+
+
+def _groups(rank: int, world: int) -> tuple[int, Counts]:
+    """How many groups one rank of a large world makes, and its use of the store; the other ranks do not exist."""
+    grid, ulysses, shards = GRIDS[world]
+    store = CountingStore(dist.HashStore())
+    connect_on_demand(os.environ)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    state = ParallelState(grid, rank, shard_group_size=shards, cp_ulysses=ulysses)
+    state.among_stages([0, grid.pp - 1])
+    state.saving_axes(60)
+    made = len(dist.distributed_c10d._world.pg_map)  # with the default one
+    state.leave()
+    dist.destroy_process_group()
+    return made, store.counts
+
+
+def _groups_of_all(_: int) -> dict[int, list[tuple[int, Counts]]]:
+    return {world: [_groups(rank, world) for rank in (0, world // 2 + 1, world - 1)] for world in GRIDS}
+
+
+def test_groups_keys_and_bytes_of_a_rank_do_not_grow_with_the_world() -> None:
+    (found,) = run_world(1, _groups_of_all)
+    for ranks in found.values():
+        for made, counts in ranks:
+            assert made <= 11, (
+                "the world, tp, pp in both directions, first and last, 2 of cp, dp_cp, shard, replica, saving"
+            )
+            assert counts.written_keys == made, "each group writes where this rank listens"
+            assert counts.written_bytes < 200 * made
+            assert (counts.read_keys, counts.added, counts.waited) == (0, 0, 0), (
+                "nobody is met before the first message"
+            )
+
+
+def _mesh(rank: int) -> Counts:
+    """A group that connects any two ranks at once, as torch does by default."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    inner = dist.distributed_c10d._get_default_store()
+    store = CountingStore(dist.PrefixStore("mesh", inner))
+    size = dist.get_world_size()
+    mesh = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+    dist.barrier()
+    del mesh
+    return store.counts
+
+
+@pytest.mark.parametrize("world", [2, 6])
+def test_a_mesh_writes_and_reads_what_the_note_says(world: int) -> None:
+    """So at 16,384 ranks one mesh of the world is 16,384 x 16,384 x 131,226 bytes = 35 TB out of one store."""
+    each = len(socket.gethostname()) - 64  # gloo writes the host's name
+    first, per_rank = MESH_BYTES
+    for counts in run_world(world, _mesh):
+        assert counts.written_keys == 1
+        assert abs(counts.written_bytes - (first + per_rank * world)) <= abs(each)
+        assert counts.read_bytes >= (world - 1) * per_rank * world
+
+
+# ---- A whole start
+
+
+def _resolved(world: int, folder: Path) -> ResolvedRun:
+    model = {
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "ffn_hidden_size": 32,
+        "vocab_size": 257,
+        "seq_len": 16,
+    }
+    config = {
+        "model": model,
+        "parallel": {"tp": 2, "pp": 2},
+        "precision": {"dtype": "fp32"},
+        "training": {"run_dir": str(folder), "steps": 1, "global_batch_size": world // 2, "compile": False},
+        "logging": {"tensorboard": False},
+    }
+    return resolve(RunConfig.model_validate(config), world)
+
+
+def _start(rank: int, run: ResolvedRun, port: int) -> tuple[Counts, Counts, int]:
+    """What a rank that torchrun has started does: counts before its first step and at its end, and its groups."""
+    dist.destroy_process_group()  # that of the test
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.world_size, "LOCAL_WORLD_SIZE": run.world_size}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    open_store, try_step, stores = launch.open_store, Engine.try_step, []
+    found: list[Any] = []
+
+    def counting(timeout: timedelta) -> CountingStore:
+        stores.append(CountingStore(open_store(timeout)))
+        return stores[0]
+
+    def first_step(engine: Engine, *args: Any) -> Any:
+        found.append(stores[0].counts.copy())
+        found.append(len(dist.distributed_c10d._world.pg_map))
+        return try_step(engine, *args)
+
+    launch.open_store, Engine.try_step = counting, first_step  # type: ignore[assignment, method-assign]
+    answer = launch.run_rank(run, lambda run, state: train(run, state, lambda _: None).step)
+    assert answer == 1
+    return found[0], stores[0].counts, found[1]
+
+
+@pytest.mark.slow
+def test_a_run_writes_and_reads_as_much_per_rank_in_a_world_four_times_as_large(tmp_path: Path) -> None:
+    most: dict[int, Counts] = {}
+    for world in (4, 16):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        ranks = run_world(world, _start, _resolved(world, tmp_path / str(world)), port)
+        names = vars(Counts())
+        most[world] = Counts(**{name: max(getattr(before, name) for before, _, _ in ranks) for name in names})
+        assert max(groups for _, _, groups in ranks) <= 6, (
+            "the world, tp, pp in both directions, dp where it is not 1, saving"
+        )
+        # A rank looks up those to whom it has a message: its children in the tree, and its parent.
+        assert most[world].read_keys <= 2 * log2(world) + 1
+    small, large = most[4], most[16]
+    assert large.written_keys - small.written_keys <= 1, "that of dp"
+    assert large.written_bytes - small.written_bytes < 200
+    assert large.read_bytes < 200 * large.read_keys
+    assert (large.added, small.added) == (2, 2)
+    assert large.waited <= small.waited + 2 * log2(16 / 4)
+
+
+# ---- What a GPU's rank asks NCCL for
+
+
+def test_no_communicator_of_gpus_spans_the_world_and_none_has_gloo_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[tuple[int, ...], str | None]] = []
+
+    def record(_: Any, ranks: tuple[int, ...], device: torch.device, seconds: float, backend: str | None) -> Any:
+        asked.append((ranks, backend))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(ParallelState, "_process_group", record)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 512)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    grid, ulysses, shards = GRIDS[512]
+    state = ParallelState(grid, 300, torch.device("cuda", 0), shard_group_size=shards, cp_ulysses=ulysses)
+    state.saving_axes(60)
+    *groups, saving = asked
+    assert saving == (tuple(range(512)), "gloo"), "it connects on demand"
+    assert {backend for _, backend in groups} == {"nccl"}
+    assert max(len(ranks) for ranks, _ in groups) == 16
+    assert len(groups) == 7, "tp, pp in both directions, Ulysses, dp_cp, shard, replica"
+    assert [part.size for part in state.world.parts] == [8, 16, 4]
