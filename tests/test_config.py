@@ -241,7 +241,7 @@ def test_the_message_is_a_numbered_list(write):
     assert str(raised.value) == (
         f"2 problems in {path}:\n"
         "  1. zero.stage = 5: must be 0, 1, 2 or 3; write 3\n"
-        "  2. zero.bucket_bytes = 3: must be >= 1024; write 1024"
+        '  2. zero.bucket_bytes = 3: must be >= 1024 or "auto"; write 1024'
     )
 
 
@@ -259,8 +259,8 @@ def test_the_message_is_a_numbered_list(write):
         ("tp=3", "tp = 3: a key outside any section; did you mean parallel.tp?"),
         (
             "zero.xyz=3",
-            "zero.xyz = 3: unknown key; the keys of [zero] are stage, gather_policy, reduce, bucket_bytes, "
-            "shard_group_size, persistent_elements, offload",
+            "zero.xyz = 3: unknown key; the keys of [zero] are stage, gather_policy, prefetch_bytes, reduce, "
+            "bucket_bytes, shard_group_size, persistent_elements, secondary_shard_size, offload",
         ),
         (
             "zero.offload.xyz=3",
@@ -486,6 +486,12 @@ def test_the_order_names_every_axis_once(write, order):
         ),
         ("zero.shard_group_size=5", 12, "zero.shard_group_size = 5: must divide dp=12; the nearest are 4 and 6"),
         (
+            "zero.stage=3 zero.secondary_shard_size=12",
+            12,
+            "zero.secondary_shard_size = 12: must divide the 12 ranks that share the state into groups of 2 or more; the "
+            "nearest is 6",
+        ),
+        (
             "zero.shard_group_size=2 zero.stage=0",
             2,
             "zero.shard_group_size = 2: must be 0 where zero.stage = 0: it has no effect where nothing is sharded; "
@@ -597,6 +603,7 @@ def test_keys_that_do_not_fit_each_other_are_told_with_their_numbers(write, over
     ("overrides", "world_size"),
     [
         ("zero.shard_group_size=4", 12),
+        ("zero.stage=3 zero.shard_group_size=4 zero.secondary_shard_size=2 zero.prefetch_bytes=0", 12),
         ("zero.shard_group_size=2 zero.stage=3 zero.persistent_elements=9 zero.offload.parameters=cpu", 2),
         ("zero.offload.optimizer=nvme zero.offload.nvme_path=/x zero.offload.ratio=0.5", 1),
         ("precision.accumulate_dtype=bf16 precision.reduce_dtype=fp16", 1),
@@ -638,6 +645,9 @@ zero.gather_policy=step        zero.stage=1
 zero.reduce=step               zero.stage=0
 zero.shard_group_size=1        zero.stage=0
 zero.persistent_elements=9     zero.stage=2
+zero.prefetch_bytes=9          zero.stage=2
+zero.secondary_shard_size=2    zero.stage=2
+zero.secondary_shard_size=2    zero.stage=3 zero.gather_policy=step
 zero.offload.parameters=cpu    zero.stage=2
 zero.offload.ratio=0.5         zero.offload.optimizer=none
 zero.offload.pin_memory=false  zero.offload.optimizer=none

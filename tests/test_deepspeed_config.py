@@ -316,9 +316,11 @@ def test_the_zero_block_becomes_the_zero_section(stage):
         "stage": stage,
         "reduce_bucket_size": 5e6,
         "stage3_param_persistence_threshold": 1000,
-        "mics_shard_size": 2,
+        "stage3_prefetch_bucket_size": 1e6,
+        "mics_shard_size": 4,
+        "zero_hpz_partition_size": 2,
     }
-    zero = load(dp=4, zero_optimization=block).zero
+    zero = load(dp=8, zero_optimization=block).zero
     assert (zero.stage, zero.reduce, zero.gather_policy, zero.bucket_bytes) == (
         stage,
         "micro_batch",
@@ -326,7 +328,9 @@ def test_the_zero_block_becomes_the_zero_section(stage):
         20_000_000,
     )
     assert zero.persistent_elements == (1000 if stage == 3 else 0)
-    assert zero.shard_group_size == (2 if stage else 0)
+    assert zero.shard_group_size == (4 if stage else 0)
+    assert zero.secondary_shard_size == (2 if stage == 3 else 0)
+    assert zero.prefetch_bytes == (4_000_000 if stage == 3 else RunConfig().zero.prefetch_bytes)
 
 
 def test_zero_defaults_are_those_of_deepspeed_where_they_bear_on_memory_by_parameter():
@@ -373,6 +377,8 @@ def test_offload_that_cannot_be_is_refused():
     assert told.startswith(f"{zero}.cpu_offload = true: cannot be together")
     paths = {f"offload_{key}": {"device": "nvme", "nvme_path": f"/{key}"} for key in ("optimizer", "param")}
     assert "one directory" in problems(zero_optimization={"stage": 3, **paths})[0]
+    (told,) = problems(dp=8, zero_optimization={"stage": 3, "zero_hpz_partition_size": 8})
+    assert "zero_hpz_partition_size = 8: must divide the 8 ranks" in told
     (told,) = problems(dp=8, zero_optimization={"stage": 3, "mics_shard_size": 3})
     assert told.endswith("must divide dp=8; the nearest are 2 and 4")
 
@@ -504,6 +510,8 @@ def test_auto_is_an_error_that_says_what_it_stands_for_unless_deepspeed_takes_it
     (told,) = problems(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
     assert told.startswith('optimizer.params.lr = "auto": is a placeholder')
     (told,) = problems(zero_optimization={"stage3_prefetch_bucket_size": "auto"})
+    assert "(0.9 * hidden_size * hidden_size); write the value itself: integer >= 0" in told
+    (told,) = problems(zero_optimization={"stage3_max_live_parameters": "auto"})
     assert told.endswith("leave it out")
     assert load(pipeline={"stages": "auto"}, expert_parallel={"top_k": "auto"}).notes[0].startswith("pipeline.stages")
 

@@ -108,6 +108,16 @@ def test_a_shard_group_that_does_not_divide_dp_is_given_up_with_a_notice() -> No
     assert "zero.shard_group_size=2 does not divide dp 3: the state is sharded over all of dp" in run.notices
 
 
+def test_a_second_copy_that_the_ranks_cannot_share_is_given_up_with_a_notice() -> None:
+    zero = {"stage": 3, "secondary_shard_size": 2}
+    assert elastic(4, zero=zero).config.zero.secondary_shard_size == 2
+    for world in (2, 3):
+        run = elastic(world, zero=zero)
+        assert run.config.zero.secondary_shard_size == 0
+        told = f"zero.secondary_shard_size=2 does not divide {world} ranks into groups: weights have no second copy"
+        assert told in run.notices
+
+
 @pytest.mark.parametrize(
     ("tables", "world", "told"),
     [

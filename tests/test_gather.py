@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -32,10 +33,11 @@ from zero_worlds import (
 )
 
 from megazero.comm.backend import GlooBackend, TorchBackend
-from megazero.comm.shared_memory import OrderError
+from megazero.comm.labels import OrderError
 from megazero.parallel_state import ParallelState
 from megazero.zero.file_store import FileStore
 from megazero.zero.gather import UnitGatherer
+from megazero.zero.visit_history import VisitHistory
 
 WIDTH = 8
 
@@ -899,9 +901,7 @@ UNFOLLOWED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "policy"), [(0, "action"), (1, "action"), (2, "action"), (3, "action"), (3, "chunk"), (3, "step")]
-)
+@pytest.mark.parametrize(("stage", "policy"), [(0, "action"), (2, "action"), (3, "action"), (3, "chunk"), (3, "step")])
 def test_a_backward_finds_the_weights_of_its_own_unit(stage: int, policy: str) -> None:
     def law(rank: int) -> None:
         for make in UNFOLLOWED:
@@ -1244,3 +1244,18 @@ def test_a_chain_gathers_every_unit_once_for_its_forward_and_once_for_its_backwa
     shard_bytes = -(-unit // 32) * 16 * 4
     # the forward leaves the last two units in the two buffers
     assert run_world(2, law) == [(5 + 3) * shard_bytes] * 2
+
+
+def test_the_units_ahead_are_those_of_the_pass_before_and_at_a_chunks_edge_what_the_schedule_says() -> None:
+    history = VisitHistory([0, 0, 0, 1, 1])
+    passes = [("forward", index) for index in range(3)] + [("backward", index) for index in (2, 1, 0)]
+    for visit in passes * 2:
+        history.record(visit)
+    history.record(("forward", 0))
+    assert list(itertools.islice(history.upcoming(), 7)) == [1, 2, 2, 1, 0, 0, 1]
+    history.expect(1, is_forward=False)
+    assert list(history.upcoming()) == [1, 2, 4]  # the chunk has not run yet: nothing is known of it but its first unit
+    for visit in (("forward", 1), ("forward", 2)):
+        history.record(visit)
+    assert list(history.upcoming()) == [4]
+    assert list(history.upcoming()) == []  # said once, it holds once

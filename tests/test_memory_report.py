@@ -102,6 +102,9 @@ def test_the_buffers_are_at_most_what_the_formula_allows(rows: list[dict[str, An
             counted = rank["counted"]["step"]
             assert 0 <= counted["gradient_buffers"] <= rank["most_gradient_buffers"]
             if row["stage"] == 3:
+                sizes = [2 * (block + -block % 32)] * 2  # two blocks, the embedding and the head take turns
+                assert row["formula"]["gather_buffers"] == sizes
+                assert counted["gather_buffers"] == sum(sizes)
                 assert 2 * 4 * block <= rank["most_gradient_buffers"] <= 2 * 4 * (block + 31)
             elif row["stage"] == 2:
                 assert rank["most_gradient_buffers"] == 2 * 8192
@@ -223,6 +226,8 @@ def test_the_formula_reads_as_a_sum() -> None:
     assert _formula(1).state_text(offloads=False) == "6N + 12N/4"
     assert _formula(1).state_text(offloads=True) == "6N + [16N/4]"
     assert _formula(3, weight_bytes=4).state_text(offloads=False) == "16N/4"
+    assert _formula(3, second_copy=2).state_text(offloads=False) == "18N/4 + 2N/2"
+    assert _formula(3, second_copy=2).state_bytes(40, offloads=True) == 18 * 40 / 4 + 2 * 40 / 2
     assert _formula(2, shards=1).state_text(offloads=False) == "18N"
     assert _formula(2, shards=1).state_text(offloads=True) == "2N + [16N]"
     assert _formula(0, accumulate_bytes=2).state_text(offloads=False) == "20N"

@@ -25,7 +25,7 @@ from megazero.zero.reductions import ReductionQueue, gradient_square_sum, square
 from megazero.zero.units import Described, Unit, describe, units_of
 
 STAGES = [0, 1, 2, 3]
-ZERO = ZeroConfig(bucket_bytes=1024)
+ZERO = ZeroConfig(bucket_bytes=1024, prefetch_bytes=0)
 
 
 class _Layer(nn.Module):
@@ -351,9 +351,9 @@ def test_reductions_start_in_one_order_whichever_parameters_are_used(zero_stage:
         launched = []
         plain = ReductionQueue.start
 
-        def spy(self: ReductionQueue, bucket: Bucket, part: Run, buffer: Tensor, *, adds: bool) -> None:
+        def spy(self: ReductionQueue, bucket: Bucket, part: Run, buffer: Tensor, **rest: bool) -> None:
             launched.append((bucket.layout.name, part.start))
-            plain(self, bucket, part, buffer, adds=adds)
+            plain(self, bucket, part, buffer, **rest)
 
         ReductionQueue.start = spy
         for step in EXPERT_BATCHES:

@@ -69,7 +69,7 @@ class Sharded:
         rank, world: this rank and their number; all ranks are data-parallel, a `cp`-th of them over cp.
         optimizer: made from parameter groups.
         groups: parameter groups of the module; by default one.
-        precision, shard_group_size, zero: what differs from the plain case.
+        precision, shard_group_size, neighbours, zero: what differs from the plain case.
     """
 
     def __init__(
@@ -84,10 +84,15 @@ class Sharded:
         precision: PrecisionConfig = FP32,
         shard_group_size: int = 0,
         cp: int = 1,
+        shares_memory: bool = True,
+        neighbours: int = 1,
         **zero: Any,
     ) -> None:
         self.module = module
-        self.state = ParallelState(RankGrid(dp=world // cp, cp=cp), rank, shard_group_size=shard_group_size)
+        grid = RankGrid(dp=world // cp, cp=cp)
+        self.state = ParallelState(
+            grid, rank, shard_group_size=shard_group_size, shares_memory=shares_memory, neighbours=neighbours
+        )
         groups = groups or one_group(module)
         group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
         described = list(describe(module))
@@ -98,7 +103,7 @@ class Sharded:
             units_of([module]),
             described,
             self.state,
-            ZeroConfig(**{"stage": stage, "bucket_bytes": 1024} | zero),
+            ZeroConfig(**{"stage": stage, "bucket_bytes": 1024, "prefetch_bytes": 0} | zero),
             precision,
             recipe_of(self.optimizer),
             ties={},

@@ -157,13 +157,19 @@ def fit(config: RunConfig, world_size: int) -> Fit:
             f"zero.shard_group_size={group} does not divide {among}: the state is sharded over all of {every}"
         )
         group = 0
+    second, shards = config.zero.secondary_shard_size, group or dp * shape.cp
+    if second and (second >= shards or shards % second):
+        notices.append(
+            f"zero.secondary_shard_size={second} does not divide {shards} ranks into groups: weights have no second copy"
+        )
+        second = 0
     shapes = config.elastic.shapes
     if shape.cp > 1 and parallel.cp_method == "auto":  # what is picked below is for this cp; the file keeps all shapes
         shapes = tuple(one for one in shapes if one.cp == shape.cp)
     fitted = {
         "elastic": config.elastic.model_copy(update={"shapes": shapes}),
         "parallel": parallel.model_copy(update={"tp": shape.tp, "cp": shape.cp, "pp": shape.pp, "dp": "auto"}),
-        "zero": config.zero.model_copy(update={"shard_group_size": group}),
+        "zero": config.zero.model_copy(update={"shard_group_size": group, "secondary_shard_size": second}),
     }
     chosen, why = _with_context_method(config.model_copy(update=fitted))
     return Fit(chosen, dp, spare, (*notices, *why))

@@ -340,6 +340,20 @@ def _shard_groups_fill_dp(config: RunConfig, dp: int) -> Iterator[Problem]:
         yield Problem("zero.shard_group_size", size, rule, nearest)
 
 
+def _second_copies_fill_shard_groups(config: RunConfig, dp: int) -> Iterator[Problem]:
+    zero = config.zero
+    shards = zero.shard_group_size or dp * config.parallel.cp
+    return second_copies_fill("zero.secondary_shard_size", zero.secondary_shard_size, shards, "write 0")
+
+
+def second_copies_fill(key: str, size: int, shards: int, none: str) -> Iterator[Problem]:
+    """A second copy of the weights lies among fewer ranks than the weights; `none` says how to have none."""
+    if size and (size in (1, shards) or shards % size):
+        choices = divisors(shards)[1:-1]
+        rule = f"must divide the {shards} ranks that share the state into groups of 2 or more"
+        yield Problem(key, size, rule, nearest_text(nearest_of(size, choices)) if choices else none)
+
+
 def _storage_is_known(config: RunConfig, _: int) -> Iterator[Problem]:
     for key in ("directory", "resume"):
         url = getattr(config.checkpoint, key)
@@ -486,6 +500,7 @@ RULES = (
     Rule(("elastic.enabled", "parallel.schedule_file"), _own_schedule_has_one_shape),
     Rule(_ELASTIC, _shapes_fill_their_worlds),
     Rule((*WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
+    Rule((*WORLD, "zero.shard_group_size", "zero.secondary_shard_size"), _second_copies_fill_shard_groups),
     Rule(("elastic.enabled", "checkpoint.resume"), _elastic_runs_resume),
     Rule((*_VALIDATION, "data.validation_sources"), _evaluations_have_samples),
     Rule((*_VALIDATION, "data.validation_sources", "data.sources"), _validation_sources_are_apart),

@@ -169,18 +169,26 @@ class ZeroConfig(Section):
     """0: nothing, 1: optimizer state, 2: and gradients, 3: and parameters."""
     gather_policy: Annotated[Literal["action", "chunk", "step"], _STAGE_3] = "action"
     """How long stage 3 keeps gathered weights: for one pass, until another model chunk runs, for the step."""
+    prefetch_bytes: Annotated[CountOrZero, _STAGE_3] = 32 * 1024 * 1024
+    """Weights that stage 3 gathers ahead of the unit in use, in bytes; one unit at least, however large."""
     reduce: Annotated[
         Literal["micro_batch", "step"], ActsWhere("zero.stage", (2, 3), "gradients are reduced once per step")
     ] = "micro_batch"
     """When stages 2 and 3 reduce gradients: after each micro-batch, or once per step, keeping them whole until then."""
-    bucket_bytes: Annotated[int, Field(ge=1024, le=LARGEST_COUNT)] = 40 * 1024 * 1024
-    """Size of a gradient bucket, in bytes of fp32 gradients; on a CPU rank that sends to no other, 4 MiB at most."""
+    bucket_bytes: Annotated[int, Field(ge=1024, le=LARGEST_COUNT)] | Auto = "auto"
+    """Size of a gradient bucket, in bytes of fp32 gradients; "auto": 40 MiB, or what ranks and network want (zero.md)."""
     shard_group_size: Annotated[
         CountOrZero, ActsWhere("zero.stage", (1, 2, 3), "it has no effect where nothing is sharded")
     ] = 0
     """Neighbours among the dp * cp ranks that share one copy of the state; each such group has its own. 0: all of them."""
     persistent_elements: Annotated[CountOrZero, _STAGE_3] = 0
     """Stage 3 keeps parameters of at most so many elements whole on every rank instead of gathering them."""
+    secondary_shard_size: Annotated[
+        CountOrZero,
+        _STAGE_3,
+        ActsWhere("zero.gather_policy", ("action", "chunk"), "no unit is gathered twice in a step"),
+    ] = 0
+    """Neighbours, such as a node's, that share a second copy of weights (hpZ): only a step's first gather leaves them."""
     offload: OffloadConfig = OffloadConfig()
     """What is moved off the device between its uses."""
 

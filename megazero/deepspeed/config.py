@@ -111,6 +111,10 @@ def _zero(config: DeepSpeedJson) -> ZeroConfig:
         given["bucket_bytes"] = _bucket_bytes(config)
     if zero.stage == 3:
         given["persistent_elements"] = min(zero.stage3_param_persistence_threshold, LARGEST_COUNT)
+        if "stage3_prefetch_bucket_size" in zero.model_fields_set:
+            itemsize = 2 if config.fp16.enabled or config.bf16.enabled else 4
+            given["prefetch_bytes"] = min(itemsize * zero.stage3_prefetch_bucket_size, LARGEST_COUNT)
+        given["secondary_shard_size"] = zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0
     if zero.stage > 0:
         given["shard_group_size"] = max(0, zero.mics_shard_size)
     return ZeroConfig.model_validate(given)
@@ -154,8 +158,14 @@ def _conditional_notes(config: DeepSpeedJson) -> Iterator[str]:
     if "reduce_bucket_size" in written and bucket != _BYTES_PER_ELEMENT * zero.reduce_bucket_size:
         taken = bucket // _BYTES_PER_ELEMENT
         yield f"{ZERO}.reduce_bucket_size is taken as {taken}, the nearest that a bucket can have"
-    if "stage3_param_persistence_threshold" in written and zero.stage != 3:
-        yield f"{ZERO}.stage3_param_persistence_threshold has no effect: stage {zero.stage} keeps all weights whole"
+    of_stage_3 = {
+        "stage3_param_persistence_threshold": "keeps all weights whole",
+        "stage3_prefetch_bucket_size": "gathers no weights ahead",
+        "zero_hpz_partition_size": "gathers no weights again",
+    }
+    for key, why in of_stage_3.items() if zero.stage != 3 else ():
+        if key in written:
+            yield f"{ZERO}.{key} has no effect: stage {zero.stage} {why}"
     for name in OFFLOAD:
         for key in sorted(zero.offload(name).model_fields_set - {"device"}):
             if zero.device(name) == "none":

@@ -14,7 +14,7 @@ _WHOLE = "saved weights are always whole"
 _EXPERTS = "there is no mixture of experts"
 _REMOVED = "DeepSpeed 0.19 removed it too"
 _BUCKETS = "parameters and gradients lie in flat buckets of reduce_bucket_size, and are gathered and reduced by these"
-_PREFETCH = "stage 3 keeps two gather buffers, one in use and one being filled with what is needed next"
+_PREFETCH = "stage 3 holds the unit in use and stage3_prefetch_bucket_size of what follows"
 _ELSEWHERE = "nothing is sent elsewhere; tensorboard writes the same values"
 _TP = "build the model from megazero.layers and pass the parallel state as mpu; a model is not rewritten for you"
 
@@ -68,7 +68,7 @@ NO_EFFECT = {
             "parameter_alignment": "a bucket has a layout of its own",
             "compute_grad_norm": "the norm is part of every step",
             "sub_group_size": "the update runs bucket by bucket",
-            "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size": _PREFETCH,
+            "stage3_max_live_parameters stage3_max_reuse_distance": _PREFETCH,
             "stage3_model_persistence_threshold": "what stays whole is bounded by parameter only",
             "stage3_module_granularity_threshold": "weights are gathered by unit of the model",
             "stage3_use_all_reduce_for_fetch_params": "weights are gathered by all-gather",
@@ -129,7 +129,6 @@ REFUSED = {
     "data_types.buffer_dtype": Refusal("fp16 and bf16 say the format of the model", ()),
     "data_types.keep_in_fp32_modules": Refusal("a model has one format throughout", ("auto",)),
     "zero_optimization.ignore_unused_parameters": Refusal("nothing checks this; no gradient counts as zero", (True,)),
-    "zero_optimization.zero_hpz_partition_size": Refusal("a node has no second copy of the shards (hpZ)", (1, 0)),
     "zero_optimization.zero_quantized_weights": Refusal("weights are gathered in their own format"),
     "zero_optimization.zero_quantized_nontrainable_weights": Refusal("weights are kept in their own format"),
     "zero_optimization.zero_quantized_gradients": Refusal("gradients travel in communication_data_type"),

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.fields import FieldInfo
 
+from megazero.config.rules import second_copies_fill
 from megazero.config.schema import Stage, is_section
 from megazero.settings import (
     LARGEST_COUNT,
@@ -123,11 +124,15 @@ class ZeroBlock(Section):
     stage: Stage = 0
     """`zero.stage`; stages 2 and 3 have `zero.reduce = "micro_batch"`"""
     reduce_bucket_size: BucketElements = 500_000_000
-    """`zero.bucket_bytes`, 4 bytes for each element; 40 MiB if left out"""
+    """`zero.bucket_bytes`, 4 bytes for each element; chosen by the number of ranks and what carries messages if left out"""
     stage3_param_persistence_threshold: Elements = 100_000
     """`zero.persistent_elements` at stage 3; no effect at other stages"""
+    stage3_prefetch_bucket_size: Elements = 50_000_000
+    """`zero.prefetch_bytes` at stage 3, so many elements of the weights' format; 32 MiB if left out"""
     mics_shard_size: Annotated[int, Field(ge=-1)] = -1
     """`zero.shard_group_size` where > 0 (DeepSpeed 0.19 removed it)"""
+    zero_hpz_partition_size: Annotated[int, Field(ge=0)] = 1
+    """`zero.secondary_shard_size` at stage 3 where > 1; no effect at other stages"""
     cpu_offload: bool | None = None
     """`zero.offload.optimizer = "cpu"` (deprecated)"""
     cpu_offload_param: bool | None = None
@@ -321,6 +326,15 @@ def _shard_groups_fill_dp(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
         yield Problem(f"{ZERO}.mics_shard_size", size, f"must divide dp={dp}", nearest)
 
 
+def _second_copies_fill_shard_groups(config: DeepSpeedJson, dp: int) -> Iterator[Problem]:
+    zero = config.zero_optimization
+    if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+        shards = zero.mics_shard_size if zero.mics_shard_size > 0 else dp
+        yield from second_copies_fill(
+            f"{ZERO}.zero_hpz_partition_size", zero.zero_hpz_partition_size, shards, "write 1"
+        )
+
+
 def _contiguous_memory_has_a_size(config: DeepSpeedJson, _: int) -> Iterator[Problem]:
     block = config.activation_checkpointing
     if block.contiguous_memory_optimization and not block.number_checkpoints:
@@ -349,4 +363,5 @@ RELATIONS: tuple[tuple[tuple[str, ...], Callable[[DeepSpeedJson, int], Iterator[
     (_OFFLOAD_KEYS, _offload_names_device_and_path),
     ((*_OFFLOAD_KEYS, f"{ZERO}.stage"), _offload_fits_the_stage),
     ((f"{ZERO}.mics_shard_size",), _shard_groups_fill_dp),
+    ((f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"), _second_copies_fill_shard_groups),
 )

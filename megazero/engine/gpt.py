@@ -1,13 +1,13 @@
 """One training step of a GPT: model, schedule, ZeRO and precision bound together on one rank.
 
 micro-batches -> executor(schedule, stage) -> gradients reduced as they become ready
-              -> end of the step (step.py): norm, loss, tokens; clip; sharded optimizer; all-gather of the weights
+              -> end of the step (step.py): norm, loss, tokens; clip; sharded optimizer
+              -> all-gather of the weights, behind the next forward (zero/weight_gathers.py)
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ from math import isfinite
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh32_intdigest
 
 from megazero.checkpoint.folder import Location, folder_at
 from megazero.checkpoint.index import HF_CONFIG, to_json
@@ -23,6 +24,7 @@ from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
+from megazero.engine.action_clock import ActionClock
 from megazero.engine.phases import phases_after
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
@@ -83,7 +85,6 @@ class Engine:
     """One rank of a training run; see `initialize`.  Every method is called on every rank, in the same order.
 
     Attributes:
-        chunks: this rank's part of the model.
         offload: holds on the host what layers keep; None where none does.
         share: what this rank needs of each global batch.
         on_action: called before and after every computed action, for traces.
@@ -95,17 +96,18 @@ class Engine:
         chunks_per_rank = kind.chunks or config.parallel.virtual_stages
         placement = kind.placement(state.pp.size, chunks_per_rank)
         self._stages, self._wgrad_queues, self.offload = _build_chunks(config, state, placement)
-        self.chunks = nn.ModuleList(self._stages)
-        self._heads = [module for module in self.chunks.modules() if isinstance(module, VocabParallelHead)]
-        described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(self.chunks)]
+        self._chunks = nn.ModuleList(self._stages)
+        self._heads = [module for module in self._chunks.modules() if isinstance(module, VocabParallelHead)]
+        described = [replace(one, group=0 if one.spec.decay else 1) for one in describe(self._chunks)]
         queue_of = {
             f"{index}.{name}": queue
             for index, (stage, queue) in enumerate(zip(self._stages, self._wgrad_queues, strict=True))
             for name, _ in stage.named_parameters()
         }
         ties = {}
-        if placement[0][0] != placement[-1][0]:
-            ties = {one.spec.sections[0].name: state.embedding for one in described if one.spec.tied}
+        tied = [one.spec.sections[0].name for one in described if one.spec.tied]
+        if placement[0][0] != placement[-1][0] and any(gather_objects(bool(tied), state.pp)):
+            ties = dict.fromkeys(tied, state.among_stages([placement[0][0], placement[-1][0]], "embedding"))
         self.sharded_model = ShardedModel(
             units_of(self._stages),
             described,
@@ -116,6 +118,7 @@ class Engine:
             ties=ties,
             wgrad_queues=queue_of,
             checks_order=False,
+            hides_gathers=True,
         )
         if self.offload is not None:
             self.offload.stay(bucket.weights for bucket in self.sharded_model.parameters.buckets)
@@ -139,6 +142,15 @@ class Engine:
             lambda action: None if self.on_action is None else self.on_action(action),
         )
         self._grad_norm = 0.0  # of the gradients that the buckets hold
+
+    @property
+    def chunks(self) -> nn.ModuleList:
+        """This rank's part of the model, with the weights of the last step: those under way are waited for.
+
+        Ask again after every step: parameters that were kept from before it may still be on their way.
+        """
+        self.sharded_model.parameters.gathers.wait()
+        return self._chunks
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepStatistics:
         """One optimizer step on this rank's micro-batches.
@@ -164,8 +176,8 @@ class Engine:
         return check_finite(self._compute_gradients(batches))
 
     def _compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        if not self.chunks.training:  # it walks all modules
-            self.chunks.train()
+        if not self._chunks.training:  # it walks all modules
+            self._chunks.train()
         self.sharded_model.begin_step(len(batches))
         if self.offload is not None:
             self.offload.begin_step()  # before any message of the step: it may wait for the device
@@ -174,49 +186,57 @@ class Engine:
         loss_sum, tokens = self._run(batches, trains=True)
         self.sharded_model.finish_gradients()
         square_sum = self.sharded_model.square_sum()
-        statistics = sum_over_ranks(self.sharded_model, square_sum, loss_sum, tokens, stop=self.wants_stop())
+        statistics = self._sum_over_ranks(batches, square_sum, loss_sum, tokens)
         self._grad_norm = statistics.grad_norm
         return statistics
 
     def traced_step(self, batches: Sequence[MicroBatch], lr: float) -> tuple[StepStatistics, Timeline]:
         """A `try_step` with its timeline on this rank's pipeline, in seconds from when all its ranks were ready."""
-        marks: list[tuple[Action, float]] = []  # the start and then the end of each action
-
-        def mark(action: Action) -> None:
-            if self.state.device.type == "cuda":
-                torch.cuda.synchronize(self.state.device)  # the traced step overlaps less, so that actions have times
-            marks.append((action, time.perf_counter()))
-
-        self.on_action = mark
+        if self.state.device.type == "cuda":
+            torch.cuda.synchronize(self.state.device)  # what is still queued is not of this step
+        gather_objects(None, self.state.pp)  # a common start makes clocks of different machines comparable
+        clock = ActionClock(self.state.device)
+        self.on_action = clock.mark
         try:
-            gather_objects(None, self.state.pp)  # a common start makes clocks of different machines comparable
-            start = time.perf_counter()
             statistics = self.try_step(batches, lr)
         finally:
             self.on_action = None
-        spans = {
-            (rank, action): (begin, end)
-            for rank, ran in enumerate(gather_objects([(action, at - start) for action, at in marks], self.state.pp))
-            for (action, begin), (_, end) in zip(ran[::2], ran[1::2], strict=True)
-        }
+        of_ranks = gather_objects(clock.spans(), self.state.pp)
+        spans = {(rank, action): span for rank, ran in enumerate(of_ranks) for action, span in ran}
         return statistics, Timeline(self._executor_of(batches, trains=True).schedule, spans)
 
     def update(self, lr: float) -> bool:
-        """Clip by the norm of the computed gradients, step, all-gather the weights; False after an overflow under fp16."""
+        """Clip by the norm of the computed gradients and step; False after an overflow under fp16.
+
+        The weights may travel to the other ranks until the next forward; `chunks` waits for them.
+        """
         for group in self.sharded_model.optimizer.torch_optimizer.param_groups:
             group["lr"] = lr
         return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """Mean loss of micro-batches over all ranks, without gradients and without dropout.  Raises: NonFiniteError."""
-        self.chunks.eval()
+        self._chunks.eval()
         with torch.no_grad():
             loss_sum, tokens = self._run(batches, trains=False)
         square_sum = torch.zeros_like(loss_sum)
         # An evaluation may take long, so a stop ends the run after it, too.
-        statistics = sum_over_ranks(self.sharded_model, square_sum, loss_sum, tokens, stop=self.wants_stop())
+        statistics = self._sum_over_ranks(batches, square_sum, loss_sum, tokens)
         # The loss scale does not handle a loss that is not finite here.
         return check_finite(replace(statistics, finite=isfinite(statistics.loss)))
+
+    def _sum_over_ranks(
+        self, batches: Sequence[MicroBatch], square_sum: Tensor, loss_sum: Tensor, tokens: Tensor
+    ) -> StepStatistics:
+        named = [None if batch.part is None else batch.part.plan.documents for batch in batches]
+        return sum_over_ranks(
+            self.sharded_model,
+            square_sum,
+            loss_sum,
+            tokens,
+            stop=self.wants_stop(),
+            documents=xxh32_intdigest(repr(named).encode()),
+        )
 
     def _check_weights(self) -> None:
         """Make sure that every weight is a number.  Raises: NonFiniteError."""
@@ -253,6 +273,7 @@ class Engine:
             NonFiniteError: a weight is not a number; nothing was written.
             CheckpointError: see `save_checkpoint`.
         """
+        self.sharded_model.parameters.gathers.wait()
         self._check_weights()
         config = self.config
         trainer = trainer_state(
@@ -286,6 +307,7 @@ class Engine:
             CheckpointError: on every rank, and nothing has changed: it is of another model or other data, and
                 `checkpoint.accept_changes` does not allow it.
         """
+        self.sharded_model.parameters.gathers.wait()
         trainer = load_checkpoint(
             path,
             self.sharded_model.sharded_state,
@@ -309,7 +331,7 @@ class Engine:
         for batch in batches:
             if self.share.labels and batch.labels is not None:
                 tokens += (batch.labels != IGNORED_LABEL).sum()
-        # The global count arrives while the first forwards run.
+        # The global count arrives while the first forwards run: behind the weights, which these need anyway.
         global_tokens = tokens.clone()
         counting = all_reduce(global_tokens, self.state.dp_cp) if self.share.labels else Pending()
 

@@ -1,9 +1,9 @@
 """The end of a step, for a GPT and for a script's own module alike.
 
-    buckets hold the gradients -> one all-reduce over the world: (squared norm, loss, tokens, stop)
+    buckets hold the gradients -> one all-reduce over the world: (squared norm, loss, tokens, stop, documents)
         -> not finite, no loss scale:     no update; NonFiniteError, or `StepStatistics.finite` says so
         -> overflow under a loss scale:   no update, a smaller scale
-        -> otherwise:                     unscale, clip, sharded optimizer step, all-gather of the weights
+        -> otherwise:                     unscale, clip, sharded optimizer step, start of the weights' all-gather
 
 Every rank takes the same branch, because every rank decides by the same reduced numbers.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.collectives import all_reduce, numbers_of
+from megazero.parallel_state import ParallelState
 from megazero.zero.sharded_model import ShardedModel
 
 
@@ -48,7 +49,13 @@ class StepStatistics:
 
 
 def sum_over_ranks(
-    model: ShardedModel, square_sum: Tensor, loss_sum: Tensor, count: Tensor | int, *, stop: bool = False
+    model: ShardedModel,
+    square_sum: Tensor,
+    loss_sum: Tensor,
+    count: Tensor | int,
+    *,
+    stop: bool = False,
+    documents: int = 0,
 ) -> StepStatistics:
     """The one collective at the end of a step.
 
@@ -57,21 +64,36 @@ def sum_over_ranks(
         loss_sum: sum of this rank's losses, fp64 scalar; 0 where another stage computes the loss.
         count: this rank's counted tokens, fp64 scalar; or a number of losses that all ranks know.
         stop: this rank wants the run to end; only with tokens.
+        documents: 32 bits that tell the documents of this rank's micro-batches from others; only with tokens.
+
+    Raises:
+        ValueError: on every rank: no token is counted, or ranks that share samples have other documents.
     """
     shares = [square_sum, loss_sum]
     if isinstance(count, Tensor):
-        shares += [count, torch.full_like(count, stop)]
+        shares += [count, torch.full_like(count, stop), torch.full_like(count, _less_others(model.state, documents))]
     total = torch.stack(shares)
     if model.state.at.tp:  # all tensor-parallel ranks have the same losses and tokens; the first one counts
         total[1:3].zero_()
     all_reduce(total, model.state.world).wait()
     squared, loss, *counted = numbers_of(total, model.state.world)
-    tokens, stops = counted or (count, 0)
+    tokens, stops, other_documents = counted or (count, 0, 0)
+    if other_documents:
+        raise ValueError(
+            "ranks that share the samples of a micro-batch were given other documents; on all ranks of one index of dp, "
+            "give `BatchShare.part_of` the same lengths. No weight was changed"
+        )
     if not tokens:
         raise ValueError("every token of the global batch is masked: there is no loss to compute")
     loss, norm = loss / float(tokens), model.norm_of(squared)
     finite = model.scaler is not None or (isfinite(loss) and isfinite(norm))
     return StepStatistics(loss, norm, int(tokens), model.scale, finite=finite, stop=stops > 0)
+
+
+def _less_others(state: ParallelState, number: int) -> int:
+    """What sums to 0 over all ranks where those of each dp index have the same number of 32 bits.  fp64 adds it exactly."""
+    at, sharing = state.at, state.world.size // state.dp.size
+    return number * (1 - sharing) if at.tp == at.cp == at.pp == 0 else number
 
 
 def check_finite(statistics: StepStatistics) -> StepStatistics:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from megazero.checkpoint.folder import folder_at
 from megazero.checkpoint.index import is_complete
 from megazero.config import ConfigError, ResolvedRun, RunConfig
@@ -31,8 +33,9 @@ from megazero.schedules.proof import ScheduleError, peak_activations, program, s
 from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.table import read_schedule
 from megazero.settings import Problem
-from megazero.tools.context_report import SAMPLES, describe_context
+from megazero.tools.context_report import describe_context
 from megazero.tools.memory_report import formula_of
+from megazero.tools.out_of_memory import advise, state_bytes
 from megazero.tools.saved_memory import activations_of_ranks, size_text, stages_of
 
 
@@ -120,7 +123,7 @@ def not_here(config: RunConfig) -> list[str]:
     data, tokenizer = config.data, config.data.tokenizer
     sources = dict.fromkeys([*(one.path for one in data.sources), *(one.path for one in data.validation_sources)])
     missing = [
-        name for name in sources if name != PYTHON_STDLIB and not all(path.exists() for path in pair_paths(name))
+        name for name in sources if name != PYTHON_STDLIB and not any(path.exists() for path in pair_paths(name))
     ]
     return missing if tokenizer == "byte" or Path(tokenizer).exists() else [tokenizer, *missing]
 
@@ -130,11 +133,12 @@ def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fracti
     return open_sources(config, sources, validation_fraction, lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def describe(run: ResolvedRun, ranks_per_node: int) -> Iterator[tuple[str, str]]:
+def describe(run: ResolvedRun, ranks_per_node: int, device_bytes: float | None = None) -> Iterator[tuple[str, str]]:
     """Say what a run that has no problems is: (subject, text) of each line.
 
     Args:
         ranks_per_node: neighbouring ranks that share a machine.
+        device_bytes: memory that a rank has; None where it is not known.
     """
     config, training, kind = run.config, run.config.training, kind_of(run.config)
     schedule = kind.build(config.parallel.pp, run.accumulation, _chunks(config, kind))
@@ -150,13 +154,11 @@ def describe(run: ResolvedRun, ranks_per_node: int) -> Iterator[tuple[str, str]]
     yield "schedule", _pipeline(schedule)
     yield "rate", _rate(config)
     yield from (("memory", line) for line in _memory(run, elements))
-    yield from (("memory", line) for line in _activations(run, schedule))
+    yield from (("memory", line) for line in _activations(run, schedule, elements, device_bytes))
     corpus = (
         None if not_here(config) else _open(config, [(source.path, source.weight) for source in config.data.sources])
     )
-    samples = None
-    if corpus is not None and config.data.document_mask:
-        samples = [lengths for lengths, _ in corpus.train.documents(range(SAMPLES))]
+    samples = corpus.train.first_documents() if corpus is not None and config.data.document_mask else None
     yield from (("context", line) for line in describe_context(run, samples))
     yield from (("data", line) for line in _data(run, corpus))
     yield from (("imported", name) for name in config.launch.extensions)
@@ -220,8 +222,10 @@ def _elements(stage: GPTStage) -> int:
     return sum(weight.numel() for weight in stage.parameters())
 
 
-def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
-    """What each pipeline rank keeps for its backward passes, the fullest named."""
+def _activations(
+    run: ResolvedRun, schedule: Schedule, elements: list[int], device_bytes: float | None
+) -> Iterator[str]:
+    """What each pipeline rank keeps for its backward passes, the fullest named, and whether it has the memory."""
     on_cuda = run.config.launch.device != "cpu"  # "auto" may take it; a run says at its start what it has taken
     try:
         ranks = activations_of_ranks(run, schedule, on_cuda=on_cuda)
@@ -234,6 +238,19 @@ def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
         most = ", the fullest" if len(ranks) > 1 and one is fullest else ""
         again = f"; {one.again:.1%} more to compute" if one.again else ""
         yield f"{where} keeps for its backward passes{' on CUDA' if on_cuda else ''} at most {one}{again}{most}"
+    if device_bytes is None:
+        return
+    needed, rank = max(
+        (state_bytes(run, count) + one.device, one.rank) for count, one in zip(elements, ranks, strict=True)
+    )
+    of = f"pipeline rank {rank}" if len(ranks) > 1 else "a rank"
+    text = f"{size_text(needed)} of state and of what {of} keeps, of {size_text(device_bytes)}"
+    if needed <= device_bytes:
+        yield f"{text}: fits, if {size_text(device_bytes - needed)} are enough for buffers and for what layers compute with"
+        return
+    kept, device = ranks[rank].device, torch.device("cuda" if on_cuda else "cpu")
+    advice = advise(run, elements[rank], needed - device_bytes, working=kept, rank=rank, device=device)
+    yield f"{text}: does not fit; {advice}"
 
 
 def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:

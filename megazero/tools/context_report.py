@@ -12,9 +12,6 @@ from megazero.config.derive import sent_by_attention
 from megazero.layers.token_layout import balance, shards, work
 from megazero.settings import counted
 
-SAMPLES = 64
-"""As many are looked at, the first of the training order."""
-
 _WITHOUT_BORDERS = (
     "; each is one document, so the mask changes nothing in them: are the data's documents longer, or not told apart in its "
     ".idx (docs/data.md)?"

@@ -34,10 +34,11 @@ from megazero.schedules.action import Action, ActionKind
 from megazero.tools.saved_memory import activations_of_ranks, measure_saved, schedule_of
 from megazero.zero.bucket import Bucket
 from megazero.zero.loss_scaler import LossScaleError
+from megazero.zero.parameters import SECOND_COPY
 
 START = "start"
 POINTS = FORWARD, BACKWARD, STEP = ("forward", "backward", "step")
-STATE_KINDS = ("parameters", "gradients", "optimizer")
+STATE_KINDS = ("parameters", "gradients", "optimizer", SECOND_COPY)
 _OVERFLOWS = 30  # that fp16 may have before its first step
 _LR = 1e-4
 _MARK = "megazero: "
@@ -52,6 +53,7 @@ class RankFigures:
     padding: int  # further elements of the flat buffers
     offloaded: int  # parameters whose optimizer state is off the device
     counted: dict[str, dict[str, int]]  # bytes of model state and ZeRO's buffers by point and kind, as the engine says
+    gather_buffers: tuple[int, ...]  # by the formula, in bytes; see `BufferPlan`
     most_gradient_buffers: int  # by the formula, in bytes; see `ReductionQueue`
     live: dict[str, int]  # bytes of all live tensors, by point
     peak: int  # most bytes of live tensors within the step
@@ -109,6 +111,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
         padding=sum(bucket.layout.padded_numel - bucket.layout.numel for bucket in buckets),
         offloaded=sum(bucket.layout.numel for bucket in buckets if bucket.master.location != "device"),
         counted=counted,
+        gather_buffers=_gather_buffers(engine),
         most_gradient_buffers=engine.sharded_model.reducer.most_buffer_bytes,
         live={point: live.live[point] for point in POINTS},
         peak=live.peak,
@@ -189,6 +192,11 @@ def _random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
         ids_here = torch.from_numpy(ids).to(share.device)
         batches.append(MicroBatch(ids_here, tokens if share.tokens else None, labels if share.labels else None, part))
     return batches
+
+
+def _gather_buffers(engine: Engine) -> tuple[int, ...]:
+    parameters = engine.sharded_model.parameters
+    return tuple(size * parameters.policy.dtype.itemsize for size in parameters.gather_plan.sizes)
 
 
 def _distinct(bucket: Bucket, tp_rank: int) -> int:

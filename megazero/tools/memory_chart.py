@@ -12,6 +12,7 @@ from rich.table import Table
 from megazero.tools.measured_step import POINTS, STATE_KINDS, STEP
 from megazero.tools.memory_report import Report, Row
 from megazero.tools.svg import MARGIN, document, legend, rect, text, ticks
+from megazero.zero.parameters import SECOND_COPY
 
 _WIDTH, _NOTES_WIDTH = 200, 120
 
@@ -19,7 +20,8 @@ _WIDTH, _NOTES_WIDTH = 200, 120
 def draw_text(report: Report) -> str:
     """Memory, then traffic and time, then notes on the numbers."""
     notes = [fill(note, _NOTES_WIDTH) for note in _notes(report)]
-    return "\n".join([*_heading(report), "", _memory(report), _traffic(report), *_activations(report), *notes])
+    tables = [_memory(report), *_gather_buffers(report), _traffic(report), *_activations(report)]
+    return "\n".join([*_heading(report), "", *tables, *notes])
 
 
 def _heading(report: Report) -> tuple[str, str]:
@@ -53,6 +55,22 @@ def _memory(report: Report) -> str:
     after = (f"after {point}" for point in POINTS)
     columns = ("state", "off device", "formula", "", "ratio", "buffers", "at most", *after, "peak")
     return _table(title, columns, report.rows, cells)
+
+
+def _gather_buffers(report: Report) -> Iterator[str]:
+    """Of stage 3: how many buffers there are, and the size of each by the formula."""
+
+    def cells(row: Row) -> list[str]:
+        sizes, counted = row.worst.gather_buffers, row.worst.counted[STEP]["gather_buffers"]
+        shown = " + ".join(map(_mib, sizes[:4])) + (f" + {_mib(sum(sizes[4:]))}" if sizes[4:] else "")
+        return [str(len(sizes)), shown, _mib(sum(sizes)), _mib(counted), _ratio(counted, sum(sizes))]
+
+    rows = [row for row in report.rows if row.worst.gather_buffers]
+    if rows:
+        title = (
+            "Buffers in MiB to which stage 3 gathers weights: of every n-th unit the largest (beyond four: their sum)"
+        )
+        yield _table(title, ("n", "largest units", "formula", "counted", "ratio"), rows, cells)
 
 
 def _traffic(report: Report) -> str:
@@ -140,7 +158,8 @@ _FILLS = {
     _BUFFERS: "#b7a5cf",
     _REST: "#dfe3e8",
 }
-_MEANINGS = dict(zip(STATE_KINDS, _FILLS, strict=False))  # every other kind that an engine counts is a buffer
+# every other kind that an engine counts is a buffer
+_MEANINGS = dict(zip(STATE_KINDS, _FILLS, strict=False)) | {SECOND_COPY: "weights and masters"}
 _LEFT, _TOP, _PLOT, _FOOT, _BAR, _GAP = MARGIN + 44, 112, 200, 70, 20, 18  # pixels
 _OFF = 'fill="url(#off)" pointer-events="none"'
 _HATCHING = (

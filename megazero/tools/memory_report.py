@@ -44,7 +44,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 SMALL = """
     model.hidden_size=128 model.num_layers=4 model.num_heads=4 model.ffn_hidden_size=384 model.vocab_size=512
-    model.seq_len=32 zero.bucket_bytes=262144 training.micro_batch_size=1 training.accumulation=1 launch.nproc_per_node=4
+    model.seq_len=32 zero.bucket_bytes=262144 zero.prefetch_bytes=0 training.micro_batch_size=1 training.accumulation=1
+    launch.nproc_per_node=4
 """
 FP32_BYTES = 4
 _OPTION_OF_KEY = {
@@ -68,6 +69,7 @@ class StateFormula:
     micro_batches: int  # G, on each rank in a step
     reduces_each: bool  # stages 2 and 3 reduce after each micro-batch, not once per step
     gathers_each: bool  # stage 3 gathers for each pass, not once per step
+    second_copy: int = 0  # ranks that share a second copy of stage 3's weights; 0: there is none
 
     def _bytes_per_parameter(self, offloads: bool) -> Counter[tuple[bool, bool]]:
         """Bytes by (is on the device, is sharded)."""
@@ -86,14 +88,19 @@ class StateFormula:
     def state_bytes(self, elements: int, *, offloads: bool) -> float:
         """Model state of so many parameters; `offloads` says that the optimizer's state is off the device."""
         counts = self._bytes_per_parameter(offloads).items()
-        return sum(count * elements / (self.shards if is_sharded else 1) for (_, is_sharded), count in counts)
+        whole = sum(count * elements / (self.shards if is_sharded else 1) for (_, is_sharded), count in counts)
+        return whole + self._second_copy_bytes(elements)
+
+    def _second_copy_bytes(self, elements: int) -> float:
+        return self.weight_bytes * elements / self.second_copy if self.second_copy else 0
 
     def device_bytes(self, elements: int, *, offloads: bool) -> float:
         """The part of `state_bytes` on the device."""
         counts = self._bytes_per_parameter(offloads).items()
-        return sum(
+        here = sum(
             count * elements / (self.shards if is_sharded else 1) for (is_here, is_sharded), count in counts if is_here
         )
+        return here + self._second_copy_bytes(elements)
 
     def state_text(self, *, offloads: bool) -> str:
         """The same as a sum, `6N + 12N/4`; what is off the device stands in brackets."""
@@ -103,11 +110,12 @@ class StateFormula:
             if self.shards == 1:
                 whole, part = whole + part, 0
             terms = ([f"{whole}N"] if whole else []) + ([f"{part}N/{self.shards}"] if part else [])
+            terms += [f"{self.weight_bytes}N/{self.second_copy}"] if self.second_copy and on_device else []
             parts += [form.format(" + ".join(terms))] if terms else []
         return " + ".join(parts)
 
     def sent_per_parameter(self) -> dict[str, int]:
-        """Bytes per parameter that pass through each collective in a step; (d - 1)/d of them are sent.
+        """Bytes per parameter that pass through each collective of the sharding axis in a step; (d - 1)/d of them are sent.
 
         Stage 3's all-gather is an upper bound: weights that are still in a buffer are not gathered again.
         """
@@ -116,7 +124,7 @@ class StateFormula:
         if self.stage == 0:
             return {"all_reduce": 2 * self.reduce_bytes}
         reductions = self.micro_batches if self.reduces_each and self.stage >= 2 else 1
-        gathers = 2 * self.micro_batches if self.gathers_each and self.stage == 3 else 1
+        gathers = 2 * self.micro_batches if self.gathers_each and not self.second_copy and self.stage == 3 else 1
         return {"all_gather": gathers * self.weight_bytes, "reduce_scatter": reductions * self.reduce_bytes}
 
     def sent_bytes(self, elements: int) -> float:
@@ -184,6 +192,7 @@ class Row:
                 "state_bytes": self.formula_bytes,
                 "sent_bytes_per_parameter": self.formula.sent_per_parameter(),
                 "sent_bytes": self.formula_sent,
+                "gather_buffers": self.worst.gather_buffers,
                 "most_buffer_bytes": self.worst.most_buffer_bytes(),
             },
             "measured": {
@@ -360,4 +369,5 @@ def formula_of(run: ResolvedRun, shards: int) -> StateFormula:
         micro_batches=run.accumulation,
         reduces_each=zero.reduce == "micro_batch",
         gathers_each=zero.gather_policy != "step",
+        second_copy=zero.secondary_shard_size if zero.stage == 3 else 0,
     )

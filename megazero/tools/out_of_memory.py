@@ -63,7 +63,7 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
     if engine is not None:
         held.update({kind: count for kind, count in engine.memory_bytes().items() if " on " not in kind})
         elements = sum(bucket.layout.numel for bucket in engine.sharded_model.parameters.buckets)
-    to_come = max(_state_bytes(run, elements) - held.total(), 0)
+    to_come = max(state_bytes(run, elements) - held.total(), 0)
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
         free += torch.cuda.memory_reserved(device) - allocated
@@ -77,14 +77,24 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
         f"{kind.replace('_', ' ')} {size_text(count)}" for kind, count in held.most_common(_MOST_KINDS) if count
     )
     lines += [f"  it holds: {shown}"] if shown else []
+    rank = None if engine is None else state.at.pp
+    advice = advise(run, elements, max(wanted - free + to_come, 1), working=working, rank=rank, device=device)
+    return "\n".join([*lines, f"  {advice}"])
+
+
+def advise(
+    run: ResolvedRun, elements: int, missing: float, *, working: int, rank: int | None, device: torch.device
+) -> str:
+    """Which settings free so many bytes of a device.
+
+    Args:
+        elements, working: as in `remedies`.
+        rank: of the pipeline; None where activations are not what is too much.
+    """
     found = list(remedies(run, elements, working))
-    if engine is not None:
-        found += sorted(recomputing(run, state.at.pp, device), key=lambda remedy: remedy.again or 0)
-        found += cutting_samples(run, state.at.pp, device)
-    return "\n".join([*lines, f"  {_advice(found, max(wanted - free + to_come, 1))}"])
-
-
-def _advice(found: list[Remedy], missing: float) -> str:
+    if rank is not None:
+        found += sorted(recomputing(run, rank, device), key=lambda remedy: remedy.again or 0)
+        found += cutting_samples(run, rank, device)
     enough = [remedy for remedy in found if _USABLE * remedy.frees > missing]
     if enough:
         return "would fit, by the formulas: " + ", or ".join(map(str, enough))
@@ -102,10 +112,10 @@ def remedies(run: ResolvedRun, elements: int, working: int) -> Iterator[Remedy]:
         elements: parameters of this rank's part of the model.
         working: bytes of activations and working memory.
     """
-    now, zero, batch = _state_bytes(run, elements), run.config.zero, run.micro_batch_size
+    now, zero, batch = state_bytes(run, elements), run.config.zero, run.micro_batch_size
     for stage in range(zero.stage + 1, 4):
         if changed := _changed(run, zero={"stage": stage}):
-            yield Remedy(f"zero.stage={stage}", now - _state_bytes(changed, elements))
+            yield Remedy(f"zero.stage={stage}", now - state_bytes(changed, elements))
     if batch > 1 and working:
         smaller = {"micro_batch_size": batch // 2, "accumulation": run.accumulation * 2}
         if batch % 2 == 0 and _changed(run, training=smaller):
@@ -114,7 +124,7 @@ def remedies(run: ResolvedRun, elements: int, working: int) -> Iterator[Remedy]:
         for stage in range(zero.stage, 4):
             if changed := _changed(run, zero={"stage": stage, "offload": {"optimizer": "cpu"}}):
                 settings = "zero.offload.optimizer=cpu" + (f" zero.stage={stage}" if stage > zero.stage else "")
-                yield Remedy(settings, now - _state_bytes(changed, elements))
+                yield Remedy(settings, now - state_bytes(changed, elements))
 
 
 def cutting_samples(run: ResolvedRun, rank: int, device: torch.device) -> Iterator[Remedy]:
@@ -178,7 +188,7 @@ def _changed(run: ResolvedRun, **sections: dict[str, Any]) -> ResolvedRun | None
         return None
 
 
-def _state_bytes(run: ResolvedRun, elements: int) -> float:
+def state_bytes(run: ResolvedRun, elements: int) -> float:
     """Model state of so many parameters on the device."""
     offloads = run.config.zero.offload.optimizer != "none"
     return formula_of(run, run.shards).device_bytes(elements, offloads=offloads)

@@ -323,6 +323,12 @@ class ShardingPolicy:
     device: torch.device  # where modules compute
     accumulate_dtype: torch.dtype = torch.float32  # in which a step's gradients add up
     pins_memory: bool = True  # page-lock the host memory of offloaded state
+    gather: Axis | None = (
+        None  # `shard` over a communicator that only stage 3's gathers use; None takes that of `shard`
+    )
+    secondary: Axis | None = (
+        None  # neighbours on `shard` that hold a second copy of stage 3's weights; None: there is none
+    )
 
     @property
     def shards_master(self) -> bool:
@@ -400,6 +406,11 @@ class Bucket:
                 self.gradient = torch.zeros(owned_numel, device=device)
             else:
                 self.gradient = in_host_memory(owned_numel, torch.float32, pin=policy.pins_memory).tensor
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether this rank keeps the whole weights and steps a part of them: they are gathered after every step."""
+        return self.keeps_weights and self.owned != self.layout.whole
 
     @property
     def gradient_parts(self) -> tuple[Run, ...]:

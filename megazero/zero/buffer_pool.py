@@ -30,7 +30,8 @@ class BufferPool:
         if fitting and reusable:
             buffer = self._free.pop(fitting[-1])
         else:
-            buffer = torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
+            with torch.inference_mode(False):  # it is used again, and not only in an evaluation
+                buffer = torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
         self._in_use[buffer.data_ptr()] = (buffer.nbytes, reusable)
         return buffer
 

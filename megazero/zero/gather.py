@@ -1,27 +1,23 @@
-"""Stage 3: each unit's weights gathered before its forward and before its backward, the next unit's meanwhile.
+"""Stage 3: each unit's weights gathered before its forward and before its backward, those of the next units meanwhile.
 
     forward      unshard(0) wait(0) unshard(1) | wait(1) unshard(2) | ...      backward: the same, downward
-    buffers      A: 0                B: 1        A: 2                          two buffers serve all units
+    buffers      A: 0                B: 1        A: 2                          few buffers serve all units (`gather_buffers`)
 
-A gather policy says which units share a buffer, and with it how long a gathered unit stays:
-    action    two buffers for all units: every forward and backward gathers anew; least memory
-    chunk     units at the same position of different chunks: a chunk stays until another chunk runs
-    step      each unit its own: gathered once per step; the memory of whole weights
-A parameter that several units use, or that is in use while other units run, has a buffer of its own.  An offloaded shard
-comes to the device first, into a staging buffer: `read_ahead`, then `unshard`, then `wait_for_unshard`.
+An offloaded shard comes to the device first, into a staging buffer: `read_ahead`, then `unshard`, then `wait_for_unshard`.
 
-[Note: fixed addresses]  Even units come to buffer A, odd units to B.  Neighbours never collide, and between two uses of a
-unit its buffer may hold any other unit of the same parity.
+[Note: fixed addresses]  A unit always comes to the same buffer, and its neighbours to others.  Between two uses of a unit
+its buffer may hold any other unit that shares it.
+
+[Note: gathers ahead]  When a unit is to run, those that follow are gathered, in the order of their use: the next one
+always, and as many more as `prefetch_bytes` hold and have buffers that no unit before them needs.  So the network always has
+a gather to carry, also where a unit computes for longer than its neighbours' weights travel, or shorter.  What follows is a
+guess (`visit_history`); a wrong one costs a gather.
 
 [Note: a unit's own results]  A unit's backward begins when the gradient of one of its results arrives, so a hook on the
 result gathers the unit in time, and the next one.  A result that another unit has made, passed on or returned by an inner
 unit, gets a node of its own first: a hook on the maker's node would gather this unit's weights, and perhaps the next unit's,
 just before the maker runs.  Where a change in place or a result in an attribute goes past the hook, the unit is gathered
 later, when autograd asks for its weights: `saved_weights.py`.
-
-[Note: what comes next]  The unit that follows is recorded as the model runs, keyed by the two visits before, and used from
-the second pass on.  A wrong guess costs one gather; all ranks make the same guesses, since they run the same code.  At the
-edge of a pipeline's chunk the schedule knows better and says so.
 """
 
 from __future__ import annotations
@@ -30,7 +26,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from itertools import compress, islice
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,44 +35,18 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather, check_order
-from megazero.zero.bucket import Bucket, BucketLayout, ShardingPolicy, Slot
+from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
 from megazero.zero.saved_weights import SavingForward
+from megazero.zero.second_copy import SecondCopy
 from megazero.zero.storage import PendingCopy
 from megazero.zero.units import Unit
+from megazero.zero.visit_history import VisitHistory
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _NO_BACKWARD = -1  # torch's number of the backward under way, where there is none
-Visit: TypeAlias = tuple[str, int]  # ("forward", "evaluation", "recomputation" or "backward", unit)
-
-
-def make_gather_buffers(
-    layouts: Sequence[BucketLayout], chunk_of_unit: Sequence[int], gather_policy: str, policy: ShardingPolicy
-) -> dict[str, Tensor]:
-    """By name of each bucket that is gathered, its buffer, [padded]; buckets share one as large as the largest of them.
-
-    `chunk_of_unit`: the model chunk of each unit, in forward order.
-    """
-    sharing: dict[str, list[BucketLayout]] = {}
-    for layout in layouts:
-        if layout.persistent:
-            continue
-        position = layout.unit - chunk_of_unit.index(chunk_of_unit[layout.unit])
-        kind = "" if layout.trains else " frozen"
-        key = f"unit {position % 2} of two{kind}"
-        if layout.tied or gather_policy == "step" or layout.slots[0].info.alone:
-            key = layout.name
-        elif gather_policy == "chunk":
-            key = f"unit {position} of any chunk{kind}"
-        sharing.setdefault(key, []).append(layout)
-    buffers = {}
-    for members in sharing.values():
-        largest = max(layout.padded_numel for layout in members)
-        buffer = torch.zeros(largest, dtype=policy.dtype, device=policy.device)
-        buffers.update({layout.name: buffer[: layout.padded_numel] for layout in members})
-    return buffers
 
 
 def _beneath_modes(function: Callable[P, R]) -> Callable[P, R]:
@@ -96,16 +67,17 @@ class BucketGatherer:
     """
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy, *, checks_order: bool) -> None:
-        self._axis, self._device, self._checks_order = policy.shard, policy.device, checks_order
+        self._axis, self._device, self._checks_order = policy.gather or policy.shard, policy.device, checks_order
         # The number comes first, since a long label is cut.
         self._labels = {bucket: f"weights {at}, {bucket.layout.name}" for at, bucket in enumerate(buckets)}
         self._mark = Pending()
         storages = [bucket.weights.untyped_storage() for bucket in buckets]
         self._buffer_bytes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # by address
         self._gathered: dict[int, Bucket] = {}  # by address of a buffer: the bucket whose weights it holds or gets
-        self._gathering: dict[int, tuple[Pending, Tensor | None]] = {}  # by address, with the staging it reads from
+        self._gathering: dict[int, Pending] = {}  # by address
         self._reading: dict[Bucket, tuple[PendingCopy, Tensor]] = {}
         self._staging = BufferPool(policy.device)
+        self.second_copy = SecondCopy(buckets, policy.secondary)
         self.generation = 0  # how often the shards have changed
         self._largest_shard = max((bucket.weight_shard.numel for bucket in buckets), default=0)
 
@@ -113,6 +85,11 @@ class BucketGatherer:
     def nbytes(self) -> int:
         """Bytes of the gather buffers, and of those through which offloaded shards pass on their way there."""
         return sum(self._buffer_bytes.values()) + self._staging.nbytes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every buffer holds weights, or a gather that brings them is under way."""
+        return len(self._gathered) == len(self._buffer_bytes)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in a gather buffer."""
@@ -131,7 +108,7 @@ class BucketGatherer:
     def read_ahead(self, bucket: Bucket) -> None:
         """Start copying an offloaded shard to the device."""
         shard = bucket.weight_shard
-        if bucket not in self._reading and not _is_on_device(bucket):
+        if bucket not in self._reading and not (_is_on_device(bucket) or self.second_copy.is_fresh(bucket)):
             staging = self._staging.acquire(self._largest_shard, shard.dtype)
             self._reading[bucket] = (shard.start_read(staging[: shard.numel], 0), staging)
 
@@ -143,9 +120,7 @@ class BucketGatherer:
         address = bucket.weights.data_ptr()
         self._wait_for(address)
         self._gathered[address] = bucket
-        shard, staging = self._shard_of(bucket)
-        label = self._labels[bucket] if self._checks_order else ""
-        self._gathering[address] = (all_gather(bucket.weights, shard, self._axis, label), staging)
+        self._gathering[address] = self._gather(bucket, bucket.weights, self._labels[bucket])
 
     @_beneath_modes
     def wait_for_unshard(self, bucket: Bucket) -> None:
@@ -154,10 +129,29 @@ class BucketGatherer:
 
     def _wait_for(self, address: int) -> None:
         if address in self._gathering:
-            pending, staging = self._gathering.pop(address)
-            pending.wait()
-            if staging is not None:
-                self._staging.release(staging)
+            self._gathering.pop(address).wait()
+            self.second_copy.keep(self._gathered[address])
+
+    def _gather(self, bucket: Bucket, out: Tensor, label: str) -> Pending:
+        """Start gathering a bucket's weights into `out`; from the second copy where it has them."""
+        label = label if self._checks_order else ""
+        if self.second_copy.is_fresh(bucket):
+            # Ranks of other hosts may be about to gather another bucket over the whole axis: the label goes to them too.
+            told = self._tell(label) if label else Pending()
+            return Pending(told.wait, self.second_copy.gather(bucket, out, label).wait)
+        shard, staging = self._shard_of(bucket)
+        pending = all_gather(out, shard, self._axis, label)
+        return pending if staging is None else Pending(pending.wait, partial(self._staging.release, staging))
+
+    def _tell(self, label: str) -> Pending:
+        """Compare a label over the axis without any weights."""
+        nothing = torch.empty(0, device=self._device)
+        return all_gather(nothing, nothing.clone(), self._axis, label)
+
+    def _compare_labels(self) -> None:
+        """Raises: OrderError: ranks have gathered different buckets."""
+        check_order(self._axis)
+        self.second_copy.check_order()
 
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
         """A whole copy of one parameter, in memory of its own; from the bucket's buffer while its weights are there."""
@@ -170,11 +164,8 @@ class BucketGatherer:
     def whole_bucket(self, bucket: Bucket, label: str) -> Tensor:
         """[padded]: a copy of a bucket's weights, in memory of its own."""
         flat = torch.empty_like(bucket.weights)
-        shard, staging = self._shard_of(bucket)
-        all_gather(flat, shard, self._axis, f"a copy of {label}" if self._checks_order else "").wait()
-        check_order(self._axis)  # a copy may go anywhere
-        if staging is not None:
-            self._staging.release(staging)
+        self._gather(bucket, flat, f"a copy of {label}").wait()
+        self._compare_labels()  # a copy may go anywhere
         return flat
 
     def mark_end_of_pass(self) -> None:
@@ -182,14 +173,13 @@ class BucketGatherer:
         if not self._checks_order or self._axis.size == 1:
             return
         self._mark.wait()
-        check_order(self._axis)
-        nothing = torch.empty(0, device=self._device)
-        self._mark = all_gather(nothing, nothing.clone(), self._axis, "nothing, at the end of a backward")
+        self._compare_labels()
+        self._mark = self._tell("nothing, at the end of a backward")
 
     def forget(self) -> None:
         """The shards have changed: nothing that was gathered or read is valid any more."""
         self._mark.wait()
-        check_order(self._axis)
+        self._compare_labels()
         for address in list(self._gathering):
             self._wait_for(address)
         for copy, staging in self._reading.values():
@@ -197,6 +187,7 @@ class BucketGatherer:
             self._staging.release(staging)
         self._reading.clear()
         self._gathered.clear()
+        self.second_copy.forget()
         self.generation += 1
 
     def _shard_of(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
@@ -226,51 +217,6 @@ def _is_on_device(bucket: Bucket) -> bool:
     return tensor is not None and tensor.device == bucket.weights.device
 
 
-class _VisitHistory:
-    """Which unit follows which; see [Note: what comes next].  `chunk_of`: the model chunk of each unit."""
-
-    def __init__(self, chunk_of: Sequence[int]) -> None:
-        self._chunk_of = chunk_of
-        self._last: tuple[Visit | None, Visit | None] = (None, None)
-        self._successor: dict[tuple[Visit | None, Visit | None], Visit] = {}
-        self._is_scheduled = False
-        self.next_chunk_start: int | None = None  # first unit of the chunk that the schedule runs next, if it has said
-
-    def expect(self, chunk: int, is_forward: bool) -> None:
-        """Note the chunk that the schedule runs after the current one."""
-        members = [index for index, owner in enumerate(self._chunk_of) if owner == chunk]
-        # None for a chunk without parameters: what runs after it is not known yet
-        self.next_chunk_start = (members[0] if is_forward else members[-1]) if members else None
-        self._is_scheduled = True
-
-    def record(self, visit: Visit) -> None:
-        """Note a visit."""
-        self._successor[self._last] = visit
-        self._last = (self._last[1], visit)
-
-    def is_in_backward_of(self, index: int) -> bool:
-        """Whether the last visit was for the backward of a unit."""
-        return self._last[1] == ("backward", index)
-
-    def next_unit(self) -> int | None:
-        """The unit that will probably run after the last visit's."""
-        assert self._last[1] is not None
-        direction, index = self._last[1]
-        neighbour = index + (-1 if direction == "backward" else 1)
-        is_edge = not 0 <= neighbour < len(self._chunk_of) or self._chunk_of[neighbour] != self._chunk_of[index]
-        if self._is_scheduled and is_edge and direction != "recomputation":  # which its backward follows
-            following, self.next_chunk_start = self.next_chunk_start, None
-            return following
-        visit = self._successor.get(self._last)
-        return None if visit is None else visit[1]
-
-    def unit_after(self, following: int) -> int | None:
-        """The unit that will probably run after `following`, which runs next."""
-        assert self._last[1] is not None
-        visit = self._successor.get((self._last[1], (self._last[1][0], following)))
-        return None if visit is None else visit[1]
-
-
 class _Running(NamedTuple):
     """A forward of a unit that is under way."""
 
@@ -282,7 +228,8 @@ class _Running(NamedTuple):
 class UnitGatherer:
     """Gathers weights into their buffers in time, and hides them from modules at all other times.
 
-    `units`: in forward order, chunk after chunk.  `home`: the bucket of each parameter, by name.
+    `units`: in forward order, chunk after chunk.  `home`: the bucket of each parameter, by name.  `prefetch_bytes`: of the
+    units that are gathered ahead of the one in use; the next one always is.
 
     Attributes:
         on_backward: called with the chunk and the index of a unit before its backward.
@@ -294,16 +241,17 @@ class UnitGatherer:
         home: Mapping[str, Bucket],
         parameters: Mapping[str, nn.Parameter],
         policy: ShardingPolicy,
+        prefetch_bytes: int,
         *,
         checks_order: bool,
     ) -> None:
         gathered = [bucket for bucket in dict.fromkeys(home.values()) if not bucket.keeps_weights]
         self._gatherer = BucketGatherer(gathered, policy, checks_order=checks_order)
         self.mark_end_of_pass = self._gatherer.mark_end_of_pass
-        self._gathered, self._hooks = gathered, list[RemovableHandle]()
+        self._gathered, self._hooks, self._prefetch_bytes = gathered, list[RemovableHandle](), prefetch_bytes
         self.on_backward: Callable[[int, int], None] = lambda *_: None
         self._chunk_of = [unit.chunk for unit in units]
-        self._history = _VisitHistory(self._chunk_of)
+        self._history = VisitHistory(self._chunk_of)
         self._buckets: list[list[Bucket]] = []  # of each unit
         self._owner: dict[int, Bucket] = {}  # by identity of a parameter
         self._running: list[_Running] = []  # the forwards under way, outermost first
@@ -335,13 +283,14 @@ class UnitGatherer:
                 before, after = self._before_forward(index), self._after_forward(index)
                 self._hooks.append(unit.module.register_forward_pre_hook(before))
                 self._hooks.append(unit.module.register_forward_hook(after, always_call=True))
+        self._bytes_of = [sum(bucket.weights.nbytes for bucket in buckets) for buckets in self._buckets]
         for index in range(len(units)):
             self.reshard(index)
 
     def forget(self) -> None:
         """The shards have changed: nothing that was gathered is valid any more."""
         self._gatherer.forget()
-        self._history.next_chunk_start = None
+        self._history.forget_announcement()
 
     def begin_step(self) -> None:
         """Forget the forwards that an interrupt has left: torch calls no hook after one."""
@@ -381,6 +330,11 @@ class UnitGatherer:
         """Bytes of the working buffers."""
         return self._gatherer.nbytes
 
+    @property
+    def second_copy_bytes(self) -> int:
+        """Bytes of this rank's part of the second copy within its host."""
+        return self._gatherer.second_copy.nbytes
+
     def is_unsharded(self, index: int) -> bool:
         """Whether a unit's weights are in their buffers, or on their way."""
         return all(map(self._gatherer.is_unsharded, self._buckets[index]))
@@ -392,17 +346,25 @@ class UnitGatherer:
             self._gatherer.wait_for_unshard(bucket)
 
     def unshard_next(self, index: int) -> None:
-        """Start gathering the unit that will probably follow `index`, and bring the shards of the one after it."""
-        following = self._history.next_unit()
-        if following is None:
-            return
-        running = {index, *(one.unit for one in self._running)}
-        in_use = {bucket.weights.data_ptr() for one in running for bucket in self._buckets[one]}
-        for bucket in self._buckets[following]:
-            if bucket.weights.data_ptr() not in in_use:
+        """Start gathering the units that will probably follow `index`; bring the shards of the first that has to wait."""
+        if self._gatherer.is_full and not any(self._shares):
+            return  # every unit has a buffer of its own and is there
+        running = [*(one.unit for one in self._running), index]  # where they share a buffer, `index` has it
+        needed = {bucket.weights.data_ptr(): bucket for one in running for bucket in self._buckets[one]}
+        ahead = 0  # bytes
+        for following in islice(self._history.upcoming(), len(self._buckets)):
+            buckets = self._buckets[following]
+            if ahead and ahead + self._bytes_of[following] > self._prefetch_bytes:
+                break
+            ahead += self._bytes_of[following]
+            fits = [needed.setdefault(bucket.weights.data_ptr(), bucket) is bucket for bucket in buckets]
+            for bucket in compress(buckets, fits):
                 self._gatherer.unshard(bucket)
-        after = self._history.unit_after(following)
-        for bucket in self._buckets[after] if after is not None else ():
+            if not all(fits):
+                break
+        else:
+            return
+        for bucket in buckets:
             if not self._gatherer.is_unsharded(bucket):
                 self._gatherer.read_ahead(bucket)
 

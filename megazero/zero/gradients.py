@@ -189,8 +189,7 @@ class GradientReducer:
 
     Attributes:
         buckets: those that train.
-        pool: the working buffers through which gradients pass on their way to the shards.
-        most_buffer_bytes: their limit; see `ReductionQueue`.
+        most_buffer_bytes: the limit of `buffer_bytes`; see `ReductionQueue`.
         accumulate_only: while set, rounds add up in the buffers and nothing is sent.
         admits: says of a gradient whether it is this step's; those of another model's backward are dropped.  None: all are.
         on_close: called at the end of every micro-batch's backward.
@@ -207,7 +206,7 @@ class GradientReducer:
     ) -> None:
         self.buckets = [bucket for bucket in buckets if bucket.layout.trains]
         self._reductions = ReductionQueue(self.buckets, reduce_dtype, bucket_bytes)
-        self.pool, self.most_buffer_bytes = self._reductions.pool, self._reductions.most_bytes
+        self.most_buffer_bytes = self._reductions.most_bytes + self._reductions.replicas.most_bytes
         self._every_round, self.rounds, self.accumulate_only = every_micro_batch, 1, False
         self.admits: Callable[[Tensor], bool] | None = None
         self.on_close: Callable[[], None] = lambda: None
@@ -223,6 +222,11 @@ class GradientReducer:
         self._orders = {chunk: _LaunchOrder(buckets) for chunk, buckets in order.items()}
         self._parts_of: dict[int, list[tuple[_LaunchOrder, BucketGradients, int]]] = {}  # by identity of a parameter
         self._hooks: list[RemovableHandle] = []
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the working buffers through which gradients pass on their way to the shards."""
+        return self._reductions.pool.nbytes + self._reductions.replicas.nbytes
 
     def attach(self, parameters: Mapping[str, nn.Parameter], wgrad_queues: Mapping[str, WeightGradQueue]) -> None:
         """Take every gradient that autograd and the chunks' queues compute for these parameters, both by qualified name.
@@ -260,7 +264,7 @@ class GradientReducer:
 
     def begin_step(self, micro_batches: int) -> None:
         """Forget the last step.  Each parameter is expected once per micro-batch."""
-        self._reductions.finish()  # of a step that was given up, too: its results must not be added to this one's
+        self._reductions.begin_step()
         for order in self._orders.values():
             order.begin_step()
             for one in order.buckets:  # with more, gradients lie there in all forwards but one
@@ -269,7 +273,7 @@ class GradientReducer:
 
     def reopen(self) -> None:
         """Let one more round follow the last one, whose reductions may have been started."""
-        self._reductions.finish()
+        self._reductions.reopen()
         for order in self._orders.values():
             for one in order.buckets:
                 one.reopen()
@@ -340,7 +344,7 @@ class GradientReducer:
             self._reduce_due(order)
 
     def finish(self) -> None:
-        """Have every bucket's gradient summed over the shard axis, including parameters that never came."""
+        """Have every bucket's gradient summed over all ranks that share it, including parameters that never came."""
         for order in self._orders.values():
             order.close(self.rounds)
             self._reduce_due(order)
@@ -374,7 +378,8 @@ class GradientReducer:
 
     def _reduce(self, one: BucketGradients) -> None:
         one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
-        self._reductions.start(one.bucket, one.part, one.take(), adds=one.reduced > 0)
+        is_last, adds = one.complete == self.rounds, one.reduced > 0
+        self._reductions.start(one.bucket, one.part, one.take(), adds=adds, is_last=is_last)
         one.reduced = one.complete
 
 

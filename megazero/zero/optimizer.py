@@ -5,11 +5,15 @@
     host                           a bucket, followed by the copy of its new weights to the device
     file                           a part of a bucket (`FileStepper`); the next is read and the last written meanwhile
 
+Where the weights of a bucket travel as soon as it is stepped, a bucket on the device is stepped alone, too: buckets in the
+order in which a forward uses them, and those in a file last.
+
 Each group of the user's optimizer stays its own: a bucket is stepped run by run, and a run belongs to one group.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,14 +91,17 @@ class ShardedOptimizer:
 
     def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: Offload) -> None:
         self.known_states, self._scalars = recipe.states, recipe.scalars
-        self._parts = _cut(buckets)
-        self._of_bucket: dict[Bucket, list[Part]] = {}
+        # In the order in which a forward uses them.  This rank may own nothing of a bucket but padding.
+        trained = sorted((one for one in buckets if one.layout.trains), key=lambda bucket: bucket.layout.unit)
+        self._parts = _cut(trained)
+        self._of_bucket: dict[Bucket, list[Part]] = {bucket: [] for bucket in trained}
         parts: list[list[nn.Parameter]] = [[] for _ in range(recipe.groups)]
         for part in self._parts:
-            self._of_bucket.setdefault(part.bucket, []).append(part)
+            self._of_bucket[part.bucket].append(part)
             parts[part.group].append(part.parameter)
         self.torch_optimizer = recipe.build(parts)
         self.steps_taken = 0
+        self._before_step: list[dict[str, Any]] = []  # the optimizer's groups
         is_fused = all(group.get("fused") for group in self.torch_optimizer.param_groups)
         self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
         self._file = FileStepper(self._parts, self.known_states, offload)
@@ -104,38 +111,70 @@ class ShardedOptimizer:
                 self._start_state(part)
         self._on_device = [part for part in self._parts if part.location == "device"]
 
-    def step(self, factor: float) -> None:
-        """Step every owned element with `factor` times its gradient, and copy the new values to the weight shards."""
+    def step(self, factor: float, stepped: Callable[[Bucket], None] | None = None) -> None:
+        """Step every owned element with `factor` times its gradient, and copy the new values to the weight shards.
+
+        `stepped`: called with each bucket as soon as its weight shard is complete, in the same order on all ranks that
+        share buckets.
+        """
         self.steps_taken += 1
+        self._before_step = [dict(group) for group in self.torch_optimizer.param_groups]
         if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
             for bucket in self._of_bucket:
                 bucket.gradient.mul_(factor)
         step = partial(self._step_parts, None if factor == 1.0 else 1.0 / factor)
-        copies: list[PendingCopy] = []
-        if self._on_device:
+        if self._on_device and stepped is None:
             step(self._on_device)
+        copying: deque[tuple[Bucket, PendingCopy | None]] = deque()
+
+        def finish_all_but(count: int) -> None:
+            while len(copying) > count:
+                bucket, copy = copying.popleft()
+                if copy is not None:
+                    copy.wait()
+                if stepped is not None:
+                    stepped(bucket)
+
         for bucket, parts in self._of_bucket.items():
-            if bucket.master.location == "host":
+            location = bucket.master.location
+            if parts and (location == "host" or (location == "device" and stepped is not None)):
                 step(parts)
-            tensor = bucket.master.tensor
-            if bucket.master is not bucket.weight_shard and tensor is not None:
-                copies.append(bucket.weight_shard.start_write(0, tensor))
+            if location != "file":
+                copying.append((bucket, _start_copy(bucket)))
+            finish_all_but(1 if location == "host" else 0)  # the next is stepped meanwhile
         self._file.step(step, self.torch_optimizer)
-        for copy in copies:
-            copy.wait()
+        copying.extend((bucket, None) for bucket in self._of_bucket if bucket.master.location == "file")
+        finish_all_but(0)
 
     def _step_parts(self, scale: float | None, parts: Sequence[Part]) -> None:
-        """Step some parts; a fused kernel divides their gradients by `scale`."""
+        """Step some parts; a fused kernel divides their gradients by `scale`.
+
+        The optimizer sees these parts alone, as it would all parameters of a step: it need not expect one without gradient,
+        and what it counts in a group it counts once a step.
+        """
         optimizer: Any = self.torch_optimizer
+        every: list[dict[str, Any]] = optimizer.param_groups
+        of_groups: dict[int, list[nn.Parameter]] = {}
         for part in parts:
             part.parameter.grad = part.bucket.owned_part(part.bucket.gradient, part.run)
+            of_groups.setdefault(part.group, []).append(part.parameter)
         if self._scales_inside:
             # Made where it is used: a copy from the device would not wait for the host's kernel to read it.
             device = parts[0].parameter.device
             optimizer.grad_scale = None if scale is None else torch.full((), scale, device=device)
-        optimizer.step()
-        for part in parts:
-            part.parameter.grad = None
+        whole = {number: every[number]["params"] for number in of_groups}
+        for number, params in of_groups.items():
+            every[number].clear()
+            every[number].update(self._before_step[number], params=params)
+        optimizer.param_groups = [every[number] for number in sorted(of_groups)]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = every
+            for number, params in whole.items():
+                every[number]["params"] = params
+            for part in parts:
+                part.parameter.grad = None
 
     def _start_state(self, part: Part) -> None:
         """Give a part the state it has before its first step."""
@@ -241,12 +280,18 @@ class ShardedOptimizer:
         return sizes
 
 
+def _start_copy(bucket: Bucket) -> PendingCopy | None:
+    """Start to copy new master weights to the weight shard; None where they are one."""
+    tensor = bucket.master.tensor
+    if bucket.master is bucket.weight_shard or tensor is None:
+        return None
+    return bucket.weight_shard.start_write(0, tensor)
+
+
 def _cut(buckets: Sequence[Bucket]) -> list[Part]:
-    """The owned elements of every trained bucket, by optimizer group; what lies in a file is cut to bounded sizes."""
+    """The owned elements of every bucket, by optimizer group; what lies in a file is cut to bounded sizes."""
     parts = []
     for bucket in buckets:
-        if not bucket.layout.trains:
-            continue
         in_file = bucket.master.location == "file"
         for group, whole in bucket.layout.runs(lambda info: info.group):
             run = intersect(whole, bucket.owned)

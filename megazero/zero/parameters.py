@@ -4,7 +4,7 @@ modules --describe--> buckets --bind--> every module's parameter is a view of it
 init_weights          new values, or
 load_from_module      the module's own values, into the shards that this rank owns
 sync_from_master      master weights -> weight shards, and then
-all_gather_weights    weight shards -> weights, where every rank holds them whole
+all_gather_weights    weight shards -> weights, where every rank holds them whole; after a step, behind the next forward
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megazero.comm.collectives import agree, all_gather, broadcast
+from megazero.comm.collectives import agree, all_reduce, broadcast, runs_by_itself
 from megazero.comm.host_memory import StorageError
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import (
-    ALIGN_ELEMENTS,
     Bucket,
     BucketLayout,
     ParamInfo,
@@ -32,17 +31,16 @@ from megazero.zero.bucket import (
     intersect,
     plan_buckets,
 )
-from megazero.zero.gather import UnitGatherer, make_gather_buffers
+from megazero.zero.bucket_sizes import BucketSizes, bucket_sizes
+from megazero.zero.gather import UnitGatherer
+from megazero.zero.gather_buffers import BufferPlan, plan_buffers
 from megazero.zero.offload import Offload
 from megazero.zero.storage import Location
 from megazero.zero.units import Described, Unit
+from megazero.zero.weight_gathers import WeightGathers
 
-# A CPU finds memory for gradients up to this size where the backward has freed activations; larger blocks are mapped anew.
-_UNSENT_BYTES = 4 * 2**20
-# From stage 2 on gradients pass through two buckets' worth of buffers: one that fills, two that are sent, and over gloo two
-# for what arrives.
-_BUFFERS = 5
 _ALONE = Axis("world")
+SECOND_COPY = "second_copy"  # the kind of memory
 
 # Initial values of a parameter that has no memory yet, by name, asked for once; None if they are not known here.
 DeferredValues: TypeAlias = Callable[[str], Tensor | None]
@@ -58,8 +56,15 @@ class ShardedParameters:
         ties: by logical name of a tied parameter, the ranks that hold a copy.
         moments: arrays of optimizer state per element, for which a file has space.
         rank: for the file's name.
-        world: all ranks: they fail together if one cannot allocate.
+        world: all ranks: their buckets have one size, and they fail together if one cannot allocate.
         checks_order: see `BucketGatherer`.
+        hides_gathers: nobody reads weights between an update and the next forward of their unit without `wait`.
+
+    Attributes:
+        sizes: of buckets and of the buffers that gradients pass through.
+        gathers: brings stepped weights to every rank.
+        hides_gathers: whether they may travel behind the next forward, over ranks that need no call of this one for it.
+        gather_plan: which buckets share a gather buffer.
     """
 
     def __init__(
@@ -74,30 +79,51 @@ class ShardedParameters:
         world: Axis = _ALONE,
         *,
         checks_order: bool = True,
+        hides_gathers: bool = False,
     ) -> None:
         self.policy = policy
         infos = _describe_parameters(units, described, zero.persistent_elements if policy.zero_stage == 3 else 0)
         by_unit = policy.zero_stage == 3 and (policy.shard.size > 1 or zero.offload.parameters != "none")
-        bucket_bytes = zero.bucket_bytes
-        if policy.device.type == "cpu" and not policy.sends_gradients:
-            bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
-        shards, elements = policy.shard.size, bucket_bytes // 4
+        shards = policy.shard.size
         cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
-        if cuts:
-            elements = max(elements * 2 // _BUFFERS // (ALIGN_ELEMENTS * shards), 1) * ALIGN_ELEMENTS * shards
-        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=elements, shards=shards, cuts=cuts)
+        self.sizes = self._sizes(zero, sum(numel(info.shape) for info in infos), world, cuts=cuts)
+        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=self.sizes.elements, shards=shards, cuts=cuts)
         self.offload = agree(partial(Offload, zero.offload, policy, layouts, moments, rank), world, StorageError)
         chunks = [unit.chunk for unit in units]
-        buffers = make_gather_buffers(layouts, chunks, zero.gather_policy, policy) if by_unit else {}
+        self.gather_plan = BufferPlan(())
+        if by_unit:
+            ahead = zero.prefetch_bytes // policy.dtype.itemsize
+            self.gather_plan = plan_buffers(layouts, chunks, zero.gather_policy, ahead)
+        buffers = self.gather_plan.allocate(policy.dtype, policy.device)
         self.buckets: list[Bucket] = []
         agree(partial(self._make_buckets, layouts, buffers, ties), world, StorageError)
         self._originals = {one.name: one.parameter.data for one in described if not one.parameter.is_meta}
         self.by_name: dict[str, nn.Parameter] = {}
         self._bind({one.name: one.parameter for one in described}, units)
         home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
+        self.gathers = WeightGathers(policy.shard)
+        self.hides_gathers = hides_gathers and runs_by_itself(policy.shard)
+        if self.hides_gathers:
+            self.gathers.attach(units, {id(self.by_name[name]): bucket for name, bucket in home.items()})
         self.gatherer: UnitGatherer | None = None
         if by_unit:
-            self.gatherer = UnitGatherer(units, home, self.by_name, policy, checks_order=checks_order)
+            self.gatherer = UnitGatherer(
+                units, home, self.by_name, policy, zero.prefetch_bytes, checks_order=checks_order
+            )
+
+    def _sizes(self, zero: ZeroConfig, elements: int, world: Axis, *, cuts: bool) -> BucketSizes:
+        """How large buckets are: the same on all ranks, also where only some of them share the memory of their host: over
+        dp, replicas, tp and ties they sum what their buckets hold."""
+        policy, hides = self.policy, False
+        if zero.bucket_bytes == "auto":
+            # Both are asked: the other ranks of the second may have got another answer to the first.
+            by_themselves = policy.zero_stage < 3 and any(
+                [runs_by_itself(policy.shard), runs_by_itself(policy.replica)]
+            )
+            most = torch.tensor([elements, not by_themselves], dtype=torch.float64, device=policy.device)
+            all_reduce(most, world, "max").wait()
+            elements, hides = int(most[0]), not most[1]
+        return bucket_sizes(zero.bucket_bytes, policy, elements, cuts=cuts, hides=hides)
 
     def _make_buckets(
         self, layouts: Sequence[BucketLayout], buffers: Mapping[str, Tensor], ties: Mapping[str, Axis]
@@ -131,6 +157,7 @@ class ShardedParameters:
 
     def init_weights(self, seed: int, tp: Axis) -> None:
         """Give every parameter its initial value, a function of (seed, canonical name, element) alone."""
+        self.gathers.wait()
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 run = intersect(slot.run, bucket.owned)
@@ -187,6 +214,7 @@ class ShardedParameters:
         `copies`: one of `distinct_buckets`.  `flat`: its whole values, fp32 [padded].  Ranks of `tp` become equal in what
         each of them holds whole, ranks of `ties` in the parameter of this logical name.
         """
+        self.gathers.wait()
         layout = copies[0].layout
         broadcast(flat, dp, source).wait()
         for whole, run in layout.runs(lambda info: info.spec.split is None):
@@ -203,6 +231,7 @@ class ShardedParameters:
     def sync_from_master(self, *, gathers: bool = True) -> None:
         """Let modules see master weights that were initialised or loaded; see `all_gather_weights`."""
         self._originals.clear()
+        self.gathers.wait()
         for bucket in self.buckets:
             if bucket.master is not bucket.weight_shard:
                 bucket.write(bucket.weight_shard, bucket.owned, bucket.read(bucket.master, bucket.owned))
@@ -214,13 +243,13 @@ class ShardedParameters:
         `gathers`: False where `weights` holds the others' already.  `changed`: the buckets that have changed; None for all.
         """
         buckets = self.buckets if changed is None else changed
-        pendings = [
-            all_gather(bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop], self.policy.shard)
-            for bucket in buckets
-            if gathers and bucket.keeps_weights and bucket.owned != bucket.layout.whole
-        ]
-        for pending in pendings:
-            pending.wait()
+        for bucket in buckets if gathers else ():
+            self.gathers.start(bucket)
+        self.gathers.wait()
+        self.note_change(buckets)
+
+    def note_change(self, buckets: Sequence[Bucket]) -> None:
+        """The weights of these buckets have changed, or will before the next forward of their units begins."""
         parameters = [self.by_name[slot.info.name] for bucket in buckets for slot in bucket.layout.slots]
         increment_version(parameters)  # a backward of an earlier forward must not use them
         if self.gatherer is not None:
@@ -233,6 +262,8 @@ class ShardedParameters:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state at the end of a step, by kind and, but for the device, location."""
         sizes = Counter(parameters=0, gradients=0, gather_buffers=self.gatherer.nbytes if self.gatherer else 0)
+        if self.policy.secondary is not None and self.gatherer is not None:
+            sizes[SECOND_COPY] = self.gatherer.second_copy_bytes
         for bucket in self.buckets:
             if bucket.keeps_weights:
                 sizes["parameters"] += bucket.weights.nbytes

@@ -2,11 +2,13 @@
 
 full [n * part] --reduce_dtype--> all-reduce (stage 0) or reduce-scatter over the shard axis --> result [owned]
 result --set or add--> bucket.gradient, on the device, or on the host where the optimizer state is offloaded
-reduced shards -> over replicas of the shard -> partial gradients over tp -> copies of tied parameters -> square_sum
+the last result of a step -> summed over the ranks that hold the same shard (`replica_sums`)
+reduced shards -> partial gradients over tp -> copies of tied parameters -> square_sum
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -14,13 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, all_reduce, arriving_elements, reduce_scatter
+from megazero.comm.collectives import Pending, all_reduce, arriving_elements, reduce_scatter, runs_by_itself
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.replica_sums import ReplicaSums
 
 _NORM_BLOCK = 256  # as fast as longer blocks here, and 30 times closer
-_IN_FLIGHT = 2  # more would hide no more of the network and hold more buffers
+_IN_FLIGHT = 2  # where results are copied to the host, or this rank must help: more would hide no more
 
 
 class _Reduction(NamedTuple):
@@ -29,19 +32,24 @@ class _Reduction(NamedTuple):
     bucket: Bucket
     result: Tensor | None  # still to be copied to the bucket's gradient; None where the collective writes there
     adds: bool
+    is_last: bool  # of this part in the step
     buffers: Sequence[Tensor]  # to be released afterwards
 
 
 class ReductionQueue:
-    """Starts the reductions of buckets, and finishes them in the order of their start, a few at a time.
+    """Starts the reductions of buckets, and finishes them in the order of their start.
 
-    It also lends the buffers that gradients come to: all of one size, so that each serves any part of any bucket.  Before
-    it makes one more than two buckets' worth, it finishes reductions, whose buffers are then free.  A bucket's worth is
-    `bucket_bytes`, or the largest part of a bucket.
+    As many are under way as have buffers: on a slow network a backward that waited for the first would stand still.  Where
+    sums over replicas follow, two are: each sum begins while the backward runs.
+
+    The queue also lends the buffers that gradients come to: all of one size, so that each serves any part of any bucket.
+    Before it makes one more than two buckets' worth, it finishes reductions, whose buffers are then free.  A bucket's worth
+    is `bucket_bytes`, or the largest part of a bucket.
 
     Attributes:
         pool: all working buffers.
         most_bytes: their limit: what is more, while several parts fill at once, is freed at the end of the step.
+        replicas: sums what is reduced over the ranks that hold the same shards.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, bucket_bytes: int = 0) -> None:
@@ -51,14 +59,23 @@ class ReductionQueue:
         lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
         self._largest = max(lengths) * self._axis.size
         self._scratch_numel = 0 if self._all_reduces else arriving_elements(self._largest, self._axis)
+        shared = [part.stop - part.start for one in buckets if len(one.layout.slots) > 1 for part in one.gradient_parts]
+        self._usual = max(shared, default=max(lengths)) * self._axis.size
         is_cast = reduce_dtype != policy.accumulate_dtype and self._axis.size > 1
         sent = (is_cast * self._largest + self._scratch_numel) * reduce_dtype.itemsize  # beside what has filled
         kept, itemsize = policy.accumulate_dtype.itemsize, max(reduce_dtype.itemsize, policy.accumulate_dtype.itemsize)
+        self._fills = not all(bucket.keeps_gradients for bucket in buckets)
+        stays = all(bucket.master.location == "device" for bucket in buckets)
+        waits = policy.replica.size > 1  # a sum over replicas starts when a reduction has ended
+        self._most_in_flight = sys.maxsize if stays and not waits and runs_by_itself(self._axis) else _IN_FLIGHT
         self.most_bytes = _IN_FLIGHT * sent
-        if not all(bucket.keeps_gradients for bucket in buckets):
+        if sent and self._most_in_flight > _IN_FLIGHT:
+            self.most_bytes = max(self.most_bytes, 2 * bucket_bytes)
+        if self._fills:
             self.most_bytes = max(2 * max(bucket_bytes, self._largest * itemsize), self._largest * kept + sent)
         self._in_flight: deque[_Reduction] = deque()
         self._host_copies = HostGradientCopies()
+        self.replicas = ReplicaSums(buckets, reduce_dtype)
 
     def buffer(self, numel: int | None = None) -> Tensor:
         """Memory for the gradients of a part; `numel`: of a size of its own, for gradients that stay until the step ends."""
@@ -67,21 +84,26 @@ class ReductionQueue:
         return self._acquire(self._largest, self._kept_dtype)
 
     def _acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer for a part of a bucket; where gradients stay in their buckets, it need not serve any other part."""
+        numel = self._largest if self._fills else max(numel, self._usual)
         while self._in_flight and self.pool.bytes_after(numel, dtype) > self.most_bytes:
             self._finish_all_but(len(self._in_flight) - 1)
+        if self.pool.bytes_after(numel, dtype) > self.most_bytes:  # what is free has another size
+            self.pool.free_above(self.most_bytes - numel * dtype.itemsize)
         return self.pool.acquire(numel, dtype)
 
-    def start(self, bucket: Bucket, part: Run, buffer: Tensor, *, adds: bool) -> None:
+    def start(self, bucket: Bucket, part: Run, buffer: Tensor, *, adds: bool, is_last: bool) -> None:
         """Start the reduction of a part of a bucket: its `gradient` is replaced by the result, or the result is added to it.
 
-        `buffer` begins with the part's whole gradients; it is released afterwards unless the bucket keeps it.
+        `buffer` begins with the part's whole gradients; it is released afterwards unless the bucket keeps it.  `is_last`: no
+        other reduction of the part follows in this step.
         """
-        self._finish_all_but(_IN_FLIGHT - 1)
+        self._finish_all_but(self._most_in_flight - 1)
         full = buffer[: (part.stop - part.start) * bucket.layout.shards]
         buffers = [] if bucket.keeps_gradients else [buffer]
         sent = full
         if self._dtype != full.dtype and self._axis.size > 1:
-            narrow = self._acquire(self._largest, self._dtype)
+            narrow = self._acquire(full.numel(), self._dtype)
             sent = narrow[: full.numel()].copy_(full)
             for one in buffers:  # what comes next on this device comes after the copy
                 self.pool.release(one)
@@ -97,16 +119,27 @@ class ReductionQueue:
                 result = sent.view(self._axis.size, -1)[self._axis.index]  # which no other rank needs any more
             scratch = None
             if self._scratch_numel:
-                scratch = self._acquire(self._scratch_numel, self._dtype)
+                scratch = self._acquire(full.numel(), self._dtype)
                 buffers.append(scratch)
             pending = reduce_scatter(gradient if result is None else result, sent, self._axis, scratch)
-        self._in_flight.append(_Reduction(pending, gradient, bucket, result, adds, buffers))
+        self._in_flight.append(_Reduction(pending, gradient, bucket, result, adds, is_last, buffers))
 
     def finish(self) -> None:
         """Wait for all reductions, and for their results on the host."""
         self._finish_all_but(0)
         self._host_copies.finish()
+        self.replicas.finish()
         self.pool.free_above(self.most_bytes)
+
+    def begin_step(self) -> None:
+        """Forget the last step, after its reductions: those of one that was given up must not be added to this one's."""
+        self.finish()
+        self.replicas.begin_step()
+
+    def reopen(self) -> None:
+        """Let further reductions be added to those that were the last."""
+        self.finish()
+        self.replicas.reopen()
 
     def _finish_all_but(self, count: int) -> None:
         while len(self._in_flight) > count:
@@ -116,6 +149,8 @@ class ReductionQueue:
                 self._host_copies.start(reduction.result, reduction.gradient, adds=reduction.adds)
             for buffer in reduction.buffers:
                 self.pool.release(buffer)
+            if reduction.is_last:
+                self.replicas.start(reduction.gradient)
 
 
 class HostGradientCopies:
@@ -161,12 +196,6 @@ class HostGradientCopies:
             copied.synchronize()
             gradient.add_(staging[: gradient.numel()])
             self._pool.release(staging)
-
-
-def sum_over_replicas(buckets: Sequence[Bucket]) -> None:
-    """Sum the gradients of the ranks that hold the same shards."""
-    for pending in [all_reduce(bucket.gradient, bucket.policy.replica) for bucket in buckets]:
-        pending.wait()
 
 
 def sum_partial_over_tp(buckets: Sequence[Bucket], tp: Axis) -> None:

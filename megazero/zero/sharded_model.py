@@ -2,29 +2,31 @@
 
 begin_step -> backward passes, gradients reduced as they come -> finish_gradients
            -> square_sum (every rank's share; the engine sums it over the world with what else it wants to know)
-           -> update: overflow? skip : unscale and clip and step -> all_gather_weights -> adapt the loss scale
+           -> update: overflow? skip : unscale, clip, step a bucket and start to gather its weights -> adapt the loss scale
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isfinite, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import agree, gather_objects
+from megazero.comm.collectives import LostPeerError, agree, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
+from megazero.settings import divisors
 from megazero.zero.bucket import DTYPES, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
 from megazero.zero.offload import free_memory_bytes, without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
-from megazero.zero.reductions import gradient_square_sum, sum_over_replicas, sum_partial_over_tp, sum_tied
+from megazero.zero.reductions import gradient_square_sum, sum_partial_over_tp, sum_tied
 from megazero.zero.state import ShardedState
 from megazero.zero.units import Described, Unit
 
@@ -39,6 +41,7 @@ class ShardedModel:
         wgrad_queues: by name of a parameter, the queue that takes its chunk's weight gradients past autograd.
         checks_order: ranks that use modules in different orders under stage 3 raise an OrderError; it costs a message for
             each gather between hosts or GPUs.  False where a proved schedule gives the order.
+        hides_gathers: see `ShardedParameters`.  False for a script, which may read its parameters at any time.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
@@ -60,6 +63,7 @@ class ShardedModel:
         ties: Mapping[str, Axis],
         wgrad_queues: Mapping[str, WeightGradQueue] | None = None,
         checks_order: bool = True,
+        hides_gathers: bool = False,
     ) -> None:
         self.state, self.ties = state, ties
         agree(lambda: _check_trains(described, state.at.pp), state.world, ValueError)
@@ -68,20 +72,30 @@ class ShardedModel:
             DTYPES[precision.accumulate_dtype],
             zero.offload.pin_memory,
         )
+        gather, secondary = _gather_axes(state, zero)
         self.policy = ShardingPolicy(
-            zero.stage, dtype, state.shard, state.replica, state.device, accumulate_dtype, pins
+            zero.stage, dtype, state.shard, state.replica, state.device, accumulate_dtype, pins, gather, secondary
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
         zero = zero.model_copy(update={"offload": offload})
-        ranks = state.rank, state.world
         self.parameters = ShardedParameters(
-            units, described, self.policy, zero, ties, moments, *ranks, checks_order=checks_order
+            units,
+            described,
+            self.policy,
+            zero,
+            ties,
+            moments,
+            state.rank,
+            state.world,
+            checks_order=checks_order,
+            hides_gathers=hides_gathers,
         )
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
         every_micro_batch = zero.reduce == "micro_batch"
-        self.reducer = GradientReducer(buckets, every_micro_batch, DTYPES[precision.reduce_dtype], zero.bucket_bytes)
+        bucket_bytes = self.parameters.sizes.bucket_bytes
+        self.reducer = GradientReducer(buckets, every_micro_batch, DTYPES[precision.reduce_dtype], bucket_bytes)
         self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
         if self.parameters.gatherer is not None:
             self.reducer.on_close = self.parameters.gatherer.mark_end_of_pass
@@ -113,7 +127,6 @@ class ShardedModel:
         buckets = self.reducer.buckets
         self._check_still_trains()
         self.reducer.finish()
-        sum_over_replicas(buckets)
         sum_partial_over_tp(buckets, self.state.tp)
         sum_tied(buckets, self.ties)
 
@@ -139,6 +152,8 @@ class ShardedModel:
     def update(self, norm: float, max_norm: float) -> bool:
         """Unscale, clip to `max_norm` if it is not 0, step and gather the weights; False if `norm` is not finite.
 
+        With `hides_gathers` the gathers are under way afterwards: see `WeightGathers`.
+
         Raises:
             LossScaleError: on every rank, an overflow at the smallest loss scale.
             StorageError: an offloaded state could not be read or written.
@@ -147,8 +162,14 @@ class ShardedModel:
         if not overflowed:
             clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
             # Unscaled by the scale that was used; it changes only afterwards.
-            self.optimizer.step(clip / self.scale)
-            self.parameters.all_gather_weights()
+            parameters, trained = self.parameters, self.reducer.buckets
+            parameters.gathers.wait()  # what no forward has used
+            if parameters.hides_gathers:
+                self.optimizer.step(clip / self.scale, parameters.gathers.start)
+                parameters.note_change(trained)
+            else:
+                self.optimizer.step(clip / self.scale)
+                parameters.all_gather_weights(changed=trained)
         if self.scaler is not None:
             self.scaler.update(overflowed)
         return not overflowed
@@ -175,12 +196,14 @@ class ShardedModel:
         return {
             **self.parameters.memory_bytes(),
             **self.optimizer.memory_bytes(),
-            "gradient_buffers": self.reducer.pool.nbytes,
+            "gradient_buffers": self.reducer.buffer_bytes,
         }
 
     def detach(self) -> None:
         """Take all hooks off the module and its parameters."""
         self.reducer.detach()
+        self.parameters.gathers.wait()
+        self.parameters.gathers.detach()
         if self.parameters.gatherer is not None:
             self.parameters.gatherer.detach()
 
@@ -201,8 +224,28 @@ class ShardedModel:
         return fits
 
     def close(self) -> None:
-        """Free what the state holds outside memory."""
+        """Wait for the weights under way, as far as their ranks are there, and free what the state holds outside memory."""
+        with suppress(LostPeerError):  # whoever noticed has raised it
+            self.parameters.gathers.wait()
         self.parameters.offload.close()
+
+
+def _gather_axes(state: ParallelState, zero: ZeroConfig) -> tuple[Axis | None, Axis | None]:
+    """The ranks among which stage 3 gathers, and those that hold a second copy; None as in `ShardingPolicy`.
+
+    Raises: ValueError: the second copy's ranks do not divide those that share the state.
+    """
+    if zero.stage < 3:
+        return None, None
+    size, shards = zero.secondary_shard_size, state.shard.size
+    if size and (size in (1, shards) or shards % size):
+        raise ValueError(
+            f"zero.secondary_shard_size={size} must divide the {shards} ranks that share the state in groups of 2 or more: "
+            f"choose among {', '.join(map(str, [0, *divisors(shards)[1:-1]]))}"
+        )
+    # Operations on one communicator of NCCL run in their order: a gather would wait for the reductions before it.
+    gather = state.apart(state.shard, "gathers") if state.device.type == "cuda" else None
+    return gather, state.neighbours_on(state.shard, size, "secondary", "gathers") if size else None
 
 
 def _check_trains(described: Sequence[Described], stage: int) -> None:

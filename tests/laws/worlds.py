@@ -43,10 +43,13 @@ def run_of(world: int, *, model: dict[str, Any], **sections: dict[str, Any]) -> 
     }
     optimizer = sections.get("optimizer", {})
     eps = {"eps": EPS} if optimizer.get("name", "adamw") in ("adamw", "adam", "adagrad") else {}
+    zero: dict[str, Any] = {"bucket_bytes": 8192}
+    if sections.get("zero", {}).get("stage") == 3:
+        zero["prefetch_bytes"] = 0  # two buffers, so that units take turns in them
     config = {
         "model": small | model,
         "parallel": sections.get("parallel", {}),
-        "zero": {"bucket_bytes": 8192} | sections.get("zero", {}),
+        "zero": zero | sections.get("zero", {}),
         "precision": {"dtype": "fp32"} | sections.get("precision", {}),
         "optimizer": {"lr": LR, "grad_clip": 0.5} | eps | optimizer,
         "training": {"global_batch_size": SAMPLES, "seed": 7, "compile": False} | sections.get("training", {}),

@@ -1,0 +1,80 @@
+"""How large buckets are: large enough for the network, small enough that the backward hides all but the last one.
+
+    backward     | w3 w2 | w1 | w0 |
+    network              [ bucket 1  ][ bucket 0  ]        exposed: what the last bucket takes
+    with more buckets
+    backward     | w3 | w2 | w1 | w0 |
+    network           [ 3 ][ 2 ][ 1 ][ 0 ]
+
+`zero.bucket_bytes = "auto"` follows from the number of ranks, the size of the model and what carries the messages, and from
+no clock: the gradient norm is rounded bucket by bucket, so a run with a measured layout could not be repeated.
+
+Where a rank's messages reach the network without its help, a bucket is no larger than needed.  In the memory of one host
+ranks copy for themselves when they wait, so that nothing is hidden, and large buckets cost least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megazero.zero.bucket import ALIGN_ELEMENTS, ShardingPolicy
+
+_FP32_BYTES = 4
+DEFAULT_BYTES = 40 * 2**20
+# What one rank sends another of a bucket.  Over sockets, with half a megabyte, links of 0.3 and 1 Gbit/s stay busy beside a
+# computation; NCCL's rings want more (Megatron-LM's buckets grow by 4 MB with each rank).
+_SOCKET_PIECE, _DEVICE_PIECE = 2**19, 2**20
+_MOST_BUCKETS = 64  # each costs the host about 0.1 ms
+# Pieces for many ranks give way to this: one bucket hides nothing, and at stage 2 the buffers would hold whole gradients.
+_FEWEST_BUCKETS = 8
+# A CPU finds memory for gradients up to this size where the backward has freed activations; larger blocks are mapped anew.
+_UNSENT_BYTES = 4 * 2**20
+# From stage 2 on gradients pass through two buckets' worth of buffers: one that fills, two that are sent, and over gloo two
+# for what arrives.
+_BUFFERS = 5
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """How large a bucket is, and the working buffers that it passes through.
+
+    Args:
+        elements: most of a bucket, or of a part of one; a parameter that cannot be cut may have more.
+        bucket_bytes: `zero.bucket_bytes`, or what "auto" has chosen: working buffers take two of them at most.
+    """
+
+    elements: int
+    bucket_bytes: int
+
+
+def bucket_sizes(
+    setting: int | Literal["auto"], policy: ShardingPolicy, numel: int, *, cuts: bool, hides: bool
+) -> BucketSizes:
+    """The sizes of buckets that together hold `numel` parameters.
+
+    `cuts`: a bucket passes through working buffers, in parts.  `hides`: its messages reach the network without this rank's
+    help.  All ranks must give the same `numel` and `hides`.
+    """
+    ranks, on_cpu = policy.shard.size * policy.replica.size, policy.device.type == "cpu"
+    if setting != "auto":
+        bucket_bytes = setting
+    else:
+        piece = _DEVICE_PIECE if not on_cpu else _SOCKET_PIECE if hides else 0
+        most = numel * _FP32_BYTES // _FEWEST_BUCKETS
+        bucket_bytes = max(DEFAULT_BYTES, min(_with_buffers(piece * ranks, cuts), most))
+    if on_cpu and not policy.sends_gradients:
+        bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
+    elements = bucket_bytes // _FP32_BYTES
+    elements = elements * 2 // _BUFFERS if cuts else elements
+    if setting == "auto" and on_cpu and hides:
+        elements = min(elements, max(_SOCKET_PIECE * ranks // _FP32_BYTES, numel // _MOST_BUCKETS))
+    if cuts:
+        smallest = ALIGN_ELEMENTS * policy.shard.size
+        elements = max(elements // smallest, 1) * smallest
+    return BucketSizes(elements, bucket_bytes)
+
+
+def _with_buffers(nbytes: int, cuts: bool) -> int:
+    """The bucket size of which so many bytes are sent at once."""
+    return nbytes * _BUFFERS // 2 if cuts else nbytes

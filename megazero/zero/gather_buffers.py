@@ -1,0 +1,82 @@
+"""Which units of stage 3 share a gather buffer, and so how many of them are gathered ahead of the one in use.
+
+    position of a unit in its chunk    0   1   2   3   4   5   6
+    three buffers                      A   B   C   A   B   C   A
+
+While the unit in one buffer is computed with, the others are filled with those that follow.  All buffers together hold the
+largest unit and at most `prefetch_bytes` more; there are always two.  Each is as large as the largest of its units:
+
+    bytes = sum over buffers of the largest unit in it
+
+A gather policy says how long a gathered unit stays:
+    action    units take turns in the buffers: every forward and backward gathers anew what has made room; least memory
+    chunk     units at the same position of different chunks share: a chunk stays until another chunk runs
+    step      each unit its own: gathered once per step; the memory of whole weights
+A parameter that several units use, or that is in use while other units run, has a buffer of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megazero.zero.bucket import BucketLayout
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """The buckets of each gather buffer."""
+
+    buffers: tuple[tuple[BucketLayout, ...], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of each buffer."""
+        return tuple(max(layout.padded_numel for layout in members) for members in self.buffers)
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """By name of each bucket its buffer, [padded]."""
+        found = {}
+        for members, size in zip(self.buffers, self.sizes, strict=True):
+            buffer = torch.zeros(size, dtype=dtype, device=device)
+            found.update({layout.name: buffer[: layout.padded_numel] for layout in members})
+        return found
+
+
+def plan_buffers(
+    layouts: Sequence[BucketLayout], chunk_of_unit: Sequence[int], gather_policy: str, prefetch_elements: int
+) -> BufferPlan:
+    """Give every bucket that is gathered a buffer.
+
+    Args:
+        layouts: all buckets; persistent ones are not gathered.
+        chunk_of_unit: the model chunk of each unit, in forward order.
+        gather_policy: "action", "chunk" or "step".
+        prefetch_elements: elements of weights that may lie in the buffers beside the largest unit.
+    """
+    alone, sharing = list[BucketLayout](), list[tuple[int, BucketLayout]]()  # with the position
+    for one in layouts:
+        if one.tied or gather_policy == "step" or one.slots[0].info.alone:
+            alone += [] if one.persistent else [one]
+        elif not one.persistent:
+            sharing.append((one.unit - chunk_of_unit.index(chunk_of_unit[one.unit]), one))
+    count = max((position + 1 for position, _ in sharing), default=0)
+    if gather_policy == "action":
+        units = Counter[int]()
+        for _, one in sharing:
+            units[one.unit] += one.padded_numel
+        most = max(units.values(), default=0) + prefetch_elements
+        count = next((n for n in range(count, 2, -1) if sum(_in_turn(sharing, n).sizes) <= most), 2)
+    return BufferPlan((*_in_turn(sharing, count).buffers, *((one,) for one in alone)))
+
+
+def _in_turn(sharing: Sequence[tuple[int, BucketLayout]], count: int) -> BufferPlan:
+    """Units whose positions are equal modulo `count` share a buffer; what is frozen has buffers beside what trains."""
+    members: dict[tuple[int, bool], list[BucketLayout]] = {}
+    for position, one in sharing:
+        members.setdefault((position % count, one.trains), []).append(one)
+    return BufferPlan(tuple(map(tuple, members.values())))

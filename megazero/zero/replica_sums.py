@@ -1,0 +1,100 @@
+"""Hybrid sharding: the sums of a shard's gradients over the ranks that hold it.
+
+    group 0    rank 0: shard a    rank 1: shard b       each group reduces the gradients of its own ranks
+    group 1    rank 2: shard a    rank 3: shard b
+               replica axis: 0, 2 | 1, 3                and the sums over groups make them those of all ranks
+
+A part of a bucket is summed once a step: after its last reduction within the group, while the backward goes on.  It travels
+in `reduce_dtype`.  A gradient on the host comes to the device for this, when its copies have arrived.
+
+Source: Zhao et al. 2023 (PyTorch FSDP), section 3.2.2.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, all_reduce
+from megazero.zero.bucket import Bucket
+from megazero.zero.buffer_pool import BufferPool
+
+_IN_FLIGHT = 2
+
+
+class ReplicaSums:
+    """Starts the sums of reduced gradients over the replica axis, and finishes them in the order of their start.
+
+    Attributes:
+        most_bytes: limit of the buffers in which gradients travel that lie elsewhere, or in another format.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype) -> None:
+        policy = buckets[0].policy
+        self._axis, self._device, self._dtype = policy.replica, policy.device, reduce_dtype
+        self._pool = BufferPool(policy.device)
+        self._in_flight: deque[tuple[Pending, Tensor, Tensor | None]] = deque()  # with the buffer that travels
+        self._on_host: list[Tensor] = []  # to be summed at the end of the step
+        self._summed: list[Tensor] = []
+        copied = [one for one in buckets if reduce_dtype != torch.float32 or not _is_on_device(one)]
+        lengths = [part.stop - part.start for one in copied for part in one.gradient_parts]
+        self._largest = max(lengths, default=0) if policy.replica.size > 1 else 0
+        self.most_bytes = _IN_FLIGHT * self._largest * reduce_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return self._pool.nbytes
+
+    def start(self, gradient: Tensor) -> None:
+        """Sum this rank's part of a gradient, which is complete within its group."""
+        if self._axis.size == 1:
+            return
+        self._summed.append(gradient)
+        if gradient.device == self._device:
+            self._start(gradient)
+        else:
+            self._on_host.append(gradient)
+
+    def finish(self) -> None:
+        """Have every sum.  What lies on the host has arrived there."""
+        for gradient in self._on_host:
+            self._start(gradient)
+        self._on_host.clear()
+        self._finish_all_but(0)
+
+    def begin_step(self) -> None:
+        """Forget what was summed."""
+        self.finish()
+        self._summed.clear()
+
+    def reopen(self) -> None:
+        """Let further gradients be added to what is summed, and summed with it: one rank keeps the sums, for all."""
+        self.finish()
+        for gradient in self._summed if self._axis.index > 0 else ():
+            gradient.zero_()
+        self._summed.clear()
+
+    def _start(self, gradient: Tensor) -> None:
+        self._finish_all_but(_IN_FLIGHT - 1)
+        buffer = None
+        if gradient.dtype != self._dtype or gradient.device != self._device:
+            buffer = self._pool.acquire(self._largest, self._dtype)
+            buffer[: gradient.numel()].copy_(gradient)
+        sent = gradient if buffer is None else buffer[: gradient.numel()]
+        self._in_flight.append((all_reduce(sent, self._axis), gradient, buffer))
+
+    def _finish_all_but(self, count: int) -> None:
+        while len(self._in_flight) > count:
+            pending, gradient, buffer = self._in_flight.popleft()
+            pending.wait()
+            if buffer is not None:
+                gradient.copy_(buffer[: gradient.numel()])
+                self._pool.release(buffer)
+
+
+def _is_on_device(bucket: Bucket) -> bool:
+    return bucket.reduces_in_place or bucket.gradient.device == bucket.policy.device

@@ -1,0 +1,84 @@
+"""The all-gathers that bring stepped weights to every rank, behind whatever does not read them yet.
+
+    update         step(0) start(0)   step(1) start(1)   step(2) start(2)
+    network                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
+    next forward                                       wait(0) unit 0   wait(1) unit 1   wait(2) unit 2
+
+Buckets start in the order in which a forward uses them, so that the first unit waits for one bucket and not for all.
+
+Invariant: from `start` to the wait for a bucket nobody reads its whole weights, and nobody writes the part that this rank
+owns, which travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from weakref import finalize
+
+from torch.utils.hooks import RemovableHandle
+
+from megazero.comm.collectives import LostPeerError, Pending, all_gather
+from megazero.parallel_state import Axis, Wait
+from megazero.zero.bucket import Bucket
+from megazero.zero.units import Unit
+
+
+class WeightGathers:
+    """Gathers of whole weights over `axis` that are under way, by bucket.
+
+    What is under way when a model is dropped goes on: the group keeps it until the next model is made over it.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._under_way: dict[Bucket, Pending] = {}
+        self._hooks: list[RemovableHandle] = []
+        if axis.group is not None:
+            unfinished = axis.group.unfinished
+            while unfinished:
+                unfinished[-1]()
+                unfinished.pop()
+            finalize(self, _hand_over, self._under_way, unfinished).atexit = False
+
+    def attach(self, units: Sequence[Unit], home: Mapping[int, Bucket]) -> None:
+        """Have every unit wait for its weights before its forward.  `home`: bucket by identity of a parameter."""
+        for unit in units:
+            every = [home[id(part._parameters[key])] for part, key in unit.attributes]
+            buckets = [bucket for bucket in dict.fromkeys(every) if bucket.gathers_weights]
+            if buckets:
+                self._hooks.append(unit.module.register_forward_pre_hook(self._before_forward(buckets)))
+
+    def _before_forward(self, buckets: Sequence[Bucket]) -> Any:
+        return lambda *_: self.wait_for(buckets)  # a function: a copy of the module must not copy `self`
+
+    def detach(self) -> None:
+        """Have no unit wait any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def start(self, bucket: Bucket) -> None:
+        """Start to gather a bucket whose part on this rank is complete, if other ranks step other parts of it."""
+        if bucket.gathers_weights:
+            mine = bucket.weights[bucket.owned.start : bucket.owned.stop]
+            self._under_way[bucket] = all_gather(bucket.weights, mine, self._axis)
+
+    def wait_for(self, buckets: Iterable[Bucket]) -> None:
+        """Wait until the whole weights of some buckets are here.  Raises: LostPeerError: nothing is under way any more."""
+        try:
+            for bucket in buckets:
+                if (pending := self._under_way.get(bucket)) is not None:
+                    pending.wait()
+                    del self._under_way[bucket]  # not before: after an interrupt whoever reads it must wait
+        except LostPeerError:
+            self._under_way.clear()
+            raise
+
+    def wait(self) -> None:
+        """Wait until all weights are here."""
+        self.wait_for(list(self._under_way))
+
+
+def _hand_over(under_way: Mapping[Bucket, Pending], unfinished: list[Wait]) -> None:
+    unfinished += [pending.wait for pending in under_way.values()]

@@ -1,0 +1,305 @@
+"""The weights of stages 1 and 2 travel behind the next forward, and nobody can tell but the clock.
+
+Where a test needs late weights it takes `_LateBackend`: until a gather is waited for, what it brings is not a number.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import isnan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import DEVICE, run_world
+from torch import Tensor
+from worlds import LR, engine_on, micro_batches, run_of, state_on
+
+from megazero.comm.backend import GlooBackend
+from megazero.comm.collectives import LostPeerError, all_gather
+from megazero.config import ResolvedRun
+from megazero.engine import Engine
+from megazero.engine.step import NonFiniteError
+from megazero.engine.trainer_state import Position
+from megazero.parallel_state import Axis, ParallelState, RankGrid, Wait
+from megazero.training.callbacks.base import Callback, RunContext
+from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
+from megazero.training.record import StepRecord
+from megazero.zero.bucket import Bucket
+from megazero.zero.weight_gathers import WeightGathers
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the test double stands for gloo")
+
+
+class _LateBackend(GlooBackend):
+    """Gathers whose results come when they are waited for, and that look whether what travels has changed meanwhile."""
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
+        sent, brought = shard.detach().clone(), torch.empty_like(out)
+        wait = super().all_gather(brought, sent, axis, label)
+        parts = out.detach().view(axis.size, -1)
+        for index in range(axis.size):
+            if index != axis.index:
+                parts[index].fill_(torch.nan)
+
+        def finish() -> None:
+            wait()
+            assert torch.equal(shard, sent), "a rank has written its part of the weights while it travelled"
+            out.copy_(brought)
+
+        return finish
+
+
+@contextmanager
+def _waiting_at_once() -> Iterator[None]:
+    start = WeightGathers.start
+
+    def start_and_wait(self: WeightGathers, bucket: Bucket) -> None:
+        start(self, bucket)
+        self.wait()
+
+    with patch.object(WeightGathers, "start", start_and_wait):
+        yield
+
+
+TIED, UNTIED = {"tie_embeddings": True}, {"tie_embeddings": False}
+HALF = {"dtype": "bf16"}
+# By shape: (model, zero, precision, parallel); every stage, schedule, format and policy is in one of them.
+SHAPES: list[tuple[dict[str, Any], list[tuple[dict[str, Any], ...]]]] = [
+    (
+        {},
+        [
+            (UNTIED, {"stage": 1}, {}, {}),
+            (TIED, {"stage": 2}, HALF, {}),
+            (TIED, {"stage": 1, "offload": {"optimizer": "cpu", "ratio": 0.5}}, {}, {}),
+            (UNTIED, {"stage": 3, "persistent_elements": 1500}, {}, {}),
+        ],
+    ),
+    ({"tp": 2}, [(TIED, {"stage": 1}, HALF, {"sequence_parallel": True}), (UNTIED, {"stage": 2}, {}, {})]),
+    (
+        {"pp": 2},
+        [
+            (TIED, {"stage": 1}, {}, {"schedule": "1f1b"}),
+            (UNTIED, {"stage": 2}, {}, {"schedule": "zb-h1"}),
+            (TIED, {"stage": 2}, HALF, {"schedule": "interleaved", "virtual_stages": 2}),
+            (UNTIED, {"stage": 1}, {}, {"schedule": "zbv"}),
+        ],
+    ),
+    ({}, [(UNTIED, {"stage": 1, "shard_group_size": 2}, {}, {})]),
+]
+
+
+def _runs(parallel: dict[str, Any], cases: Sequence[tuple[dict[str, Any], ...]]) -> list[ResolvedRun]:
+    return [
+        run_of(
+            4,
+            model={"family": "llama", "num_layers": 4} | model,
+            zero={"bucket_bytes": 4096} | zero,
+            precision=precision,
+            parallel=parallel | more,
+            training={"micro_batch_size": 2},
+        )
+        for model, zero, precision, more in cases
+    ]
+
+
+def _weights(engine: Engine) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in engine.chunks.parameters()]
+
+
+def _trained(run: ResolvedRun, state: ParallelState, folder: Path | None) -> tuple[list[float], list[Tensor], Any]:
+    """Losses and norms of steps and of an evaluation, all weights that this rank sees, and the bytes that it has sent."""
+    engine, numbers = engine_on(state.rank, run, state=state), []
+    assert engine.sharded_model.parameters.hides_gathers
+    state.traffic.reset()
+    for step in range(3):
+        statistics = engine.train_step(micro_batches(run, state, step), LR)
+        numbers += [statistics.loss, statistics.grad_norm]
+        if step == 1:
+            numbers.append(engine.evaluate(micro_batches(run, state, 50)).loss)
+    sent = dict(state.traffic.sent_bytes)
+    if folder is not None:  # both while weights travel
+        engine.save(folder, Position(3), "data")
+        saved = _weights(engine)
+        engine.train_step(micro_batches(run, state, 3), LR)
+        engine.load(folder, "data")
+        assert all(map(torch.equal, _weights(engine), saved))
+    weights = [] if run.config.zero.stage == 3 else _weights(engine)
+    engine.sharded_model.close()
+    return numbers, weights, sent
+
+
+def _late_and_at_once(rank: int, folder: Path) -> None:
+    for number, (parallel, cases) in enumerate(SHAPES):
+        runs = _runs(parallel, cases)
+        state = state_on(rank, runs[0], shares_memory=False)
+        for index, run in enumerate(runs):
+            with _waiting_at_once():
+                losses, weights, sent = _trained(run, state, None)
+            late = _trained(run, state, folder / f"{number}" if index == 0 else None)
+            assert not any(map(isnan, losses))
+            assert (losses, sent) == (late[0], late[2]), run.config
+            assert all(map(torch.equal, weights, late[1])), run.config
+
+
+def test_late_weights_give_the_bits_and_the_bytes_of_weights_that_are_waited_for(tmp_path: Path) -> None:
+    """Over four ranks: stages and persistent parameters, tp, schedules with one and two chunks, ties, offload, groups."""
+    with patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()):
+        run_world(4, _late_and_at_once, tmp_path)
+
+
+def _order(rank: int, run: ResolvedRun) -> tuple[list[int], list[int], list[int]]:
+    """First units of buckets: as their gathers start, as a forward waits for them; and how many are left after each wait."""
+    engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
+    started: list[int] = []
+    waited: list[int] = []
+    left: list[int] = []
+    start, wait_for = WeightGathers.start, WeightGathers.wait_for
+
+    def note_start(self: WeightGathers, bucket: Bucket) -> None:
+        started.append(bucket.layout.unit)
+        start(self, bucket)
+
+    def note_wait(self: WeightGathers, buckets: Sequence[Bucket]) -> None:
+        waited.extend(bucket.layout.unit for bucket in buckets if bucket in self._under_way)
+        wait_for(self, buckets)
+        left.append(len(self._under_way))
+
+    with patch.object(WeightGathers, "start", note_start), patch.object(WeightGathers, "wait_for", note_wait):
+        engine.train_step(micro_batches(run, engine.state, 0), LR)
+        started.clear()
+        left.clear()
+        engine.train_step(micro_batches(run, engine.state, 1), LR)  # its forwards wait, its update starts
+    engine.sharded_model.close()
+    return started, waited, left
+
+
+def test_gathers_start_in_the_order_of_use_and_a_unit_waits_for_its_own_alone() -> None:
+    model = {"family": "llama", "num_layers": 4, "tie_embeddings": False}
+    run = run_of(2, model=model, zero={"stage": 1, "bucket_bytes": 1024}, training={"micro_batch_size": 4})
+    for started, waited, left in run_world(2, _order, run):
+        assert started == waited == sorted(started)
+        assert set(started) == {*range(6)}  # the embedding, four blocks, the head
+        assert left[:6] == [sum(first > unit for first in started) for unit in range(6)]
+
+
+def _after_failures(rank: int, run: ResolvedRun) -> str:
+    engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
+    gathers, batches = engine.sharded_model.parameters.gathers, micro_batches(run, engine.state, 0)
+    engine.train_step(batches, LR)
+    assert gathers._under_way
+    good = [parameter.detach().clone() for parameter in engine.chunks.parameters()]
+    no_loss = torch.tensor([torch.nan, 1.0], dtype=torch.float64)
+    with patch.object(Engine, "_run", lambda *_, **__: no_loss.unbind()), pytest.raises(NonFiniteError):
+        engine.train_step(batches, LR)
+    assert not gathers._under_way
+    assert all(map(torch.equal, engine.chunks.parameters(), good))
+    engine.train_step(batches, LR)
+    assert gathers._under_way
+    if rank == 1:
+        return ""
+    with pytest.raises(LostPeerError):  # the peer's weights may have come, but no gradients do
+        engine.train_step(batches, LR)
+    engine.sharded_model.close()
+    assert not gathers._under_way
+    return "closed"
+
+
+def test_a_step_that_fails_leaves_nothing_under_way() -> None:
+    run = run_of(
+        2, model={"family": "llama"}, zero={"stage": 1, "bucket_bytes": 1024}, training={"micro_batch_size": 4}
+    )
+    assert run_world(2, _after_failures, run)[0] == "closed"
+
+
+def _dropped(rank: int, run: ResolvedRun) -> list[float]:
+    state, losses = state_on(rank, run, shares_memory=False), []
+    for late in range(3):
+        engine = engine_on(rank, run, state=state)
+        losses.append(engine.compute_gradients(micro_batches(run, state, 0)).loss)
+        if rank == late:
+            time.sleep(0.3)  # what the other ranks receive is still to come when they drop their model
+        engine.update(LR)
+        assert engine.sharded_model.parameters.gathers._under_way
+        del engine
+        gc.collect()
+    return losses
+
+
+def test_a_model_that_is_dropped_while_weights_travel_does_not_stop_the_next_one() -> None:
+    run = run_of(2, model={"family": "llama"}, zero={"stage": 1, "bucket_bytes": 4096})
+    for losses in run_world(2, _dropped, run, timeout=40):
+        assert len(losses) == 3
+        assert len(set(losses)) == 1
+
+
+def _interrupted(rank: int) -> list[list[float]]:
+    axis, found = ParallelState(RankGrid(dp=3), rank, timeout_seconds=10, shares_memory=False).dp, []
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    for label in ("", "weights"):
+        whole = torch.zeros(3)
+        all_gather(whole, torch.zeros(1), axis).wait()
+        if rank == 2:
+            time.sleep(0.5)
+        pending = all_gather(whole, torch.full((1,), float(rank)), axis, label)
+        if rank < 2:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                pending.wait()
+        pending.wait()
+        found.append(whole.tolist())
+    return found
+
+
+def test_weights_whose_wait_was_interrupted_can_be_waited_for() -> None:
+    assert run_world(3, _interrupted, timeout=40) == [[[0.0, 1.0, 2.0]] * 2] * 3
+
+
+class _Keeps(Callback):
+    """A script's callback that reads the parameters which it has found at the start."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._weights = list(context.engine.chunks.parameters())
+
+    def after_step(self, record: StepRecord) -> None:
+        record.metrics["whole"] = float(all(weight.isfinite().all() for weight in self._weights))
+
+
+def _kept(rank: int, run: ResolvedRun) -> float:
+    engine, record = engine_on(rank, run, state=state_on(rank, run, shares_memory=False)), SimpleNamespace(metrics={})
+    CALLBACKS.register("keeps", _Keeps)
+    callback = RegisteredCallback("keeps", SimpleNamespace(engine=engine))  # type: ignore[arg-type]
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    assert engine.sharded_model.parameters.gathers._under_way
+    callback.after_step(record)  # type: ignore[arg-type]
+    engine.sharded_model.close()
+    return float(record.metrics["whole"])
+
+
+def test_a_callback_sees_the_weights_of_the_step_in_parameters_that_it_has_kept() -> None:
+    run = run_of(2, model={"family": "llama"}, zero={"stage": 1, "bucket_bytes": 4096})
+    with patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()):
+        assert run_world(2, _kept, run, timeout=40) == [1.0, 1.0]
+
+
+def _at_once_on_one_host(rank: int, run: ResolvedRun) -> None:
+    engine = engine_on(rank, run, state=state_on(rank, run, on_one_machine=True))
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    assert not engine.sharded_model.parameters.gathers._under_way
+    engine.sharded_model.close()
+
+
+def test_in_the_memory_of_one_host_nothing_is_left_under_way() -> None:
+    """Ranks copy for themselves there, so that waiting at many places would only cost."""
+    run_world(2, _at_once_on_one_host, run_of(2, model={"family": "llama"}, zero={"stage": 1}))
