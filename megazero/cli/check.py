@@ -20,6 +20,9 @@ def check(
         int | None, typer.Option(min=1, help="Ranks of the run; launch.nproc_per_node by default.")
     ] = None,
     nproc_per_node: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 8,
+    device_gib: Annotated[
+        float | None, typer.Option(min=0, help="Memory that a rank has, to be told whether the run fits.")
+    ] = None,
 ) -> None:
     """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
     from megazero.config import ConfigError, load_config
@@ -30,7 +33,8 @@ def check(
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
-    for subject, text in describe(run, min(nproc_per_node, run.world_size)):
+    device_bytes = None if device_gib is None else device_gib * 2**30
+    for subject, text in describe(run, min(nproc_per_node, run.world_size), device_bytes):
         print(f"{subject:<9} {text}")
     condition = ", if what was not checked is there" if not_here(run.config) else ""
     print(f"{os.fspath(config)} can run on {run.world_size} ranks{condition}")

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,6 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 from megazero.data.blend import Blend
 from megazero.data.indexed import DocumentBorders
 from megazero.data.permutation import Permutation
+
+_TOLD_OF: Final = 64  # samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,6 +163,10 @@ class SampleStream(Stream):
         total = sum(self._blend.weights)
         pairs = zip(self._blend.weights, self._sources, strict=True)
         return [samples * weight / (total * source.count) for weight, source in pairs]
+
+    def first_documents(self) -> list[list[int]]:
+        """Lengths of the documents in each of the first samples, which stand for all in what is told of a run."""
+        return [lengths for lengths, _ in self.documents(range(_TOLD_OF))]
 
     def ends(self) -> dict[str, int]:
         """Where the windows of each source end, in tokens, by its content."""

@@ -154,20 +154,34 @@ def packs_tiles(q: Tensor) -> bool:
     return True
 
 
+class Sight(NamedTuple):
+    """Which keys each row of a piece sees, as flash attention counts them: the last row stands beside the last key.
+
+    Args:
+        before, after: how many keys before the one that it stands beside, and after it; -1 for all.
+    """
+
+    before: int
+    after: int
+
+
+EVERY_KEY, CAUSAL = Sight(-1, -1), Sight(-1, 0)
+
+
 class Pieces(NamedTuple):
     """Pieces of queries, none of them empty, each over its own keys.
 
     Args:
         q_ends, k_ends: int32 [pieces + 1], where each piece ends among all rows, from 0 on.
         most_queries, most_keys: of a piece.
-        causal: row i of a piece sees its keys up to the i-th; it has as many keys as queries.
+        sight: what its rows see of its keys.
     """
 
     q_ends: Tensor
     k_ends: Tensor
     most_queries: int
     most_keys: int
-    causal: bool
+    sight: Sight
 
 
 def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
@@ -177,9 +191,8 @@ def varlen_forward(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces) -> tuple[Ten
         q: [rows, heads, size], in 16 bits.
         k, v: [rows of keys, kv heads, size].
     """
-    q_ends, k_ends, most_queries, most_keys, causal = pieces
-    lengths = q_ends, k_ends, most_queries, most_keys, 0.0, causal
-    out, lse, *_ = _aten._flash_attention_forward(q, k, v, *lengths, False)
+    lengths, window = _given(pieces)
+    out, lse, *_ = _aten._flash_attention_forward(q, k, v, *lengths, False, **window)
     return out, lse
 
 
@@ -191,11 +204,17 @@ def varlen_backward(
     Args:
         grad, out, lse: of all keys that the queries see.
     """
-    q_ends, k_ends, most_queries, most_keys, causal = pieces
-    lengths = q_ends, k_ends, most_queries, most_keys, 0.0, causal
+    lengths, window = _given(pieces)
     random = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # not used
-    dq, dk, dv = _aten._flash_attention_backward(grad, q, k, v, out, lse, *lengths, *random)
+    dq, dk, dv = _aten._flash_attention_backward(grad, q, k, v, out, lse, *lengths, *random, **window)
     return dq, dk, dv
+
+
+def _given(pieces: Pieces) -> tuple[tuple[Any, ...], dict[str, int]]:
+    """Lengths, dropout and whether it is causal, and the window, as flash attention's operators take them."""
+    *lengths, sight = pieces
+    window = {"window_size_left": sight.before, "window_size_right": sight.after}
+    return (*lengths, 0.0, sight == CAUSAL), window
 
 
 def _kernel_of_tiles(q: Tensor, mask: Tensor | None) -> SDPBackend:

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from xxhash import xxh32_intdigest
 
-from megazero.layers.token_layout import Ints, Run, shards, tile_table
+from megazero.layers.token_layout import Ints, Shards, shards, tile_table
 from megazero.parallel_state import Axis
 
 T = TypeVar("T")
@@ -35,18 +36,23 @@ class AttentionPlan:
     Args:
         samples: the runs of every ring rank, for each sample of the micro-batch; one alone stands for all samples.
         index: this rank's index on the ring.
+
+    Attributes:
+        documents: a hash of the documents' lengths in 32 bits.
     """
 
-    def __init__(self, samples: Sequence[Sequence[Sequence[Run]]], index: int) -> None:
+    def __init__(self, samples: Sequence[Shards], index: int) -> None:
         self._samples, self._own = samples, [of_ranks[index] for of_ranks in samples]
-        self._tables: dict[tuple[int, int | None], list[Ints]] = {}
+        self.documents = xxh32_intdigest(np.concatenate([np.append(one.length, 0) for one in samples]).tobytes())
+        self._tables: dict[tuple[int, int | None, bool], list[Ints]] = {}
 
-    def tables(self, source: int, window: int | None) -> list[Ints]:
+    def tables(self, source: int, window: int | None, *, masked: bool = True) -> list[Ints]:
         """The `tile_table` of this rank's queries with the keys of ring rank `source`: of each sample, or one of all."""
-        if (source, window) not in self._tables:
+        key = source, window, masked
+        if key not in self._tables:
             runs = zip(self._own, self._samples, strict=True)
-            self._tables[source, window] = [tile_table(own, of_ranks[source], window) for own, of_ranks in runs]
-        return self._tables[source, window]
+            self._tables[key] = [tile_table(own, of_ranks[source], window, masked=masked) for own, of_ranks in runs]
+        return self._tables[key]
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,9 @@
     packed queries      [ 0 1 2 3 | 4 5 6 7 8 9 ]      ends 0 4 10
     packed keys         [ 0 1 2 3 | 6 7 ]              ends 0 4 6
 
-Tiles are packed where the kernel takes pieces of any length (`packs_tiles`) and the tile needs no mask; causal tiles and
-full ones go in separate calls.  No row occurs twice in a call, so results and gradients are added by index.
+Tiles are packed where the kernel takes pieces of any length (`packs_tiles`); causal tiles, full ones, and those that a
+sliding window cuts at different distances go in separate calls.  No row occurs twice in a call, so results and gradients are
+added by index.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import torch
 from torch import Tensor
 
 from megazero.layers.attention_kernels import (
+    CAUSAL,
+    EVERY_KEY,
     Pieces,
+    Sight,
     packs_tiles,
     tile_backward,
     tile_forward,
@@ -67,7 +71,7 @@ def calls(part: SamplePart, source: int, window: int | None, q: Tensor) -> list[
     where = (q.shape[0], q.shape[2], q.device) if packs_tiles(q) else None
 
     def make() -> list[Call]:
-        tables = part.plan.tables(source, window)
+        tables = part.plan.tables(source, window, masked=where is None)
         if q.is_cpu:
             tables = [_in_halves(table, window) for table in tables]
         return _few_calls(tables, window, *where) if where is not None else _one_by_one(tables, window)
@@ -116,7 +120,7 @@ class PackedTiles:
     pieces: Pieces
 
     @staticmethod
-    def of(sample: Ints, table: Ints, shape: tuple[int, int], causal: bool, device: torch.device) -> PackedTiles:
+    def of(sample: Ints, table: Ints, shape: tuple[int, int], sight: Sight, device: torch.device) -> PackedTiles:
         """Tiles of a `tile_table`, each of a sample.  `shape`: samples and rows of each."""
         q_start, q_stop, k_start, k_stop, _ = table.T
         q_size, k_size = q_stop - q_start, k_stop - k_start
@@ -124,7 +128,7 @@ class PackedTiles:
         return PackedTiles(
             _rows(sample, q_start, q_size, shape, device),
             _rows(sample, k_start, k_size, shape, device),
-            Pieces(q_ends, k_ends, int(q_size.max()), int(k_size.max()), causal),
+            Pieces(q_ends, k_ends, int(q_size.max()), int(k_size.max()), sight),
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,31 +187,38 @@ def _in_halves(table: Ints, window: int | None) -> Ints:
 
 
 def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device) -> list[Call]:
-    """One call for many tiles that need no mask, one each for the others; a single table holds for all samples."""
+    """One call for many tiles of one sight; a single table holds for all samples."""
     found: list[Call] = []
-    kinds = [_kinds(table, window) for table in tables]
-    for kind in (_CAUSAL, _FULL, _MASKED):
-        chosen = [table[its == kind] for table, its in zip(tables, kinds, strict=True)]
-        if kind == _MASKED or sum(map(len, chosen)) < 2:
+    sights = [_sights(table, window) for table in tables]
+    for sight in sorted({Sight(*one) for its in sights for one in its.tolist()}):
+        chosen = [table[(its == sight).all(1)] for table, its in zip(tables, sights, strict=True)]
+        if sum(map(len, chosen)) == 1 and sight in (CAUSAL, EVERY_KEY):
             found += _one_by_one(chosen, window)
             continue
         chosen = chosen * batch if len(chosen) == 1 else chosen
         sample, table = np.repeat(np.arange(batch), [len(one) for one in chosen]), np.concatenate(chosen)
         for tiles in _apart(sample * seq, table):
-            found.append(PackedTiles.of(sample[tiles], table[tiles], (batch, seq), kind == _CAUSAL, device))
+            found.append(PackedTiles.of(sample[tiles], table[tiles], (batch, seq), sight, device))
     return found
 
 
-_CAUSAL, _FULL, _MASKED = range(3)
+def _sights(table: Ints, window: int | None) -> Ints:
+    """The `Sight` of each tile, [tiles, 2].
 
-
-def _kinds(table: Ints, window: int | None) -> Ints:
-    """The kind of each tile of a table.  A tile of one query and one key is causal where another tile is."""
+    Queries and keys of a tile are of one run, or of two that share no position (see `shards`): so its last query stands at
+    its last key, or every query sees that one.  The former go in one call: a tile that the window does not cut, and one of
+    one query and one key, have the numbers of the others.
+    """
     queries, keys, offset = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2], table[:, 4]
-    causal = (offset == 0) & (queries == keys) & (queries <= (window or queries))
-    if causal.any():
-        causal |= (queries == 1) & (keys == 1)
-    return np.where(causal, _CAUSAL, np.where(offset < 0, _FULL, _MASKED))
+    behind = offset + queries - keys  # how far the last query stands behind the last key
+    sees_first = (offset < 0) | (offset + queries <= (window or offset + queries))
+    sees_last = (offset < 0) | (offset >= keys - 1)
+    before = np.where(sees_first, EVERY_KEY.before, (window or 0) - 1 - behind)
+    after = np.where(sees_last, EVERY_KEY.after, behind)
+    if (at_last := after == 0).any():
+        before[at_last | ((queries == 1) & (keys == 1))] = before[at_last].max()
+        after[(queries == 1) & (keys == 1)] = 0
+    return np.stack([before, after], 1)
 
 
 def _apart(first_row: Ints, table: Ints) -> list[Ints]:

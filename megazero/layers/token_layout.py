@@ -191,11 +191,15 @@ def tiles_of(table: Ints) -> tuple[Tile, ...]:
     return tuple(Tile(a, b, c, d, None if offset < 0 else offset) for a, b, c, d, offset in table.tolist())
 
 
-def tile_table(queries: Sequence[Run], keys: Sequence[Run], window: int | None = None) -> Ints:
-    """`tiles` as a table, int64 [tiles, 5], with offset -1 for None: faster than objects for ten thousand documents."""
+def tile_table(queries: Sequence[Run], keys: Sequence[Run], window: int | None = None, *, masked: bool = True) -> Ints:
+    """`tiles` as a table, int64 [tiles, 5], with offset -1 for None: faster than objects for ten thousand documents.
+
+    masked: the kernel takes a window as a mask, so tiles that have one are small; else they are as large as can be.
+    """
     q, k = Runs.of(queries), Runs.of(keys)
     whole, found = _own_tiles(q, k, window)
-    table = np.concatenate([found, _Boxes.of(q, k, ~whole).within(window).tiles(window)])
+    boxes = _Boxes.of(q, k, ~whole)
+    table = np.concatenate([found, (boxes.in_blocks(window) if masked else boxes.trimmed(window)).tiles(window)])
     return table[np.lexsort(table.T[::-1])]
 
 
@@ -236,9 +240,9 @@ class _Boxes:
         ks = np.arange(len(qs)) + np.repeat(low - (count.cumsum() - count), count)
         return _Boxes(q.document[qs], q.start[qs], q.first[qs], q.length[qs], k.start[ks], k.first[ks], k.length[ks])
 
-    def within(self, window: int | None) -> _Boxes:
+    def in_blocks(self, window: int | None) -> _Boxes:
         """What is in reach, in blocks of `window` queries where a box needs a mask."""
-        trimmed = self._trimmed(window)
+        trimmed = self.trimmed(window)
         if window is None:
             return trimmed
         blocks = np.where(trimmed._seen(window), 1, -(-trimmed.q_size // window))
@@ -248,9 +252,9 @@ class _Boxes:
         cut = (trimmed.q_row[part] + skipped, trimmed.q_first[part] + skipped, size)
         return _Boxes(
             trimmed.document[part], *cut, trimmed.k_row[part], trimmed.k_first[part], trimmed.k_size[part]
-        )._trimmed(window)
+        ).trimmed(window)
 
-    def _trimmed(self, window: int | None) -> _Boxes:
+    def trimmed(self, window: int | None) -> _Boxes:
         """Without the queries that see no key of their box, and the keys that no query of their box sees."""
         reach = np.int64(2**62) if window is None else np.int64(window)
         q_first = np.maximum(self.q_first, self.k_first)
