@@ -19,7 +19,7 @@ from typing import Any
 
 from matplotlib import pyplot
 
-from benchmarks.report import machine, markdown, table
+from benchmarks.report import fastest_peer, lines_of, machine, markdown, table, write_whole
 from benchmarks.rows import (
     FLOOR,
     KINDS,
@@ -54,19 +54,6 @@ HEADS = (
 def worlds_of(kind: str, worlds: Sequence[int]) -> list[int]:
     """In which worlds a kind is measured."""
     return {"single": [1], "3d": [8]}.get(kind, list(worlds))
-
-
-def lines_of(row: dict[str, Any]) -> dict[str, Line]:
-    """A stored row's contenders, by name."""
-    return {line["name"]: Line(**line) for line in row["lines"]}
-
-
-def fastest_peer(lines: dict[str, Line]) -> Line | None:
-    """The peer to beat; None where none could run."""
-    peers = [
-        line for name, line in lines.items() if name not in (OURS, SHIPPED, OVER_GLOO, FLOOR) and line.ms is not None
-    ]
-    return max(peers, key=lambda line: line.ratio[0] if line.ratio else 0.0, default=None)
 
 
 def overhead_share(lines: dict[str, Line], peer: Line) -> float | None:
@@ -195,12 +182,12 @@ def main() -> None:
                     row = _row(name, model, world, given.rounds)
                     if row is not None:
                         found["rows"] = [one for one in found["rows"] if one not in old] + [row]
-                        _write(file, json.dumps(found, indent=1))
+                        write_whole(file, json.dumps(found, indent=1))
     order = [kind.title for kind in KINDS.values()]
     found["rows"].sort(key=lambda row: (row["setting"]["model"], row["setting"]["world"], order.index(row["title"])))
-    _write(file, json.dumps(found, indent=1))
+    write_whole(file, json.dumps(found, indent=1))
     text = document(found)
-    _write(file.with_suffix(".md"), text)
+    write_whole(file.with_suffix(".md"), text)
     draw(found, file.with_suffix(".svg"))
     print(text.split("## Every contender")[0])
 
@@ -210,7 +197,7 @@ def _row(name: str, model: str, world: int, rounds: int) -> dict[str, Any] | Non
     setting = setting_of(kind, model, world, "fp32", None, None)
     print(f"{kind.title}, {model}, {world} ranks", flush=True)
     try:
-        contenders = [*([OVER_GLOO] if world == 2 else []), *kind.peers]
+        contenders = [SHIPPED, *([OVER_GLOO] if world == 2 else []), *kind.peers]
         lines = measure(setting, contenders, rounds=rounds, steps=4 if model == "tiny" else 1)
     except (ContenderFailedError, LossesDifferError) as error:
         print(f"  no row: {error}", flush=True)
@@ -223,12 +210,6 @@ def _row(name: str, model: str, world: int, rounds: int) -> dict[str, Any] | Non
         "setting": asdict(setting),
         "lines": [asdict(line) for line in lines],
     }
-
-
-def _write(file: Path, text: str) -> None:
-    beside = file.with_name(file.name + ".new")
-    beside.write_text(text, "utf-8")
-    beside.rename(file)
 
 
 if __name__ == "__main__":

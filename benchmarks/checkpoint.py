@@ -104,7 +104,7 @@ class Ours:
             self.engine.sharded_model.sharded_state,
             self.state,
             host_memory_bytes=None,
-            timeout_seconds=120,
+            axes=self.state.saving_axes(120),
             report=lambda _: self.durable.set(),
         )
         shape = (setting.micro_batch_size, setting.seq_len + 1)

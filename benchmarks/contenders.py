@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,17 +45,26 @@ class Megazero:
 
     Args:
         products: "torch" for the products that the peers use, "fastest" for what a run has.
-        shares_memory: ranks exchange through memory, as they do on one machine; False takes gloo, as the peers do.
+        shares_memory: ranks of one host exchange through memory, as in a run; False takes gloo, as the peers do.
+        options: of the configuration, as in `Setting.config`.
     """
 
     def __init__(
-        self, setting: Setting, rank: int, weights: Path, *, products: str, shares_memory: bool = True
+        self,
+        setting: Setting,
+        rank: int,
+        weights: Path,
+        *,
+        products: str,
+        shares_memory: bool = True,
+        options: Sequence[str] = (),
     ) -> None:
         if products == "torch":
             gemm._onednn_is_faster = lambda: False  # type: ignore[assignment]
         grid = RankGrid(tp=setting.tp, dp=setting.dp, pp=setting.pp)
-        state = ParallelState(grid, rank, timeout_seconds=120, shares_memory=shares_memory)
-        self.engine: Engine = initialize(setting.config(), state)
+        neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
+        state = ParallelState(grid, rank, timeout_seconds=120, neighbours=neighbours, shares_memory=shares_memory)
+        self.engine: Engine = initialize(setting.config(options), state)
         self.dp_index = self.engine.state.dp.index
         self._size = setting.micro_batch_size
 

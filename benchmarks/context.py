@@ -15,6 +15,8 @@ floor, heads | tiles     a rank's share of the work, as Ulysses or as a ring has
 one rank                 the whole sequence on rank 0; only where --contenders names it
 
 above the floor          milliseconds of a step beyond the faster floor's in the same round, the median of the rounds
+processor                the same of processor time: per rank, all threads. What waits for a core is not in it, nor is what
+                         waits for a peer
 peak MB                  resident memory of the rank that has most, above that before the contender was built; its own
                          queries, keys, values and their gradients are in it
 sent MB                  of a step, per rank, as the interfaces count; what ranks exchange through shared memory is not in it
@@ -76,6 +78,8 @@ class Line:
     Args:
         ms: milliseconds of a step: median, least, most.
         above_floor: milliseconds beyond the faster floor.
+        processor_ms: of a step, per rank: median.
+        processor_above: milliseconds beyond the floor that takes least.
         peak_bytes: of the rank that has most.
         sent_bytes, link_bytes: of a step: see `Turn`.
         metered_bytes: of a step, per rank, as the contender itself counts.
@@ -86,6 +90,8 @@ class Line:
     name: str
     ms: tuple[float, float, float] | None = None
     above_floor: float | None = None
+    processor_ms: float | None = None
+    processor_above: float | None = None
     peak_bytes: int | None = None
     sent_bytes: float | None = None
     link_bytes: float | None = None
@@ -124,8 +130,10 @@ def measure(
                 turns[name].append(worlds[name].turn(range(1)))
             rounds += 1
     taken = {name: [turn.seconds[0] * 1e3 for turn in found] for name, found in turns.items()}
-    floors = [taken[name] for name in FLOORS if name in taken]
-    floor = min(floors, key=median, default=None)
+    worked = {name: [turn.processor_seconds * 1e3 for turn in found] for name, found in turns.items()}
+    floor, least = (
+        min((them[name] for name in FLOORS if name in them), key=median, default=None) for them in (taken, worked)
+    )
     lines = []
     for name in names:
         if name in failures:
@@ -137,6 +145,8 @@ def measure(
                 name,
                 (median(its), min(its), max(its)),
                 None if floor is None else median(a - b for a, b in zip(its, floor, strict=True)),
+                median(worked[name]),
+                None if least is None else median(a - b for a, b in zip(worked[name], least, strict=True)),
                 memory[name].peak,
                 median(turn.loopback_bytes for turn in turns[name]),
                 median(turn.link_bytes for turn in turns[name]) if network.namespaces else None,
@@ -191,8 +201,8 @@ def _errors(work: AttentionWork, worlds: dict[str, World]) -> dict[str, float]:
 def table(lines: Sequence[Line]) -> str:
     """One row's contenders."""
     heads = (
-        "contender", "step ms (least to most)", "above the floor ms", "peak MB", "sent MB", "over the link MB",
-        "own meter MB", "error",
+        "contender", "step ms (least to most)", "above the floor ms", "processor ms", "above", "peak MB", "sent MB",
+        "over the link MB", "own meter MB", "error",
     )  # fmt: skip
 
     def megabytes(value: float | None) -> str:
@@ -208,6 +218,8 @@ def table(lines: Sequence[Line]) -> str:
                 line.name,
                 f"{line.ms[0]:.1f} ({line.ms[1]:.1f} to {line.ms[2]:.1f})",
                 "" if line.above_floor is None else f"{line.above_floor:.1f}",
+                f"{line.processor_ms:.1f}",
+                "" if line.processor_above is None else f"{line.processor_above:.1f}",
                 megabytes(line.peak_bytes),
                 *map(megabytes, (line.sent_bytes, line.link_bytes, line.metered_bytes)),
                 "" if line.error is None else f"{line.error:.1e}",

@@ -1,11 +1,17 @@
-"""The network between ranks: the loopback of this machine, or two hosts joined by a link of a limited rate.
+"""The network between ranks: the loopback of this machine, or hosts joined by links of a limited rate.
 
     namespace megazero-<pid>-0                               namespace megazero-<pid>-1
     ranks 0 .. n/2 - 1   mz0 10.77.0.1  ===  10.77.0.2 mz0   ranks n/2 .. n - 1
 
-A host is a network namespace. The two are joined by a veth pair, and each end sends through a token bucket (`tc ... tbf`).
+A host is a network namespace. Two are joined by a veth pair, more by one each to a switch, a bridge in a namespace of its
+own; each end of a pair sends through a token bucket (`tc ... tbf`).
 Ranks of one host reach each other over the loopback of their namespace, which has no limit.  Making namespaces needs root
 and iproute2.
+
+The routes between hosts take Linux's default congestion control, cubic, whatever this machine has.  BBR estimates the rate
+of a link from what it sends, and gloo announces each message by one of 48 bytes: the estimate falls, and pacing holds the
+next message back, as a trace of the kernel showed: of 131 KB, all in the socket, six segments left at once and the next
+after 105 ms, on an idle machine.
 """
 
 from __future__ import annotations
@@ -13,11 +19,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _CLONE_NEWNET = 0x40000000
 _LINK = "mz0"
@@ -25,6 +33,13 @@ _LINK = "mz0"
 
 class NoHostsError(RuntimeError):
     """This machine does not let this process make network namespaces."""
+
+
+class Counted(NamedTuple):
+    """Bytes: sent by all hosts over any interface; of each host, received and sent over its link."""
+
+    sent: int
+    links: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -56,56 +71,89 @@ class Network:
         if self.namespaces:
             _enter(Path("/run/netns") / self.namespaces[self.host(rank, world)])
 
-    def sent_bytes(self, pids: Sequence[int]) -> tuple[int, int]:
-        """Bytes that all hosts have sent until now: over any interface, and over the link between hosts.
+    def bytes_until_now(self, pids: Sequence[int]) -> Counted:
+        """What the interfaces of all hosts have counted.
 
         Args:
             pids: of the ranks, in their order.
         """
         first_of_host = {self.host(rank, len(pids)): pid for rank, pid in enumerate(pids)}
-        found = [_sent_by_interface(pid) for pid in first_of_host.values()]
-        return sum(one.get(name, 0) for one in found for name in {"lo", _LINK}), sum(one.get(_LINK, 0) for one in found)
+        found = [_bytes_by_interface(pid) for pid in first_of_host.values()]
+        sent = sum(one[name][1] for one in found for name in {"lo", _LINK} & one.keys())
+        return Counted(sent, [one.get(_LINK, (0, 0)) for one in found])
 
 
 LOOPBACK = Network()
 
 
 @contextlib.contextmanager
-def two_hosts(mbit: int) -> Iterator[Network]:
-    """Two hosts for the ranks that are started within; removed at the end.
+def hosts_of(count: int, mbit: int) -> Iterator[Network]:
+    """Hosts for the ranks that are started within; removed at the end.
 
     Args:
-        mbit: rate of each direction of the link, in 10^6 bits per second.
+        count: two, joined directly, or more, each joined to a switch.
+        mbit: rate of each direction of each link, in 10^6 bits per second.
 
     Raises: NoHostsError.
     """
-    names = tuple(f"megazero-{os.getpid()}-{host}" for host in range(2))
+    names = tuple(f"megazero-{os.getpid()}-{host}" for host in range(count))
+    switch = f"megazero-{os.getpid()}-switch"
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        raise NoHostsError("two hosts need root, and `ip` and `tc` of iproute2")
+        raise NoHostsError("more than one host needs root, and `ip` and `tc` of iproute2")
+    _remove_those_of_the_dead()
     try:
-        for name in names:
+        for name in (*names, switch):
             _command("ip", "netns", "add", name)
-        ends = [["name", _LINK, "netns", name] for name in names]
-        _command("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        if count == 2:
+            _join((names[0], _LINK), (names[1], _LINK), mbit)
+        else:
+            _command("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+            _command("ip", "-n", switch, "link", "set", "bridge", "up")
         for host, name in enumerate(names):
-            _command("ip", "-n", name, "address", "add", f"10.77.0.{host + 1}/24", "dev", _LINK)
-            for interface in ("lo", _LINK):
-                _command("ip", "-n", name, "link", "set", interface, "up")
-            limit = ["tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "200ms"]
-            _command("tc", "-n", name, "qdisc", "add", "dev", _LINK, "root", *limit)
+            if count > 2:
+                _join((name, _LINK), (switch, f"port{host}"), mbit)
+                _command("ip", "-n", switch, "link", "set", f"port{host}", "master", "bridge")
+            _command("ip", "-n", name, "address", "add", f"10.77.0.{host + 1}/24", "dev", _LINK, "noprefixroute")
+            _command("ip", "-n", name, "route", "add", "10.77.0.0/24", "dev", _LINK, "congctl", "cubic")
+            _command("ip", "-n", name, "link", "set", "lo", "up")
         yield Network(_LINK, names)
     finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        _remove((*names, switch))
+
+
+def _remove(names: Iterable[str]) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def _remove_those_of_the_dead() -> None:
+    """A process that was killed has left its namespaces."""
+    _remove(filter(_is_of_the_dead, [path.name for path in Path("/run/netns").glob("megazero-*-*")]))
+
+
+def _is_of_the_dead(name: str) -> bool:
+    """Whether a process that is gone has made a namespace; one of another form is somebody else's."""
+    made = re.fullmatch(r"megazero-(\d+)-(\d+|switch)", name)
+    return made is not None and not Path("/proc", made[1]).exists()
+
+
+def _join(one: tuple[str, str], other: tuple[str, str], mbit: int) -> None:
+    """A link between two namespaces; each end is (namespace, its name there)."""
+    ends = [["name", interface, "netns", namespace] for namespace, interface in (one, other)]
+    _command("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+    for namespace, interface in (one, other):
+        _command("ip", "-n", namespace, "link", "set", interface, "up")
+        limit = ["tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "200ms"]
+        _command("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *limit)
 
 
 @contextlib.contextmanager
 def network_of(hosts: int, mbit: int) -> Iterator[Network]:
-    """The loopback for one host, else `two_hosts`."""
+    """The loopback for one host, else `hosts_of`."""
     if hosts == 1:
         yield LOOPBACK
     else:
-        with two_hosts(mbit) as network:
+        with hosts_of(hosts, mbit) as network:
             yield network
 
 
@@ -122,11 +170,12 @@ def _enter(namespace: Path) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
-def _sent_by_interface(pid: int) -> dict[str, int]:
-    """Bytes by interface, in the namespace of a process; nothing where it has died."""
+def _bytes_by_interface(pid: int) -> dict[str, tuple[int, int]]:
+    """Bytes received and sent by interface, in the namespace of a process; nothing where it has died."""
     found = {}
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/net/dev").read_text(encoding="utf-8").splitlines()[2:]:
             name, _, numbers = line.partition(":")
-            found[name.strip()] = int(numbers.split()[8])
+            counters = numbers.split()
+            found[name.strip()] = int(counters[0]), int(counters[8])
     return found

@@ -10,10 +10,11 @@ import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.rows import Line
+from benchmarks.rows import FLOOR, OURS, Line
 
 HEADS = (
     "contender",
@@ -61,6 +62,26 @@ def _cells(line: Line) -> list[str]:
         megabytes(line.metered_bytes),
         "" if line.loss_difference is None else f"{line.loss_difference:.1e}",
     ]
+
+
+def lines_of(row: dict[str, Any]) -> dict[str, Line]:
+    """A stored row's contenders, by name."""
+    return {line["name"]: Line(**line) for line in row["lines"]}
+
+
+def fastest_peer(lines: dict[str, Line]) -> Line | None:
+    """The peer to beat; None where none could run."""
+    peers = [
+        line for name, line in lines.items() if name != FLOOR and not name.startswith(OURS) and line.ms is not None
+    ]
+    return max(peers, key=lambda line: line.ratio[0] if line.ratio else 0.0, default=None)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replace a file's text at once, so that an interrupted run leaves the old one."""
+    beside = file.with_name(file.name + ".new")
+    beside.write_text(text, "utf-8")
+    beside.rename(file)
 
 
 def machine() -> dict[str, str]:

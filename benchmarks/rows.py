@@ -16,11 +16,14 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+from benchmarks.hosts_net import LOOPBACK, Network
 from benchmarks.setting import MODELS, Setting
 from benchmarks.worlds import Contender, ContenderFailedError, Turn, World
 from megazero.config import ConfigError
 
 OURS, SHIPPED, OVER_GLOO, FLOOR = "megazero", "megazero, its own products", "megazero over gloo", "floor"
+WITH_OPTIONS = OURS + " with "
+"""Before options of the configuration, separated by spaces: the name of a contender."""
 CHECKED_STEPS, WARMUP_STEPS = 3, 2
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
@@ -106,6 +109,8 @@ Build = Callable[[Setting, int, Path], Contender]
 
 def builder(name: str) -> Build:
     """What makes a contender.  Raises: ContenderFailedError, when the peer is not installed."""
+    if name.startswith(WITH_OPTIONS):
+        return partial(builder(OURS), options=name.removeprefix(WITH_OPTIONS).split())
     module, _, attribute = BUILDERS[name].partition(":")
     try:
         return getattr(import_module(f"benchmarks.{module}"), attribute)  # type: ignore[no-any-return]
@@ -148,6 +153,7 @@ class Line:
         tokens_per_second: all ranks together, at the median step.
         state_bytes, peak_bytes: see `Memory`; per rank.
         loopback_bytes, metered_bytes: see `Turn`.
+        link_bytes, busiest_bytes: see `Turn`; None on one host.
         loss_difference: largest relative difference from megazero's losses.
         error: why there are no figures.
     """
@@ -162,6 +168,8 @@ class Line:
     loopback_bytes: float | None = None
     metered_bytes: float | None = None
     loss_difference: float | None = None
+    link_bytes: float | None = None
+    busiest_bytes: float | None = None
     error: str | None = None
 
 
@@ -169,18 +177,21 @@ class LossesDifferError(RuntimeError):
     """Two contenders did not do the same work."""
 
 
-def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) -> list[Line]:
-    """megazero, its peers and the floor on the same work, in one interleaved run.
+def measure(
+    setting: Setting, others: Sequence[str], *, rounds: int, steps: int, network: Network = LOOPBACK
+) -> list[Line]:
+    """megazero, others and the floor on the same work, in one interleaved run.
 
     Args:
         setting: the work.
-        peers: names of `BUILDERS`.
+        others: names of `BUILDERS`.
         rounds: in each every contender has one turn.
-        steps: of a turn.
+        steps: of a turn, after one that is not counted.
+        network: where the ranks are.
 
     Raises:
-        LossesDifferError: a peer's losses are not ours.
-        ContenderFailedError: megazero or the floor failed; a peer that fails has a line that says so.
+        LossesDifferError: another's losses are not ours.
+        ContenderFailedError: megazero or the floor failed; another that fails has a line that says so.
     """
     from benchmarks.contenders import floor_seconds, idle_share, write_weights
 
@@ -189,7 +200,7 @@ def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) 
         weights = Path(folder) / "weights.safetensors"
         write_weights(setting, weights)
         try:
-            failed = _start((OURS, SHIPPED, FLOOR, *peers), setting, weights, worlds)
+            failed = _start((OURS, FLOOR, *others), setting, weights, network, worlds)
             checked = {name: world.turn(range(1, 1 + CHECKED_STEPS)) for name, world in worlds.items()}
             for name in list(worlds):
                 if name not in (OURS, FLOOR):
@@ -201,7 +212,7 @@ def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) 
                 names = list(worlds)
                 first = number % len(names)
                 for name in names[first:] + names[:first]:  # everyone comes after everyone, and first in some round
-                    turns[name].append(worlds[name].turn(range(100 + number, 100 + number + steps)))
+                    turns[name].append(worlds[name].turn(range(99 + number, 100 + number + steps), run_in=1))
             memory = {name: world.memory() for name, world in worlds.items()}
         finally:
             for world in worlds.values():
@@ -214,7 +225,7 @@ def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) 
     }
     medians = {name: [statistics.median(values) for values in found] for name, found in seconds.items()}
     lines = []
-    for name in (OURS, SHIPPED, *peers, FLOOR):
+    for name in (OURS, *others, FLOOR):
         if name in failed:
             lines.append(Line(name, error=failed[name]))
             continue
@@ -234,20 +245,29 @@ def measure(setting: Setting, peers: Sequence[str], *, rounds: int, steps: int) 
                 statistics.median(turn.loopback_bytes for turn in turns[name]),
                 turns[name][0].metered_bytes,
                 difference,
+                *_over_the_link(turns[name], network),
             )
         )
     return lines
 
 
-def _start(names: Sequence[str], setting: Setting, weights: Path, worlds: dict[str, World]) -> dict[str, str]:
-    """Make the worlds and let each take a step; why the peers among them that cannot, cannot."""
+def _over_the_link(turns: Sequence[Turn], network: Network) -> tuple[float | None, float | None]:
+    if not network.namespaces:
+        return None, None
+    return statistics.median(turn.link_bytes for turn in turns), statistics.median(t.busiest_bytes for t in turns)
+
+
+def _start(
+    names: Sequence[str], setting: Setting, weights: Path, network: Network, worlds: dict[str, World]
+) -> dict[str, str]:
+    """Make the worlds and let each take a step; why those that cannot, cannot."""
     failed: dict[str, str] = {}
     for name in names:
         try:
-            worlds[name] = World(name, partial(_built, builder(name), setting, weights), setting)
+            worlds[name] = World(name, partial(_built, builder(name), setting, weights), setting, network)
             worlds[name].turn(range(1))  # some fail only when they run
         except ContenderFailedError as error:
-            if name in (OURS, SHIPPED, FLOOR):
+            if name in (OURS, FLOOR):
                 raise
             failed[name] = str(error)
             if name in worlds:

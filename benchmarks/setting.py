@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +23,13 @@ def positive(text: str) -> int:
     if number < 1:
         raise ValueError(f"{number} is not positive")
     return number
+
+
+def _value(written: str) -> object:
+    try:
+        return json.loads(written)
+    except json.JSONDecodeError:
+        return written
 
 
 @dataclass(frozen=True)
@@ -94,15 +103,19 @@ class Setting:
         """Tokens of a step on all ranks."""
         return self.rank_samples * self.dp * self.size.seq_len
 
-    def config(self) -> RunConfig:
-        """megazero's configuration of this work."""
+    def config(self, options: Sequence[str] = ()) -> RunConfig:
+        """megazero's configuration of this work.
+
+        Args:
+            options: "section.key=value" each, with a value of JSON or a word.
+        """
         model = {key: value for key, value in asdict(self.size).items() if key != "micro_batch_size"}
         parallel: dict[str, Any] = {"tp": self.tp, "pp": self.pp, "sequence_parallel": self.sequence_parallel}
         if self.pp > 1:
             parallel["schedule"] = self.schedule
             if self.virtual_stages > 1:
                 parallel["virtual_stages"] = self.virtual_stages
-        document = {
+        document: dict[str, dict[str, Any]] = {
             "model": {"family": "llama", **model},
             "parallel": parallel,
             "zero": {"stage": self.zero_stage},
@@ -110,6 +123,10 @@ class Setting:
             "optimizer": {"lr": LR, "grad_clip": GRAD_CLIP},
             "training": {"micro_batch_size": self.micro_batch_size, "accumulation": self.accumulation, "seed": SEED},
         }
+        for option in options:
+            name, _, written = option.partition("=")
+            section, _, key = name.partition(".")
+            document.setdefault(section, {})[key] = _value(written)
         return resolve(RunConfig.model_validate(document), self.world).config
 
     def model_config(self) -> ModelConfig:

@@ -15,7 +15,7 @@ import json
 from dataclasses import asdict
 
 from benchmarks.report import machine, table
-from benchmarks.rows import KINDS, OVER_GLOO, Kind, LossesDifferError, measure, setting_of
+from benchmarks.rows import KINDS, OVER_GLOO, SHIPPED, Kind, LossesDifferError, measure, setting_of
 from benchmarks.setting import DTYPES, MODELS, positive
 from benchmarks.worlds import ContenderFailedError
 from megazero.settings import ConfigError
@@ -47,7 +47,11 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     steps = given.steps or (4 if given.model == "tiny" else 1)
-    contenders = [*([OVER_GLOO] if given.over_gloo else []), *(kind.peers if given.peer in KINDS else [given.peer])]
+    contenders = [
+        SHIPPED,
+        *([OVER_GLOO] if given.over_gloo else []),
+        *(kind.peers if given.peer in KINDS else [given.peer]),
+    ]
     try:
         lines = measure(setting, contenders, rounds=given.rounds, steps=steps)
     except (ContenderFailedError, LossesDifferError) as error:

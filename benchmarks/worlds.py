@@ -5,7 +5,8 @@
     B's ranks                  step step .                          step step
 
 Each contender has its own forked processes, one thread each, so that none sees another's memory or patches; those whose
-turn it is not wait in a pipe.  A step begins behind a barrier and takes as long as its slowest rank.
+turn it is not wait in a pipe.  A turn begins behind a barrier; its steps follow one another as in training, so that what
+one leaves to be sent behind the next is in the next one's time.  A step takes as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ import torch._dynamo  # imported by every optimizer; once here instead of once p
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.hosts_net import LOOPBACK, Network
+from benchmarks.hosts_net import LOOPBACK, Counted, Network
 
 TIMEOUT_SECONDS = 300
+_STILL_SECONDS = 0.02
 _PR_SET_PDEATHSIG = 1
 
 
@@ -83,8 +85,10 @@ class Turn:
         losses: of each step, the mean over those ranks that have one.
         works: of each step, by rank; empty for contenders that are no floor.
         loopback_bytes: of a step, per rank, as the interfaces counted them.
-        link_bytes: of a step, all ranks together, over the link between two hosts.
+        link_bytes: of a step, all ranks together, over the links between hosts.
+        busiest_bytes: of a step, in the direction of a link that carried most.
         metered_bytes: of a step, per rank, as the contender's own meter did; None without one.
+        processor_seconds: of a step, per rank, of all its threads.
     """
 
     seconds: list[float]
@@ -92,7 +96,9 @@ class Turn:
     works: list[list[Work]]
     loopback_bytes: float
     link_bytes: float
+    busiest_bytes: float
     metered_bytes: float | None
+    processor_seconds: float
 
 
 @dataclass(frozen=True)
@@ -145,14 +151,22 @@ class World:
             self.close()
             raise
 
-    def turn(self, batches: Sequence[int]) -> Turn:
-        """Run a step on each batch.  Raises: ContenderFailedError."""
-        before = self._sent_bytes()
+    def turn(self, batches: Sequence[int], run_in: int = 0) -> Turn:
+        """Run a step on each batch.
+
+        Args:
+            run_in: first steps whose time and losses are left out: what the step before them left to be sent has long
+                arrived.  Their bytes count.
+
+        Raises: ContenderFailedError.
+        """
+        before = self._bytes_until_now()
         self._tell(("steps", list(batches)))
         told, count = self._answers(), len(batches)
-        passed, linked = (after - earlier for after, earlier in zip(self._sent_bytes(), before, strict=True))
-        metered = [counted for _, counted in told if counted is not None]
-        answers = [steps for steps, _ in told]
+        after = self._bytes_until_now()
+        linked = [(new[0] - old[0], new[1] - old[1]) for new, old in zip(after.links, before.links, strict=True)]
+        metered = [counted for _, counted, _ in told if counted is not None]
+        answers = [steps[run_in:] for steps, _, _ in told]
         steps = list(zip(*answers, strict=True))  # [step][rank] of (seconds, result)
         losses: list[float | None] = []
         for step in steps:
@@ -163,9 +177,11 @@ class World:
             [max(seconds for seconds, _ in step) for step in steps],
             losses,
             works,
-            passed / len(told) / count,
-            linked / count,
+            (after.sent - before.sent) / len(told) / count,
+            sum(sent for _, sent in linked) / count,
+            max(map(max, linked)) / count,
             sum(metered) / len(metered) / count if metered else None,
+            sum(processor for _, _, processor in told) / len(told) / count,
         )
 
     def memory(self) -> Memory:
@@ -179,8 +195,16 @@ class World:
         self._tell(("ask", method))
         return self._answers()
 
-    def _sent_bytes(self) -> tuple[int, int]:
-        return self._network.sent_bytes([process.pid for process in self._processes if process.pid is not None])
+    def _bytes_until_now(self) -> Counted:
+        """When the links are still: the next contender must not share it with what this one's last step left to be sent."""
+        pids = [process.pid for process in self._processes if process.pid is not None]
+        found = self._network.bytes_until_now(pids)
+        while self._network.namespaces:
+            time.sleep(_STILL_SECONDS)
+            before, found = found, self._network.bytes_until_now(pids)
+            if before.links == found.links:
+                break
+        return found
 
     def close(self) -> None:
         """End all ranks."""
@@ -214,6 +238,7 @@ class World:
 
 
 def _rank_main(build: Build, setting: Given, rank: int, network: Network, store: Path, pipe: Connection) -> None:
+    gc.freeze()  # what was forked stays shared: collecting it would copy its pages
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the conductor
     os.environ.update(
@@ -245,8 +270,12 @@ def _rank_main(build: Build, setting: Given, rank: int, network: Network, store:
             if command == "steps":
                 meter = getattr(contender, "meter", None)
                 before_steps = meter() if meter else 0
-                steps = [_timed(contender, *setting.batch(batch, contender.dp_index)) for batch in argument]
-                answer: Any = (steps, meter() - before_steps if meter else None)
+                given = [setting.batch(batch, contender.dp_index) for batch in argument]
+                dist.barrier()
+                begin = time.process_time()
+                steps = [_timed(contender, *batch) for batch in given]
+                processor = time.process_time() - begin
+                answer: Any = (steps, meter() - before_steps if meter else None, processor)
             elif command == "ask":
                 answer = getattr(contender, argument)()
             else:
@@ -261,7 +290,6 @@ def _rank_main(build: Build, setting: Given, rank: int, network: Network, store:
 
 
 def _timed(contender: Contender, *batch: Tensor) -> tuple[float, float | Work | None]:
-    dist.barrier()
     begin = time.perf_counter()
     result = contender.step(*batch)
     return time.perf_counter() - begin, result

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # starts whole runs
 
 def test_contenders_that_do_the_same_work_are_measured_side_by_side() -> None:
     setting = setting_of(KINDS["dp"], "smoke", 2, "fp32", None, None)
-    lines = measure(setting, ["ddp"], rounds=1, steps=1)
+    lines = measure(setting, [SHIPPED, "ddp"], rounds=1, steps=1)
     assert [line.name for line in lines] == [OURS, SHIPPED, "ddp", FLOOR]
     ours, _, peer, floor = (json.loads(json.dumps(asdict(line))) for line in lines)
     assert peer["loss_difference"] < 1e-5

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.attention_work import AttentionWork
 from benchmarks.context import BUILDERS, FLOORS, HYBRID, Line, measure, table
-from benchmarks.hosts_net import Network, NoHostsError, two_hosts
+from benchmarks.hosts_net import Network, NoHostsError, hosts_of
 from benchmarks.worlds import World
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -35,9 +35,15 @@ def test_every_way_computes_attention_of_the_whole_sequence(world: int, dtype: s
     floor = min(lines[name].ms[0] for name in FLOORS)  # type: ignore[index]
     assert all(line.above_floor is not None for line in lines.values())
     assert any(line.above_floor == 0 and line.ms[0] == floor for line in lines.values())  # type: ignore[index]
-    assert lines["gathered keys"].sent_bytes > 10 * lines[FLOORS[0]].sent_bytes + 1000  # type: ignore[operator]
+    # The interfaces count what else this machine sends, too.
+    assert lines["gathered keys"].sent_bytes >= _gathered_bytes(world, dtype)  # type: ignore[operator]
     assert lines["megazero ring"].metered_bytes == _ring_bytes(world, dtype)
     assert lines["megazero Ulysses over gloo"].metered_bytes == _ulysses_bytes(world, dtype)
+
+
+def _gathered_bytes(world: int, dtype: str) -> float:
+    """Keys and values to all other ranks, and as much of their gradients: 64 tokens, 2 heads of 16."""
+    return 2 * 2 * {"bf16": 2, "fp32": 4}[dtype] * (2 * 16) * 64 * (world - 1) / world
 
 
 def _ring_bytes(world: int, dtype: str) -> float:
@@ -86,7 +92,7 @@ def _turn(network: Network, size: int) -> tuple[float, float]:
 def test_two_hosts_are_joined_by_a_link_of_the_rate_that_was_asked_for() -> None:
     size, mbit = 4_000_000, 100
     try:
-        with two_hosts(mbit) as network:
+        with hosts_of(2, mbit) as network:
             seconds, sent = _turn(network, size)
     except NoHostsError as error:
         pytest.skip(str(error))
