@@ -248,6 +248,7 @@ def _become(words: list[str], environment: dict[str, str]) -> NoReturn:
     """Be the program of these words, in a process that has been forked for it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    gc.freeze()  # as in `_main`; the ranks of a command are forked from here
     subprocess_handler.Popen = _ForkedRank  # type: ignore[attr-defined, assignment, misc]
     os.environ.clear()
     os.environ.update(environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,30 @@ def test_the_line_of_a_policy_says_what_is_done_and_for_which_device_it_is_count
     assert re.search(told, line), line
 
 
+def test_it_is_told_whether_a_sample_fits_and_what_is_named_then_does() -> None:
+    """Llama 3 8B at 128K on 64 GPUs: (6 + 12/32) N bytes of state over tp 2, and what the backward needs of 16K tokens."""
+
+    def told(gib: float, *words: str) -> str:
+        run = load_config(ROOT / "examples" / "llama3_8b_128k_64gpu.toml", list(words), 64)
+        (line,) = [text for _, text in describe(run, 8, gib * 2**30) if " of state and of what " in text]
+        return line
+
+    h, k, f, a, layers, tokens = 4096, 1024, 14336, 32, 32, 2**17 // 8
+    kept = tokens * (layers * (12 * h + 4 * k + 6 * f + 4 * a + 8) + 2 * 128256) / 2  # and logits, all over tp 2
+    gib = ((6 + 12 / 32) * 8.030e9 / 2 + kept) / 2**30
+    assert float(told(80).split()[0]) == pytest.approx(gib, rel=0.01)
+    assert ": fits, if " in told(80)
+    assert ": fits, if " in told(gib * 1.02)
+    short = told(gib * 0.8)
+    assert ": does not fit; would fit, by the formulas: " in short
+    remedies = [one.partition(" (frees ")[0] for one in short.partition("by the formulas: ")[2].split(", or ")]
+    assert len(remedies) > 1
+    assert any("parallel.cp=16" in remedy for remedy in remedies)
+    for remedy in remedies:
+        assert ": fits, if " in told(gib * 0.8, *shlex.split(remedy)), remedy
+    assert ": does not fit; no one setting frees the " in told(10)
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of 7 bytes and their end: four in each of 34 windows of 32."""
@@ -133,12 +158,12 @@ def test_what_context_parallelism_sends_is_told_and_how_even_its_work_is(packed:
     (line,) = _lines(*ring)["context"]
     passed, tokens = (2 + 2 + 2) * (2 * 8) * 4 * 3 // 4, 2 * 32
     assert line.startswith("cp 4, ring: Ulysses 1 x ring 4; for each layer and micro-batch a rank sends ")
-    assert f" sends {passed * tokens:,} bytes (send_recv {passed * tokens:,}), forward and backward" in line
+    assert f" sends {passed * tokens:,} bytes (ring_shift {passed * tokens:,}), forward and backward" in line
     assert line.endswith("; pairs on the busiest ring rank over their mean: 1.000")
     (line,) = _lines(*both, "parallel.cp_ulysses=2")["context"]
     exchanged, passed = 4 * (4 + 2) * 8 * tokens // 4 * 4 // 2, 6 * 8 * tokens * 4 // 2
     assert f"Ulysses 2 x ring 2; for each layer and micro-batch a rank sends {exchanged + passed:,} bytes" in line
-    assert f"(all_to_all {exchanged:,} + send_recv {passed:,})" in line
+    assert f"(all_to_all {exchanged:,} + ring_shift {passed:,})" in line
     (line,) = _lines(*words, "parallel.cp_method=ulysses")["context"]
     assert line.endswith("; ranks have equal work")
     sent, documents = _lines(*ring, f"{one}=true")["context"]
@@ -223,6 +248,9 @@ def test_data_that_is_there_must_fit_the_model(tmp_path: Path, corpus: Path, mon
     index.write_bytes(corpus.with_suffix(".idx").read_bytes())
     (told,) = _problems(f"data.sources=['{tmp_path / 'cut'}', '{corpus}', '{tmp_path / 'none'}']")
     assert "is truncated" in told
+    index.unlink()  # half of a pair is here: the other file is named
+    (told,) = _problems(f"data.sources=['{tmp_path / 'cut'}']")
+    assert f"no {index}: a token source is a pair" in told
 
 
 def test_the_data_line_counts_samples_and_epochs(corpus: Path) -> None:

@@ -76,13 +76,12 @@ def test_all_blocks_of_all_stages_share_their_pieces(world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    ("parallel", "graphs"),
-    [({"tp": 2, "sequence_parallel": True}, [7, 7]), ({"pp": 2, "schedule": "zb-h1"}, [5, 7])],
+    ("parallel", "dtype", "graphs"),
+    [({"tp": 2, "sequence_parallel": True}, "bf16", [7, 7]), ({"pp": 2, "schedule": "zb-h1"}, "fp32", [5, 7])],
     ids=["tensor", "pipeline"],
 )
-def test_every_shape_compiles(parallel: dict[str, Any], graphs: list[int], dtype: str) -> None:
+def test_every_shape_compiles(parallel: dict[str, Any], dtype: str, graphs: list[int]) -> None:
     """Five pieces of a block, and two of the loss where the head is."""
     runs = _runs(2, model=LLAMA | {"dropout": 0.1}, parallel=parallel, precision={"dtype": dtype})
     results = run_world(2, _with_and_without, [runs], "aot_eager", False)
@@ -128,10 +127,13 @@ def _steps_of_parts(rank: int, runs: tuple[ResolvedRun, ResolvedRun], patterns: 
 
 
 @pytest.mark.parametrize(
-    ("model", "graphs"), [(LLAMA, 9 + 2), (GPT2 | {"num_layers": 2}, 6 + 2)], ids=["llama", "gpt2"]
-)
-@pytest.mark.parametrize(
-    ("world", "patterns"), [(1, ["random", "ones", "edges"]), (2, ["none", "none"]), (2, ["random", "whole", "ones"])]
+    ("world", "patterns", "model", "graphs"),
+    [
+        (1, ["random", "ones", "edges"], LLAMA, 9 + 2),
+        (2, ["none", "none"], LLAMA, 9 + 2),
+        (2, ["random", "whole", "ones"], GPT2 | {"num_layers": 2}, 6 + 2),
+    ],
+    ids=["documents", "parts", "parts of documents"],
 )
 def test_parts_of_samples_compile_once(world: int, patterns: list[str], model: dict[str, Any], graphs: int) -> None:
     """Not for each micro-batch nor each block, whatever the documents; tracing stops before attention, and before the tables
@@ -172,21 +174,23 @@ def _pieces(rank: int, runs: list[ResolvedRun]) -> list[tuple[list[str], list[fl
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2"])
-def test_the_pieces_and_the_bits_are_the_same_whatever_is_recomputed(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "policies"),
+    [
+        ("llama", [{"recompute": "selective", "offload": "host"}, {"recompute": "full"}]),
+        ("olmo2", [{"recompute": ["mlp", "norms"]}]),
+    ],
+)
+def test_the_pieces_and_the_bits_are_the_same_whatever_is_recomputed(
+    family: str, policies: list[dict[str, Any]]
+) -> None:
     """Other pieces would be fused otherwise, so that their numbers are rounded at other places."""
-    policies: list[dict[str, Any]] = [
-        {},
-        {"recompute": "selective", "offload": "host"},
-        {"recompute": ["mlp", "norms"]},
-        {"recompute": "full"},
-    ]
     model = LLAMA | {"family": family, "dropout": 0.1}
-    runs = [run_of(1, model=model, precision={"dtype": "bf16"}, activations=one) for one in policies]
+    runs = [run_of(1, model=model, precision={"dtype": "bf16"}, activations=one) for one in ({}, *policies)]
     ((without, *others),) = run_world(1, _pieces, runs)
     assert len(without[0]) == 5 + 2
     assert without[2] == 0
-    for policy, (codes, numbers, again) in zip(policies[1:], others, strict=True):
+    for policy, (codes, numbers, again) in zip(policies, others, strict=True):
         assert codes == without[0], policy
         assert numbers == without[1], policy
         assert again > 0, policy

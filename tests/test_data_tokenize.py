@@ -366,7 +366,7 @@ def test_a_kept_shard_of_which_a_bit_flipped_is_tokenized_again(tmp_path, suffix
         tokenize_files(inputs, tmp_path / "out", "byte")
     (kept,) = (tmp_path / "out.tokenizing").glob(f"*{suffix}")
     whole = kept.read_bytes()
-    for at in range(len(whole)):
+    for at in range(0, len(whole), 3 if suffix == ".json" else 1):
         kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
         with pytest.raises(ValueError, match=r"b\.txt"):
             tokenize_files(inputs, tmp_path / "out", "byte")

@@ -59,10 +59,9 @@ def test_the_json_alone_changes_the_stage_and_the_ranks_see_one_run() -> None:
     assert len(two) == 6
     assert two[-1] < 0.2 * two[0]
     options = ["--deepspeed_config", FOLDER / "ds_config_zero3.json"]
-    for ranks in (2, 4):
-        said, *others = run_world(ranks, _script, "train_zero.py", options)
-        assert _losses(said) == pytest.approx(two, rel=5e-3, abs=5e-3), ranks
-        assert not any(others)
+    said, *others = run_world(4, _script, "train_zero.py", options)
+    assert _losses(said) == pytest.approx(two, rel=5e-3, abs=5e-3)
+    assert not any(others)
 
 
 def test_the_configurations_differ_in_nothing_but_the_stage() -> None:
@@ -84,7 +83,7 @@ def test_a_pipeline_gives_one_run_on_every_cut_at_every_stage(tmp_path: Path) ->
     expected = _losses(run_world(1, _pipeline, 1, 0, "1f1b", tmp_path)[0])
     assert len(expected) == 5
     assert expected[-1] < 0.7 * expected[0]
-    for ranks, stages, stage, schedule in ((2, 2, 1, "1f1b"), (4, 2, 2, "gpipe"), (4, 2, 3, "1f1b")):
+    for ranks, stages, stage, schedule in ((2, 2, 1, "gpipe"), (4, 2, 3, "1f1b")):
         said, *others = run_world(ranks, _pipeline, stages, stage, schedule, tmp_path)
         assert _losses(said) == pytest.approx(expected, rel=1e-3), (ranks, stages, stage)
         assert not any(others)

@@ -104,6 +104,33 @@ def test_a_micro_batch_without_its_part_is_refused(shape: str) -> None:
     run_world(world, _without_part, _run(world, parallel, documents))
 
 
+def _with_other_documents(rank: int, run: ResolvedRun) -> None:
+    """The last rank's second micro-batch has other documents: each is at the place that another rank's has."""
+    engine = engine_on(rank, run)
+    batches = micro_batches(run, engine.state, 0, "random")
+    assert engine.compute_gradients(batches).finite
+    if rank == engine.state.world.size - 1:
+        part = engine.share.part_of([[5, 11]] * batches[1].sample_ids.numel(), run.config.model.seq_len)
+        batches[1] = replace(batches[1], part=part)
+    weights = [bucket.master.read(0, bucket.master.numel).clone() for bucket in engine.sharded_model.parameters.buckets]
+    for act in (engine.evaluate, lambda given: engine.train_step(given, 1.0)):
+        with pytest.raises(ValueError, match="were given other documents"):
+            act(batches)
+    for before, bucket in zip(weights, engine.sharded_model.parameters.buckets, strict=True):
+        assert torch.equal(before, bucket.master.read(0, bucket.master.numel))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"tp": 2}, {"pp": 2}, {"cp": 2, "cp_method": "ring"}, {"cp": 2, "cp_method": "ulysses"}],
+    ids=["tp", "pp", "ring", "ulysses"],
+)
+def test_ranks_that_share_samples_must_have_the_same_documents(parallel: dict[str, Any]) -> None:
+    """They trained on attention of the one with labels or losses of the other.  Ranks of dp have documents of their own."""
+    run = run_of(4, model=LLAMA, parallel=parallel, data={"document_mask": True}, training={"accumulation": 2})
+    run_world(4, _with_other_documents, run)
+
+
 def _is_refused(rank: int, run: ResolvedRun) -> None:
     with pytest.raises(ValueError, match=r"'own'.*_?Block says `knows_parts = True`"):
         engine_on(rank, run)

@@ -12,8 +12,8 @@ import torch
 from harness import run_world
 from torch import Tensor
 
-from megazero.layers import tile_calls
-from megazero.layers.attention_kernels import Pieces, packs_tiles
+from megazero.layers import attention_kernels, tile_calls
+from megazero.layers.attention_kernels import CAUSAL, EVERY_KEY, Pieces, Sight, packs_tiles
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import part_of
 from megazero.layers.tile_calls import EVERYTHING, OneTile, PackedTiles, calls
@@ -29,22 +29,25 @@ DOCUMENTS: dict[str, list[list[int]]] = {
 
 
 def _pieces(q: Tensor, k: Tensor, pieces: Pieces) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, keys, scores [heads, rows, keys]) of each piece; checks what torch's kernels do not."""
-    q_ends, k_ends, most_queries, most_keys, causal = pieces
+    """(rows, keys, scores [heads, rows, keys]) of each piece, as flash attention masks them (set_params_fprop and mask.h);
+    checks what torch's kernels do not."""
+    q_ends, k_ends, most_queries, most_keys, (before, after) = pieces
+    assert min(before, after) >= -1
+    before, after = (-1 if count >= most_keys else count for count in (before, after))
     assert q_ends.dtype == k_ends.dtype == torch.int32
     assert (int(q_ends[-1]), int(k_ends[-1])) == (len(q), len(k))  # exact: no padding at the tail
     sizes = q_ends.diff(), k_ends.diff()
     assert all(size.min() > 0 for size in sizes)
     assert [int(size.max()) for size in sizes] == [most_queries, most_keys]
-    assert not causal or sizes[0].equal(sizes[1])
+    assert (before, after) != CAUSAL or sizes[0].equal(sizes[1])
     for a, b, c, d in zip(q_ends[:-1], q_ends[1:], k_ends[:-1], k_ends[1:], strict=True):
         rows, keys = slice(int(a), int(b)), slice(int(c), int(d))
         scores = torch.einsum("qhd,khd->hqk", q[rows], _of_heads(k[keys])) * SIZE**-0.5
-        yield (
-            rows,
-            keys,
-            scores.masked_fill(scores.new_ones(scores.shape[1:]).triu(1) > 0, -torch.inf) if causal else scores,
-        )
+        at = torch.arange(int(b - a)) + int((d - c) - (b - a))  # the key that each row stands beside
+        ahead = torch.arange(int(d - c)) - at[:, None]
+        unseen = ((before >= 0) & (ahead < -before)) | ((after >= 0) & (ahead > after))
+        assert not unseen.all(1).any()  # the kernel would give such rows zeros
+        yield rows, keys, scores.masked_fill(unseen, -torch.inf)
 
 
 def _of_heads(x: Tensor) -> Tensor:
@@ -148,9 +151,53 @@ def test_a_step_has_two_calls_at_most_and_its_own_documents_are_not_copied(monke
                 assert isinstance(one, PackedTiles)
                 assert one.queries is one.keys is EVERYTHING
     assert isinstance(_calls_of([[SEQ]], WHOLE, 0, 1)[0], OneTile)  # as torch's own attention of whole samples
-    assert any(isinstance(one, OneTile) for one in _calls_of([[SEQ]], WHOLE, 0, 1, window=5))  # those with a mask
     monkeypatch.setattr(tile_calls, "_MOST_TILES", 10)
     assert [len(one.pieces.q_ends) - 1 for one in _calls_of([[1] * SEQ], WHOLE, 0, 1)] == [10, 10, 10, 10, 8]  # type: ignore[attr-defined]
+
+
+def _sights_of(found: list[object]) -> list[tuple[Sight, bool]]:
+    """Of packed calls: what is seen, and whether rows are taken as they lie."""
+    return [(one.pieces.sight, one.queries is one.keys is EVERYTHING) for one in found]  # type: ignore[attr-defined]
+
+
+def test_a_sliding_window_is_the_kernels_own_and_never_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_calls, "packs_tiles", lambda q: True)
+    monkeypatch.setattr(tile_calls, "OneTile", None)  # what takes masks
+    causal = Sight(4, 0)
+    for lengths in ([[SEQ]], [[SEQ], [20, 28]], [[2, 40, 5, 1]]):  # documents longer and shorter than the window of 5
+        assert _sights_of(_calls_of(lengths, WHOLE, 0, len(lengths), window=5)) == [(causal, True)], lengths
+    ring = Axis("ring", (0, 1), 0)  # positions 0-11 and 36-47; rank 1 has 12-35
+    assert _sights_of(_calls_of([[SEQ]], ring, 0, 1, window=5)) == [(causal, True)]
+    # queries 36-39 see keys 32-35: the last query stands 4 behind the last key
+    assert _sights_of(_calls_of([[SEQ]], ring, 1, 1, window=5)) == [(Sight(0, -1), False)]
+
+
+def test_flash_attention_is_given_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operators know the names, and take them where the schema says."""
+    given: list[dict[str, int]] = []
+
+    class Operators:
+        def _flash_attention_forward(self, *_: object, **window: int) -> list[object]:
+            names = {one.name for one in torch.ops.aten._flash_attention_forward.default._schema.arguments}
+            assert window.keys() < names
+            assert (_[-2], len(_)) == (window == {"window_size_left": -1, "window_size_right": 0}, 10)
+            given.append(window)
+            return [None, None]
+
+        def _flash_attention_backward(self, *_: object, **window: int) -> list[object]:
+            names = {one.name for one in torch.ops.aten._flash_attention_backward.default._schema.arguments}
+            assert window.keys() < names
+            assert (_[-3], len(_)) == (window == {"window_size_left": -1, "window_size_right": 0}, 14)
+            given.append(window)
+            return [None, None, None]
+
+    monkeypatch.setattr(attention_kernels, "_aten", Operators())
+    x, ends = torch.empty(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    for sight in (EVERY_KEY, CAUSAL, Sight(4, 0)):
+        pieces = Pieces(ends, ends, 4, 4, sight)
+        attention_kernels.varlen_forward(x, x, x, pieces)
+        attention_kernels.varlen_backward(x, x, x, x, x, x, pieces)
+        assert given[-2:] == [{"window_size_left": sight.before, "window_size_right": sight.after}] * 2
 
 
 def test_only_cuda_in_16_bits_packs_and_its_heads_are_multiples_of_8() -> None:

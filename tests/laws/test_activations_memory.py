@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
 from megazero.comm.arena import Arena
+from megazero.comm.collectives import ring_shift
 from megazero.config import ResolvedRun
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import WeightGradQueue
@@ -245,9 +246,13 @@ def _buffers_of_ring(rank: int, cp: int, rows: int) -> list[tuple[int, int, int]
     q, k, v = (torch.randn(1, heads, rows, 16).bfloat16().requires_grad_() for heads in (6, 2, 2))
     grad, attention = torch.randn_like(q), ContextAttention(state.cp_ulysses, state.cp_ring, None, torch.float32)
     chunk, found = torch.Size([2, *k.shape]), []
-    with _Alive((q, k, v, grad)) as forward:
+    number = torch.zeros(1)
+    ring_shift(number.clone(), number, state.cp_ring).wait()  # maps the memory that the ranks share
+    shared = [area for half in state.cp_ring.group.backends["cpu"].reduce._halves for area in half]
+    given = (q, k, v, grad, *shared)
+    with _Alive(given) as forward:
         out = attention.attend(q, k, v, part)
-    with _Alive((q, k, v, grad, out)) as backward:
+    with _Alive((*given, out)) as backward:
         out.backward(grad)
     for one in (forward, backward):
         found.append((one.most[torch.bfloat16, chunk], one.most[torch.float32, chunk], one.most_bytes))
@@ -255,8 +260,8 @@ def _buffers_of_ring(rank: int, cp: int, rows: int) -> list[tuple[int, int, int]
 
 
 def test_a_ring_of_any_size_has_two_chunks_of_keys_and_values_and_two_of_gradients() -> None:
-    """Beside q, k, v and out; of a chunk as long, a ring of 4 takes no byte more than one of 3."""
-    by_ring = [run_world(cp, _buffers_of_ring, cp, 64) for cp in (3, 4)]
+    """Beside q, k, v and out; of a chunk as long, a ring of 5 takes no byte more than one of 4."""
+    by_ring = [run_world(cp, _buffers_of_ring, cp, 64) for cp in (4, 5)]
     for ranks in by_ring:
         for forward, backward in ranks:
             assert (forward[:2], backward[:2]) == ((2, 0), (2, 2))

@@ -58,7 +58,6 @@ SHAPES: list[tuple[int, dict[str, Any], int]] = [
     (4, ULYSSES | {"pp": 2}, 1),
     (4, RING, 2),
     (8, TWO_BY_TWO | {"pp": 2}, 3),
-    (8, TWO_BY_TWO, 0),
 ]
 OPTIMIZER = {"grad_clip": 0.5, "eps": 1e-4}  # as in test_long_context
 

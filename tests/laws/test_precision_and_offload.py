@@ -200,10 +200,11 @@ def test_how_long_units_stay_and_what_is_offloaded_changes_no_bit(folder: Path) 
     cases += [{"offload": {"parameters": "nvme", "optimizer": "cpu", "nvme_path": str(folder)}}]
     cases += [{"offload": {"parameters": "cpu", "optimizer": "nvme", "nvme_path": str(folder)}}]
     cases += [{"offload": {"parameters": place, "nvme_path": str(folder)}} for place in PLACES[1:]]
-    for dtype in ("fp32", "bf16"):
-        runs = [run_of(2, model=TIED, zero={"stage": 3, **case}, precision=_precision(dtype)) for case in cases]
+    for number, dtype in enumerate(("fp32", "bf16")):
+        own = [cases[0], *cases[1 + number :: 2]]
+        runs = [run_of(2, model=TIED, zero={"stage": 3, **case}, precision=_precision(dtype)) for case in own]
         results = _train_each(2, runs)
-        for case, got in zip(cases, results, strict=True):
+        for case, got in zip(own, results, strict=True):
             _assert_same_bits(got, results[0], (dtype, case))
 
 
