@@ -488,8 +488,8 @@ def test_the_order_names_every_axis_once(write, order):
         (
             "zero.stage=3 zero.secondary_shard_size=12",
             12,
-            "zero.secondary_shard_size = 12: must divide the 12 ranks that share the state into groups of 2 or more; the "
-            "nearest is 6",
+            "zero.secondary_shard_size = 12: must divide the 12 ranks that share the state into two groups or more, of 2 or "
+            "more; the nearest is 6",
         ),
         (
             "zero.shard_group_size=2 zero.stage=0",

@@ -350,7 +350,7 @@ def second_copies_fill(key: str, size: int, shards: int, none: str) -> Iterator[
     """A second copy of the weights lies among fewer ranks than the weights; `none` says how to have none."""
     if size and (size in (1, shards) or shards % size):
         choices = divisors(shards)[1:-1]
-        rule = f"must divide the {shards} ranks that share the state into groups of 2 or more"
+        rule = f"must divide the {shards} ranks that share the state into two groups or more, of 2 or more"
         yield Problem(key, size, rule, nearest_text(nearest_of(size, choices)) if choices else none)
 
 

@@ -240,8 +240,8 @@ def _gather_axes(state: ParallelState, zero: ZeroConfig) -> tuple[Axis | None, A
     size, shards = zero.secondary_shard_size, state.shard.size
     if size and (size in (1, shards) or shards % size):
         raise ValueError(
-            f"zero.secondary_shard_size={size} must divide the {shards} ranks that share the state in groups of 2 or more: "
-            f"choose among {', '.join(map(str, [0, *divisors(shards)[1:-1]]))}"
+            f"zero.secondary_shard_size={size} must divide the {shards} ranks that share the state into two groups or more, "
+            f"of 2 or more: choose among {', '.join(map(str, [0, *divisors(shards)[1:-1]]))}"
         )
     # Operations on one communicator of NCCL run in their order: a gather would wait for the reductions before it.
     gather = state.apart(state.shard, "gathers") if state.device.type == "cuda" else None
