@@ -335,6 +335,7 @@ def _accumulates(rank: int) -> None:
     for stage in STAGES:
         for way in ("counted", "said", "no_sync"):
             engine = bring(Net, settings(stage, accumulation=3))
+            engine.parallel_state.traffic.reset()  # of the start
             sent = engine.parallel_state.traffic.sent_bytes
             for index in range(6):
                 x, y = part(engine, *batch(index))
