@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megazero.comm.labels import start_comparing
 from megazero.comm.lane import Lane
-from megazero.comm.messages import ALL_TO_ALL_TAG, REDUCE_TAG, shift, swap, tag_of, wait_for
+from megazero.comm.messages import ALL_TO_ALL_TAG, REDUCE_TAG, shift, swap, swap_parts, tag_of, wait_for
 from megazero.comm.rendezvous import Gather, Offer, Poller, rendezvous, this_host
-from megazero.comm.shared_memory import AREA_BYTES, Channel, SharedMemoryBackend, combine, place_shard
+from megazero.comm.shared_memory import AREA_BYTES, REDUCTIONS, Channel, SharedMemoryBackend, combine, place_shard
 from megazero.comm.two_level import TwoLevelBackend, hosts_of
 from megazero.parallel_state import MOST_SHARING_RANKS, Axis, Backend, Group, Wait
 
@@ -27,7 +27,7 @@ from megazero.parallel_state import MOST_SHARING_RANKS, Axis, Backend, Group, Wa
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_TORCH_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _MOST_UNCHECKED = 1000  # gathers whose labels wait to be compared; the oldest ones' arrived long ago
 
 
@@ -48,7 +48,7 @@ class TorchBackend:
         self._unchecked: deque[Wait] = deque()  # in the order of their gathers
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
-        return dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.process_group, async_op=True).wait
+        return dist.all_reduce(tensor, op=_TORCH_OPS[op], group=axis.process_group, async_op=True).wait
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         if label:
@@ -108,18 +108,10 @@ class GlooBackend(TorchBackend):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         """The ranks' parts for this one into `out`, which is as long as `full`; the caller sums them."""
-        return _swap_parts(out, full, axis, REDUCE_TAG)
+        return swap_parts(out, full, axis, REDUCE_TAG)
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return _swap_parts(out, x, axis, ALL_TO_ALL_TAG)
-
-
-def _swap_parts(out: Tensor, x: Tensor, axis: Axis, tag: int) -> Wait:
-    """Part j of `x` to rank j, and part i of `out` from rank i."""
-    arriving, leaving = (whole.detach().view(axis.size, whole.numel() // axis.size) for whole in (out, x))
-    arriving[axis.index].copy_(leaving[axis.index])
-    works = swap(arriving, leaving, axis, tag)
-    return lambda: wait_for(works)
+        return swap_parts(out, x, axis, ALL_TO_ALL_TAG)
 
 
 class HostBackend(GlooBackend):
@@ -132,7 +124,7 @@ class HostBackend(GlooBackend):
 
         def wait() -> None:
             arrive()
-            combine(tensor, parts, torch.add if op == "sum" else torch.maximum)
+            combine(tensor, parts, REDUCTIONS[op])
 
         return wait
 

@@ -56,3 +56,11 @@ def swap(arriving: Tensor | Sequence[Tensor], leaving: Tensor | Sequence[Tensor]
     works: list[Any] = [dist.irecv(arriving[index], axis.ranks[index], axis.host_group, tag) for index in others]
     works += [dist.isend(leaving[index], axis.ranks[index], axis.host_group, tag) for index in others]
     return works
+
+
+def swap_parts(out: Tensor, x: Tensor, axis: Axis, tag: int) -> Wait:
+    """Start to send part j of `x` to rank j, and to receive part i of `out` from rank i; contiguous, of host memory."""
+    arriving, leaving = (whole.detach().view(axis.size, whole.numel() // axis.size) for whole in (out, x))
+    arriving[axis.index].copy_(leaving[axis.index])
+    works = swap(arriving, leaving, axis, tag)
+    return lambda: wait_for(works)

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from megazero.comm.labels import start_comparing
 from megazero.comm.lane import Lane
-from megazero.comm.messages import shift, tag_of
+from megazero.comm.messages import ALL_TO_ALL_TAG, shift, swap_parts, tag_of
 from megazero.comm.shared_memory import (
     HALF_BYTES,
     REDUCTIONS,
@@ -123,7 +123,7 @@ class TwoLevelBackend:
         return self._reduce.start(label, _reduce_scatter(links, out.detach().view(-1), parts, REDUCTIONS["sum"]))
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return dist.all_to_all_single(out, x, group=axis.process_group, async_op=True).wait
+        return swap_parts(out, x, axis, ALL_TO_ALL_TAG)
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         return shift(out, x, axis)
