@@ -16,7 +16,8 @@ from worlds import engine_on, run_of
 
 from megazero.config import ConfigError, load_config
 from megazero.data.tokenize import tokenize_files
-from megazero.tools.check import FILE_RULES, describe, elements_of_stages, kind_of
+from megazero.plan.activations import elements_of_stages, kind_of
+from megazero.tools.check import FILE_RULES, describe
 
 SMALL = [*TINY, "parallel.tp=1", "parallel.pp=1", "launch.nproc_per_node=1", "training.steps=10"]
 

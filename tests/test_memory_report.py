@@ -15,8 +15,9 @@ from harness import run_program
 from typer.testing import CliRunner
 
 from megazero.cli import app
+from megazero.plan.state_bytes import StateFormula
 from megazero.tools.measured_step import START, live_memory
-from megazero.tools.memory_report import CHOICES, StateFormula, plan
+from megazero.tools.memory_report import CHOICES, plan
 
 pytestmark = pytest.mark.slow  # starts whole runs
 

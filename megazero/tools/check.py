@@ -24,19 +24,24 @@ from megazero.config.rules import BATCH, WORLD, Rule
 from megazero.data import Corpus, load_tokenizer
 from megazero.data.corpus import PYTHON_STDLIB, repeats
 from megazero.data.indexed import pair_paths
-from megazero.models.gpt import GPTStage
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.parallel_state import RankGrid
+from megazero.plan.activations import (
+    activations_of_ranks,
+    chunks_of,
+    elements_in,
+    elements_of_stages,
+    kind_of,
+    size_text,
+    stages_of,
+)
+from megazero.plan.state_bytes import formula_of
 from megazero.schedules.action import Schedule
-from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import ScheduleError, peak_activations, program, simulate
-from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.table import read_schedule
 from megazero.settings import Problem
 from megazero.tools.context_report import describe_context
-from megazero.tools.memory_report import formula_of
 from megazero.tools.out_of_memory import advise, state_bytes
-from megazero.tools.saved_memory import activations_of_ranks, size_text, stages_of
 
 
 def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -141,9 +146,9 @@ def describe(run: ResolvedRun, ranks_per_node: int, device_bytes: float | None =
         device_bytes: memory that a rank has; None where it is not known.
     """
     config, training, kind = run.config, run.config.training, kind_of(run.config)
-    schedule = kind.build(config.parallel.pp, run.accumulation, _chunks(config, kind))
+    schedule = kind.build(config.parallel.pp, run.accumulation, chunks_of(config, kind))
     elements, model = elements_of_stages(run, kind), config.model
-    (whole,) = map(_elements, stages_of(config, tp=1))
+    (whole,) = map(elements_in, stages_of(config, tp=1))
     sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size:,}"
     yield "model", f"{model.family}, {sizes}, {model.seq_len:,} tokens a sample: {whole:,} parameters"
     yield "shape", _shape(run, ranks_per_node)
@@ -163,18 +168,6 @@ def describe(run: ResolvedRun, ranks_per_node: int, device_bytes: float | None =
     yield from (("data", line) for line in _data(run, corpus))
     yield from (("imported", name) for name in config.launch.extensions)
     yield from (("note", line) for line in run.notices)
-
-
-def kind_of(config: RunConfig) -> ScheduleKind:
-    """The schedule that a run names or has in a file."""
-    parallel = config.parallel
-    if parallel.schedule_file is None:
-        return SCHEDULES[parallel.schedule]
-    return GivenSchedule(read_schedule(Path(parallel.schedule_file), parallel.schedule_placement))
-
-
-def _chunks(config: RunConfig, kind: ScheduleKind) -> int:
-    return kind.chunks or config.parallel.virtual_stages
 
 
 def _shape(run: ResolvedRun, ranks_per_node: int) -> str:
@@ -207,19 +200,6 @@ def _rate(config: RunConfig) -> str:
     marks = sorted({0, min(max(shape.warmup_steps - 1, 0), steps - 1), steps // 2, steps - 1})
     rates = ", ".join(f"{peak * learning_rate_factor(shape, step, steps):.3g} at step {step + 1:,}" for step in marks)
     return f"{config.optimizer.name}, {shape.name}: {rates}"
-
-
-def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
-    """Parameters of a tensor-parallel rank of each pipeline rank, built without memory."""
-    config, parallel = run.config, run.config.parallel
-    placement = kind.placement(parallel.pp, _chunks(config, kind))
-    counts = list(map(_elements, stages_of(config, len(placement))))
-    ranks = [rank for rank, _ in placement]
-    return [sum(count for count, at in zip(counts, ranks, strict=True) if at == rank) for rank in range(parallel.pp)]
-
-
-def _elements(stage: GPTStage) -> int:
-    return sum(weight.numel() for weight in stage.parameters())
 
 
 def _activations(

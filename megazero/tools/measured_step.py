@@ -30,8 +30,9 @@ from megazero.config import ResolvedRun
 from megazero.engine import BatchShare, Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
+from megazero.plan.activations import activations_of_ranks, schedule_of
 from megazero.schedules.action import Action, ActionKind
-from megazero.tools.saved_memory import activations_of_ranks, measure_saved, schedule_of
+from megazero.tools.saved_memory import measure_saved
 from megazero.zero.bucket import Bucket
 from megazero.zero.loss_scaler import LossScaleError
 from megazero.zero.parameters import SECOND_COPY

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -30,12 +29,10 @@ import torch
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.models.activation_config import PRESETS
-from megazero.optim.optimizers import make_optimizer, state_names
-from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import ParallelState
+from megazero.plan.state_bytes import StateFormula, formula_of
 from megazero.settings import Problem, counted, toml_value
 from megazero.tools.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
-from megazero.zero.bucket import DTYPES
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "stages": ("0", "1", "2", "3"),
@@ -47,89 +44,12 @@ SMALL = """
     model.seq_len=32 zero.bucket_bytes=262144 zero.prefetch_bytes=0 training.micro_batch_size=1 training.accumulation=1
     launch.nproc_per_node=4
 """
-FP32_BYTES = 4
 _OPTION_OF_KEY = {
     "activations.recompute": "activations",
     "zero.stage": "stages",
     "zero.offload.optimizer": "offload",
     "precision.dtype": "precision",
 }
-
-
-@dataclass(frozen=True)
-class StateFormula:
-    """The formulas for one run."""
-
-    stage: int
-    shards: int  # d, the ranks that share one copy of the state
-    weight_bytes: int  # of an element, as the next two
-    accumulate_bytes: int  # of gradients while they add up
-    reduce_bytes: int  # of gradients while they are reduced
-    moments: int  # numbers that the optimizer holds for each parameter
-    micro_batches: int  # G, on each rank in a step
-    reduces_each: bool  # stages 2 and 3 reduce after each micro-batch, not once per step
-    gathers_each: bool  # stage 3 gathers for each pass, not once per step
-    second_copy: int = 0  # ranks that share a second copy of stage 3's weights; 0: there is none
-
-    def _bytes_per_parameter(self, offloads: bool) -> Counter[tuple[bool, bool]]:
-        """Bytes by (is on the device, is sharded)."""
-        optimizer_state = (not offloads, self.stage >= 1)
-        count = Counter({(True, self.stage == 3): self.weight_bytes})
-        if offloads or self.weight_bytes < FP32_BYTES:  # weights in fp32 are their own masters
-            count[optimizer_state] += FP32_BYTES
-        count[optimizer_state] += FP32_BYTES * self.moments
-        has_whole_gradients = self.stage < 2 or (self.shards == 1 and not offloads)
-        if has_whole_gradients:
-            count[True, False] += self.accumulate_bytes
-        if not has_whole_gradients or offloads or self.accumulate_bytes != FP32_BYTES:
-            count[optimizer_state] += FP32_BYTES  # the gradient that the optimizer reads
-        return count
-
-    def state_bytes(self, elements: int, *, offloads: bool) -> float:
-        """Model state of so many parameters; `offloads` says that the optimizer's state is off the device."""
-        counts = self._bytes_per_parameter(offloads).items()
-        whole = sum(count * elements / (self.shards if is_sharded else 1) for (_, is_sharded), count in counts)
-        return whole + self._second_copy_bytes(elements)
-
-    def _second_copy_bytes(self, elements: int) -> float:
-        return self.weight_bytes * elements / self.second_copy if self.second_copy else 0
-
-    def device_bytes(self, elements: int, *, offloads: bool) -> float:
-        """The part of `state_bytes` on the device."""
-        counts = self._bytes_per_parameter(offloads).items()
-        here = sum(
-            count * elements / (self.shards if is_sharded else 1) for (is_here, is_sharded), count in counts if is_here
-        )
-        return here + self._second_copy_bytes(elements)
-
-    def state_text(self, *, offloads: bool) -> str:
-        """The same as a sum, `6N + 12N/4`; what is off the device stands in brackets."""
-        counts, parts = self._bytes_per_parameter(offloads), []
-        for on_device, form in ((True, "{}"), (False, "[{}]")):
-            whole, part = counts[on_device, False], counts[on_device, True]
-            if self.shards == 1:
-                whole, part = whole + part, 0
-            terms = ([f"{whole}N"] if whole else []) + ([f"{part}N/{self.shards}"] if part else [])
-            terms += [f"{self.weight_bytes}N/{self.second_copy}"] if self.second_copy and on_device else []
-            parts += [form.format(" + ".join(terms))] if terms else []
-        return " + ".join(parts)
-
-    def sent_per_parameter(self) -> dict[str, int]:
-        """Bytes per parameter that pass through each collective of the sharding axis in a step; (d - 1)/d of them are sent.
-
-        Stage 3's all-gather is an upper bound: weights that are still in a buffer are not gathered again.
-        """
-        if self.shards == 1:
-            return {}
-        if self.stage == 0:
-            return {"all_reduce": 2 * self.reduce_bytes}
-        reductions = self.micro_batches if self.reduces_each and self.stage >= 2 else 1
-        gathers = 2 * self.micro_batches if self.gathers_each and not self.second_copy and self.stage == 3 else 1
-        return {"all_gather": gathers * self.weight_bytes, "reduce_scatter": reductions * self.reduce_bytes}
-
-    def sent_bytes(self, elements: int) -> float:
-        """Bytes that a rank sends in a step for so many parameters."""
-        return sum(self.sent_per_parameter().values()) * elements * (self.shards - 1) / self.shards
 
 
 class Combination(NamedTuple):
@@ -351,23 +271,4 @@ def measure(
         iterations=iterations,
         rows=tuple(rows),
         policies=tuple(kept),
-    )
-
-
-def formula_of(run: ResolvedRun, shards: int) -> StateFormula:
-    """The formulas for a run whose state is shared by so many ranks."""
-    zero, precision, optimizer = run.config.zero, run.config.precision, run.config.optimizer
-    settings = OPTIMIZERS[optimizer.name].settings(optimizer)
-    twin = make_optimizer(optimizer.name, settings, [{"params": [torch.nn.Parameter(torch.ones(2))]}])
-    return StateFormula(
-        stage=zero.stage,
-        shards=shards,
-        weight_bytes=DTYPES[precision.dtype].itemsize,
-        accumulate_bytes=DTYPES[precision.accumulate_dtype].itemsize,
-        reduce_bytes=DTYPES[precision.reduce_dtype].itemsize,
-        moments=len(state_names(twin)[0]),
-        micro_batches=run.accumulation,
-        reduces_each=zero.reduce == "micro_batch",
-        gathers_each=zero.gather_policy != "step",
-        second_copy=zero.secondary_shard_size if zero.stage == 3 else 0,
     )

@@ -23,9 +23,9 @@ from megazero.config.load import resolve
 from megazero.engine import Engine
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
+from megazero.plan.activations import RankActivations, activations_of_ranks, schedule_of, size_text
+from megazero.plan.state_bytes import formula_of
 from megazero.settings import toml_value
-from megazero.tools.memory_report import formula_of
-from megazero.tools.saved_memory import RankActivations, activations_of_ranks, schedule_of, size_text
 from megazero.zero.offload import free_memory_bytes
 
 POLICIES: tuple[dict[str, Any], ...] = (

@@ -148,7 +148,7 @@ def _own_schedule(run: ResolvedRun) -> Schedule | None:
 
 def _describe_activations(run: ResolvedRun, schedule: Schedule | None, state: ParallelState) -> str:
     """What the pipeline rank that keeps most keeps for its backward passes, as one line."""
-    from megazero.tools.saved_memory import activations_of_ranks, schedule_of
+    from megazero.plan.activations import activations_of_ranks, schedule_of
 
     try:
         ranks = activations_of_ranks(run, schedule or schedule_of(run), on_cuda=state.device.type == "cuda")

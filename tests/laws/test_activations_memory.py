@@ -27,16 +27,10 @@ from megazero.layers.sample_part import part_of
 from megazero.models.activation_bytes import MicroBatchSize, block_bytes, peak_bytes, queued_bytes
 from megazero.models.activation_config import LayerPolicy
 from megazero.models.gpt import Block
+from megazero.plan.activations import activations_of_ranks, micro_batch_size, schedule_of, stages_of
 from megazero.schedules.proof import peak_activations
 from megazero.schedules.registry import SCHEDULES
-from megazero.tools.saved_memory import (
-    SavedMemory,
-    activations_of_ranks,
-    measure_saved,
-    micro_batch_size,
-    schedule_of,
-    stages_of,
-)
+from megazero.tools.saved_memory import SavedMemory, measure_saved
 
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {},
