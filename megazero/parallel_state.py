@@ -40,6 +40,7 @@ AXES = ("tp", "cp", "dp", "pp")
 TIMEOUT = timedelta(minutes=30)  # for scripts that start their ranks themselves
 MOST_SHARING_RANKS = 16  # of a group that reduces through shared memory: every rank signals every other
 Wait: TypeAlias = Callable[[], object]
+Transfers: TypeAlias = Sequence[tuple[Tensor, int]]  # (tensor, global rank of the other side)
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,24 @@ class Backend(Protocol):
         """Release what it holds; operations that are not finished fail."""
 
 
+class Messages(Protocol):
+    """Carries what no `Backend` does for a group: broadcasts, messages between two ranks, and small values.
+
+    Arguments are those of the functions of the same names in `comm/collectives.py`.
+    """
+
+    def broadcast(self, tensor: Tensor, axis: Axis, source: int, /) -> Wait: ...
+
+    def exchange(self, sends: Transfers, receives: Transfers, axis: Axis, /) -> Sequence[Wait]: ...
+
+    def gather(self, values: list[Any], axis: Axis, /) -> list[Any]:
+        """The lists of all ranks as one, in rank order."""
+
+    def from_first(self, value: Any, axis: Axis, /) -> Any: ...
+
+    def largest(self, numbers: Sequence[float], axis: Axis, /) -> Sequence[float]: ...
+
+
 @dataclass(eq=False)
 class Group:
     """The communication of one set of ranks.  Axes with equal ranks share it; `ParallelState.leave` closes it."""
@@ -245,6 +264,7 @@ class Group:
     siblings: Collection[Group]  # all groups of this rank
     host: dist.ProcessGroup | None = None  # of gloo, with at least these ranks: carries their messages of host memory
     backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; `comm` chooses them
+    messages: Messages | None = None  # None: the process groups carry them
     # Of operations under way whose owner is gone.  gloo stops reading from a peer if a message's memory is gone, too.
     unfinished: list[Wait] = field(default_factory=list)
 
@@ -329,6 +349,7 @@ class ParallelState:
         shares_memory: CPU ranks of one host reduce and gather through shared memory; False always takes process groups.
         groups: those of another state that was made with the same arguments.
         cp_ulysses: Ulysses degree of context parallelism; the ring has cp / cp_ulysses ranks.
+        traffic: counts what this rank sends.
 
     Attributes:
         cp, and dp where cp is above 1: ranks to count and to number, without a group.
@@ -337,6 +358,7 @@ class ParallelState:
         dp_cp: ranks with the same parameters, whose gradients add up; dp itself where cp is 1.
         shard, replica: dp_cp cut in two: ranks that hold different shards, and ranks that hold the same one.
         groups: its process groups, of which another state may use the same.
+        on_cpu: this rank computes on a CPU, or is the plan of one that does.
 
     Raises:
         ValueError: `shard_group_size` does not divide dp*cp, or `cp_ulysses` cp; the grid does not have as many ranks as
@@ -354,8 +376,9 @@ class ParallelState:
         shares_memory: bool = True,
         groups: Groups | None = None,
         cp_ulysses: int = 1,
+        traffic: Traffic | None = None,
     ) -> None:
-        running = dist.get_world_size() if dist.is_initialized() else 1
+        running = self._started()
         if grid.world_size != running:
             raise ValueError(
                 f"tp*cp*dp*pp={grid.world_size} ranks are described but {running} were started; "
@@ -373,8 +396,8 @@ class ParallelState:
                 f"the process group was made with backend {dist.get_backend_config()}, but checkpoints travel as CPU "
                 'tensors; use init_process_group("cpu:gloo,cuda:nccl")'
             )
-        self.at = grid.coordinate(rank)
-        self.traffic = Traffic()
+        self.at, self.on_cpu = grid.coordinate(rank), self.device.type == "cpu"
+        self.traffic = traffic or Traffic()
         connect_on_demand(os.environ)
         self._timeout_seconds = timeout_seconds
         self._shares_memory = shares_memory and self.device.type == "cpu"
@@ -395,6 +418,10 @@ class ParallelState:
             self.shard, self.replica = self._cut(self.dp_cp, shard_group_size, "shard", "replica")
         self.model = self._host_axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._world()
+
+    def _started(self) -> int:
+        """How many ranks run."""
+        return dist.get_world_size() if dist.is_initialized() else 1
 
     def _world(self) -> Axis:
         """All ranks.  Up to 16 that may share memory sum in one operation, others over one axis after another."""

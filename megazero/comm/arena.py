@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.host_memory import host_tensor
+from megazero.comm.identity import address_of
 
 ALIGNMENT = 512
 """Bytes at whose multiples tensors begin, as with torch's CUDA allocator."""
@@ -54,7 +55,7 @@ class Arena:
     def __init__(self, device: torch.device, remedy: str | None = None) -> None:
         self._device, self._remedy = device, remedy
         self._buffers: list[Tensor] = []
-        self._taken: dict[tuple[int, int], _Part] = {}  # by address of the buffer, and first byte
+        self._taken: dict[tuple[int, int], _Part] = {}  # by `address_of` its memory
         self._free: list[_Part] = []  # sorted; no two are neighbours
         self._has_grown = False
         self.nbytes = self.nbytes_in_use = 0
@@ -81,14 +82,14 @@ class Arena:
         if taken != free:
             self._give_back(free._replace(start=taken.stop))
         storage = self._buffers[taken.buffer].untyped_storage()
-        self._taken[storage.data_ptr(), taken.start] = taken
+        self._taken[storage._cdata, taken.start] = taken
         self.nbytes_in_use += needed
         # Not a slice, whose changes would count as changes of all others.
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, taken.start, (nbytes,), (1,))
 
     def release(self, memory: Tensor) -> None:
         """Take memory back.  Raises: KeyError: it is not taken."""
-        taken = self._taken.pop((memory.untyped_storage().data_ptr(), int(memory.storage_offset())))
+        taken = self._taken.pop(address_of(memory))
         self.nbytes_in_use -= taken.nbytes
         self._give_back(taken)
 

@@ -20,7 +20,7 @@ from megazero.comm.lane import Lane
 from megazero.comm.messages import ALL_TO_ALL_TAG, REDUCE_TAG, shift, swap, swap_parts, tag_of, wait_for
 from megazero.comm.rendezvous import Gather, Offer, Poller, rendezvous, this_host
 from megazero.comm.shared_memory import AREA_BYTES, REDUCTIONS, Channel, SharedMemoryBackend, combine, place_shard
-from megazero.comm.two_level import TwoLevelBackend, hosts_of
+from megazero.comm.two_level import Hosts, TwoLevelBackend, hosts_of
 from megazero.parallel_state import MOST_SHARING_RANKS, Axis, Backend, Group, Wait
 
 # torch 2.13 renamed both; 2.11 has the old names only.
@@ -129,6 +129,13 @@ class HostBackend(GlooBackend):
         return wait
 
 
+def kind_between(hosts: Hosts | None) -> type[GlooBackend | TwoLevelBackend | SharedMemoryBackend]:
+    """What carries the tensors of a CPU run among ranks on these hosts, if they can share memory; see `hosts_of`."""
+    if hosts is None or not 1 < hosts.size <= MOST_SHARING_RANKS:
+        return GlooBackend
+    return TwoLevelBackend if hosts.count > 1 else SharedMemoryBackend
+
+
 def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gather) -> Backend:
     """The backend for a group's tensors of a device.  All its ranks call this at the same operation and choose the same."""
     if device.type != "cpu":
@@ -140,7 +147,7 @@ def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gathe
         each, rank = group.neighbours, axis.ranks[axis.index]
         name = this_host() + (f" {rank // each} of {each}" if each > 1 else "")  # so one machine passes for several
         hosts = hosts_of([one[0] for one in gather((name, "")) if one is not None], axis.index)
-    if hosts is None or not 1 < hosts.size <= MOST_SHARING_RANKS:
+    if hosts is None or kind_between(hosts) is GlooBackend:
         return GlooBackend()
     first = hosts.host * hosts.size
 

@@ -2,7 +2,7 @@
 
 A call starts the operation and returns a `Pending`; its result may be used after `wait()`.  Over an axis of one rank there
 is no call and the `Pending` is already done, so that callers write one path.  A backend carries what layers and ZeRO call
-(see `comm/backend.py`), torch's process group all else.
+(see `comm/backend.py`), torch's process groups all else (see `comm/process_groups.py`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm import objects
 from megazero.comm.backend import choose_backend
+from megazero.comm.identity import address_of
 from megazero.comm.labels import OrderError
-from megazero.comm.messages import group_of
+from megazero.comm.process_groups import ProcessGroups
 from megazero.comm.shared_memory import combine
-from megazero.parallel_state import Axis, Backend, Wait
+from megazero.parallel_state import Axis, Backend, Messages, Transfers, Wait
 
 T = TypeVar("T")
+_PROCESS_GROUPS = ProcessGroups()
 
 # These are RuntimeErrors too, but no peer is to blame.  (AcceleratorError: a kernel failed.)
 _OF_THE_DEVICE = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
@@ -107,6 +107,11 @@ def _backend(axis: Axis, device: torch.device) -> Backend:
     return backends[device.type]
 
 
+def _messages(axis: Axis) -> Messages:
+    """What carries all but tensors' collectives."""
+    return (axis.group and axis.group.messages) or _PROCESS_GROUPS
+
+
 def runs_by_itself(axis: Axis) -> bool:
     """Whether operations over an axis of several ranks go on while this one computes.  All ranks of the axis call this.
 
@@ -152,11 +157,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     """
     if axis.size == 1:
         return Pending()
-
-    def start() -> Wait:
-        return dist.broadcast(tensor, src=axis.ranks[source], group=axis.process_group, async_op=True).wait
-
-    sent = tensor.nbytes if axis.index == source else 0
+    sent, start = tensor.nbytes * (axis.index == source), partial(_messages(axis).broadcast, tensor, axis, source)
     return _start("broadcast", axis, sent, sent * any(map(axis.is_apart, range(axis.size))), start)
 
 
@@ -178,7 +179,7 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
     """
     _check_parts(out, shard, axis)
     if axis.size == 1:
-        if out.data_ptr() != shard.data_ptr():
+        if address_of(out) != address_of(shard):
             out.copy_(shard)
         return Pending()
     backend = _backend(axis, shard.device)
@@ -210,7 +211,7 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
     """
     _check_parts(full, out, axis)
     if axis.size == 1:
-        if out.data_ptr() != full.data_ptr():
+        if address_of(out) != address_of(full):
             out.copy_(full)
         return Pending()
     backend, sent = _backend(axis, full.device), full.nbytes * (axis.size - 1) // axis.size
@@ -284,7 +285,7 @@ def _gather(values: list[T], axis: Axis) -> list[T]:
     if axis.size == 1:
         return values
     axis.traffic.add(axis.name, "gather_objects", 0)
-    return _guarded("gather_objects", axis, lambda: objects.gather(values, axis))
+    return _guarded("gather_objects", axis, lambda: _messages(axis).gather(values, axis))
 
 
 def from_first(value: T, axis: Axis) -> T:
@@ -292,7 +293,16 @@ def from_first(value: T, axis: Axis) -> T:
     if axis.size == 1:
         return value
     axis.traffic.add(axis.name, "from_first", 0)
-    return _guarded("from_first", axis, lambda: objects.from_first(value, axis))
+    told: T = _guarded("from_first", axis, lambda: _messages(axis).from_first(value, axis))
+    return told
+
+
+def largest(numbers: Sequence[float], axis: Axis) -> list[float]:
+    """The largest of each of some numbers over the axis, on every rank."""
+    if axis.size == 1:
+        return list(numbers)
+    axis.traffic.add(axis.name, "largest", 0)
+    return list(_guarded("largest", axis, lambda: _messages(axis).largest(numbers, axis)))
 
 
 def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
@@ -316,7 +326,7 @@ def agree(action: Callable[[], T], axis: Axis, raises: type[Exception]) -> T:
     return answer[0]
 
 
-def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: Axis) -> list[Pending]:
+def exchange(sends: Transfers, receives: Transfers, axis: Axis) -> list[Pending]:
     """Post point-to-point operations together.
 
     Args:
@@ -329,22 +339,15 @@ def exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tenso
     if not sends and not receives:
         return []
 
-    def post() -> list[dist.Work]:
-        group = group_of((*sends, *receives)[0][0], axis)
-        operations = [dist.P2POp(dist.isend, tensor, peer, group=group) for tensor, peer in sends]
-        operations += [dist.P2POp(dist.irecv, buffer, peer, group=group) for buffer, peer in receives]
-        works = list(dist.batch_isend_irecv(operations))
-        return works if len(works) == len(operations) else works * len(operations)  # NCCL has one for the whole batch
-
-    def wait(work: dist.Work) -> None:
+    def wait(arrived: Wait) -> None:
         _progress(axis)
-        work.wait()
+        arrived()
 
     _progress(axis)
     linked = sum(tensor.nbytes for tensor, peer in sends if axis.is_apart(axis.ranks.index(peer)))
     axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends), linked)
-    works = _guarded("send_recv", axis, post)
-    return [Pending(partial(_guarded, "send_recv", axis, partial(wait, work))) for work in works]
+    waits = _guarded("send_recv", axis, lambda: _messages(axis).exchange(sends, receives, axis))
+    return [Pending(partial(_guarded, "send_recv", axis, partial(wait, one))) for one in waits]
 
 
 def _progress(axis: Axis) -> None:

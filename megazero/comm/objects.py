@@ -15,6 +15,7 @@ A rank has at most log2(n) children, so with groups that connect on demand nobod
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -49,6 +50,17 @@ def gather(values: list[T], axis: Axis) -> list[T]:
     if axis.index:
         _send(whole, axis, parent(axis.index))
     return [pickle.loads(one) for one in pickle.loads(_spread(whole, axis))]
+
+
+def largest(numbers: Sequence[float], axis: Axis) -> Sequence[float]:
+    """The largest of each of some numbers of all ranks, on every rank."""
+    for child in children(axis.index, axis.size):
+        numbers = list(map(max, numbers, pickle.loads(_receive(axis, child))))
+    whole = pickle.dumps(numbers)
+    if axis.index:
+        _send(whole, axis, parent(axis.index))
+    found: Sequence[float] = pickle.loads(_spread(whole, axis))
+    return found
 
 
 def from_first(value: T, axis: Axis) -> T:

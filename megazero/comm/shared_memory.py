@@ -26,6 +26,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from megazero.comm.identity import address_of
 from megazero.comm.labels import LABEL_BYTES, check_labels, encoded
 from megazero.comm.rendezvous import Neighbours, Poller
 from megazero.parallel_state import Axis, Wait
@@ -45,7 +46,7 @@ def place_shard(out: Tensor, shard: Tensor, axis: Axis) -> list[Tensor]:
     """Copy this rank's shard to its position in the result of an all-gather.  Returns: all positions by rank, 1-D."""
     shards = list(out.detach().view(axis.size, shard.numel()).unbind(0))
     mine = shards[axis.index]
-    if mine.data_ptr() != shard.data_ptr():
+    if address_of(mine) != address_of(shard):
         mine.copy_(shard.detach().view(-1))
     return shards
 

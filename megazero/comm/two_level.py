@@ -129,13 +129,7 @@ class TwoLevelBackend:
         return shift(out, x, axis)
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
-        part, others = full.nbytes // axis.size, self.hosts.count - 1
-        if operation == "all_to_all":
-            return part * self.hosts.size * others
-        if operation == "all_reduce":
-            whole = _evenly(full, axis.size) * full.element_size()
-            return others * (2 * whole // axis.size + full.nbytes - whole)
-        return part * others
+        return link_bytes_between(self.hosts, operation, full, axis)
 
     def check_order(self) -> None:
         """Labels are compared with every gather."""
@@ -147,6 +141,17 @@ class TwoLevelBackend:
     def close(self) -> None:
         """End both lanes."""
         self._close()
+
+
+def link_bytes_between(hosts: Hosts, operation: str, full: Tensor, axis: Axis) -> int:
+    """What a rank sends to other hosts in an operation on a buffer, `full` being the longer of its two."""
+    part, others = full.nbytes // axis.size, hosts.count - 1
+    if operation == "all_to_all":
+        return part * hosts.size * others
+    if operation == "all_reduce":
+        whole = _evenly(full, axis.size) * full.element_size()
+        return others * (2 * whole // axis.size + full.nbytes - whole)
+    return part * others
 
 
 def _close_all(*lanes: Lane) -> None:

@@ -32,7 +32,7 @@ IGNORED_LABEL = -100
 LOGITS_BYTES = 2**30
 """Largest size of one chunk's logits on a rank, in the dtype of the weights."""
 
-_BLOCK_BYTES, _CPU_BLOCK_BYTES = 2**26, 2**22
+BLOCK_BYTES, _CPU_BLOCK_BYTES = 2**26, 2**22
 """What a pass over 16-bit logits takes for their fp32 copy.  On a CPU it stays in the cache; a GPU launches few kernels."""
 
 _LEAST = torch.finfo(torch.float32).min
@@ -73,27 +73,29 @@ def slope_of(
     return slope.scatter_(-1, at, of_labels.where(here.unsqueeze(-1), slope.gather(-1, at))).to(scores.dtype)
 
 
-def _blocks(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
-    """Tensors of [tokens, ...] in blocks of tokens."""
-    nbytes = _CPU_BLOCK_BYTES if logits.device.type == "cpu" else _BLOCK_BYTES
+def _blocks(nbytes: int | None, logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """Tensors of [tokens, ...] in blocks of tokens; None for the size that suits the device."""
+    nbytes = nbytes or (_CPU_BLOCK_BYTES if logits.device.type == "cpu" else BLOCK_BYTES)
     tokens = max(1, nbytes // (4 * logits.shape[-1]))
     if tokens >= logits.shape[0]:
         return [(logits, *others)]
     return list(zip(*(tensor.split(tokens) for tensor in (logits, *others)), strict=True))
 
 
-def statistics_by_blocks(logits: Tensor, local: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def statistics_by_blocks(
+    logits: Tensor, local: Tensor, here: Tensor, *, nbytes: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`statistics_of`, in little memory."""
-    parts = [statistics_of(*block) for block in _blocks(logits, local, here)]
+    parts = [statistics_of(*block) for block in _blocks(nbytes, logits, local, here)]
     if len(parts) == 1:
         return parts[0]
     peak, total, target = map(torch.cat, zip(*parts, strict=True))
     return peak, total, target
 
 
-def slope_by_blocks(scores: Tensor, *others: Tensor, are_logits: bool) -> Tensor:
+def slope_by_blocks(scores: Tensor, *others: Tensor, are_logits: bool, nbytes: int | None = None) -> Tensor:
     """`slope_of`, in little memory: the logits are overwritten."""
-    for block, *rest in _blocks(scores, *others):
+    for block, *rest in _blocks(nbytes, scores, *others):
         block.copy_(slope_of(block, *rest, are_logits=are_logits))
     return scores
 

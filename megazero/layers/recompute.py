@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megazero.comm.collectives import all_gather
+from megazero.comm.identity import address_of
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 from megazero.parallel_state import Axis
 
@@ -59,12 +60,12 @@ class _Saved(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    parameter: tuple[int, int] | None
+    parameter: tuple[tuple[int, int], int] | None
 
     @staticmethod
     def of(tensor: Tensor) -> _Saved:
         base = tensor if tensor._base is None else tensor._base
-        found = (base.data_ptr(), base._version) if isinstance(base, nn.Parameter) else None
+        found = (address_of(base), base._version) if isinstance(base, nn.Parameter) else None
         return _Saved(tensor.shape, tensor.dtype, found)
 
     def is_again(self, now: _Saved) -> bool:

@@ -90,7 +90,7 @@ class Executor:
         self._new_message, self._watch = new_message, watch
         self._next = dict(pairwise(a for a in schedule.ranks[self._rank] if a.kind is not ActionKind.WEIGHT))
         placed = program(schedule)
-        self._received = _what_messages_confirm(placed, self._rank)
+        self._received = what_messages_confirm(placed, self._rank)
         device = torch.device("cpu") if down.group is None else down.group.device
         self._device = torch.get_device_module(device)  # torch.cuda, or torch.cpu, whose streams and events do nothing
         self._aside = self._device.Stream()
@@ -156,7 +156,7 @@ def steps_of(placed: Program, rank: int, device: torch.device) -> Steps:
     return placed[rank] if device.type == "cuda" else received_when_opened(placed[rank])
 
 
-def _what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
+def what_messages_confirm(placed: Program, rank: int) -> dict[Action, list[Action]]:
     """By the action that uses a message from a peer: the sends that the peer had used when it sent that message.
 
     Their tensors can be freed then, without a wait.  Not every backend can say by itself that a send is done.

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TypeAlias
@@ -61,8 +62,8 @@ class Costs:
     weight: float = 1.0
     hop: float = 0.0  # from one rank to another
 
-    def of(self, action: Action, schedule: Schedule) -> float:
-        """Time that an action takes; a chunk has its share of the rank's work."""
+    def of(self, action: Action, schedule: Schedule, rank: int = 0) -> float:
+        """Time that an action takes; a chunk has its share of the rank's work, and all ranks have as much."""
         if action.kind is ActionKind.FORWARD:
             whole = self.forward
         elif action.kind is ActionKind.WEIGHT:
@@ -70,6 +71,26 @@ class Costs:
         else:
             whole = self.backward + (0.0 if schedule.splits_backward else self.weight)
         return whole / schedule.chunks
+
+    def earliest(self, rank: int, action: Action) -> float:
+        """Before this time an action cannot start."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class ActionCosts(Costs):
+    """A time for every action, and for some the earliest at which they can start."""
+
+    actions: Mapping[RankAction, float] = field(default_factory=dict)
+    starts: Mapping[RankAction, float] = field(default_factory=dict)
+
+    def of(self, action: Action, schedule: Schedule, rank: int = 0) -> float:
+        """As given."""
+        return self.actions[rank, action]
+
+    def earliest(self, rank: int, action: Action) -> float:
+        """As given, else at once."""
+        return self.starts.get((rank, action), 0.0)
 
 
 @dataclass(frozen=True)
@@ -163,8 +184,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                     if source not in spans:
                         break
                     clock[rank] = max(clock[rank], spans[source][1] + (costs.hop if source[0] != rank else 0.0))
-                start = clock[rank]
-                clock[rank] += costs.of(action, schedule)
+                start = max(clock[rank], costs.earliest(rank, action))
+                clock[rank] = start + costs.of(action, schedule, rank)
                 spans[rank, action] = (start, clock[rank])
                 at[rank] += 1
                 moved = True
@@ -271,8 +292,8 @@ def play(schedule: Schedule, placed: Program, costs: Costs | None = None, *, hos
                 if isinstance(step, MessageAction):
                     _post(rank, index, step, schedule.name, host_waits=host_waits)
                 elif (source := schedule.source(index, step)) in rank.known:
-                    start = max(rank.clock, rank.known[source])
-                    rank.clock = rank.known[index, step] = start + costs.of(step, schedule)
+                    start = max(rank.clock, rank.known[source], costs.earliest(index, step))
+                    rank.clock = rank.known[index, step] = start + costs.of(step, schedule, index)
                     spans[index, step] = (start, rank.clock)
                 else:
                     break

@@ -10,6 +10,7 @@ was read is not proved yet: `program` does that, as for every schedule.
 from __future__ import annotations
 
 import csv
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -86,7 +87,7 @@ def _count(what: str, cells: Iterable[tuple[int, str, Action]]) -> int:
 
 def write_text(path: Path, text: str) -> None:
     """Write a temporary file, then rename it to `path`, so that a reader never sees half a file."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8", newline="\n")
         partial.replace(path)

@@ -37,7 +37,7 @@ K = TypeVar("K", bound=Hashable)
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
-_ROWS_OF_PADDING = 64  # a bucket is cut into parts only if padding to whole rows adds at most 1/64 to it
+_ROWS_OF_PADDING = 32  # a bucket is cut into parts only if padding to whole rows adds at most 1/32 to it: see shapes.md
 
 
 @dataclass(frozen=True)
@@ -329,6 +329,12 @@ class ShardingPolicy:
     secondary: Axis | None = (
         None  # neighbours on `shard` that hold a second copy of stage 3's weights; None: there is none
     )
+    is_run_on_cpu: bool | None = None  # a plan's tensors are on the CPU also where the run's are not; None: as `device`
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the run's modules compute on a CPU."""
+        return self.device.type == "cpu" if self.is_run_on_cpu is None else self.is_run_on_cpu
 
     @property
     def shards_master(self) -> bool:
@@ -398,7 +404,7 @@ class Bucket:
         # Whether `gradient` is a part of `full_gradient`, and exists only together with it.
         self.reduces_in_place = self.keeps_gradients and on_device and policy.accumulate_dtype == torch.float32
         # A CPU maps large blocks page by page every time; blocks that are not sent are small (`ShardedParameters`).
-        self.frees_gradient = self.reduces_in_place and (device.type != "cpu" or not policy.sends_gradients)
+        self.frees_gradient = self.reduces_in_place and not (policy.on_cpu and policy.sends_gradients)
         self.full_gradient: Tensor | None = None  # [padded] in the accumulation dtype, from a step's first gradient on
         self.gradient = torch.zeros(0)  # fp32 [owned], the reduced gradient, beside the master weights
         if layout.trains and not self.reduces_in_place:

@@ -56,7 +56,7 @@ def bucket_sizes(
     `cuts`: a bucket passes through working buffers, in parts.  `hides`: its messages reach the network without this rank's
     help.  All ranks must give the same `numel` and `hides`.
     """
-    ranks, on_cpu = policy.shard.size * policy.replica.size, policy.device.type == "cpu"
+    ranks, on_cpu = policy.shard.size * policy.replica.size, policy.on_cpu
     if setting != "auto":
         bucket_bytes = setting
     else:

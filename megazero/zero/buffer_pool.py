@@ -11,6 +11,8 @@ from operator import eq, ge
 import torch
 from torch import Tensor
 
+from megazero.comm.identity import storage_of
+
 
 class BufferPool:
     """Buffers of one device, by size and dtype; `pinned` ones on the host are page-locked, for a GPU to read and write."""
@@ -18,7 +20,7 @@ class BufferPool:
     def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
         self._device, self._pinned = device, pinned
         self._free: list[Tensor] = []
-        self._in_use: dict[int, tuple[int, bool]] = {}  # by address: bytes, and whether it is free again after its use
+        self._in_use: dict[int, tuple[int, bool]] = {}  # by storage: bytes, and whether it is free again after its use
 
     def acquire(self, numel: int, dtype: torch.dtype, *, or_larger: bool = False, reusable: bool = True) -> Tensor:
         """A flat buffer; its content is undefined.  `or_larger`: a larger free one will do.
@@ -32,7 +34,7 @@ class BufferPool:
         else:
             with torch.inference_mode(False):  # it is used again, and not only in an evaluation
                 buffer = torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
-        self._in_use[buffer.data_ptr()] = (buffer.nbytes, reusable)
+        self._in_use[storage_of(buffer)] = (buffer.nbytes, reusable)
         return buffer
 
     def bytes_after(self, numel: int, dtype: torch.dtype) -> int:
@@ -47,7 +49,7 @@ class BufferPool:
 
     def release(self, buffer: Tensor) -> None:
         """Take a buffer back, as `acquire` gave it."""
-        _, is_reusable = self._in_use.pop(buffer.data_ptr())
+        _, is_reusable = self._in_use.pop(storage_of(buffer))
         if is_reusable:
             self._free.append(buffer)
 

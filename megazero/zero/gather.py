@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import Pending, all_gather, check_order
+from megazero.comm.identity import storage_of
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
@@ -50,10 +51,15 @@ _NO_BACKWARD = -1  # torch's number of the backward under way, where there is no
 
 
 def _beneath_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Let no dispatch mode of a script see the operations of a gather: a recomputation gathers other things."""
+    """Let no dispatch mode of a script see the operations of a gather: a recomputation gathers other things.
+
+    Fake tensors have no values without their mode.
+    """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return function(*args, **kwargs)
         with torch._C._DisableTorchDispatch():
             return function(*args, **kwargs)
 
@@ -71,8 +77,9 @@ class BucketGatherer:
         # The number comes first, since a long label is cut.
         self._labels = {bucket: f"weights {at}, {bucket.layout.name}" for at, bucket in enumerate(buckets)}
         self._mark = Pending()
-        storages = [bucket.weights.untyped_storage() for bucket in buckets]
-        self._buffer_bytes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # by address
+        self._buffer_bytes = {  # by address of the buffer, as `storage_of` tells it
+            storage_of(bucket.weights): bucket.weights.untyped_storage().nbytes() for bucket in buckets
+        }
         self._gathered: dict[int, Bucket] = {}  # by address of a buffer: the bucket whose weights it holds or gets
         self._gathering: dict[int, Pending] = {}  # by address
         self._reading: dict[Bucket, tuple[PendingCopy, Tensor]] = {}
@@ -102,7 +109,7 @@ class BucketGatherer:
 
     def is_unsharded(self, bucket: Bucket) -> bool:
         """Whether a bucket's buffer holds its weights, or a gather that brings them is under way."""
-        return self._gathered.get(bucket.weights.data_ptr()) is bucket
+        return self._gathered.get(storage_of(bucket.weights)) is bucket
 
     @_beneath_modes
     def read_ahead(self, bucket: Bucket) -> None:
@@ -117,7 +124,7 @@ class BucketGatherer:
         """Start gathering a bucket's weights, unless its buffer holds them."""
         if self.is_unsharded(bucket):
             return
-        address = bucket.weights.data_ptr()
+        address = storage_of(bucket.weights)
         self._wait_for(address)
         self._gathered[address] = bucket
         self._gathering[address] = self._gather(bucket, bucket.weights, self._labels[bucket])
@@ -125,7 +132,7 @@ class BucketGatherer:
     @_beneath_modes
     def wait_for_unshard(self, bucket: Bucket) -> None:
         """Wait for the gather into the bucket's buffer, if one is under way."""
-        self._wait_for(bucket.weights.data_ptr())
+        self._wait_for(storage_of(bucket.weights))
 
     def _wait_for(self, address: int) -> None:
         if address in self._gathering:
@@ -209,7 +216,7 @@ def _address_of(tensor: Tensor) -> int | None:
     """Where a tensor's memory begins; None if it has none, like the zeros of forward-mode differentiation."""
     if tensor.layout is not torch.strided or tensor._is_zerotensor() or not torch._C._has_storage(tensor):
         return None
-    return tensor.untyped_storage().data_ptr()
+    return storage_of(tensor)
 
 
 def _is_on_device(bucket: Bucket) -> bool:
@@ -255,7 +262,7 @@ class UnitGatherer:
         self._buckets: list[list[Bucket]] = []  # of each unit
         self._owner: dict[int, Bucket] = {}  # by identity of a parameter
         self._running: list[_Running] = []  # the forwards under way, outermost first
-        users = Counter(bucket.weights.data_ptr() for bucket in gathered)
+        users = Counter(storage_of(bucket.weights) for bucket in gathered)
         self._shares: list[bool] = []  # whether another unit may take a buffer of this one
         self._attributes: list[list[tuple[nn.Module, str, nn.Parameter, UngatheredParameter]]] = []
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -277,7 +284,7 @@ class UnitGatherer:
                 self._owner[id(parameter)] = bucket
                 attributes.append((part, key, parameter, proxies[name]))
             self._buckets.append(list(dict.fromkeys(buckets)))
-            self._shares.append(any(users[bucket.weights.data_ptr()] > 1 for bucket in buckets))
+            self._shares.append(any(users[storage_of(bucket.weights)] > 1 for bucket in buckets))
             self._attributes.append(attributes)
             if buckets:
                 before, after = self._before_forward(index), self._after_forward(index)
@@ -350,14 +357,14 @@ class UnitGatherer:
         if self._gatherer.is_full and not any(self._shares):
             return  # every unit has a buffer of its own and is there
         running = [*(one.unit for one in self._running), index]  # where they share a buffer, `index` has it
-        needed = {bucket.weights.data_ptr(): bucket for one in running for bucket in self._buckets[one]}
+        needed = {storage_of(bucket.weights): bucket for one in running for bucket in self._buckets[one]}
         ahead = 0  # bytes
         for following in islice(self._history.upcoming(), len(self._buckets)):
             buckets = self._buckets[following]
             if ahead and ahead + self._bytes_of[following] > self._prefetch_bytes:
                 break
             ahead += self._bytes_of[following]
-            fits = [needed.setdefault(bucket.weights.data_ptr(), bucket) is bucket for bucket in buckets]
+            fits = [needed.setdefault(storage_of(bucket.weights), bucket) is bucket for bucket in buckets]
             for bucket in compress(buckets, fits):
                 self._gatherer.unshard(bucket)
             if not all(fits):
@@ -387,7 +394,7 @@ class UnitGatherer:
     def _shown(self, index: int) -> Iterator[None]:
         """A context in which a part of a unit's forward is run again, for its backward."""
         if not self.is_unsharded(index):
-            self._visit("backward", index)
+            self.visit("backward", index)
         self.wait_for_unshard(index)
         hidden = self._show(index)
         try:
@@ -396,7 +403,7 @@ class UnitGatherer:
             for part, key, proxy in hidden:
                 part._parameters[key] = proxy
 
-    def _visit(self, direction: str, index: int) -> None:
+    def visit(self, direction: str, index: int) -> None:
         self.wait_for_unshard(index)
         self._history.record((direction, index))
         self.unshard_next(index)
@@ -406,13 +413,13 @@ class UnitGatherer:
     def _before_forward(self, index: int) -> Any:  # a function, since a deep copy of the module must not copy `self`
         def hook(module: nn.Module, args: Any) -> None:
             if torch._C._current_graph_task_id() == _NO_BACKWARD:
-                self._visit("forward" if torch.is_grad_enabled() else "evaluation", index)
+                self.visit("forward" if torch.is_grad_enabled() else "evaluation", index)
             elif self._history.is_in_backward_of(index):  # what follows has been started
                 self.wait_for_unshard(index)
             else:
-                self._visit("recomputation", index)
+                self.visit("recomputation", index)
             self._show(index)
-            bring, shown = partial(self._visit, "backward", index), partial(self._shown, index)
+            bring, shown = partial(self.visit, "backward", index), partial(self._shown, index)
             saving = SavingForward(self._gatherer, self._owner, self._shares[index], bring, shown)
             saving.enter()
             versions = [parameter._version for _, _, parameter, _ in self._attributes[index]]
@@ -460,5 +467,5 @@ class UnitGatherer:
             if value.grad_fn is None or value.grad_fn.metadata.setdefault(id(self), index) != index:
                 value = value.view_as(value)
                 value.grad_fn.metadata[id(self)] = index
-            value.register_hook(lambda _: self._visit("backward", index))
+            value.register_hook(lambda _: self.visit("backward", index))
         return value

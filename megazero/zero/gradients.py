@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -221,6 +222,7 @@ class GradientReducer:
             order.setdefault(bucket.layout.chunk, []).extend(sorted(parts, key=lambda one: len(one.shares)))
         self._orders = {chunk: _LaunchOrder(buckets) for chunk, buckets in order.items()}
         self._parts_of: dict[int, list[tuple[_LaunchOrder, BucketGradients, int]]] = {}  # by identity of a parameter
+        self._deferring: dict[int, WeightGradQueue | None] = {}  # of vectors, by identity of a parameter
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -242,9 +244,10 @@ class GradientReducer:
                     parameter = parameters[share.slot.info.name]
                     if id(parameter) not in self._parts_of:
                         self._parameters.setdefault(one.bucket.layout.chunk, []).append(parameter)
-                        wgrad_queue = wgrad_queues.get(share.slot.info.name) if parameter.dim() == 1 else None
-                        take = partial(self._take, wgrad_queue)
-                        self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+                        if parameter.dim() == 1:
+                            self._deferring[id(parameter)] = wgrad_queues.get(share.slot.info.name)
+                        hook = parameter.register_post_accumulate_grad_hook(partial(_hand_over, ref(self)))
+                        self._hooks.append(hook)
                     self._parts_of.setdefault(id(parameter), []).append((order, one, index))
 
     def detach(self) -> None:
@@ -253,10 +256,12 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
 
-    def _take(self, wgrad_queue: WeightGradQueue | None, parameter: Tensor) -> None:
+    def take(self, parameter: Tensor) -> None:
+        """Take the gradient that autograd has left in a parameter."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None or (self.admits is not None and not self.admits(gradient)):
             return
+        wgrad_queue = self._deferring.get(id(parameter))
         if wgrad_queue is not None and wgrad_queue.defers:
             wgrad_queue.defer(parameter, gradient)
         else:
@@ -381,6 +386,12 @@ class GradientReducer:
         is_last, adds = one.complete == self.rounds, one.reduced > 0
         self._reductions.start(one.bucket, one.part, one.take(), adds=adds, is_last=is_last)
         one.reduced = one.complete
+
+
+def _hand_over(reducer: ref[GradientReducer], parameter: Tensor) -> None:
+    """Autograd's hook.  Python's collector cannot follow it, so what it held would never be freed."""
+    if (taker := reducer()) is not None:
+        taker.take(parameter)
 
 
 def _node_of(parameter: Tensor) -> Node:

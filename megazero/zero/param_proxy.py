@@ -60,8 +60,10 @@ class UngatheredParameter(nn.Parameter):
 
         `is_there`: the copy costs no traffic now, as in the backward of the parameter's unit.
         """
-        empty = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        made: UngatheredParameter = torch.Tensor._make_subclass(UngatheredParameter, empty, parameter.requires_grad)
+        device = parameter.device
+        with torch._C._DisableTorchDispatch():  # of a mode's own tensors there are no others
+            empty = torch.empty((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            made: UngatheredParameter = torch.Tensor._make_subclass(UngatheredParameter, empty, parameter.requires_grad)
         made.label, made.stands_for, made.whole_copy, made.is_there = name, parameter, gather, is_there
         made.warned, made.whole = False, None
         return made

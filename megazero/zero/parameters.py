@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megazero.comm.collectives import agree, all_reduce, broadcast, runs_by_itself
+from megazero.comm.collectives import agree, broadcast, largest, runs_by_itself
 from megazero.comm.host_memory import StorageError
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
@@ -120,9 +120,8 @@ class ShardedParameters:
             by_themselves = policy.zero_stage < 3 and any(
                 [runs_by_itself(policy.shard), runs_by_itself(policy.replica)]
             )
-            most = torch.tensor([elements, not by_themselves], dtype=torch.float64, device=policy.device)
-            all_reduce(most, world, "max").wait()
-            elements, hides = int(most[0]), not most[1]
+            most, some_wait = largest([elements, not by_themselves], world)
+            elements, hides = int(most), not some_wait
         return bucket_sizes(zero.bucket_bytes, policy, elements, cuts=cuts, hides=hides)
 
     def _make_buckets(

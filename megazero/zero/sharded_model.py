@@ -73,8 +73,9 @@ class ShardedModel:
             zero.offload.pin_memory,
         )
         gather, secondary = _gather_axes(state, zero)
+        axes, device = (state.shard, state.replica), state.device
         self.policy = ShardingPolicy(
-            zero.stage, dtype, state.shard, state.replica, state.device, accumulate_dtype, pins, gather, secondary
+            zero.stage, dtype, *axes, device, accumulate_dtype, pins, gather, secondary, state.on_cpu
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
