@@ -139,6 +139,12 @@ def run_world(
                 process.join()
 
 
+def assert_nothing_is_left(open_files: int) -> None:
+    """After a rank has left its groups: none of their memory is mapped, and as many files are open as before they were."""
+    assert "memfd:megazero" not in Path("/proc/self/maps").read_text()
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
 def _collect(pipes: list[Connection], timeout: float, may_die: tuple[int, ...]) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     open_ranks = set(range(len(pipes)))

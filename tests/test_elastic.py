@@ -35,7 +35,7 @@ from megazero.training.loop import train
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
-STEPS = 24
+STEPS = 16
 TINY = [
     *SMALL,
     *ONE_STAGE,
@@ -433,7 +433,7 @@ def test_a_killed_rank_is_replaced_and_the_run_is_the_uninterrupted_one(
     run_dir = tmp_path / "run"
     # as torchrun is by default: it keeps one store over its restarts
     with _agent(run_dir, 2, "parallel.tp=2", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0") as agent:
-        _wait_for(agent, run_dir, 10)
+        _wait_for(agent, run_dir, 6)
         _kill(_children(agent.pid)[1])
         log = _end(agent)
     assert "resumed" in log
@@ -458,7 +458,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_in_a_new_one(
             for pid in (second.pid, *_children(second.pid)):
                 _kill(pid)
         _wait_until(first, lambda: "dp 1," in _log(first))
-        _wait_for(first, run_dir, 10)
+        _wait_for(first, run_dir, 8)
         (rank,) = _children(first.pid)
         os.kill(rank, signal.SIGSTOP)  # so that it has steps left when the new node comes
         with _agent(run_dir, 1, **node, hosts=False) as third:

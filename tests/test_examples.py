@@ -47,6 +47,7 @@ WORLD_SIZES = {
     "llama_7b_64gpu": 64,
     "llama_70b_512gpu": 512,
     "llama3_8b_64gpu": 64,
+    "llama3_405b_128k": 16384,
     "llama3_8b_128k_64gpu": 64,
     "qwen2_7b_64gpu": 64,
     "qwen3_4b_8gpu": 8,

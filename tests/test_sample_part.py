@@ -104,6 +104,19 @@ def test_a_micro_batch_without_its_part_is_refused(shape: str) -> None:
     run_world(world, _without_part, _run(world, parallel, documents))
 
 
+def test_equal_documents_have_equal_numbers_on_every_rank_and_other_documents_have_others() -> None:
+    """The number that ranks compare once a step; it is made with the part, and not again from all documents in each step."""
+    given = [[[16], [16]], [[8, 8], [16]], [[16], [8, 8]], [[8, 8], [8, 8]], [[7, 9], [16]], [[9, 7], [16]], [[16]]]
+    numbers = []
+    for lengths in given:
+        axes = [(Axis("u", (0, 1), u), Axis("r", (0, 1), r)) for u in range(2) for r in range(2)]
+        parts = [part_of(lengths, 16, *pair, torch.device("cpu")) for pair in axes]
+        one_rank = part_of(lengths, 16, Axis("u"), Axis("r"), torch.device("cpu"))
+        (number,) = {part.plan.documents for part in (*parts, one_rank) if part is not None}
+        numbers.append(number)
+    assert len(set(numbers)) == len(given)
+
+
 def _with_other_documents(rank: int, run: ResolvedRun) -> None:
     """The last rank's second micro-batch has other documents: each is at the place that another rank's has."""
     engine = engine_on(rank, run)

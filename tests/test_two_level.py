@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_world, start_program
+from harness import assert_nothing_is_left, run_world, start_program
 from torch import Tensor
 
 from benchmarks.hosts_net import NoHostsError, network_of
@@ -319,8 +319,7 @@ def _after_leaving(rank: int, under_way: bool) -> None:
             pending.wait()
         del pending
         gc.collect()  # the frames of the error
-    assert "memfd:megazero" not in Path("/proc/self/maps").read_text()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert_nothing_is_left(before)
     assert not [one for one in threading.enumerate() if one.name.startswith("lane")]
 
 

@@ -36,7 +36,7 @@ def _measure(engine: Engine, run: ResolvedRun) -> dict[str, Any]:
     owned = sum(bucket.owned.stop - bucket.owned.start for bucket in engine.sharded_model.parameters.buckets)
     for layout in layouts:
         padding = layout.padded_numel - layout.numel
-        assert padding < 16 * max(1, run.dp) or (layout.step > 16 and padding * 64 <= layout.numel)
+        assert padding < 16 * max(1, run.dp) or (layout.step > 16 and padding * 32 <= layout.numel)
     return {
         "bytes": engine.memory_bytes(),
         "stored": sum(layout.padded_numel for layout in layouts),

@@ -43,6 +43,7 @@ TOLERANCE = 1e-5  # of fp32 sums in another order
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 SCALE_POWER = 8  # far from overflow, and gradients are far from fp16's subnormal numbers
 PLACES = ("none", "cpu", "nvme")
+UNCLIPPED = {"grad_clip": 0.0}  # stages lay buckets out in other ways, by which the norm is rounded
 DTYPES = ("fp32", "bf16", "fp16")
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
@@ -82,7 +83,7 @@ def _assert_plain(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=1)
 def _plain() -> dict[str, Any]:
-    return train_plainly(run_of(1, model=TIED))
+    return train_plainly(run_of(1, model=TIED, optimizer=UNCLIPPED))
 
 
 @lru_cache(maxsize=16)
@@ -101,6 +102,7 @@ def _runs(shape: str, dtype: str, folder: Path) -> dict[tuple[int, str], dict[st
             parallel=parallel | {"dp": 2 if world == 8 else "auto"},
             zero={"stage": stage, "offload": _offload(stage, place, folder)},
             precision=_precision(dtype),
+            optimizer=UNCLIPPED,
             training={"accumulation": 2 if "pp" in parallel else 1},
         )
         for stage, place in cases
