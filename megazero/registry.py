@@ -124,7 +124,7 @@ def did_you_mean(names: Sequence[str], otherwise: str = "") -> str:
 def unknown_name(what: str, name: str, known: Collection[str]) -> ValueError:
     """Make the error for a name that is not among the known ones; `what` is named, as in "optimizer type"."""
     hint = did_you_mean(closest(name, known, n=2))
-    return ValueError(f"unknown {what} {name!r}: {hint}{' ' if hint else ''}There are {', '.join(sorted(known))}")
+    return ValueError(f"unknown {what} {name!r}: {f'{hint} There' if hint else 'there'} are {', '.join(sorted(known))}")
 
 
 def keywords_of(factory: Callable[..., Any], *, positional: int = 0) -> dict[str, Parameter]:

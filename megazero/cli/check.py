@@ -23,18 +23,32 @@ def check(
     device_gib: Annotated[
         float | None, typer.Option(min=0, help="Memory that a rank has, to be told whether the run fits.")
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Device of every rank, such as h200, to be told at which moment it is fullest.")
+    ] = None,
 ) -> None:
     """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
     from megazero.config import ConfigError, load_config
+    from megazero.plan.cluster import cluster_of, with_memory
     from megazero.tools.check import FILE_RULES, describe, not_here
 
     try:
-        run = load_config(config, overrides or [], world_size, rules=(callback_rule(), *FILE_RULES), is_plan=True)
+        run = load_config(
+            config, overrides or [], world_size, rules=(callback_rule(), *FILE_RULES), asks="--world-size"
+        )
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
-    device_bytes = None if device_gib is None else device_gib * 2**30
-    for subject, text in describe(run, min(nproc_per_node, run.world_size), device_bytes):
+    try:
+        cluster = None
+        if gpu is not None or device_gib is not None:
+            cluster = cluster_of(gpu or "h200", run.world_size, nproc_per_node)
+        if cluster is not None and device_gib is not None:
+            cluster = with_memory(cluster, device_gib, on_cuda=run.config.launch.device != "cpu")
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(EXIT_REFUSED) from None
+    for subject, text in describe(run, min(nproc_per_node, run.world_size), cluster):
         print(f"{subject:<9} {text}")
     condition = ", if what was not checked is there" if not_here(run.config) else ""
     print(f"{os.fspath(config)} can run on {run.world_size} ranks{condition}")

@@ -78,7 +78,7 @@ def load_config(
     world_size: int | None = None,
     varied: Collection[str] = (),
     rules: Sequence[Rule] = (),
-    is_plan: bool = False,
+    asks: str | None = None,
 ) -> ResolvedRun:
     """Read a run file, apply overrides, and resolve it for a number of ranks.
 
@@ -89,7 +89,7 @@ def load_config(
         world_size: number of ranks; None for the number that `launch.nproc_per_node` starts.
         varied: keys that take other values too, so that no key is refused for being without effect beside these.
         rules: further ones, which rooms above this one know.
-        is_plan: nothing is started, and a command asks for `world_size` as --world-size.
+        asks: nothing is started: the option by which a command asks for `world_size`.
 
     Raises:
         ConfigError: with everything that is wrong with the file, the overrides, and the two together.
@@ -113,14 +113,14 @@ def load_config(
         if world_size is None and problem.key in ("world_size", "parallel.dp"):
             *_, each = ranks_of_a_sample(config.parallel)
             whole = each * (1 if config.parallel.dp == "auto" else config.parallel.dp)
-            more = f"for more ranks say --world-size {whole}, or as many as there are" if is_plan else _LAUNCHERS
+            more = f"for more ranks say {asks} {whole}, or as many as there are" if asks else _LAUNCHERS
             is_large = each > _RANKS_OF_A_MACHINE
             hint = more if is_large and key == source else f"{hint}; {more}"
         problems.append(replace(problem, key=key, hint=hint))
     if problems:
         raise ConfigError(problems, str(path))
     run, wish = resolve(config, ranks, varied), config.launch.nproc_per_node
-    if is_plan or wish in (1, ranks):
+    if asks or wish in (1, ranks):
         return run
     idle = f"launch.nproc_per_node = {wish} has no effect where a launcher has started the ranks, {ranks} of them"
     return replace(run, notices=(*run.notices, idle))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -112,7 +112,13 @@ def chunks_of(config: RunConfig, kind: ScheduleKind) -> int:
 def schedule_of(run: ResolvedRun) -> Schedule:
     """What a run's pipeline does in a step, or a table of the user's own."""
     kind = kind_of(run.config)
-    return kind.build(run.config.parallel.pp, run.accumulation, chunks_of(run.config, kind))
+    build = kind.build if run.config.parallel.schedule_file else partial(_built, kind)
+    return build(run.config.parallel.pp, run.accumulation, chunks_of(run.config, kind))
+
+
+@lru_cache(maxsize=64)
+def _built(kind: ScheduleKind, pp: int, microbatches: int, chunks: int) -> Schedule:
+    return kind.build(pp, microbatches, chunks)
 
 
 def stages_of(config: RunConfig, count: int = 1, tp: int | None = None) -> list[GPTStage]:

@@ -5,8 +5,9 @@
     fake.operators                               Operator and Message, in order
     fake.live, fake.peak                         bytes of all storages that are referenced, now and at most
 
-A number that the program asks of a tensor is 0 where it is an integer and 1 where it is not.  The tensors are said to be on
-the CPU: torch without CUDA ends the process in the backward pass of others.  Memory within a kernel is not seen.
+A number that the program asks of a tensor is 0 where it is an integer and 1 where it is not, but for those that end a
+step.  The tensors are said to be on the CPU: torch without CUDA ends the process in the backward pass of others.  Memory
+within kernels is added by rules (`kernel_memory`).
 
 Source: torch's `FakeTensorMode` and the accounting of `torch.distributed._tools.mem_tracker`.
 """
@@ -14,16 +15,20 @@ Source: torch's `FakeTensorMode` and the accounting of `torch.distributed._tools
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from megazero.plan.kernel_memory import cpu_kernel_bytes
+
+_END_OF_STEP = (1.0, 1.0, 1.0, 0.0, 0.0)  # what `engine/step.py` sums over the ranks: a healthy step that goes on
 
 
 class Value(NamedTuple):
@@ -44,11 +49,12 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of torch: `aten.mm.default`.  Views are left out."""
+    """One operator of torch: `aten.mm.default`.  Views are left out.  `is_causal`: of attention."""
 
     name: str
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    is_causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,15 @@ Event: TypeAlias = Operator | Message
 class FakeTensors:
     """A context in which tensors hold nothing.
 
+    `kernel_bytes`: what an operator, called with these arguments, takes inside while it runs.
+
     Attributes:
         operators: what was called, if `records`; may be cleared at any time.
         live, peak: bytes of storages; `peak` may be set to `live`.
     """
 
-    def __init__(self, *, records: bool = False) -> None:
-        self.records = records
+    def __init__(self, *, records: bool = False, kernel_bytes: Callable[..., int] = cpu_kernel_bytes) -> None:
+        self.records, self.kernel_bytes = records, kernel_bytes
         self.operators: list[Event] = []
         self.live = self.peak = 0
         self._watch, self._stack = _Watch(self), ExitStack()
@@ -99,11 +107,21 @@ class FakeTensors:
             size, self._count = storage.nbytes(), self._count + 1
             self._storages[key] = self._count, size, weakref.ref(storage, lambda _: self._free(key))
             self.live += size
-            self.peak = max(self.peak, self.live)
+            self._note(self._count, size)
+            self._reach(self.live)
         return self._storages[key][0]
 
     def _free(self, key: int) -> None:
-        self.live -= self._storages.pop(key)[1]
+        number, size, _ = self._storages.pop(key)
+        self.live -= size
+        self._note(-number, size)
+
+    def _reach(self, in_use: int) -> None:
+        """So many bytes are in use at once, those within a kernel included."""
+        self.peak = max(self.peak, in_use)
+
+    def _note(self, number: int, size: int) -> None:
+        """A storage has come, or gone where its number is negative."""
 
 
 class _Watch(TorchDispatchMode):
@@ -114,23 +132,54 @@ class _Watch(TorchDispatchMode):
         self._owner = owner
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked more often than all operators together
+            return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:
             return _number_of(args[0])
+        if func is torch.ops.aten._fused_sdp_choice.default:
+            return _choice_of_attention(args, kwargs or {})
         result = func(*args, **(kwargs or {}))
+        inside = self._owner.kernel_bytes(func, args, kwargs)
         outputs = [self._owner.value(one) for one in _tensors(result)]
+        self._owner._reach(self._owner.live + inside)
         if self._owner.records:
             inputs = [self._owner.value(one) for one in _tensors((args, kwargs))]
             known = {one.storage for one in inputs}
             if func._schema.is_mutable or not all(one.storage in known for one in outputs):
-                self._owner.operators.append(Operator(str(func), tuple(inputs), tuple(outputs)))
+                is_causal = _is_causal(func, args, kwargs)
+                self._owner.operators.append(Operator(str(func), tuple(inputs), tuple(outputs), is_causal))
         return result
 
 
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
+    """What an operator was given as `is_causal`."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == "is_causal":
+            return bool(args[at] if at < len(args) else (kwargs or {}).get("is_causal", False))
+    return False
+
+
 def _tensors(values: Any) -> Iterator[Tensor]:
-    return (one for one in tree_iter(values) if isinstance(one, Tensor) and one.device.type != "meta")
+    return (one for one in tree_iter(values) if isinstance(one, Tensor) and not _is_meta(one))
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device  # the former costs no dispatch
+    return bool(device.type == "meta")
+
+
+def _choice_of_attention(args: Any, kwargs: Any) -> Any:
+    """Torch's choice for real tensors like these, but short: of tensors that hold nothing it takes the plain formula."""
+    with unset_fake_temporarily():
+        short = [torch.empty(*one.shape[:-2], 2, one.shape[-1], dtype=one.dtype) for one in args[:3]]
+        mask = None if len(args) < 4 or args[3] is None else torch.empty(2, 2, dtype=args[3].dtype)
+        every: list[Any] = [short[0].requires_grad_(args[0].requires_grad), *short[1:], mask, *args[4:]]
+        return torch._fused_sdp_choice(*every, **kwargs)
 
 
 def _number_of(x: Tensor) -> int | float | bool:
     if x.dtype is torch.bool:
         return False
+    if x.dtype is torch.float64 and x.untyped_storage().nbytes() == 8 * len(_END_OF_STEP):
+        return _END_OF_STEP[int(x.storage_offset())]
     return 1.0 if x.dtype.is_floating_point else 0

@@ -35,13 +35,16 @@ from megazero.plan.activations import (
     size_text,
     stages_of,
 )
+from megazero.plan.cluster import Cluster
+from megazero.plan.memory import ACTIVATIONS, memory_of
+from megazero.plan.quick_memory import with_decided_offload
 from megazero.plan.state_bytes import formula_of
 from megazero.schedules.action import Schedule
 from megazero.schedules.proof import ScheduleError, peak_activations, program, simulate
 from megazero.schedules.table import read_schedule
 from megazero.settings import Problem
 from megazero.tools.context_report import describe_context
-from megazero.tools.out_of_memory import advise, state_bytes
+from megazero.tools.out_of_memory import advise
 
 
 def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -138,12 +141,12 @@ def _open(config: RunConfig, sources: list[tuple[str, float]], validation_fracti
     return open_sources(config, sources, validation_fraction, lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def describe(run: ResolvedRun, ranks_per_node: int, device_bytes: float | None = None) -> Iterator[tuple[str, str]]:
+def describe(run: ResolvedRun, ranks_per_node: int, cluster: Cluster | None = None) -> Iterator[tuple[str, str]]:
     """Say what a run that has no problems is: (subject, text) of each line.
 
     Args:
         ranks_per_node: neighbouring ranks that share a machine.
-        device_bytes: memory that a rank has; None where it is not known.
+        cluster: where the run is to fit; None where that is not known.
     """
     config, training, kind = run.config, run.config.training, kind_of(run.config)
     schedule = kind.build(config.parallel.pp, run.accumulation, chunks_of(config, kind))
@@ -159,7 +162,9 @@ def describe(run: ResolvedRun, ranks_per_node: int, device_bytes: float | None =
     yield "schedule", _pipeline(schedule)
     yield "rate", _rate(config)
     yield from (("memory", line) for line in _memory(run, elements))
-    yield from (("memory", line) for line in _activations(run, schedule, elements, device_bytes))
+    yield from (("memory", line) for line in _activations(run, schedule))
+    if cluster is not None:
+        yield "plan", _plan(run, cluster, elements)
     corpus = (
         None if not_here(config) else _open(config, [(source.path, source.weight) for source in config.data.sources])
     )
@@ -202,10 +207,8 @@ def _rate(config: RunConfig) -> str:
     return f"{config.optimizer.name}, {shape.name}: {rates}"
 
 
-def _activations(
-    run: ResolvedRun, schedule: Schedule, elements: list[int], device_bytes: float | None
-) -> Iterator[str]:
-    """What each pipeline rank keeps for its backward passes, the fullest named, and whether it has the memory."""
+def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
+    """What each pipeline rank keeps for its backward passes, the fullest named."""
     on_cuda = run.config.launch.device != "cpu"  # "auto" may take it; a run says at its start what it has taken
     try:
         ranks = activations_of_ranks(run, schedule, on_cuda=on_cuda)
@@ -218,19 +221,27 @@ def _activations(
         most = ", the fullest" if len(ranks) > 1 and one is fullest else ""
         again = f"; {one.again:.1%} more to compute" if one.again else ""
         yield f"{where} keeps for its backward passes{' on CUDA' if on_cuda else ''} at most {one}{again}{most}"
-    if device_bytes is None:
-        return
-    needed, rank = max(
-        (state_bytes(run, count) + one.device, one.rank) for count, one in zip(elements, ranks, strict=True)
+
+
+def _plan(run: ResolvedRun, cluster: Cluster, elements: list[int]) -> str:
+    """What the fullest rank needs at its fullest moment, by kind, and whether its device has it."""
+    run = with_decided_offload(run, cluster)
+    fullest = max(memory_of(run, cluster), key=lambda one: one.peak)
+    of = f"pipeline rank {fullest.stage}" if run.config.parallel.pp > 1 else "a rank"
+    ordered = sorted(fullest.kinds.items(), key=lambda one: -one[1])
+    kinds = ", ".join(f"{size_text(count)} {kind.replace('_', ' ')}" for kind, count in ordered if count >= 2**20)
+    has = cluster.device.memory_bytes
+    text = (
+        f"{size_text(fullest.peak)} at most on {of}, in the {fullest.moment}: {kinds}; of the {size_text(has)} of "
+        f"{cluster.device.name}"
     )
-    of = f"pipeline rank {rank}" if len(ranks) > 1 else "a rank"
-    text = f"{size_text(needed)} of state and of what {of} keeps, of {size_text(device_bytes)}"
-    if needed <= device_bytes:
-        yield f"{text}: fits, if {size_text(device_bytes - needed)} are enough for buffers and for what layers compute with"
-        return
-    kept, device = ranks[rank].device, torch.device("cuda" if on_cuda else "cpu")
-    advice = advise(run, elements[rank], needed - device_bytes, working=kept, rank=rank, device=device)
-    yield f"{text}: does not fit; {advice}"
+    if fullest.peak <= has:
+        return f"{text}: fits, {size_text(has - fullest.peak)} are left"
+    device = torch.device("cpu" if cluster.processors else "cuda")
+    kept = fullest.kinds.get(ACTIVATIONS, 0)
+    missing = fullest.peak - has
+    advice = advise(run, elements[fullest.stage], missing, working=kept, rank=fullest.stage, device=device)
+    return f"{text}: does not fit; {advice}"
 
 
 def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:

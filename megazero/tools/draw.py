@@ -17,10 +17,10 @@ from statistics import median
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+from megazero.plan.svg import MARGIN, document, legend, rect, text, ticks
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.proof import Costs, ScheduleError, Timeline, peak_activations, simulate
 from megazero.schedules.registry import SCHEDULES
-from megazero.tools.svg import MARGIN, document, legend, rect, text, ticks
 
 MIN_WIDTH = 40
 _FILL = {ActionKind.FORWARD: "-", ActionKind.BACKWARD: "=", ActionKind.WEIGHT: "~"}

@@ -19,6 +19,7 @@ from megazero.training.callbacks.garbage_collection import GarbageCollection
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, SkipSteps
 from megazero.training.callbacks.metrics import METRICS_FILE, MetricsFile
 from megazero.training.callbacks.pipeline_trace import PipelineTrace
+from megazero.training.callbacks.plan_check import PlanCheck
 from megazero.training.callbacks.progress import ProgressLine
 from megazero.training.callbacks.stragglers import Stragglers
 from megazero.training.callbacks.tensorboard import TensorBoard
@@ -121,6 +122,7 @@ def callbacks_of(
         Evaluation(context, [*metrics, checkpointing], watchdog),
         *registered,
         *writers,
+        *([PlanCheck(run, run_dir, engine.state.device, say)] if is_first else []),
         GarbageCollection(),
         checkpointing,
     ]

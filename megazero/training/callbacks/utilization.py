@@ -7,7 +7,6 @@ What is computed a second time, such as the logits of a chunked head, is not cou
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 import torch
@@ -16,30 +15,9 @@ from megazero.config import ResolvedRun
 from megazero.data.sampler import SampleStream
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
+from megazero.plan.cluster import known_peak_flops
 from megazero.training.callbacks.base import Callback
 from megazero.training.record import StepRecord
-
-# Dense peak of the matrix units in bf16 and fp16, from the makers' data sheets (what is given "with sparsity" halved), by
-# words of torch.cuda.get_device_name(); the first entry counts whose words are all in the name.
-_HALF_PRECISION_PEAKS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A40": 150e12,
-    "A10": 125e12,
-    "MI300X": 1307e12,
-}
 
 
 class Utilization(Callback):
@@ -72,14 +50,6 @@ def model_flops_per_token(model: ModelConfig, lengths: Collection[int] | None = 
     if model.ffn_hidden_size is None:
         raise ValueError("model.ffn_hidden_size is not resolved; count the FLOPs of a resolved config")
     return FAMILIES[model.family].flops_per_token(model, lengths)
-
-
-def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Dense FLOP/s of a device, by its name; None for one that is not known, and for fp32."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return None
-    words = set(re.findall(r"\w+", device_name))
-    return next((peak for name, peak in _HALF_PRECISION_PEAKS.items() if words.issuperset(name.split())), None)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, given: float | None) -> float | None:

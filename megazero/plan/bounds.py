@@ -1,0 +1,116 @@
+"""What any choice needs at least, by arithmetic: so that most choices are never traced.
+
+    memory >= state of the mean rank            the fullest pipeline rank has no less than the mean
+    time   >= products at the best share + half of a pipeline's filling
+    guess     the same with the whole filling, tensor-parallel messages and stage 3's gathers: the order of looking
+
+A bound only leaves out what cannot win; a guess decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megazero.config import ResolvedRun, RunConfig
+from megazero.models.registry import FAMILIES
+from megazero.plan.activations import elements_in, stages_of
+from megazero.plan.choices import Choice
+from megazero.plan.cluster import Cluster
+from megazero.plan.state_bytes import StateFormula, formula_of
+from megazero.schedules.registry import SCHEDULES
+from megazero.zero.bucket import DTYPES
+
+_RECOMPUTED = 1.25  # of a guess: what does not fit computes much again
+_FILLS = {"zb-h1": 1 / 3, "zbv": 1 / 6}  # of 1F1B's idle time, where all passes take as long
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """For one model on one cluster.
+
+    Args:
+        parameters: of the whole model.
+        flops: of the model, for a step.
+        forward_share: of these, by what recomputation adds at most: the layers' forward.
+        formula: of state, for stage 0 on one rank.
+        itemsize: bytes of an activation.
+    """
+
+    config: RunConfig
+    cluster: Cluster
+    samples: int
+    parameters: int
+    flops: float
+    formula: StateFormula
+    itemsize: int
+
+    def state_bytes(self, choice: Choice) -> float:
+        """Model state on the device of the mean rank."""
+        offloads = choice.relief.offload in ("optimizer", "both") and self.config.zero.offload.ratio == 1.0
+        shards = choice.shard_group or self._dp(choice) * choice.cp
+        formula = replace(self.formula, stage=choice.zero_stage, shards=shards)
+        return formula.device_bytes(self.parameters // (choice.tp * choice.pp), offloads=offloads)
+
+    def seconds(self, choice: Choice) -> float:
+        """No step of a choice is shorter."""
+        return self._products() * (1 + self._filling(choice) / 2)
+
+    def guess(self, choice: Choice) -> float:
+        """About what a step takes."""
+        within, between = self.cluster.within, self.cluster.between
+        model, ranks_of_dp = self.config.model, self._dp(choice)
+        tokens = self.samples * model.seq_len / (ranks_of_dp * choice.cp)
+        exchanged = 8 * tokens * model.hidden_size * self.itemsize * (choice.tp - 1) / choice.tp
+        layers = model.num_layers / choice.pp
+        weights = self.parameters * self.itemsize / (choice.tp * choice.pp)
+        gathers = 2 * self._count(choice) if choice.zero_stage == 3 and choice.gather_policy == "action" else 1
+        reduces = self._count(choice) if choice.zero_stage >= 2 else 1
+        link = within if choice.shard_group else between
+        sent = weights * (gathers + 2 * reduces) * (ranks_of_dp > 1)
+        compute = self._products() * (1 + self._filling(choice)) * (1 + 0.02 * choice.zero_stage)
+        compute *= 1.03 if choice.schedule in _FILLS else 1.0  # passes in two halves
+        if self.state_bytes(choice) + self._kept(choice) > self.cluster.device.memory_bytes:
+            compute *= _RECOMPUTED
+        return max(compute, sent / link.rate()) + 0.2 * sent / link.rate() + layers * exchanged / within.rate()
+
+    def _kept(self, choice: Choice) -> float:
+        """About what the first pipeline rank keeps: all layers of one micro-batch (Korthikanti et al. 2022: 34 sbh)."""
+        model = self.config.model
+        return 34 * choice.micro_batch * model.seq_len * model.hidden_size * model.num_layers / (choice.tp * choice.cp)
+
+    def _dp(self, choice: Choice) -> int:
+        return self.cluster.ranks // (choice.tp * choice.cp * choice.pp)
+
+    def _count(self, choice: Choice) -> float:
+        """Micro-batches of a step."""
+        return max(1.0, self.samples / (self._dp(choice) * choice.micro_batch))
+
+    def _products(self) -> float:
+        device = self.cluster.device
+        share = 1.0
+        if device.calibration is None:
+            share = max(device.product_share, device.attention_share, device.attention_backward_share)
+        return self.flops / (self.cluster.ranks * device.peak_flops[self.config.precision.dtype] * share)
+
+    def _filling(self, choice: Choice) -> float:
+        """Idle time of a pipeline as a share of its work: none that is sure where the backward is split."""
+        if choice.schedule in _FILLS:
+            return 0.0
+        chunks = SCHEDULES[choice.schedule].chunks or choice.virtual_stages
+        return (choice.pp - 1) / (self._count(choice) * chunks)
+
+
+def bounds_of(run: ResolvedRun, cluster: Cluster) -> Bounds:
+    """Of a run on one rank, whose global batch is that of all choices."""
+    config = run.config
+    (whole,) = map(elements_in, stages_of(config, tp=1))
+    per_token = FAMILIES[config.model.family].flops_per_token(config.model, None)
+    return Bounds(
+        config=config,
+        cluster=cluster,
+        samples=run.global_batch_size,
+        parameters=whole,
+        flops=per_token * run.global_batch_size * config.model.seq_len,
+        formula=formula_of(run, 1),
+        itemsize=DTYPES[config.precision.dtype].itemsize,
+    )

@@ -1,0 +1,323 @@
+"""Measuring this machine for plans: operators as the project's own steps call them, then collectives.
+
+    sizes        a layer, the ends and the optimizer of small Llamas and GPT-2s, whole and cut as tp cuts them
+    alone        one process: every operator of a step is timed, then the step: the rest is the host's, per operator
+    crowded      the same on every processor at once
+    collectives  2, 4 and 8 ranks that do nothing else
+
+Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import product
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.engine import Engine, initialize
+from megazero.models.gpt import MicroBatch
+from megazero.parallel_state import ParallelState, RankGrid
+from megazero.plan.activations import elements_in, stages_of
+from megazero.plan.calibrate_collectives import collective_samples
+from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
+from megazero.plan.devices import Device, Link
+from megazero.plan.fake_tensors import Operator, Value
+from megazero.plan.operator_times import DTYPE_NAMES, attention_flops, moved_bytes, product_of
+
+_LR, _STEPS, _TIMEOUT = 1e-4, 5, timedelta(seconds=300)
+_OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
+
+
+@dataclass
+class _Record:
+    """Times by what was done."""
+
+    products: dict[tuple[str, int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    operators: dict[tuple[str, float], list[float]] = field(default_factory=lambda: defaultdict(list))
+    optimizer: list[tuple[float, float]] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+
+
+class _Alone(ParallelState):
+    """The state of a run of one rank, beside others."""
+
+    def _started(self) -> int:
+        return 1
+
+
+class _Timed(TorchDispatchMode):
+    """Times every operator that is no view."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        super().__init__()
+        self._synchronize = synchronize
+        self.found: list[tuple[Operator, float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._synchronize()
+        begin = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        self._synchronize()
+        seconds = time.perf_counter() - begin
+        if not func.is_view:
+            inputs, outputs = (tuple(_values(one)) for one in ((args, kwargs), result))
+            causal = "attention" in str(func) and any(one is True for one in tree_iter((args, kwargs)))
+            self.found.append((Operator(str(func), inputs, outputs, causal), seconds))
+        return result
+
+
+def _values(found: Any) -> Iterator[Value]:
+    return (Value(0, tuple(one.shape), one.dtype) for one in tree_iter(found) if isinstance(one, torch.Tensor))
+
+
+def sizes(*, quick: bool) -> list[ResolvedRun]:
+    """Runs of one rank, whose layers are those of ranks that share a model, too."""
+    hidden, cuts, tokens = ((256,), (1, 2), (128, 512)) if quick else ((128, 256, 512), (1, 2, 4), (64, 128, 256, 512))
+    found = []
+    for family, width, cut, count in product(("llama", "gpt2"), hidden, cuts, tokens):
+        if family == "gpt2" and (cut > 1 or width > 256):
+            continue
+        found.append(_run(family, width, cut, count))
+    return found
+
+
+def _run(family: str, hidden: int, cut: int, tokens: int) -> ResolvedRun:
+    """One with a part of the heads, of the MLP and of the vocabulary."""
+    ffn = (4 * hidden if family == "gpt2" else -(-8 * hidden // (3 * 256)) * 256) // cut
+    model: dict[str, Any] = {"family": family, "hidden_size": hidden, "num_layers": 2, "ffn_hidden_size": ffn}
+    model |= {"num_heads": max(1, hidden // 64 // cut), "vocab_size": 512 // cut, "seq_len": min(128, tokens)}
+    if family == "llama":
+        model["head_dim"] = 64
+    samples = max(1, tokens // 128)
+    document = {
+        "model": model,
+        "precision": {"dtype": "fp32"},
+        "zero": {"stage": 0},
+        "training": {"micro_batch_size": samples, "accumulation": 2, "compile": False},
+    }
+    return resolve(RunConfig.model_validate(document), 1)
+
+
+def _measure(runs: list[ResolvedRun], meet: Callable[[], None]) -> _Record:
+    """Times of the operators of these runs' steps; `meet` waits for the other processes."""
+    record, device = _Record(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    for run in runs:
+        engine = initialize(run.config, _Alone(RankGrid(), device=device))
+        batches = _batches(run, device)
+        engine.train_step(batches, _LR)
+        meet()
+        whole = median(_seconds(engine, batches, synchronize) for _ in range(_STEPS))
+        timed: list[list[tuple[Operator, float]]] = []
+        for _ in range(_STEPS):
+            with _Timed(synchronize) as mode:
+                engine.train_step(batches, _LR)
+            timed.append(mode.found)
+        _keep(record, run, timed, whole)
+        del engine
+        gc.collect()
+    return record
+
+
+def _nothing() -> None:
+    """A CPU has done what was called."""
+
+
+def _batches(run: ResolvedRun, device: torch.device) -> list[MicroBatch]:
+    model, found = run.config.model, []
+    for at in range(run.accumulation):
+        generator = torch.Generator().manual_seed(at)
+        shape = (model.seq_len + 1, run.micro_batch_size)
+        tokens = torch.randint(0, model.vocab_size, shape, generator=generator).to(device)
+        ids = torch.arange(run.micro_batch_size, device=device)
+        found.append(MicroBatch(ids, tokens[:-1].contiguous(), tokens[1:].contiguous(), None))
+    return found
+
+
+def _seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    engine.train_step(batches, _LR)
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def _keep(record: _Record, run: ResolvedRun, timed: list[list[tuple[Operator, float]]], whole: float) -> None:
+    """Medians over the steps, operator by operator; all steps call the same."""
+    medians = [(same[0][0], median(seconds for _, seconds in same)) for same in zip(*timed, strict=True)]
+    own, stepped, count = 0.0, 0.0, 0
+    for operator, seconds in medians:
+        own, count = own + seconds, count + 1
+        if operator.name.startswith(_OPTIMIZER):
+            stepped += seconds
+        elif (shape := product_of(operator)) is not None:
+            key = (DTYPE_NAMES.get(shape.dtype, "fp32"), shape.m, shape.n, shape.k)
+            record.products[key].append(seconds / shape.count)
+        else:
+            size = attention_flops(operator) or moved_bytes(operator)
+            record.operators[operator.name, size].append(seconds)
+    elements = sum(map(elements_in, stages_of(run.config)))
+    record.optimizer.append((float(elements), stepped))
+    record.host.append(max(0.0, whole - own) / count)
+
+
+def _table(record: _Record) -> OperatorTable:
+    by_name: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (name, size), seconds in record.operators.items():
+        if size:
+            by_name[name].append((size, median(seconds)))
+    by_name["optimizer"] = record.optimizer
+    products = tuple(Product(*key, median(seconds)) for key, seconds in sorted(record.products.items()))
+    return OperatorTable(products, {name: _samples(found) for name, found in by_name.items()}, median(record.host))
+
+
+def _samples(found: list[tuple[float, float]]) -> Samples:
+    """By size; several of one size are their median."""
+    by_size: dict[float, list[float]] = defaultdict(list)
+    for size, seconds in found:
+        by_size[size].append(seconds)
+    return tuple(sorted((size, median(seconds)) for size, seconds in by_size.items()))
+
+
+def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Calibration:
+    """Measure this machine: its one GPU if it has one, else its processors."""
+    on_gpu, begin = torch.cuda.is_available(), time.perf_counter()
+    processors = 0 if on_gpu else len(os.sched_getaffinity(0))
+    runs = sizes(quick=quick)
+    say(f"{len(runs)} small models in one process")
+    alone = _table(in_processes(1, _measured, runs)[0])
+    crowded, collectives = alone, dict[str, Samples]()
+    if processors > 1:
+        say(f"the same in {processors} processes")
+        crowded = _mean([_table(one) for one in in_processes(processors, _measured, runs)])
+    if processors:
+        for ranks in (2, 4) if quick else (2, 4, 8):
+            say(f"collectives of {ranks} ranks")
+            collectives |= in_processes(ranks, collective_samples)[0]
+    device, within = _device(alone, on_gpu=on_gpu), _link_of(collectives)
+    say(f"{time.perf_counter() - begin:.0f} s")
+    conditions = f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    bare = Calibration(
+        Device(**{**vars(device), "link": within}), processors, within, {}, alone, crowded, collectives, conditions
+    )
+    return with_itself(bare)
+
+
+def _measured(rank: int, runs: list[ResolvedRun]) -> _Record:
+    return _plain(_measure(runs, dist.barrier if dist.is_initialized() else _nothing))
+
+
+def _plain(record: _Record) -> _Record:
+    """Without what cannot be sent."""
+    return _Record(dict(record.products), dict(record.operators), record.optimizer, record.host)
+
+
+def _mean(tables: list[OperatorTable]) -> OperatorTable:
+    """Of tables of the same sizes."""
+    products = tuple(
+        Product(one.dtype, one.m, one.n, one.k, sum(each.seconds for each in same) / len(same))
+        for same in zip(*(table.products for table in tables), strict=True)
+        for one in same[:1]
+    )
+    operators: dict[str, Samples] = {}
+    for name in tables[0].operators:
+        same = zip(*(table.operators[name] for table in tables), strict=True)
+        operators[name] = tuple((one[0][0], sum(seconds for _, seconds in one) / len(one)) for one in same)
+    return OperatorTable(products, operators, sum(table.host_seconds for table in tables) / len(tables))
+
+
+def _device(table: OperatorTable, *, on_gpu: bool) -> Device:
+    """What was measured as a device: the fastest product, and the fastest copy."""
+    fastest: dict[str, float] = {}
+    for one in table.products:
+        fastest[one.dtype] = max(fastest.get(one.dtype, 0.0), 2.0 * one.m * one.n * one.k / one.seconds)
+    peaks = {dtype: fastest.get(dtype, max(fastest.values())) for dtype in ("bf16", "fp16", "fp32")}
+    copies = [size / seconds for name in table.operators if "add" in name for size, seconds in table.operators[name]]
+    name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        name, memory = properties.name, properties.total_memory
+    return Device(name, memory, peaks, max(copies, default=1e10), max(copies, default=1e10), Link("none", 1e10, 1e-5))
+
+
+def _link_of(collectives: Mapping[str, Samples]) -> Link:
+    """Messages between two ranks as a link."""
+    samples = collectives.get("send_recv 2")
+    if not samples:
+        return Link("one device", 1e10, 1e-5)
+    (_, first), (size, last) = samples[0], samples[-1]
+    return Link("this machine", size / last, first)
+
+
+def in_processes(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`work(rank, *arguments)` in so many forked processes that share a gloo group; the answers in rank order.
+
+    Raises: RuntimeError: one has failed.
+    """
+    context = mp.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        store, pipes, processes = str(Path(folder) / "store"), [], []
+        for rank in range(count):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_main, args=(rank, count, store, work, arguments, there), daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        answers = []
+        for rank, pipe in enumerate(pipes):
+            try:
+                is_done, answer = pipe.recv()
+            except EOFError:
+                is_done, answer = False, "it died"
+            if not is_done:
+                for process in processes:
+                    process.kill()
+                raise RuntimeError(f"process {rank} of {count}: {answer}")
+            answers.append(answer)
+        for process in processes:
+            process.join()
+    return answers
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent was killed: it would disturb whoever measures next."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _main(
+    rank: int, count: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...], out: Connection
+) -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try:
+        torch.set_num_threads(1)
+        if count > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=_TIMEOUT
+            )
+            dist.barrier()
+        out.send((True, work(rank, *arguments)))
+    except BaseException as error:  # the parent raises
+        out.send((False, f"{type(error).__name__}: {error}"))
+    finally:
+        out.close()
+        os._exit(0)  # gloo's threads may still wait for peers

@@ -1,0 +1,93 @@
+"""Times of collectives among ranks of one host that do nothing else, by what each rank sends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megazero.comm.collectives import all_gather, all_reduce, all_to_all, exchange, reduce_scatter, ring_shift
+from megazero.parallel_state import Axis, ParallelState, RankGrid
+from megazero.plan.calibration import Samples
+
+_SIZES = (64, 16_384, 131_072, 524_288, 2_097_152, 8_388_608)  # bytes of the whole buffer
+_ROUNDS, _CALLS = 5, 8
+
+
+def collective_samples(rank: int) -> dict[str, Samples]:
+    """ "all_reduce 4" and so on, for the ranks of the default process group."""
+    world = dist.get_world_size()
+    state = ParallelState(RankGrid(dp=world), rank, neighbours=world)
+    found = {}
+    for name, make in _CALLS_OF.items():
+        samples = []
+        for size in _SIZES:
+            call, sent = make(size // 4 // world * world or world, state.dp)
+            samples.append((float(sent), _seconds(call)))
+        found[f"{name} {world}"] = tuple(samples)
+    if world == 2:
+        found["send_recv 2"] = tuple((float(size), _seconds(_message(size // 4, state.dp))) for size in _SIZES)
+    return found
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    """Of one call, where one follows the other; the median round."""
+    call()
+    rounds = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        rounds.append((time.perf_counter() - begin) / _CALLS)
+    return median(rounds)
+
+
+def _reduced(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
+    x = torch.zeros(count)
+    return lambda: all_reduce(x, axis).wait(), 2 * 4 * count * (axis.size - 1) // axis.size
+
+
+def _gathered(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
+    whole, shard = torch.zeros(count), torch.zeros(count // axis.size)
+    return lambda: all_gather(whole, shard, axis).wait(), 4 * count * (axis.size - 1) // axis.size
+
+
+def _scattered(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
+    whole, shard = torch.zeros(count), torch.zeros(count // axis.size)
+    return lambda: reduce_scatter(shard, whole, axis).wait(), 4 * count * (axis.size - 1) // axis.size
+
+
+def _exchanged(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
+    x, out = (torch.zeros(axis.size, count // axis.size) for _ in range(2))
+    return lambda: all_to_all(out, x, axis).wait(), 4 * count * (axis.size - 1) // axis.size
+
+
+def _shifted(count: int, axis: Axis) -> tuple[Callable[[], None], int]:
+    x, out = torch.zeros(count), torch.zeros(count)
+    return lambda: ring_shift(out, x, axis).wait(), 4 * count
+
+
+_CALLS_OF: dict[str, Callable[[int, Axis], tuple[Callable[[], None], int]]] = {
+    "all_reduce": _reduced,
+    "all_gather": _gathered,
+    "reduce_scatter": _scattered,
+    "all_to_all": _exchanged,
+    "ring_shift": _shifted,
+}
+
+
+def _message(count: int, axis: Axis) -> Callable[[], None]:
+    """To the other rank and back again: half of it is a message."""
+    x, out = torch.zeros(count), torch.zeros(count)
+    peer = axis.ranks[1 - axis.index]
+
+    def wait(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
+        for pending in exchange(sends, receives, axis):
+            pending.wait()
+
+    return lambda: wait([(x, peer)], [(out, peer)])  # both directions at once, as neighbours of a pipeline have

@@ -1,0 +1,229 @@
+"""What `megazero calibrate` measured on a machine, as a value and as a file.
+
+    products     (dtype, m, n, k) -> seconds      nearest measured sizes; an exact hit is what was measured
+    operators    name -> (bytes, seconds)...      straight lines between measured sizes, in logarithms
+    collectives  (operation, ranks) -> (bytes, seconds)...
+
+Ranks that share processors slow each other down: `crowded` was measured with a process on every processor, `alone` with one.
+The file is JSON with its own checksum, written beside and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from math import exp, inf, log
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from megazero.plan.devices import Device, Link
+
+VERSION = 1
+_NEAREST = 4  # measured products that stand for one that was not
+
+Samples: TypeAlias = tuple[tuple[float, float], ...]
+"""(size, seconds), by size."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A measured matrix product [m, k] x [k, n]."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class OperatorTable:
+    """Times of operators.
+
+    Args:
+        products: measured.
+        operators: samples by operator, as torch names it; sizes are bytes read and written, of attention FLOPs.
+        host_seconds: of an operator, beside its own time: Python, autograd, dispatch.
+    """
+
+    products: tuple[Product, ...]
+    operators: Mapping[str, Samples]
+    host_seconds: float
+
+    @cached_property
+    def _by_dtype(self) -> dict[str, list[Product]]:
+        found: dict[str, list[Product]] = {}
+        for one in self.products:
+            found.setdefault(one.dtype, []).append(one)
+        return found
+
+    def product(self, dtype: str, m: int, n: int, k: int) -> float | None:
+        """Seconds of a product; None where none of its dtype was measured."""
+        known = self._by_dtype.get(dtype)
+        if not known:
+            return None
+
+        def distance(one: Product) -> float:
+            return abs(log(m / one.m)) + abs(log(n / one.n)) + abs(log(k / one.k))
+
+        near = sorted(known, key=distance)[:_NEAREST]
+        if distance(near[0]) < 1e-9:
+            return near[0].seconds
+        weights = [distance(one) ** -2 for one in near]
+        rates = [log(one.m * one.n * one.k / one.seconds) for one in near]
+        rate = exp(sum(w * r for w, r in zip(weights, rates, strict=True)) / sum(weights))
+        return m * n * k / rate
+
+    def operator(self, name: str, size: float) -> float | None:
+        """Seconds of an operator on so much; None where it was not measured."""
+        samples = self.operators.get(name)
+        return None if samples is None else interpolated(samples, size)
+
+
+def interpolated(samples: Samples, size: float) -> float:
+    """Seconds of a size: between its neighbours in logarithms, beyond the largest in proportion, below the least alike."""
+    sizes = [at for at, _ in samples]
+    if size <= sizes[0]:
+        return samples[0][1]
+    if size >= sizes[-1]:
+        return samples[-1][1] * size / sizes[-1]
+    index = bisect_left(sizes, size)
+    (low, before), (high, after) = samples[index - 1], samples[index]
+    share = log(size / low) / log(high / low)
+    return exp(log(before) * (1 - share) + log(after) * share)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Everything that was measured.
+
+    Args:
+        device: the machine as a device, with this calibration in it.
+        processors: cores that the ranks of a node share; 0 for devices of their own.
+        within: between ranks of one node.
+        between: networks that were measured, by the names of `--network`.
+        alone, crowded: see above; equal where nothing is shared.
+        collectives: seconds by operation and ranks of one host: "all_reduce 4".
+        conditions: what was measured where, for people.
+    """
+
+    device: Device
+    processors: int
+    within: Link
+    between: Mapping[str, Link]
+    alone: OperatorTable
+    crowded: OperatorTable
+    collectives: Mapping[str, Samples] = field(default_factory=dict)
+    conditions: str = ""
+
+    def table(self, busy: int) -> OperatorTable:
+        """The table for so many ranks that compute at once on a node."""
+        return self.crowded if busy > 1 else self.alone
+
+    def collective(self, operation: str, ranks: int, size: float) -> float | None:
+        """Seconds of a collective of ranks of one host; of the next measured number of ranks, in proportion."""
+        known = sorted(int(key.split()[1]) for key in self.collectives if key.split()[0] == operation)
+        if not known:
+            return None
+        nearest = min(known, key=lambda count: abs(log(count / ranks)))
+        return interpolated(self.collectives[f"{operation} {nearest}"], size) * ranks / nearest
+
+
+def _table_of(value: Mapping[str, Any]) -> OperatorTable:
+    products = tuple(Product(*one) for one in value["products"])
+    return OperatorTable(products, _samples_of(value["operators"]), value["host_seconds"])
+
+
+def _samples_of(value: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Samples]:
+    return {name: tuple((float(size), float(seconds)) for size, seconds in samples) for name, samples in value.items()}
+
+
+def _plain(table: OperatorTable) -> dict[str, Any]:
+    return {
+        "products": [[one.dtype, one.m, one.n, one.k, one.seconds] for one in table.products],
+        "operators": table.operators,
+        "host_seconds": table.host_seconds,
+    }
+
+
+def read_calibration(path: Path) -> Calibration:
+    """A file of `write_calibration`.
+
+    Raises:
+        ValueError: it is something else; the text says what to do.
+        OSError: it cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        if found["version"] != VERSION:
+            raise ValueError(f"it has version {found['version']}, this program reads {VERSION}")
+        if found.pop("sha256", None) not in (None, _checksum(found)):  # files of before have none
+            raise ValueError("it was damaged or changed: its checksum is another")
+        _check_numbers(found)
+        alone, crowded = _table_of(found["alone"]), _table_of(found["crowded"])
+        values = dict(found["device"])
+        within = Link(**found["within"])
+        between = {name: Link(**link) for name, link in found["between"].items()}
+        collectives, conditions = _samples_of(found["collectives"]), str(found["conditions"])
+        device = Device(**values, link=within)
+        bare = Calibration(device, found["processors"], within, between, alone, crowded, collectives, conditions)
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(
+            f"{path} is no calibration ({why}); write one with: megazero calibrate --out {path}"
+        ) from error
+    return with_itself(bare)
+
+
+def with_itself(bare: Calibration) -> Calibration:
+    """The calibration whose device knows it."""
+    device = Device(**{**vars(bare.device), "calibration": bare})
+    return Calibration(**{**vars(bare), "device": device})
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Write a file beside `path` and rename it."""
+    device = {key: value for key, value in vars(calibration.device).items() if key not in ("calibration", "link")}
+    found = {
+        "version": VERSION,
+        "conditions": calibration.conditions,
+        "device": device | {"peak_flops": dict(calibration.device.peak_flops)},
+        "processors": calibration.processors,
+        "within": vars(calibration.within),
+        "between": {name: vars(link) for name, link in calibration.between.items()},
+        "alone": _plain(calibration.alone),
+        "crowded": _plain(calibration.crowded),
+        "collectives": calibration.collectives,
+    }
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        beside.write_text(json.dumps(found | {"sha256": _checksum(found)}), "utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _checksum(found: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def _check_numbers(found: Mapping[str, Any]) -> None:
+    """Sizes and times must be positive, and samples sorted by size.  Raises: ValueError."""
+    tables = [found["alone"], found["crowded"]]
+    samples = [*found["collectives"].items(), *(one for table in tables for one in table["operators"].items())]
+    for name, pairs in samples:
+        sizes = [size for size, _ in pairs]
+        if not pairs or sizes != sorted(set(sizes)) or not all(0 < one < inf for pair in pairs for one in pair):
+            raise ValueError(f"the samples of {name} are not positive, or not sorted by size")
+    links = [found["within"], *found["between"].values()]
+    numbers = [one for table in tables for product in table["products"] for one in product[1:]]
+    numbers += [one for link in links for one in (link["bytes_per_second"], link["share"])]
+    device = found["device"]
+    numbers += [*device["peak_flops"].values(), *(device[key] for key in ("memory_bytes", "memory_bandwidth"))]
+    if not all(0 < one < inf for one in numbers):
+        raise ValueError("a number in it is not positive")

@@ -1,0 +1,220 @@
+"""The shapes that a search compares: every choice of a few keys, and what a run file with them says.
+
+    tp x cp x pp x dp = ranks      dp follows          global batch = dp x micro-batch x accumulation     the latter follows
+    schedule, virtual stages       where pp > 1        sequence_parallel                                  wherever it can be
+    ZeRO stage, gather policy, shard groups            where dp x cp > 1
+    recomputation, offloading                          `Relief`: less memory, never less time
+
+Model, data, precision, optimizer, global batch and all other keys stay what the run file says.  Whether a choice can run is
+asked of the rules of the run file, not decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megazero.config import RunConfig
+from megazero.config.schema import OffloadConfig, ZeroConfig
+from megazero.models.activation_config import ActivationsConfig
+from megazero.schedules.registry import SCHEDULES
+from megazero.settings import divisors
+
+Preset = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[tuple[Preset, bool], ...] = (("none", False), ("selective", False), ("full", True), ("full", False))
+"""`recompute` and `keep_attention`, each of which keeps less and computes more than the one before it."""
+OFFLOADS = ("none", "activations", "optimizer", "both")
+_SMALLEST_PART = 4096  # tokens of a sample; below, a ring's messages take longer than its products
+_LARGEST_PIPELINE, _LARGEST_MICRO_BATCH, _MOST_CHUNKS = 16, 4, 4
+
+
+@dataclass(frozen=True, order=True)
+class Relief:
+    """What saves memory and costs time: index into `RECOMPUTE`, and of `OFFLOADS` one."""
+
+    recompute: int = 0
+    offload: str = "none"
+
+    def needs_no_more_than(self, other: Relief) -> bool:
+        """Whether `other` recomputes and offloads all that this does, so that it cannot be faster."""
+        return self.recompute <= other.recompute and (
+            self.offload in ("none", other.offload) or other.offload == "both"
+        )
+
+
+@dataclass(frozen=True, order=True)
+class Choice:
+    """One choice of every key that is searched."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    micro_batch: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    zero_stage: int = 1
+    gather_policy: str = "action"
+    shard_group: int = 0
+    relief: Relief = Relief()
+
+    def __str__(self) -> str:
+        """`tp 8 pp 4 interleaved x 2 micro-batch 1 ZeRO 1 selective`: what is not at its least."""
+        parts = [f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if size > 1]
+        if self.pp > 1:
+            parts.append(self.schedule + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""))
+        parts += [f"micro-batch {self.micro_batch}", f"ZeRO {self.zero_stage}"]
+        parts += [f"gathered for the {self.gather_policy}"] if self.gather_policy != "action" else []
+        parts += [f"in groups of {self.shard_group}"] if self.shard_group else []
+        return " ".join([*parts, *relief_words(self.relief)])
+
+
+def relief_words(relief: Relief) -> list[str]:
+    """What is recomputed and offloaded, a few words each."""
+    name, keeps = RECOMPUTE[relief.recompute]
+    words = [f"recompute {name}{' but attention' if keeps else ''}"] if name != "none" else []
+    return words + ([f"offload {relief.offload}"] if relief.offload != "none" else [])
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values that each key takes."""
+
+    tp: tuple[int, ...]
+    cp: tuple[int, ...]
+    pp: tuple[int, ...]
+    micro_batch: tuple[int, ...]
+    schedules: tuple[str, ...]
+    virtual_stages: tuple[int, ...]
+    zero_stages: tuple[int, ...]
+    gather_policies: tuple[str, ...]
+    shard_groups: tuple[int, ...]
+    reliefs: tuple[Relief, ...]
+
+
+def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
+    """What is worth comparing for a model on a cluster.
+
+    Left out: tp beyond a node, whose every layer would wait for the network; parts of a sample below 4,096 tokens; gpipe,
+    which keeps more than 1f1b and idles as long.
+    """
+    model, of_ranks = config.model, divisors(ranks)
+    reliefs = tuple(Relief(recompute, offload) for recompute in range(len(RECOMPUTE)) for offload in OFFLOADS)
+    own = config.parallel.schedule
+    return Space(
+        tp=tuple(size for size in of_ranks if size <= per_node),
+        cp=tuple(size for size in of_ranks if size == 1 or model.seq_len // size >= _SMALLEST_PART),
+        pp=tuple(size for size in of_ranks if size <= min(_LARGEST_PIPELINE, model.num_layers)),
+        micro_batch=tuple(2**power for power in range(_LARGEST_MICRO_BATCH.bit_length())),
+        schedules=tuple(dict.fromkeys(("1f1b", "interleaved", "zb-h1", "zbv", *([own] if own != "gpipe" else [])))),
+        virtual_stages=tuple(range(2, _MOST_CHUNKS + 1)),
+        zero_stages=(0, 1, 2, 3),
+        gather_policies=("action", "step"),
+        shard_groups=(0, per_node),
+        reliefs=reliefs,
+    )
+
+
+def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[Choice]:
+    """Every choice without its relief, but for those that say the same as another."""
+    for tp in space.tp:
+        for cp in space.cp:
+            for pp in space.pp:
+                if ranks % (tp * cp * pp) == 0:
+                    yield from _of_shape(space, config, Choice(tp, cp, pp), ranks // (tp * cp * pp))
+
+
+def _of_shape(space: Space, config: RunConfig, shape: Choice, dp: int) -> Iterator[Choice]:
+    for schedule, chunks in _schedules(space, config, shape.pp):
+        for micro_batch in space.micro_batch:
+            for stage, policy, group in _sharding(space, dp * shape.cp, shape.tp):
+                yield replace(
+                    shape,
+                    micro_batch=micro_batch,
+                    schedule=schedule,
+                    virtual_stages=chunks,
+                    zero_stage=stage,
+                    gather_policy=policy,
+                    shard_group=group,
+                )
+
+
+def _schedules(space: Space, config: RunConfig, pp: int) -> Iterator[tuple[str, int]]:
+    """With so many virtual stages that each has as many layers, where the layers can be cut so."""
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name in space.schedules:
+        if SCHEDULES[name].chunks is not None:
+            yield name, 1
+            continue
+        counts = [count for count in space.virtual_stages if count * pp <= config.model.num_layers]
+        even = [count for count in counts if config.model.num_layers % (count * pp) == 0]
+        yield from ((name, count) for count in even or counts[:1])
+
+
+def _sharding(space: Space, shards: int, tp: int) -> Iterator[tuple[int, str, int]]:
+    """ZeRO's stage, gather policy and shard group.  Neighbours of dp x cp share a node up to per_node / tp of them."""
+    if shards == 1:
+        yield space.zero_stages[min(1, len(space.zero_stages) - 1)], "action", 0
+        return
+    for stage in space.zero_stages:
+        for policy in space.gather_policies if stage == 3 else ("action",):
+            for group in dict.fromkeys(group // tp for group in space.shard_groups) if stage == 3 else (0,):
+                if group == 0 or (1 < group < shards and shards % group == 0):
+                    yield stage, policy, group
+
+
+def config_of(base: RunConfig, choice: Choice) -> RunConfig:
+    """The run file with a choice in it."""
+    recompute, keeps_attention = RECOMPUTE[choice.relief.recompute]
+    offload = choice.relief.offload
+    cuts_sequence = choice.tp > 1 and base.model.seq_len % (choice.tp * choice.cp) == 0
+    parallel = {
+        "tp": choice.tp,
+        "cp": choice.cp,
+        "cp_method": "auto",
+        "cp_ulysses": None,
+        "pp": choice.pp,
+        "dp": "auto",
+        "sequence_parallel": cuts_sequence,
+        "schedule": choice.schedule,
+        "schedule_file": None,
+        "schedule_placement": "loop",
+        "virtual_stages": choice.virtual_stages,
+        "layout": base.parallel.layout if isinstance(base.parallel.layout, str) else "even",
+    }
+    activations = ActivationsConfig(
+        recompute=recompute,
+        keep_attention=keeps_attention,
+        offload="host" if offload in ("activations", "both") else "none",
+    )
+    training = {"micro_batch_size": choice.micro_batch, "accumulation": "auto"}
+    return base.model_copy(
+        update={
+            "parallel": base.parallel.model_copy(update=parallel),
+            "zero": _zero_of(base, choice),
+            "activations": activations,
+            "training": base.training.model_copy(update=training),
+        }
+    )
+
+
+def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
+    """[zero] with a choice in it; keys that its stage does not read are at their defaults."""
+    own, default, stage = base.zero.offload, ZeroConfig(), choice.zero_stage
+    offload = OffloadConfig()
+    if choice.relief.offload in ("optimizer", "both"):
+        where = "nvme" if own.optimizer == "nvme" else "cpu"
+        path = own.nvme_path if where == "nvme" else None
+        offload = own.model_copy(update={"optimizer": where, "parameters": "none", "nvme_path": path})
+    update = {
+        "stage": stage,
+        "gather_policy": choice.gather_policy,
+        "shard_group_size": choice.shard_group,
+        "secondary_shard_size": 0,
+        "offload": offload,
+        **({} if stage >= 2 else {"reduce": default.reduce}),
+        **({} if stage == 3 else {key: getattr(default, key) for key in ("prefetch_bytes", "persistent_elements")}),
+    }
+    return base.zero.model_copy(update=update)

@@ -1,0 +1,114 @@
+"""The machines of a plan: devices, how many, and what links them.
+
+    node 0  [0 1 2 3 4 5 6 7] --within--   node 1  [8 9 ...]          rank // per_node numbers the nodes
+                  \\____________between____________/
+
+Ranks are numbered as `RankGrid` numbers them, so which axis crosses nodes is arithmetic.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megazero.plan.calibration import OperatorTable, read_calibration
+from megazero.plan.devices import ALIASES, DEVICES, NETWORKS, Device, Link, device_of
+from megazero.registry import unknown_name
+
+__all__ = ["Cluster", "Device", "Link", "cluster_of", "known_peak_flops"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many devices in nodes.
+
+    Args:
+        device: all are alike.
+        ranks: one for each device.
+        per_node: ranks of a node; the last node may have fewer.
+        within, between: the links of ranks of one node, and of ranks of two.
+        processors: cores that the ranks of a node share, which may be fewer than were calibrated, where one machine stands
+            for several nodes; 0: every rank has a device of its own.
+    """
+
+    device: Device
+    ranks: int
+    per_node: int
+    within: Link
+    between: Link
+    processors: int = 0
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return -(-self.ranks // self.per_node)
+
+    @property
+    def table(self) -> OperatorTable | None:
+        """What was measured of operators, beside as many busy processors as here; None where nothing was."""
+        if (calibration := self.device.calibration) is None:
+            return None
+        return calibration.table(max(min(self.ranks, self.per_node), calibration.processors // max(1, self.processors)))
+
+    def __str__(self) -> str:
+        links = self.within.name + (f", {self.between.name} between nodes" if self.nodes > 1 else "")
+        return f"{self.ranks} x {self.device.name}, {self.per_node} to a node, {links}"
+
+
+def cluster_of(gpu: str = "h200", gpus: int = 1, per_node: int = 8, network: str = "ib400") -> Cluster:
+    """The cluster that these names mean.
+
+    Args:
+        gpu: a name of `DEVICES`, or the file of `megazero calibrate`, `*.json`.
+        gpus: ranks.
+        per_node: devices of a node; a smaller world has fewer.
+        network: between nodes, a name of `NETWORKS`.
+
+    Raises:
+        ValueError: a number below 1, nodes that are not full, or an unknown name; the text says which there are.
+        OSError: the file cannot be read.
+    """
+    for name, value in (("--gpus", gpus), ("--per-node", per_node)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, but must be at least 1")
+    if gpus > per_node and gpus % per_node:
+        full = gpus - gpus % per_node
+        near = f"the nearest are {full} and {full + per_node}"
+        raise ValueError(f"--gpus {gpus} must be divisible by --per-node {per_node}, since all nodes are alike; {near}")
+    if network.lower() not in NETWORKS:
+        raise unknown_name("network", network, NETWORKS)
+    between = NETWORKS[network.lower()]
+    if gpu.endswith(".json"):
+        calibration = read_calibration(Path(gpu))
+        within, device = calibration.within, calibration.device
+        own = calibration.between.get(between.name)
+        return Cluster(device, gpus, min(per_node, gpus), within, own or between, calibration.processors)
+    short = ALIASES.get(gpu.lower(), gpu.lower())
+    if short not in DEVICES:
+        error = unknown_name("GPU", gpu, [*DEVICES, *ALIASES])
+        raise ValueError(f"{error}. A CPU or another device: megazero calibrate --out FILE.json, then --gpu FILE.json")
+    device = DEVICES[short]
+    return Cluster(device, gpus, min(per_node, gpus), device.link, between)
+
+
+def with_device(cluster: Cluster, device: Device) -> Cluster:
+    """The same cluster of another device."""
+    return replace(cluster, device=device, within=device.link)
+
+
+def with_memory(cluster: Cluster, gib: float, *, on_cuda: bool = True) -> Cluster:
+    """The same cluster with so much memory for each rank: of GPUs, or of CPUs."""
+    name = f"a device of {gib:g} GiB"
+    device = replace(cluster.device, name=name, memory_bytes=int(gib * 2**30))
+    return replace(cluster, device=device, processors=cluster.processors if on_cuda else max(cluster.processors, 1))
+
+
+def known_peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Dense FLOP/s of a device, by torch's name for it; None for one that is not known, and for fp32."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    device = device_of(set(re.findall(r"\w+", device_name)))
+    return None if device is None else device.peak_flops["bf16"]

@@ -1,0 +1,137 @@
+"""A plan beside what its run measured, in the one file `plan.json` of the run's directory.
+
+    megazero plan RUN.toml --gpu h200 --keep          writes it
+    megazero train RUN.toml                           at step 10 says plan against measured, and adds what it measured
+    megazero plan OTHER.toml --gpu h200 --corrected-by runs/a/plan.json         takes its steps so much longer, or shorter
+
+Bytes sent are equal or one of both is wrong.  Memory is compared on CUDA, where tensors are counted; a process on a CPU
+counts itself, its libraries and all.  Time is compared where the plan was made for the device that the run is on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from megazero.config import ResolvedRun
+
+PLAN_FILE = "plan.json"
+_NO_TENSORS = ("communicators", "allocator slack")  # of memory, which torch.cuda.max_memory_allocated does not count
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What rank 0 of a run measured; None where it cannot be compared.
+
+    Args:
+        seconds: median of some steps.
+        peak: most bytes of tensors on the device.
+        sent: bytes in a step, by axis.
+    """
+
+    seconds: float | None
+    peak: int | None
+    sent: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A plan that was kept.
+
+    Args:
+        shape: of the run: degrees, ZeRO stage, schedule, batches, as `shape_of`.
+        device: that it was made for.
+        seconds, peak, sent: of a step, for rank 0.
+    """
+
+    shape: Mapping[str, object]
+    device: str
+    seconds: float
+    peak: int
+    sent: Mapping[str, int]
+
+    def compared(self, run: ResolvedRun, device: str | None, found: Measured) -> tuple[str, dict[str, object]]:
+        """A line, and what is kept of it; empty for a plan of another shape.  `device`: by the plan's names, if known."""
+        if shape_of(run) != dict(self.shape):
+            return "", {}
+        parts, kept = [], dict[str, object]()
+        if found.seconds is not None and device == self.device:
+            ratio = found.seconds / self.seconds
+            parts.append(f"step {self.seconds:.3f} s planned, {found.seconds:.3f} s measured ({ratio - 1:+.1%})")
+            kept |= {"seconds": found.seconds, "seconds_ratio": ratio}
+        if found.peak is not None:
+            ratio = found.peak / self.peak
+            numbers = f"{self.peak / 2**30:.2f} GiB planned, {found.peak / 2**30:.2f} GiB measured ({ratio - 1:+.1%})"
+            parts.append(f"memory {numbers}")
+            kept |= {"peak": found.peak, "peak_ratio": ratio}
+        differ = {axis for axis in {*self.sent, *found.sent} if self.sent.get(axis, 0) != found.sent.get(axis, 0)}
+        said = [
+            f"{axis} {self.sent.get(axis, 0):,} planned, {found.sent.get(axis, 0):,} sent" for axis in sorted(differ)
+        ]
+        parts.append(f"bytes sent: {', '.join(said) or 'as planned'}")
+        return "plan: " + " | ".join(parts), kept | {"sent": dict(found.sent)}
+
+
+def shape_of(run: ResolvedRun) -> dict[str, object]:
+    """What a plan depends on, as it is written into its file."""
+    parallel = run.config.parallel
+    return {
+        **{axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp")},
+        "dp": run.dp,
+        "zero_stage": run.config.zero.stage,
+        "schedule": parallel.schedule,
+        "virtual_stages": parallel.virtual_stages,
+        "micro_batch_size": run.micro_batch_size,
+        "accumulation": run.accumulation,
+        "global_batch_size": run.global_batch_size,
+    }
+
+
+def read_kept(path: Path) -> Kept | None:
+    """A plan of `--keep` or `--json`; None where there is none that can be read."""
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        written: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        sent: dict[str, int] = {}
+        for name, numbers in written["traffic"][0].items():
+            axis = name.split()[0]
+            sent[axis] = sent.get(axis, 0) + numbers["sent_bytes"]
+        shape = {key: written["run"][key] for key in written["run"] if key != "parameters"}
+        first = written["memory"][0]["peak"] - sum(written["memory"][0]["kinds"].get(kind, 0) for kind in _NO_TENSORS)
+        seconds, device = float(written["step"]["seconds"]), str(written["cluster"]["device"])
+        if 0 < seconds < inf and 0 < first < inf:
+            return Kept(shape, device, seconds, first, {axis: int(count) for axis, count in sent.items() if count})
+    return None
+
+
+def add_measured(path: Path, kept: Mapping[str, object]) -> None:
+    """Beside the plan.  Raises: OSError, ValueError, TypeError: the file is not there, or no plan any more."""
+    written = json.loads(path.read_text(encoding="utf-8"))
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        beside.write_text(json.dumps(written | {"measured": dict(kept)}) + "\n", encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def ratio_in(path: Path, device: str) -> float:
+    """How much longer steps were than planned.  Raises: ValueError: nothing was measured, or on another device; OSError."""
+    wrong = f"{path} is no plan: megazero plan --keep writes one, and train adds what it measured"
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+        planned_for, ratio = str(written["cluster"]["device"]), written.get("measured", {}).get("seconds_ratio")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ValueError(wrong) from None
+    if ratio is None:
+        raise ValueError(f"{path} has no measured step: train prints plan against measured at step 10 and adds it")
+    if not isinstance(ratio, int | float) or not 0 < ratio < inf:
+        raise ValueError(f"{path} has a measured step that took {ratio!r} times as long as planned; that is damaged")
+    if planned_for != device:
+        raise ValueError(f"{path} was measured on {planned_for}, and the plan is for {device}")
+    return float(ratio)

@@ -1,0 +1,172 @@
+"""From the seconds of a step to what a run costs: use of the devices, days, dollars, checkpoints, failures.
+
+    tokens / s   = tokens of a step / seconds                     MFU = FLOPs of the model / (seconds * ranks * peak)
+    days         = tokens of the run / tokens per second, longer by the share that failures and checkpoints take
+
+    [----- work: interval -----][wait][----- work -----] x lost [restart][----- work again -----][wait]
+                                checkpoint              failure, every M seconds in the mean
+
+Sources: Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006, "A higher order estimate of
+the optimum checkpoint interval for restart dumps", equations 20 (expected time) and 37 (interval).  Rate of failures: the
+Llama team 2024 ("The Llama 3 herd of models", section 3.3.4) counted 419 unexpected interruptions in 54 days on 16,384 GPUs.
+Storage: the same (section 3.3.1) had 2 TB/s sustained for 2,048 nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, sqrt
+
+DAY, HOUR, MINUTE = 86_400, 3_600, 60
+
+FAILURES_PER_DEVICE_HOUR = 419 / (54 * 24 * 16_384)
+"""Of the Llama team; one in 50,700 hours."""
+STORAGE_BANDWIDTH_PER_NODE = 2e12 / 2_048
+"""Bytes per second that a node writes while all do; of the Llama team."""
+RESTART_SECONDS = 600.0
+"""From a failure until the run trains again: an assumption, since no paper says it for others' clusters."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What a step's duration says of the devices.
+
+    Args:
+        mfu: share of the peak that went into the model's own products; None where the peak is not known.
+        flops_per_device: the same in FLOP/s.
+    """
+
+    step_seconds: float
+    tokens_per_second: float
+    flops_per_device: float
+    mfu: float | None
+
+
+def throughput(seconds: float, tokens: float, flops: float, ranks: int, peak_flops: float | None) -> Throughput:
+    """Of a step over `tokens`, with `flops` of the model on all ranks; `peak_flops` of one device."""
+    each = flops / seconds / ranks
+    return Throughput(seconds, tokens / seconds, each, each / peak_flops if peak_flops else None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint.
+
+    Args:
+        nbytes: of all files.
+        write_seconds: until it is complete.
+        wait_seconds: of these, training waits so long: for a copy in host memory, or for all of it.
+    """
+
+    nbytes: int
+    write_seconds: float
+    wait_seconds: float
+
+
+def checkpoint_cost(
+    parameters: int,
+    *,
+    weight_bytes: int,
+    moments: int,
+    ranks: int,
+    nodes: int,
+    host_bandwidth: float,
+    storage_bandwidth: float,
+    asynchronous: bool = True,
+) -> Checkpoint:
+    """Weights, fp32 masters of 16-bit ones, and fp32 moments, each written once, evenly by all ranks.
+
+    Args:
+        weight_bytes: of an element of the weights.
+        moments: numbers that the optimizer holds for each parameter.
+        host_bandwidth: bytes per second from one device to its host; 0 where they are one.
+        storage_bandwidth: bytes per second of a node, while all write.
+    """
+    nbytes = parameters * (weight_bytes + (4 if weight_bytes < 4 else 0) + 4 * moments)
+    write = nbytes / (storage_bandwidth * nodes)
+    copy = nbytes / ranks / host_bandwidth if host_bandwidth else 0.0
+    return Checkpoint(nbytes, write + copy, copy if asynchronous else write + copy)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What failures take of a run whose checkpoints come at the best interval.
+
+    Args:
+        mean_seconds: between two failures of the whole cluster.
+        interval_seconds: of training between two checkpoints.
+        lost_share: of the time, in which the run does not go forward: checkpoints, work done again, restarts.
+    """
+
+    mean_seconds: float
+    interval_seconds: float
+    lost_share: float
+
+
+def failures(per_device_hour: float, ranks: int, checkpoint: Checkpoint, restart_seconds: float) -> Failures | None:
+    """The best interval and what it loses; None for a cluster that never fails.
+
+    An interval is at least as long as a checkpoint takes to be written: the next one waits for it.
+    """
+    if per_device_hour <= 0:
+        return None
+    mean = HOUR / (per_device_hour * ranks)
+    interval = max(best_interval(checkpoint.wait_seconds, mean), checkpoint.write_seconds)
+    return Failures(mean, interval, lost_share(interval, checkpoint.wait_seconds, mean, restart_seconds))
+
+
+def young_interval(wait: float, mean: float) -> float:
+    """sqrt(2 wait mean): the first order (Young 1974)."""
+    return sqrt(2 * wait * mean)
+
+
+def best_interval(wait: float, mean: float) -> float:
+    """Seconds of training between checkpoints (Daly 2006, equation 37).
+
+    Args:
+        wait: seconds that training stands still for one.
+        mean: seconds between failures.
+    """
+    if wait >= 2 * mean:
+        return mean
+    part = wait / (2 * mean)
+    return young_interval(wait, mean) * (1 + sqrt(part) / 3 + part / 9) - wait
+
+
+def lost_share(interval: float, wait: float, mean: float, restart: float) -> float:
+    """Share of a run's time that does not train, failures being exponential (Daly 2006, equation 20).
+
+    The expected time of a run of work W is  mean e^(restart/mean) (e^((interval + wait)/mean) - 1) W / interval.
+    """
+    spread = (interval + wait) / mean
+    if spread > 500 or restart / mean > 500:  # nothing is ever finished; e^709 is the largest float
+        return 1.0
+    return 1 - interval / (mean * exp(restart / mean) * (exp(spread) - 1))
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """A run over so many tokens.
+
+    Args:
+        days: with what failures take; `days_without` if nothing failed.
+        dollars: None where no price was given.
+    """
+
+    tokens: float
+    days_without: float
+    days: float
+    device_hours: float
+    dollars: float | None
+
+
+def run_cost(
+    tokens: float, tokens_per_second: float, ranks: int, lost: float = 0.0, dollars_per_hour: float | None = None
+) -> RunCost:
+    """`lost`: share of the time in which the run does not go forward; `dollars_per_hour` of one device."""
+    seconds = tokens / tokens_per_second
+    spent = seconds / (1 - lost) if lost < 1 else float("inf")
+    hours = spent / HOUR * ranks
+    return RunCost(
+        tokens, seconds / DAY, spent / DAY, hours, None if dollars_per_hour is None else hours * dollars_per_hour
+    )

@@ -1,0 +1,232 @@
+"""One rank of a dry run: its engine is built, and runs a step on tensors that hold nothing.
+
+pass (schedule's action)       forward, micro-batch 3        backward, micro-batch 3
+layer (module hooks)           layer 0, layer 1, head        again, where something is recomputed
+                                    |
+                               label of what is made then    -> what lives at the peak, and what made it
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config import ResolvedRun
+from megazero.config.derive import micro_batch_multiple
+from megazero.engine import BatchShare, Engine, initialize
+from megazero.models.gpt import MicroBatch
+from megazero.models.stages import cut
+from megazero.parallel_state import Coordinate
+from megazero.plan.fake_tensors import Message
+from megazero.plan.kernel_memory import cpu_kernel_bytes
+from megazero.plan.labelled_tensors import LabelledTensors, Living
+from megazero.plan.silent import Kind, RecordedTraffic
+from megazero.plan.silent_state import SilentState
+from megazero.plan.simulated_world import SimulatedWorld
+from megazero.schedules.action import Action, ActionKind
+from megazero.schedules.table import read_schedule
+
+_LR = 1e-4
+_PASSES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
+
+Build: TypeAlias = Callable[[ResolvedRun, SilentState], Engine]
+
+
+@dataclass(frozen=True)
+class MadeGroup:
+    """A group of which a rank is a member."""
+
+    ranks: tuple[int, ...]
+    purpose: str
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class DryRank:
+    """What one rank did.
+
+    Args:
+        groups: in the order in which it made them.
+        start, step: what it sent and took part in while it was built, and in its last step, in order.
+        peak: most bytes that lived at once in that step; moment: what ran then; living: of what the bytes were.
+        state: bytes of model state and buffers by kind, as the engine counts them after the step.
+        sent, linked, calls: of that step, by axis and operation.
+    """
+
+    rank: int
+    at: Coordinate
+    groups: tuple[MadeGroup, ...]
+    start: tuple[Message, ...]
+    step: tuple[Message, ...]
+    peak: int
+    moment: str
+    living: tuple[Living, ...]
+    state: Mapping[str, int]
+    sent: Mapping[tuple[str, str], int]
+    linked: Mapping[tuple[str, str], int]
+    calls: Mapping[tuple[str, str], int]
+
+
+def build_engine(run: ResolvedRun, state: SilentState) -> Engine:
+    """The engine as training builds it, but for the numbers of its weights."""
+    parallel = run.config.parallel
+    own = None
+    if parallel.schedule_file is not None:
+        own = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
+    engine = initialize(run.config, state, init_weights=False, schedule=own)
+    engine.sharded_model.parameters.sync_from_master()
+    return engine
+
+
+def run_rank(
+    run: ResolvedRun,
+    rank: int,
+    world: SimulatedWorld,
+    per_node: int,
+    on_cuda: bool,
+    build: Build,
+    *,
+    is_built_only: bool,
+) -> DryRank | None:
+    """Build a rank's engine and, unless `is_built_only`, run two steps, of which the second counts.
+
+    Args: as for `dry_run`; `world` has the other simulated ranks.
+    """
+    with LabelledTensors(_nothing if on_cuda else cpu_kernel_bytes) as fake:
+        traffic = RecordedTraffic(fake.operators)
+        state = SilentState(run, rank, per_node, world, traffic, on_cuda=on_cuda)
+        engine = build(run, state)
+        start = tuple(one for one in fake.operators if isinstance(one, Message))
+        if is_built_only:
+            return None
+        batches = [_batch(run, engine.share) for _ in range(run.accumulation)]
+        with _labelled(engine, fake, batches):
+            engine.train_step(batches[: _warming(run)], _LR)
+            fake.operators.clear()
+            traffic.reset()
+            gc.collect()
+            fake.begin()
+            engine.train_step(batches, _LR)
+        return DryRank(
+            rank,
+            state.at,
+            tuple(MadeGroup(*one) for one in state.made),
+            start,
+            tuple(one for one in fake.operators if isinstance(one, Message)),
+            fake.peak,
+            _moment(*fake.peak_label),
+            tuple(fake.at_peak(_kinds(engine, fake))),
+            engine.memory_bytes(),
+            dict(traffic.sent_bytes),
+            dict(traffic.link_bytes),
+            dict(traffic.calls),
+        )
+
+
+def _moment(what: str, micro_batch: int) -> str:
+    return what if micro_batch < 0 else f"{what}, micro-batch {micro_batch}"
+
+
+def _nothing(*_: object) -> int:
+    """What a kernel of a GPU takes inside is not known."""
+    return 0
+
+
+def _warming(run: ResolvedRun) -> int:
+    """Micro-batches of the step before the one that counts, in which an optimizer may allocate its state.
+
+    As few as the schedule takes, but at stage 3, where weights are gathered ahead in the order of the step before.
+    """
+    return run.accumulation if run.config.zero.stage == 3 else fewest_micro_batches(run, 1)
+
+
+def fewest_micro_batches(run: ResolvedRun, least: int) -> int:
+    """So many micro-batches or more, as the schedule takes them; at most the run's."""
+    parallel = run.config.parallel
+    if parallel.schedule_file is not None:
+        return run.accumulation
+    multiple = micro_batch_multiple(parallel)
+    return min(run.accumulation, -(-least // multiple) * multiple)
+
+
+def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
+    """A micro-batch; of samples with documents, each is one."""
+    model, size = run.config.model, run.micro_batch_size
+    samples = torch.zeros(model.seq_len + 1, size, dtype=torch.int64)
+    tokens, labels, part = samples[:-1], samples[1:], None
+    if (
+        share.documents or share.ulysses.size * share.ring.size > 1
+    ):  # with lengths, nothing of it is kept after this run
+        part = share.part_of([[model.seq_len]] * (size if share.documents else 1), model.seq_len)
+    if part is not None:
+        tokens, labels = part.cut(tokens), part.cut(labels)
+    ids = torch.zeros(size, dtype=torch.int64)
+    return MicroBatch(ids, tokens if share.tokens else None, labels if share.labels else None, part)
+
+
+@contextmanager
+def _labelled(engine: Engine, fake: LabelledTensors, batches: Sequence[MicroBatch]) -> Iterator[None]:
+    """Let tensors know the pass and the layer that make them."""
+    running: list[Action] = []
+    hooks = []
+
+    def watch(action: Action) -> None:  # before and after every action
+        if running and running.pop() == action:
+            fake.label = "optimizer or between passes", -1
+        else:
+            running.append(action)
+            fake.label = _PASSES[action.kind], action.microbatch
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            again = "" if running and running[-1].kind is ActionKind.FORWARD else " again"
+            fake.label = f"{name}, forward{again}", fake.label[1]
+
+        return hook
+
+    for name, module in _units(engine, batches):
+        hooks.append(module.register_forward_pre_hook(enter(name)))
+    engine.on_action = watch
+    try:
+        yield
+    finally:
+        engine.on_action = None
+        for one in hooks:
+            one.remove()
+
+
+def _units(engine: Engine, batches: Sequence[MicroBatch]) -> Iterator[tuple[str, nn.Module]]:
+    """Embedding, layers and head of this rank, with their names."""
+    placement = engine._executor_of(batches, trains=True).schedule.placement
+    layouts = cut(engine.config.model, engine.config.parallel.layout, len(placement))
+    mine = [layout for layout, (rank, _) in zip(layouts, placement, strict=True) if rank == engine.state.at.pp]
+    for layout, stage in zip(mine, engine._stages, strict=True):
+        yield from ((name, module) for name, module in (("embedding", stage.embedding), ("head", stage.head)) if module)
+        yield from ((f"layer {at}", block) for at, block in zip(layout.layers, stage.blocks, strict=True))
+
+
+def _kinds(engine: Engine, fake: LabelledTensors) -> dict[int, str]:
+    """What ZeRO holds, by the numbers of its storages."""
+    found: dict[int, str] = {}
+
+    def name(kind: str, tensor: Tensor | None) -> None:
+        if tensor is not None and tensor.numel():
+            found.setdefault(fake.value(tensor).storage, kind)
+
+    for bucket in engine.sharded_model.parameters.buckets:
+        name("weights" if bucket.keeps_weights else "buffers of gathered weights", bucket.weights)
+        name("weights", bucket.weight_shard.tensor)
+        name("master weights", bucket.master.tensor)
+        name("gradients", bucket.full_gradient)
+        name("gradients", bucket.gradient)
+    for state in engine.sharded_model.optimizer.torch_optimizer.state.values():
+        for key, value in state.items():
+            name(f"optimizer, {key}", value if isinstance(value, Tensor) else None)
+    return found

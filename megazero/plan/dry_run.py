@@ -1,0 +1,135 @@
+"""A dry run: the engine's own code for ranks of any world, with tensors that hold nothing and messages that move nothing.
+
+    run file -> silent state -> engine -> train steps      the program is the real one; see silent_state.py
+                     |             |
+                 groups      operations, in order          compared among ranks: simulated_world.py
+                                   |
+                              live bytes -> peak           labelled_tensors.py
+
+What it cannot know: numbers that come from data (no overflow, no label that is masked), memory within a kernel, and what
+differs on a GPU because of the device: its kernels, and NCCL's order of messages, which `schedules/proof.py` proves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from megazero.config import ResolvedRun
+from megazero.parallel_state import RankGrid
+from megazero.plan.dry_rank import Build, DryRank, build_engine, fewest_micro_batches, run_rank
+from megazero.plan.lockstep import Lockstep
+from megazero.plan.silent_state import grid_of
+from megazero.plan.simulated_world import SimulatedWorld
+
+MOST_COMPARED = 64  # ranks of a world of which all are simulated
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What the simulated ranks did; `ranks` has those that ran their steps to the end.
+
+    Args:
+        grid, per_node: of the world.
+        simulated: ranks that were built; compared: those of them that ran steps.
+        problems: why a real start would fail or hang; empty where none was found.
+        notes: what was left out, or was other than in the real run.
+        seconds: that the dry run took.
+    """
+
+    grid: RankGrid
+    per_node: int
+    simulated: tuple[int, ...]
+    compared: tuple[int, ...]
+    ranks: Mapping[int, DryRank]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+
+def dry_run(
+    run: ResolvedRun,
+    *,
+    per_node: int,
+    rank: int | None = None,
+    on_cuda: bool = True,
+    build: Build = build_engine,
+    runs: Mapping[int, ResolvedRun] | None = None,
+) -> DryRun:
+    """Run the steps of one rank, or compare those of a world's ranks.
+
+    Args:
+        run: on as many ranks as it has; per_node: ranks of a node.
+        rank: whose steps to run, with all ranks of its pipeline built beside it.  None: those of all ranks of a small world,
+            of a large one those of a whole pipeline, and its first stages' first, second and last neighbours on each axis.
+        on_cuda: groups, backends and their traffic are those of a run on GPUs.
+        build: makes the engine, in place of the project's own function.
+        runs: other runs of some ranks.
+    """
+    began, grid = time.perf_counter(), grid_of(run)
+    pipeline = grid.group_of(rank or 0, "pp")
+    steppers = ranks_to_compare(grid) if rank is None else (rank,)
+    simulated = tuple(sorted({*pipeline, *steppers}))
+    world = SimulatedWorld(grid, simulated)
+    prepared, notes = _prepared(run)
+    if on_cuda:
+        notes += ("the peak is without what a GPU's kernels take inside, and with what the run keeps on the host",)
+    if rank is None and grid.world_size > MOST_COMPARED and (few := fewest_micro_batches(run, 2)) < run.accumulation:
+        prepared = replace(prepared, accumulation=few)
+        notes += (
+            f"steps of {few} micro-batches in place of {run.accumulation}; for the peak of a step ask for a rank",
+        )
+    others = {one: _prepared(own)[0] for one, own in (runs or {}).items()}
+    found: dict[int, DryRank] = {}
+
+    def program(one: int) -> None:
+        own = others.get(one, prepared)
+        result = run_rank(own, one, world, per_node, on_cuda, build, is_built_only=one not in steppers)
+        if result is None:
+            world.left.add(one)
+        else:
+            found[one] = result
+
+    world.lockstep.run({one: lambda one=one: program(one) for one in simulated})  # type: ignore[misc]
+    problems = tuple(_problems(world.lockstep))
+    seconds = time.perf_counter() - began
+    return DryRun(grid, per_node, simulated, steppers, dict(sorted(found.items())), problems, notes, seconds)
+
+
+def ranks_to_compare(grid: RankGrid) -> tuple[int, ...]:
+    """Ranks of which every other one does the same as one: all of a small world."""
+    if grid.world_size <= MOST_COMPARED:
+        return tuple(range(grid.world_size))
+    found = {*grid.group_of(0, "pp")}
+    for axis in ("tp", "cp", "dp"):
+        group = grid.group_of(0, axis)
+        found |= {*group[:2], group[-1]}
+    return tuple(sorted(found))
+
+
+def _problems(lockstep: Lockstep) -> Iterator[str]:
+    if lockstep.failed is not None:
+        rank, error = lockstep.failed
+        yield f"rank {rank}: {type(error).__name__}: {error}"
+    by_doing: dict[str, list[int]] = {}
+    for rank, doing in sorted(lockstep.waiting.items()):
+        by_doing.setdefault(doing, []).append(rank)
+    for doing, ranks in by_doing.items():
+        named = f"rank {ranks[0]} waits" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} wait"
+        yield f"no rank can go on: {named} for {doing}"
+
+
+def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
+    """The run without what needs a device or a disk, and what was changed."""
+    notes, config = [], run.config
+    if config.training.compile is True or config.training.compile == "auto":
+        training = config.training.model_copy(update={"compile": False})
+        config = config.model_copy(update={"training": training})
+    offload = config.zero.offload
+    on_disk = {key: "cpu" for key in ("optimizer", "parameters") if getattr(offload, key) in ("nvme", "auto")}
+    if on_disk:
+        zero = config.zero.model_copy(update={"offload": offload.model_copy(update=on_disk)})
+        config = config.model_copy(update={"zero": zero})
+        notes.append(f"zero.offload of {' and '.join(on_disk)} is to host memory here")
+    return replace(run, config=config), tuple(notes)

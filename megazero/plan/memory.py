@@ -1,0 +1,273 @@
+"""Memory of every pipeline rank, by kind, and the moment of the step at which it is most.
+
+    live      state | what passes have kept | messages | gradients that have come | what the pass under way needs
+              [----------- from one pass to the next ------------------------------]   [- its own peak -]
+    peak      the most over all passes of the rank's own schedule, and over the end of the step
+
+State comes from the engine itself (`state_trace`), what a pass keeps and needs from the layers themselves (`unit_trace`),
+the order from the schedule.  Ranks of one pipeline rank are alike: shards are padded to one size.  A layer whose activations
+go to the host has them on the device during its own passes and its neighbour's; a CPU's memory is the host's: it keeps all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import torch
+
+from megazero.config import ResolvedRun
+from megazero.models.activation_config import layer_policies
+from megazero.models.stages import StageLayout, cut
+from megazero.parallel_state import Coordinate
+from megazero.plan.activations import EMBEDDING, HEAD, micro_batch_size, schedule_of
+from megazero.plan.cluster import Cluster
+from megazero.plan.silent_state import grid_of
+from megazero.plan.state_trace import TABLES, StateTrace, trace_state
+from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, policies_by_layer, trace_units
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.executor import steps_of, what_messages_confirm
+from megazero.schedules.proof import Steps, program
+
+ACTIVATIONS, WORKING, MESSAGES, BATCH = "activations", "working memory", "pipeline messages", "tokens"
+COMMUNICATORS, SLACK = "communicators", "allocator slack"
+END_OF_STEP = "end of the step"
+COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
+"""Of one of NCCL's, stated, not measured: 16 channels of NCCL_BUFFSIZE, 4 MiB by its documentation, and LL128's buffers."""
+ALLOCATOR_SLACK = 0.02
+"""Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption."""
+_INT64 = 8
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of the ranks of one pipeline rank.
+
+    Args:
+        stage: the pipeline rank.
+        kinds: bytes on the device by kind, at the fullest moment; they sum to `peak`.
+        off_device: bytes by kind and place, host or file; on a CPU what lies in host memory is in `kinds`.
+        peak: bytes of all tensors at that moment; on GPUs with what is stated of communicators and of the allocator.
+        moment: `backward of layer 3, micro-batch 7`.
+        state: model state and ZeRO's buffers after a step, as the engine counts them.
+    """
+
+    stage: int
+    kinds: Mapping[str, int]
+    off_device: Mapping[str, int]
+    peak: int
+    moment: str
+    state: Mapping[str, int]
+
+
+def memory_of(run: ResolvedRun, cluster: Cluster, states: Sequence[StateTrace] | None = None) -> tuple[RankMemory, ...]:
+    """What each pipeline rank needs; `states`: of each, None to trace the engine's own.
+
+    Raises: TypeError: layers have parts of a script's own, which have no formula, and are offloaded.
+    """
+    per_node, on_cuda = cluster.per_node, cluster.processors == 0
+    schedule = schedule_of(run)
+    traces = _traces_of(run, on_cuda, per_node, is_quick=states is not None)
+    paths = _paths_of(schedule, on_cuda)
+    layouts = cut(run.config.model, run.config.parallel.layout, len(schedule.placement))
+    found = []
+    for stage in range(schedule.pp):
+        chunks = [one for one, (rank, _) in zip(layouts, schedule.placement, strict=True) if rank == stage]
+        first = grid_of(run).rank(Coordinate(0, 0, 0, stage))
+        state = states[stage] if states else trace_state(run, first, per_node=per_node, on_cuda=on_cuda)
+        walk = _Walk(run, schedule, paths[stage], stage, chunks, traces, state, on_cuda=on_cuda)
+        found.append(walk.result())
+    return tuple(found)
+
+
+_Path: TypeAlias = tuple[Steps, Mapping[Action, Sequence[Action]]]
+"""What a rank does, messages included, and the sends that each arriving message confirms."""
+_Traces: TypeAlias = tuple[Mapping[UnitKey, UnitTrace], Mapping[UnitKey, UnitTrace]]
+
+
+def _traces_of(run: ResolvedRun, on_cuda: bool, per_node: int, *, is_quick: bool) -> _Traces:
+    """Of the first micro-batch and of the others; of the others alone, which a step's time needs too, where it is quick."""
+    of_others = trace_units(run, on_cuda=on_cuda, per_node=per_node)
+    if is_quick:
+        return of_others, of_others
+    of_first = trace_units(run, on_cuda=on_cuda, per_node=per_node, adds=False)
+    return of_first, of_others if _adds_up(run) else of_first
+
+
+@lru_cache(maxsize=64)
+def _paths_of(schedule: Schedule, on_cuda: bool) -> tuple[_Path, ...]:
+    """Of every pipeline rank."""
+    placed, device = program(schedule), torch.device("cuda" if on_cuda else "cpu")
+    return tuple(
+        (steps_of(placed, stage, device), what_messages_confirm(placed, stage)) for stage in range(schedule.pp)
+    )
+
+
+@dataclass
+class _Ledger:
+    """Bytes beyond the state's, as the walk goes."""
+
+    kept: int = 0
+    messages: int = 0
+    on_host: int = 0
+
+
+class _Walk:
+    """One pipeline rank through its schedule."""
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        schedule: Schedule,
+        path: _Path,
+        stage: int,
+        chunks: Sequence[StageLayout],
+        traces: tuple[Mapping[UnitKey, UnitTrace], Mapping[UnitKey, UnitTrace]],
+        state: StateTrace,
+        *,
+        on_cuda: bool,
+    ) -> None:
+        self._schedule, self._stage, self._state, self._on_cuda = schedule, stage, state, on_cuda
+        self._steps, self._confirmed = path
+        config, size = run.config, micro_batch_size(run, on_cuda=on_cuda)
+        self._message = size.own_tokens * config.model.hidden_size * size.itemsize
+        self._policies = policies_by_layer(config, chunks, stage)
+        own = layer_policies(config.activations, list(self._policies), stage)
+        self._moves = {f"layer {layer}" for layer, policy in own.items() if policy.offload and on_cuda}
+        self._most_on_host = 0
+        # By whether a micro-batch adds its gradients to those of others, and by chunk.
+        self._units = [[self._units_of(layout, one) for layout in chunks] for one in traces]
+        self._passes: dict[tuple[bool, int, ActionKind, bool], tuple[int, int, int]] = {}
+        self._ledger, self._gradients = _Ledger(), 0
+        self._adds = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
+        self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
+        self._tokens = _batch_bytes(run, chunks)
+        tables = max((trace.tables for units in self._units[0] for _, trace in units), default=0)
+        self._tables = tables * (run.accumulation if config.data.document_mask else 1)
+        self._base = sum(state.kinds.values()) + self._tokens + self._tables
+
+    def _units_of(self, layout: StageLayout, traces: Mapping[UnitKey, UnitTrace]) -> list[tuple[str, UnitTrace]]:
+        found: list[tuple[str, UnitTrace]] = [(EMBEDDING, traces[EMBEDDING])] if layout.has_embedding else []
+        for layer in layout.layers:
+            found.append((f"layer {layer}", traces[self._policies[layer]]))
+        return found + ([(HEAD, traces[HEAD])] if layout.has_head else [])
+
+    def result(self) -> RankMemory:
+        """The fullest moment."""
+        sending: dict[Action, int] = {}
+        for step in self._steps:
+            if isinstance(step, Action):
+                for sent in self._confirmed.get(step, ()):
+                    self._ledger.messages -= sending.pop(sent)
+                self._compute(step)
+            elif step.kind is ActionKind.SEND:  # from now on the message is all that holds it
+                sending[step.carries] = self._message
+                self._ledger.kept -= self._message
+                self._ledger.messages += self._message
+            elif step.kind is ActionKind.OPEN:
+                self._ledger.messages += self._message
+                self._note(0, f"receive for {step.lands}")
+        self._note(self._state.end - self._gradients, END_OF_STEP)
+        peak, kinds, moment = self._most
+        if self._on_cuda:
+            kinds |= {COMMUNICATORS: self._state.communicators * COMMUNICATOR_BYTES, SLACK: int(peak * ALLOCATOR_SLACK)}
+            peak = sum(kinds.values())
+        away = self._state.off_device
+        away |= {f"{ACTIVATIONS} on host": self._most_on_host} if self._most_on_host else {}
+        return RankMemory(self._stage, kinds, away, peak, moment, self._state.counted)
+
+    def _compute(self, action: Action) -> None:
+        units = list(enumerate(self._units[action.microbatch > 0][action.chunk]))
+        is_forward = action.kind is ActionKind.FORWARD
+        arrives = self._arrives(action)
+        if arrives:  # what came is the first unit's
+            self._ledger.messages -= self._message
+            self._ledger.kept += self._message
+        if self._skip(action, arrives=arrives):
+            return
+        held = self._message if arrives and not is_forward else 0  # by who has started the backward
+        neighbour = 0  # bytes of one more layer, on their way to the host or from it
+        for number, (name, trace) in units if is_forward else reversed(units):
+            passed = _pass_of(trace, action.kind)
+            if passed is None:
+                continue
+            if action.kind is self._adds:
+                self._gradients = max(self._gradients, self._state.levels.get((action.chunk, number), 0))
+            text = f"{_NAMES[action.kind]} of {name}, micro-batch {action.microbatch}"
+            moves = name in self._moves and action.kind is not ActionKind.WEIGHT
+            moved = trace.forward.kept if moves else 0
+            beside = neighbour + (0 if is_forward else moved)
+            self._note(passed.peak + beside + (held if number != units[-1][0] else 0), text)
+            self._ledger.kept += passed.kept + (-moved if is_forward else moved)
+            self._ledger.on_host += moved if is_forward else -moved
+            self._most_on_host = max(self._most_on_host, self._ledger.on_host)
+            neighbour = moved
+
+    def _skip(self, action: Action, *, arrives: bool) -> bool:
+        """Go over a whole pass, where its fullest unit cannot be fuller than what was before."""
+        key = action.microbatch > 0, action.chunk, action.kind, arrives
+        if key not in self._passes:
+            self._passes[key] = self._extent(action, arrives=arrives)
+        highest, kept, gradients = self._passes[key]
+        if (
+            max(self._gradients, gradients) + self._base + self._ledger.kept + self._ledger.messages + highest
+            > self._most[0]
+        ):
+            return False
+        self._ledger.kept += kept
+        self._gradients = max(self._gradients, gradients)
+        return True
+
+    def _extent(self, action: Action, *, arrives: bool) -> tuple[int, int, int]:
+        """Of a pass: most bytes above those at its begin, those that it leaves, and of gradients that have come."""
+        units, kept, highest, gradients = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0, 0
+        held = self._message if arrives and action.kind is not ActionKind.FORWARD else 0
+        for number, (_, trace) in units if action.kind is ActionKind.FORWARD else reversed(units):
+            passed = _pass_of(trace, action.kind)
+            if passed is not None:
+                highest, kept = max(highest, kept + passed.peak + held), kept + passed.kept
+                if action.kind is self._adds:
+                    gradients = max(gradients, self._state.levels.get((action.chunk, number), 0))
+        return highest, kept, gradients
+
+    def _arrives(self, action: Action) -> bool:
+        """Whether another pipeline rank sends what an action needs."""
+        source = self._schedule.source(self._stage, action) if action.kind is not ActionKind.WEIGHT else None
+        return source is not None and source[0] != self._stage
+
+    def _note(self, beyond: int, moment: str) -> None:
+        """`beyond`: bytes that are needed at this moment alone."""
+        state, gradients = self._state, self._gradients
+        peak = self._base + self._ledger.kept + self._ledger.messages + gradients + beyond
+        if peak > self._most[0]:
+            kinds = Counter(state.kinds)
+            kinds.update({"gradients": gradients, TABLES: self._tables, BATCH: self._tokens, WORKING: beyond})
+            kinds.update({ACTIVATIONS: self._ledger.kept, MESSAGES: self._ledger.messages})
+            self._most = peak, {kind: count for kind, count in kinds.items() if count}, moment
+
+
+def _adds_up(run: ResolvedRun) -> bool:
+    """Whether gradients of several micro-batches add up before they are reduced."""
+    zero = run.config.zero
+    return run.accumulation > 1 and not (zero.stage >= 2 and run.shards > 1 and zero.reduce == "micro_batch")
+
+
+_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
+
+
+def _pass_of(trace: UnitTrace, kind: ActionKind) -> PassTrace | None:
+    if kind is ActionKind.FORWARD:
+        return trace.forward
+    return trace.backward if kind is ActionKind.BACKWARD else trace.weight
+
+
+def _batch_bytes(run: ResolvedRun, chunks: Sequence[StageLayout]) -> int:
+    """Tokens and labels of a step's micro-batches, one array of both, or one each of a rank's own part; sample numbers."""
+    config, ids = run.config, run.micro_batch_size * _INT64
+    uses = [any(one.has_embedding for one in chunks), any(one.has_head for one in chunks)]
+    cp, by_parts = config.parallel.cp, config.parallel.cp > 1 or config.data.document_mask
+    each = sum(uses) * config.model.seq_len // cp if by_parts else (config.model.seq_len + 1) * any(uses)
+    return run.accumulation * (each * run.micro_batch_size * _INT64 + ids)

@@ -1,0 +1,267 @@
+"""How long the operators of a pass take on a device, from what `FakeTensors` recorded of them.
+
+    product     max(FLOPs / (peak x share x waves), bytes read / bandwidth) + bytes written / bandwidth      2 m n k FLOPs
+    attention   FLOPs / (peak x share)            forward 2 products, backward 5; causal: half of each
+    the rest    bytes read and written / (bandwidth x share)
+
+A compiled block is fewer kernels: operators between two products are one, which reads what was made before it and writes
+what is used after it.  A sum into the gradients behind a product is the end of that product.
+
+    mm -> [ mul, silu, mul ] -> mm         not compiled 8 tensors pass through memory, compiled 3
+
+Where the device was calibrated, an operator takes what was measured of it, and the host's time for it.
+
+A product is dealt to the multiprocessors in tiles of 128 x 256, all of which write their results at the end of a wave; the
+last wave may leave some without work.
+
+Source: roofline, Williams et al. 2009; tiles and waves, NVIDIA's "Matrix Multiplication Background", sections 3 and 4; FLOPs
+of attention's passes, Dao 2023, section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import TypeAlias
+
+import torch
+
+from megazero.plan.calibration import OperatorTable
+from megazero.plan.devices import Device
+from megazero.plan.fake_tensors import Event, Message, Operator
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ALLOCATES = ("empty", "new_empty", "detach", "alias", "scalar_tensor")
+_READS_ROWS = (
+    "embedding.default",
+    "gather.default",
+    "index_select",
+    "index.Tensor",
+    "index_put_",
+    "scatter_",
+    "index_add_",
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a device does at once.
+
+    Args:
+        name: the operator, or "fused".
+        seconds: on the device.
+        operators: how many of torch's it is; each takes host time where nothing is compiled.
+        reads: storages.
+    """
+
+    name: str
+    seconds: float
+    operators: int
+    reads: frozenset[int]
+
+
+Step: TypeAlias = "Kernel | Message"
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """[m, k] x [k, n], so many times."""
+
+    dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """A multiplication and an addition for each of m n k."""
+        return 2.0 * self.count * self.m * self.n * self.k
+
+
+def product_of(operator: Operator) -> ProductShape | None:
+    """The matrix product that an operator is; None for another operator."""
+    name, inputs = operator.name, operator.inputs
+    if name.startswith("mkldnn._linear_pointwise"):
+        x, weight = inputs[0], inputs[1]
+        return ProductShape(x.dtype, prod(x.shape[:-1]), weight.shape[0], x.shape[-1])
+    for prefix, first in (("aten.mm.", 0), ("aten.addmm.", 1), ("aten.bmm.", 0), ("aten.baddbmm.", 1)):
+        if name.startswith(prefix):
+            a, b = inputs[first], inputs[first + 1]
+            return ProductShape(a.dtype, a.shape[-2], b.shape[-1], a.shape[-1], prod(a.shape[:-2]))
+    return None
+
+
+def attention_flops(operator: Operator) -> float | None:
+    """FLOPs of fused attention; None for another operator."""
+    if "_attention" not in operator.name:
+        return None
+    is_backward = "backward" in operator.name
+    query, key = operator.inputs[1:3] if is_backward else operator.inputs[:2]
+    batch, heads, rows, size = query.shape
+    seen = rows * key.shape[-2] / (2 if operator.is_causal else 1)
+    return (10.0 if is_backward else 4.0) * batch * heads * seen * size
+
+
+def moved_bytes(operator: Operator) -> float:
+    """Bytes that an operator reads and writes."""
+    short = operator.name.partition(".")[2]
+    if short.startswith(_ALLOCATES):
+        return 0.0
+    written = sum(one.nbytes for one in operator.outputs)
+    if short.startswith(_READS_ROWS):
+        return 2.0 * (
+            written
+            if short.startswith(("embedding", "gather", "index_select", "index."))
+            else operator.inputs[-1].nbytes
+        )
+    return float(sum(one.nbytes for one in operator.inputs) + written)
+
+
+def events_on_cuda(events: Sequence[Event]) -> list[Event]:
+    """A pass as a GPU runs it: a trace runs as on a CPU, whose attention takes fp32 and tiles of its own.
+
+    Copies in front of attention and behind it go; of several tiles only what communicates lies between the first and the
+    last, since a GPU has a call for many tiles, which also merges them.
+    """
+    at = [index for index, one in enumerate(events) if isinstance(one, Operator) and attention_flops(one) is not None]
+    if not at:
+        return list(events)
+    seen = [events[index] for index in at]
+    read = {value.storage for one in seen if isinstance(one, Operator) for value in one.inputs}
+    made = {value.storage for one in seen if isinstance(one, Operator) for value in one.outputs}
+    same: dict[int, int] = {}
+    found: list[Event] = []
+    for index, one in enumerate(events):
+        if isinstance(one, Message):
+            found.append(one)
+            continue
+        if at[0] < index < at[-1] and index not in at:
+            continue
+        source = one.inputs[0].storage if one.inputs else -1
+        if one.name.startswith("aten._to_copy") and (one.outputs[0].storage in read or source in made):
+            same[one.outputs[0].storage] = same.get(source, source)
+            continue
+        found.append(
+            replace(
+                one,
+                inputs=tuple(value._replace(storage=same.get(value.storage, value.storage)) for value in one.inputs),
+            )
+        )
+    return found
+
+
+def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], *, is_compiled: bool) -> Iterator[Step]:
+    """What a device does for a pass.
+
+    Args:
+        later: the passes after it, whose operators read what it keeps.
+        is_compiled: see above.
+    """
+    if device.calibration is not None or not is_compiled:
+        for event in events:
+            yield event if isinstance(event, Message) else _kernel(event, device)
+        return
+    last_read = _last_reads([*events, *later])
+    chain: list[Operator] = []
+    product: int | None = None  # storage of the last product's result
+    for at, event in enumerate(events):
+        if isinstance(event, Operator) and product_of(event) is None and attention_flops(event) is None:
+            if not chain and product is not None and _ends_product(event, product):
+                product = None
+                continue
+            chain.append(event)
+            continue
+        if chain:
+            yield _fused(chain, device, last_read, at)
+            chain = []
+        yield event if isinstance(event, Message) else _kernel(event, device)
+        product = event.outputs[0].storage if isinstance(event, Operator) and event.outputs else None
+    if chain:
+        yield _fused(chain, device, last_read, len(events))
+
+
+def _last_reads(events: Sequence[Event]) -> dict[int, int]:
+    """The last event that reads each storage."""
+    return {one.storage: at for at, event in enumerate(events) if isinstance(event, Operator) for one in event.inputs}
+
+
+def _ends_product(operator: Operator, product: int) -> bool:
+    """Whether an operator only brings a product's result to where gradients add up."""
+    return operator.name in ("aten.add_.Tensor", "aten.copy_.default") and operator.inputs[-1].storage == product
+
+
+def _fused(chain: Sequence[Operator], device: Device, last_read: dict[int, int], end: int) -> Kernel:
+    return Kernel(
+        "fused",
+        fused_bytes(chain, {storage for storage, at in last_read.items() if at >= end})
+        / (device.memory_bandwidth * device.memory_share),
+        1,
+        frozenset(one.storage for operator in chain for one in operator.inputs),
+    )
+
+
+def fused_bytes(chain: Sequence[Operator], used_later: set[int]) -> float:
+    """Bytes that cross the border of a chain that is one kernel: what it reads of others, and leaves for others."""
+    made: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for operator in chain:
+        if operator.name.partition(".")[2].startswith(_ALLOCATES):
+            made.update((one.storage, 0) for one in operator.outputs)
+            continue
+        rows = operator.name.partition(".")[2].startswith(_READS_ROWS)
+        for one in operator.inputs:
+            if one.storage not in made:
+                size = min(one.nbytes, 2 * operator.outputs[0].nbytes) if rows and operator.outputs else one.nbytes
+                read[one.storage] = max(read.get(one.storage, 0), size)
+        for one in operator.outputs:
+            made[one.storage] = max(made.get(one.storage, 0), one.nbytes)
+    final = {one.storage for one in chain[-1].outputs}
+    return float(sum(read.values()) + sum(size for storage, size in made.items() if storage in used_later | final))
+
+
+def _kernel(operator: Operator, device: Device) -> Kernel:
+    reads = frozenset(one.storage for one in operator.inputs)
+    return Kernel(operator.name, operator_seconds(operator, device), 1, reads)
+
+
+def operator_seconds(operator: Operator, device: Device, table: OperatorTable | None = None) -> float:
+    """Seconds of an operator on a device, without the host's; `table` goes before what the makers say."""
+    if (shape := product_of(operator)) is not None:
+        return _product_seconds(shape, operator, device, table)
+    bytes_per_second = device.memory_bandwidth * device.memory_share
+    if (flops := attention_flops(operator)) is not None:
+        if table is not None and (known := table.operator(operator.name, flops)) is not None:
+            return known
+        is_backward = "backward" in operator.name
+        share = device.attention_backward_share if is_backward else device.attention_share
+        peak = device.peak_flops["bf16" if device.calibration is None else "fp32"]  # fp32 runs, too: as TF32 at best
+        return max(flops / (peak * share), moved_bytes(operator) / bytes_per_second)
+    moved = moved_bytes(operator)
+    if table is not None and moved and (known := table.operator(operator.name, moved)) is not None:
+        return known
+    return moved / bytes_per_second
+
+
+def _product_seconds(shape: ProductShape, operator: Operator, device: Device, table: OperatorTable | None) -> float:
+    dtype = DTYPE_NAMES.get(shape.dtype, "fp32")
+    if table is not None and (known := table.product(dtype, shape.m, shape.n, shape.k)) is not None:
+        return known * shape.count
+    moved = float(sum(value.nbytes for value in operator.inputs))
+    computing = shape.flops / (device.peak_flops[dtype] * device.product_share * wave_share(shape, device))
+    bytes_per_second = device.memory_bandwidth * device.memory_share
+    return (
+        max(computing, moved / bytes_per_second)
+        + shape.count * shape.m * shape.n * shape.dtype.itemsize / bytes_per_second
+    )
+
+
+def wave_share(shape: ProductShape, device: Device) -> float:
+    """Share of the multiprocessors that have a tile of 128 x 256, averaged over the waves of a product."""
+    if not device.multiprocessors:
+        return 1.0
+    counts = [shape.count * ceil(shape.m / a) * ceil(shape.n / b) for a, b in ((128, 256), (256, 128))]
+    units = device.multiprocessors
+    exact = shape.count * shape.m * shape.n / (128 * 256)
+    return max(exact / (units * ceil(count / units)) for count in counts)

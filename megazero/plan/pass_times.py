@@ -1,0 +1,176 @@
+"""How long the passes of a unit take, and which of their collectives the rank waits for.
+
+    compute  | mm dx | mm dW |      | mul ...         a collective begins where the program starts it, and ends at the
+    tp               [ reduce-scatter ]               first operator that reads its result: what is left is exposed
+
+A trace tells of a collective where it is started, after the memory of its result was taken; collectives of an axis follow
+each other.  On a calibrated host nothing runs beside: the rank that computes is the one that copies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megazero.config import ResolvedRun
+from megazero.plan.cluster import Cluster
+from megazero.plan.collective_times import GroupLink
+from megazero.plan.fake_tensors import Event, Message, Operator
+from megazero.plan.operator_times import Kernel, events_on_cuda, kernels_of, operator_seconds
+from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, trace_units
+
+_TAKES_MEMORY = ("aten.empty", "aten.new_empty", "aten.clone")
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Of one pass on one rank, in seconds.
+
+    Args:
+        compute: of the rank's own operators.
+        exposed, hidden: of collectives by axis: what the rank waits for, and what passes meanwhile.
+    """
+
+    compute: float = 0.0
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    hidden: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """From its begin to its end."""
+        return self.compute + sum(self.exposed.values())
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """Of the embedding, a layer or the head.  `kept`: bytes that its forward leaves for its backward."""
+
+    forward: PassTime
+    backward: PassTime
+    weight: PassTime
+    kept: int = 0
+
+
+def added(times: Iterable[PassTime]) -> PassTime:
+    """One pass after another."""
+    compute, exposed, hidden = 0.0, Counter[str](), Counter[str]()
+    for one in times:
+        compute += one.compute
+        exposed.update(one.exposed)
+        hidden.update(one.hidden)
+    return PassTime(compute, exposed, hidden)
+
+
+def unit_times(
+    run: ResolvedRun,
+    cluster: Cluster,
+    links: Mapping[str, GroupLink],
+    traces: Mapping[UnitKey, UnitTrace] | None = None,
+) -> dict[UnitKey, UnitTime]:
+    """Of every unit of a run; `traces`: in place of its own."""
+    on_cuda = cluster.processors == 0
+    traces = traces or trace_units(run, on_cuda=on_cuda, per_node=cluster.per_node)
+    wish = run.config.training.compile
+    is_compiled = on_cuda if wish == "auto" else bool(wish)
+    return {key: _unit_time(trace, cluster, links, is_compiled=is_compiled) for key, trace in traces.items()}
+
+
+def _unit_time(trace: UnitTrace, cluster: Cluster, links: Mapping[str, GroupLink], *, is_compiled: bool) -> UnitTime:
+    passes = [one for one in (trace.forward, trace.backward, trace.weight) if one is not None]
+    times = []
+    for at, one in enumerate(passes):
+        later = [event for after in passes[at + 1 :] for event in after.events]
+        times.append(pass_time(one, cluster, links, later, is_compiled=is_compiled))
+    return UnitTime(times[0], times[1], times[2] if len(times) > 2 else PassTime(), trace.forward.kept)
+
+
+def pass_time(
+    trace: PassTrace,
+    cluster: Cluster,
+    links: Mapping[str, GroupLink],
+    later: Sequence[Event] = (),
+    *,
+    is_compiled: bool,
+) -> PassTime:
+    """Of a pass; `later`: what follows it in the same unit."""
+    if cluster.device.calibration is not None:
+        return _on_calibrated(trace.events, cluster, links)
+    device = cluster.device
+    events, clock = events_on_cuda(trace.events), _Clock(links)
+    results = results_of(events)
+    for step in kernels_of(events, device, later, is_compiled=is_compiled):
+        if isinstance(step, Message):
+            clock.start(step, results.pop(0))
+        else:
+            clock.run(step)
+    clock.wait()
+    launches = clock.operators * device.launch_seconds  # the host runs ahead, but a device that is faster waits for it
+    return PassTime(max(clock.compute, launches), clock.exposed, clock.hidden)
+
+
+def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str, GroupLink]) -> PassTime:
+    table = cluster.table
+    assert table is not None
+    compute, exposed = 0.0, Counter[str]()
+    for event in events:
+        if isinstance(event, Message):
+            exposed[event.axis] += links[event.axis].seconds(event.operation, event.sent_bytes)  # type: ignore[assignment]
+        else:
+            compute += operator_seconds(event, cluster.device, table) + table.host_seconds
+    return PassTime(compute, exposed)
+
+
+def results_of(events: Sequence[Event]) -> list[frozenset[int]]:
+    """For each message the storages that it fills: those taken directly before it, or what the operator before it made."""
+    found = []
+    for at, event in enumerate(events):
+        if isinstance(event, Message):
+            storages: set[int] = set()
+            before = at - 1
+            while before >= 0 and isinstance(one := events[before], Operator) and one.name.startswith(_TAKES_MEMORY):
+                storages |= {value.storage for value in one.outputs}
+                before -= 1
+            if not storages and before >= 0 and isinstance(one := events[before], Operator):
+                storages = {value.storage for value in one.outputs}
+            found.append(frozenset(storages))
+    return found
+
+
+class _Clock:
+    """Walks through a pass: one stream computes, one for each axis communicates."""
+
+    def __init__(self, links: Mapping[str, GroupLink]) -> None:
+        self._links = links
+        self._now = 0.0
+        self._free = Counter[str]()  # when the stream of an axis is free
+        self._under_way: list[tuple[frozenset[int], str, float, float]] = []  # results, axis, seconds, end
+        self.compute, self.operators = 0.0, 0
+        self.exposed, self.hidden = Counter[str](), Counter[str]()
+
+    def start(self, message: Message, results: frozenset[int]) -> None:
+        """Begin a collective."""
+        seconds = self._links[message.axis].seconds(message.operation, message.sent_bytes)
+        end = max(self._now, self._free[message.axis]) + seconds
+        self._free[message.axis] = end  # type: ignore[assignment]
+        self._under_way.append((results, message.axis, seconds, end))
+
+    def run(self, kernel: Kernel) -> None:
+        """Wait for what a kernel reads, then run it."""
+        self._finish([one for one in self._under_way if one[0] & kernel.reads])
+        self._now += kernel.seconds
+        self.compute += kernel.seconds
+        self.operators += kernel.operators
+
+    def wait(self) -> None:
+        """Wait for all that is under way."""
+        self._finish(list(self._under_way))
+
+    def _finish(self, ended: Sequence[tuple[frozenset[int], str, float, float]]) -> None:
+        for one in ended:
+            _, axis, seconds, end = one
+            waited = min(max(0.0, end - self._now), seconds)
+            self.exposed[axis] += waited  # type: ignore[assignment]
+            self.hidden[axis] += seconds - waited  # type: ignore[assignment]
+            self._now = max(self._now, end)
+            self._under_way.remove(one)

@@ -1,0 +1,234 @@
+"""All that is known of a run before it starts, as one value, and as plain values for `--json`.
+
+run file, cluster -> memory, time, traffic  -> use of the devices -> checkpoints, failures -> days, dollars
+                     of each pipeline rank                                                    Plan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from megazero.config import ResolvedRun
+from megazero.plan.activations import elements_in, kind_of, stages_of
+from megazero.plan.cluster import Cluster
+from megazero.plan.correction import shape_of
+from megazero.plan.cost import (
+    FAILURES_PER_DEVICE_HOUR,
+    RESTART_SECONDS,
+    STORAGE_BANDWIDTH_PER_NODE,
+    Checkpoint,
+    Failures,
+    RunCost,
+    Throughput,
+    checkpoint_cost,
+    failures,
+    run_cost,
+    throughput,
+)
+from megazero.plan.memory import RankMemory, memory_of
+from megazero.plan.quick_memory import quick_memory_of, with_decided_offload
+from megazero.plan.search import Candidate, Found
+from megazero.plan.state_bytes import formula_of
+from megazero.plan.state_trace import Sent
+from megazero.plan.step_time import Span, StepTime, step_time_of
+from megazero.plan.traffic import busiest_links, traffic_of
+from megazero.zero.bucket import DTYPES
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a run file does not say.
+
+    Args:
+        tokens: of the whole run; None for those of `training.steps`.
+        dollars_per_hour: of one device; None for no price.
+        failures_per_device_hour: 0 for none; None for those of the Llama team.
+        storage_bandwidth: bytes per second that each node writes while all do; None for those of the Llama team.
+        step_ratio: measured over planned seconds of a step, of another run.
+    """
+
+    tokens: float | None = None
+    dollars_per_hour: float | None = None
+    failures_per_device_hour: float | None = None
+    restart_seconds: float = RESTART_SECONDS
+    storage_bandwidth: float | None = None
+    step_ratio: float = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on a cluster.
+
+    Args:
+        memory: of each pipeline rank, as `traffic`.
+        cost: of all tokens, at the share that failures leave.
+    """
+
+    run: ResolvedRun
+    cluster: Cluster
+    parameters: int
+    memory: tuple[RankMemory, ...]
+    time: StepTime
+    traffic: tuple[Mapping[tuple[str, str], Sent], ...]
+    throughput: Throughput
+    checkpoint: Checkpoint
+    failures: Failures | None
+    cost: RunCost
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The pipeline rank that needs the most memory."""
+        return max(self.memory, key=lambda one: one.peak)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has the memory that it needs."""
+        return self.fullest.peak <= self.cluster.device.memory_bytes
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of a step by kind, of the pipeline rank that idles least; they sum to the step."""
+        return min(map(seconds_by_kind, self.time.timelines), key=lambda kinds: kinds.get("idle", 0.0))
+
+
+def seconds_by_kind(spans: Sequence[Span]) -> dict[str, float]:
+    """What a rank's time goes into."""
+    found: dict[str, float] = {}
+    for span in spans:
+        found[span.kind] = found.get(span.kind, 0.0) + span.end - span.start
+    return found
+
+
+def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Plan:
+    """Of a run on as many ranks as the cluster has.  Raises: ValueError where they differ, or the schedule cannot run."""
+    run = with_decided_offload(run, cluster)
+    time = scaled(step_time_of(run, cluster), assumptions.step_ratio)
+    device, precision = cluster.device, run.config.precision
+    (parameters,) = map(elements_in, stages_of(run.config, tp=1))
+    tokens = run.global_batch_size * run.config.model.seq_len
+    peak = device.peak_flops.get(precision.dtype)
+    use = throughput(time.seconds, tokens, time.flops, cluster.ranks, peak)
+    saved = checkpoint_cost(
+        parameters,
+        weight_bytes=DTYPES[precision.dtype].itemsize,
+        moments=formula_of(run, 1).moments,
+        ranks=cluster.ranks,
+        nodes=cluster.nodes,
+        host_bandwidth=device.host_bandwidth,
+        storage_bandwidth=assumptions.storage_bandwidth or STORAGE_BANDWIDTH_PER_NODE,
+        asynchronous=run.config.checkpoint.asynchronous,
+    )
+    given = assumptions.failures_per_device_hour
+    rate = FAILURES_PER_DEVICE_HOUR if given is None else given
+    lost = failures(rate, cluster.ranks, saved, assumptions.restart_seconds)
+    every = assumptions.tokens or run.config.training.steps * tokens
+    cost = run_cost(
+        every,
+        use.tokens_per_second,
+        cluster.ranks,
+        lost.lost_share if lost else 0.0,
+        assumptions.dollars_per_hour,
+    )
+    sent = tuple(busiest_links(run, cluster, stage, one) for stage, one in enumerate(traffic_of(run, cluster)))
+    return Plan(run, cluster, parameters, memory_of(run, cluster), time, sent, use, saved, lost, cost)
+
+
+def scaled(time: StepTime, ratio: float) -> StepTime:
+    """A step that takes `ratio` times as long, in all its parts."""
+    timelines = tuple(
+        tuple(Span(one.start * ratio, one.end * ratio, one.kind, one.name) for one in spans) for spans in time.timelines
+    )
+    return replace(
+        time,
+        seconds=time.seconds * ratio,
+        timelines=timelines,
+        exposed={axis: seconds * ratio for axis, seconds in time.exposed.items()},
+        hidden={axis: seconds * ratio for axis, seconds in time.hidden.items()},
+        compute=time.compute * ratio,
+        optimizer=time.optimizer * ratio,
+        idle=time.idle * ratio,
+    )
+
+
+@dataclass(frozen=True)
+class PlanJudge:
+    """Tells a search what a run needs: memory by formula, and the plan's own time."""
+
+    cluster: Cluster
+
+    def memory(self, run: ResolvedRun) -> tuple[int, str]:
+        """Of the fullest pipeline rank."""
+        fullest = max(quick_memory_of(run, self.cluster), key=lambda one: one.peak)
+        return fullest.peak, f"pipeline rank {fullest.stage}, {fullest.moment}"
+
+    def seconds(self, run: ResolvedRun) -> float:
+        """Of a step.  Once a pipeline is full, every micro-batch adds the same, so of many only some are played."""
+        kind, parallel = kind_of(run.config), run.config.parallel
+        step = kind.microbatch_multiple(parallel.pp)
+        fills = 2 if parallel.schedule == "zbv" else 1  # pipelines' worth of micro-batches until it is full
+        some = -(-fills * parallel.pp // step) * step
+        if run.accumulation <= 2 * some or parallel.schedule_file is not None:
+            return step_time_of(run, self.cluster).seconds
+        first, second = (
+            step_time_of(replace(run, accumulation=count), self.cluster).seconds for count in (some, 2 * some)
+        )
+        return first + (second - first) * (run.accumulation - some) / some
+
+
+def as_json(plan: Plan, found: Found | None = None) -> dict[str, object]:
+    """Plain values, seconds and bytes; the keys are in docs/plan.md."""
+    time, run = plan.time, plan.run
+    return {
+        "cluster": {
+            "device": plan.cluster.device.name,
+            "ranks": plan.cluster.ranks,
+            "per_node": plan.cluster.per_node,
+            "memory_bytes": plan.cluster.device.memory_bytes,
+            "within": plan.cluster.within.name,
+            "between": plan.cluster.between.name,
+        },
+        "run": {
+            "parameters": plan.parameters,
+            **shape_of(run),
+        },
+        "fits": plan.fits,
+        "memory": [asdict(one) | {"kinds": dict(one.kinds), "off_device": dict(one.off_device)} for one in plan.memory],
+        "step": {
+            "seconds": time.seconds,
+            "breakdown": plan.breakdown,
+            "exposed": dict(time.exposed),
+            "hidden": dict(time.hidden),
+            "flops": time.flops,
+            "timelines": [[list(_span(span)) for span in spans] for spans in time.timelines],
+        },
+        "throughput": asdict(plan.throughput),
+        "traffic": [
+            {f"{axis} {operation}": sent._asdict() for (axis, operation), sent in of_rank.items()}
+            for of_rank in plan.traffic
+        ],
+        "checkpoint": asdict(plan.checkpoint),
+        "failures": asdict(plan.failures) if plan.failures else None,
+        "cost": asdict(plan.cost),
+        "search": None if found is None else found_as_json(found),
+    }
+
+
+def _span(span: Span) -> tuple[float, float, str, str]:
+    return span.start, span.end, span.kind, span.name
+
+
+def found_as_json(found: Found) -> dict[str, object]:
+    """What a search has found, as plain values."""
+
+    def one(candidate: Candidate) -> dict[str, object]:
+        choice, need = candidate.choice, candidate.need
+        return asdict(choice) | {"text": str(choice), "peak": need.peak, "where": need.where, "seconds": need.seconds}
+
+    return {
+        "best": [one(ranked.candidate) | {"limits": list(ranked.limits)} for ranked in found.best],
+        "front": [one(candidate) for candidate in found.front],
+        "computed": [one(candidate) for candidate in found.computed],
+        "least": None if found.least is None else one(found.least),
+        "counted": asdict(found.counted),
+    }

@@ -1,0 +1,385 @@
+"""The best shapes of a run on a cluster, and why each is not better still.
+
+    choices ----- rules of the run file -----> legal ----- state fits -----> by guess, the best first
+                                                                                |
+    best <---- time of the least relief that fits <---- memory of each relief <-+   until no bound is below the tenth
+
+A relief (recomputation, offloading) costs time, so of one shape only those are timed without which it does not fit.  The
+front of memory and time is that of everything computed, with all reliefs of the best shapes.  A `Judge` knows what a run
+needs: the plan's memory and step time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from megazero.config import ConfigError, ResolvedRun, RunConfig
+from megazero.config.load import import_extensions, resolve
+from megazero.plan.activations import size_text
+from megazero.plan.bounds import Bounds, bounds_of
+from megazero.plan.choices import Choice, Relief, Space, config_of, groups_in, relief_words, space_of
+from megazero.plan.cluster import Cluster
+from megazero.plan.search_workers import Workers
+
+LIMIT = 400  # shapes whose memory is computed
+_BEST = 10
+_TOLD = 3  # of them, reliefs and neighbours of which are timed
+_ROUND = 6  # shapes between two looks at the tenth best
+_MORE = 3  # times the limit while nothing fits
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one choice needs.
+
+    Args:
+        peak: most bytes on the device of a rank.
+        where: the fullest pipeline rank and when, in words.
+        seconds: of a step; None where it was not computed.
+    """
+
+    peak: int
+    where: str
+    seconds: float | None = None
+
+
+class Judge(Protocol):
+    """Knows what a run needs on the cluster."""
+
+    def memory(self, run: ResolvedRun) -> tuple[int, str]:
+        """Most bytes on the device of a rank, and where and when."""
+
+    def seconds(self, run: ResolvedRun) -> float:
+        """Of a step."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice whose need is known."""
+
+    choice: Choice
+    need: Need
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; infinite where it was not computed."""
+        return float("inf") if self.need.seconds is None else self.need.seconds
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One of the best.
+
+    Args:
+        run: what its run file says.
+        limits: for every key, why its next value is not better.
+    """
+
+    candidate: Candidate
+    run: ResolvedRun
+    limits: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What happened to the shapes: choices without their relief.
+
+    Args:
+        shapes: all.
+        refused: by the key whose rule refuses them.
+        too_large: whose state alone does not fit, or no relief of which fits.
+        slower: whose bound is above the tenth best.
+        computed: whose memory was computed.
+        left_out: beyond the limit.
+    """
+
+    shapes: int
+    refused: dict[str, int]
+    too_large: int
+    slower: int
+    computed: int
+    left_out: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Args:
+        best: by time, the best first; of each shape with the least relief that fits.
+        front: no other computed candidate that fits takes less time and less memory; by time.
+        computed: all whose time was computed.
+        least: the one that needs the least memory of all computed; None where nothing was.
+    """
+
+    best: tuple[Ranked, ...]
+    front: tuple[Candidate, ...]
+    computed: tuple[Candidate, ...]
+    least: Candidate | None
+    counted: Counted
+
+
+def search(
+    run: ResolvedRun,
+    cluster: Cluster,
+    judge: Judge,
+    *,
+    space: Space | None = None,
+    limit: int = LIMIT,
+    processes: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+    is_late: Callable[[], bool] = lambda: False,
+) -> Found:
+    """Compare the shapes of a run, whose model and global batch stay.
+
+    Args:
+        run: on one rank, from `base_of`.
+        judge: is copied to the processes.
+        space: the values of each key; None for what is worth comparing.
+        limit: shapes whose memory is computed at most.
+        say: gets a line now and then.
+        is_late: no shape is begun once it says so.
+    """
+    space = space or space_of(run.config, cluster.ranks, cluster.per_node)
+    bounds, capacity = bounds_of(run, cluster), cluster.device.memory_bytes
+    refused: Counter[str] = Counter()
+    legal = list(_legal(run.config, space, cluster.ranks, refused))
+    shapes = len(legal) + refused.total()
+    small = [one for one in legal if _state_fits(bounds, one, space.reliefs, capacity)]
+    small.sort(key=bounds.guess)
+    with Workers(partial(_compute, run.config, judge, cluster.ranks, capacity), processes) as workers:
+        looked = _Look(workers, bounds, space.reliefs, capacity, limit)
+        looked.at(small, say, is_late)
+        best = _best(looked.fitting)
+        smallest = sorted(legal, key=lambda one: min(bounds.state_bytes(replace(one, relief=r)) for r in space.reliefs))
+        if not best or not is_late():
+            looked.all_reliefs_of([one.choice for one in best[:_TOLD]] or smallest[:_BEST])
+        looked.neighbours_of([one.choice for one in best], space, is_late=is_late())
+        ranked = tuple(_ranked(run.config, one, looked, space, cluster) for one in best)
+    counted = Counted(
+        shapes,
+        dict(refused.most_common()),
+        len(legal) - len(small) + looked.too_large,
+        looked.slower,
+        looked.computed,
+        looked.left_out,
+    )
+    least = min(looked.needs.items(), key=lambda item: item[1].peak, default=None)
+    return Found(
+        ranked,
+        tuple(front_of(looked.fitting)),
+        tuple(looked.timed),
+        None if least is None else Candidate(*least),
+        counted,
+    )
+
+
+def base_of(config: RunConfig, global_batch_size: int) -> ResolvedRun:
+    """A run file with every searched key at its default, on one rank.  Raises: ConfigError."""
+    training = config.training.model_copy(update={"global_batch_size": global_batch_size})
+    elastic = type(config.elastic)()
+    base = config.model_copy(update={"training": training, "elastic": elastic})
+    return resolve(config_of(base, Choice(zero_stage=base.zero.stage)), 1)
+
+
+def front_of(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Those than which no other takes less time and less memory, by time."""
+    least = float("inf")
+    for one in sorted(candidates, key=lambda one: (one.seconds, one.need.peak)):
+        if one.need.peak < least:
+            least = one.need.peak
+            yield one
+
+
+# ---- what can run
+
+
+def _legal(config: RunConfig, space: Space, ranks: int, refused: Counter[str]) -> Iterator[Choice]:
+    """The shapes that the rules allow; the others are counted by the key that a rule names."""
+    known: dict[Choice, str | None] = {}  # sharding breaks no rule that its shape keeps
+    for one in groups_in(space, config, ranks):
+        frame = replace(one, zero_stage=1, gather_policy="action", shard_group=0)
+        if frame not in known:
+            known[frame] = _refusal(config, frame, ranks)
+        key = known[frame]
+        if key is None:
+            yield one
+        else:
+            refused[key] += 1
+
+
+def _refusal(config: RunConfig, choice: Choice, ranks: int) -> str | None:
+    try:
+        resolve(config_of(config, choice), ranks)
+    except ConfigError as error:
+        return error.problems[0].key
+    return None
+
+
+def _state_fits(bounds: Bounds, choice: Choice, reliefs: Sequence[Relief], capacity: int) -> bool:
+    return any(bounds.state_bytes(replace(choice, relief=relief)) <= capacity for relief in reliefs)
+
+
+# ---- what is computed
+
+
+@dataclass
+class _Look:
+    """What is known so far."""
+
+    workers: Workers[dict[Choice, Need]]
+    bounds: Bounds
+    reliefs: Sequence[Relief]
+    capacity: int
+    limit: int
+    needs: dict[Choice, Need] = field(default_factory=dict)
+    computed: int = 0
+    slower: int = 0
+    too_large: int = 0
+    left_out: int = 0
+
+    @property
+    def timed(self) -> list[Candidate]:
+        """All whose time is known."""
+        return [Candidate(choice, need) for choice, need in self.needs.items() if need.seconds is not None]
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        """Those of them that fit."""
+        return [one for one in self.timed if one.need.peak <= self.capacity]
+
+    def at(self, shapes: Sequence[Choice], say: Callable[[str], None], is_late: Callable[[], bool]) -> None:
+        """Compute shapes in this order, but for those that cannot be among the best."""
+        waiting = list(shapes)
+        while waiting:
+            best = _best(self.fitting)
+            tenth = best[-1].seconds if len(best) == _BEST else float("inf")
+            now: list[Choice] = []
+            while waiting and len(now) < _ROUND:
+                one = waiting.pop(0)
+                if self.bounds.seconds(one) >= tenth:
+                    self.slower += 1
+                elif self.computed + len(now) >= self.limit * (1 if best else _MORE) or is_late():
+                    self.left_out += 1
+                else:
+                    now.append(one)
+            self._compute([(one, self.reliefs) for one in now], "least")
+            self.computed += len(now)
+            if best and now:
+                say(f"{self.computed} shapes computed, the best takes {best[0].seconds:.3f} s: {best[0].choice}")
+
+    def all_reliefs_of(self, choices: Iterable[Choice]) -> None:
+        """For the front: what less memory costs; where nothing fits, for the least that any needs."""
+        shapes = dict.fromkeys(replace(one, relief=Relief()) for one in choices)
+        self._compute([(one, self.reliefs) for one in shapes], "every")
+
+    def neighbours_of(self, best: Sequence[Choice], space: Space, *, is_late: bool) -> None:
+        """For the limits: what the next value of each key needs; the time only beside the first few, and not when late."""
+        first, others = best[:_TOLD], best[_TOLD:]
+        for part, mode in ((first, "memory"),) if is_late else ((first, "every"), (others, "memory")):
+            near = dict.fromkeys(other for one in part for _, other in _neighbours(one, space))
+            unknown = [one for one in near if one not in self.needs]
+            self._compute([(replace(one, relief=Relief()), [one.relief]) for one in unknown], mode)
+
+    def _compute(self, work: Sequence[tuple[Choice, Sequence[Relief]]], mode: str) -> None:
+        for needs in self.workers.map(work, mode):
+            for choice, need in needs.items():
+                if choice not in self.needs or need.seconds is not None:
+                    self.needs[choice] = need
+            if mode == "least" and not any(need.seconds is not None for need in needs.values()):
+                self.too_large += 1
+
+
+def _best(fitting: Iterable[Candidate]) -> list[Candidate]:
+    """The ten shapes that take the least time, each once."""
+    found: dict[Choice, Candidate] = {}
+    for one in sorted(fitting, key=lambda one: (one.seconds, one.need.peak, one.choice)):
+        found.setdefault(replace(one.choice, relief=Relief()), one)
+        if len(found) == _BEST:
+            break
+    return list(found.values())
+
+
+def _compute(
+    config: RunConfig, judge: Judge, ranks: int, capacity: int, shape: Choice, reliefs: Sequence[Relief], mode: str
+) -> dict[Choice, Need]:
+    """Memory of a shape by relief, and the time: of those that fit with the "least", of "every" one that fits, or none."""
+    import_extensions(config.launch.extensions)  # in a process that was started anew
+    needs: dict[Choice, Need] = {}
+    enough: list[Relief] = []
+    ordered = sorted(reliefs, key=lambda one: (one.recompute + OFFLOAD_ORDER[one.offload], one))
+    for relief in ordered:
+        if mode == "least" and len(needs) == 1 and not enough and relief != ordered[-1]:
+            last = _compute(config, judge, ranks, capacity, shape, ordered[-1:], "memory")
+            if last and all(
+                need.peak > capacity for need in last.values()
+            ):  # where all of it is not enough, nothing is
+                return needs | last
+        if mode == "least" and any(one.needs_no_more_than(relief) for one in enough):
+            continue
+        choice = replace(shape, relief=relief)
+        try:
+            run = resolve(config_of(config, choice), ranks)
+        except ConfigError:  # sharding or relief that this shape does not know
+            continue
+        peak, where = judge.memory(run)
+        fits = peak <= capacity
+        needs[choice] = Need(peak, where, judge.seconds(run) if fits and mode != "memory" else None)
+        enough += [relief] if fits else []
+    return needs
+
+
+OFFLOAD_ORDER = {"none": 0, "activations": 1, "optimizer": 1, "both": 2}
+
+
+# ---- why not better
+
+
+def _ranked(config: RunConfig, one: Candidate, looked: _Look, space: Space, cluster: Cluster) -> Ranked:
+    limits = (_limit(config, one, words, other, looked, cluster) for words, other in _neighbours(one.choice, space))
+    return Ranked(one, resolve(config_of(config, one.choice), cluster.ranks), tuple(filter(None, limits)))
+
+
+def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
+    """One key changed to the next value that promises less time: its words, and the choice."""
+    for name, values in (("tp", space.tp), ("cp", space.cp), ("pp", space.pp)):
+        own = getattr(choice, name)
+        for value in [max((one for one in values if one < own), default=0)]:
+            if value:
+                changes: dict[str, object] = {name: value}
+                if name == "pp" and value == 1:
+                    changes |= {"schedule": "1f1b", "virtual_stages": 1}
+                yield f"{name} {value} instead of {own}", replace(choice, **changes)  # type: ignore[arg-type]
+    larger = min((one for one in space.micro_batch if one > choice.micro_batch), default=0)
+    if larger:
+        yield f"micro-batch {larger} instead of {choice.micro_batch}", replace(choice, micro_batch=larger)
+    lower = max((one for one in space.zero_stages if one < choice.zero_stage), default=None)
+    if lower is not None:
+        other = replace(choice, zero_stage=lower, gather_policy="action", shard_group=0)
+        yield f"ZeRO {lower} instead of {choice.zero_stage}", other
+    lighter = [one for one in space.reliefs if one != choice.relief and one.needs_no_more_than(choice.relief)]
+    if lighter:
+        relief = max(lighter, key=lambda one: (one.recompute + OFFLOAD_ORDER[one.offload], one))
+        words = " and ".join(relief_words(relief)) or "nothing recomputed or offloaded"
+        yield words, replace(choice, relief=relief)
+
+
+def _limit(config: RunConfig, one: Candidate, words: str, other: Choice, looked: _Look, cluster: Cluster) -> str:
+    """Why a neighbour is not better."""
+    need = looked.needs.get(other)
+    if need is None:
+        try:
+            resolve(config_of(config, other), cluster.ranks)
+        except ConfigError as error:
+            return f"{words}: {error.problems[0]}"
+        return ""  # not computed
+    if need.seconds is None and need.peak <= looked.capacity:
+        return f"{words} would fit with {size_text(need.peak)}; its time was not computed"
+    if need.seconds is None:
+        return f"{words} would need {size_text(need.peak)} of {size_text(looked.capacity)}"
+    change = need.seconds / one.seconds - 1
+    return f"{words} would take {abs(change):.1%} {'more' if change >= 0 else 'less'}"

@@ -1,0 +1,187 @@
+"""Communication that moves nothing, among ranks that need not exist.
+
+    tp = silent_axis("tp", size=8, index=3, kind="nccl", traffic=RecordedTraffic(fake.operators))
+    all_reduce(x, tp).wait()          returns at once; the traffic is counted and recorded as ever
+
+A silent backend has the properties of the one that a real run has there, because `comm` asks for them: whether it needs
+scratch memory, whether it works by itself, what it sends to other hosts.  Whether the ranks of a group agree about what they
+do is asked of a `Meeting`; here every rank is alone, and the others are believed to do as it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megazero.comm.backend import GlooBackend, HostBackend, TorchBackend, kind_between
+from megazero.comm.shared_memory import SharedMemoryBackend, place_shard
+from megazero.comm.two_level import Hosts, TwoLevelBackend, hosts_of, link_bytes_between
+from megazero.parallel_state import Axis, Group, Traffic, Transfers, Wait
+from megazero.plan.fake_tensors import Event, Message
+
+Kind: TypeAlias = Literal["shared memory", "two levels", "gloo", "host", "nccl"]
+_REAL: dict[Kind, type[TorchBackend | TwoLevelBackend | SharedMemoryBackend]] = {
+    "shared memory": SharedMemoryBackend,
+    "two levels": TwoLevelBackend,
+    "gloo": GlooBackend,
+    "host": HostBackend,
+    "nccl": TorchBackend,
+}
+
+
+class RecordedTraffic(Traffic):
+    """Traffic that is also told as events, in order."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__()
+        self._events = events
+
+    def add(self, axis: str, operation: str, sent_bytes: int, link_bytes: int = 0) -> None:
+        super().add(axis, operation, sent_bytes, link_bytes)
+        self._events.append(Message(operation, axis, sent_bytes, link_bytes))
+
+
+class Meeting(Protocol):
+    """What the ranks of one group know of one another."""
+
+    def operation(self, name: str, tensor: Tensor, axis: Axis, label: str) -> Wait:
+        """This rank starts a collective operation of tensors."""
+
+    def messages(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:
+        """This rank posts messages; one wait for each, sends first."""
+
+    def values(self, name: str, value: Any, axis: Axis) -> list[Any]:
+        """The values of all ranks, in rank order."""
+
+
+class Alone:
+    """Every other rank does as this one does."""
+
+    def operation(self, *_: object) -> Wait:
+        return _nothing
+
+    def messages(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:  # noqa: ARG002
+        return [_nothing] * (len(sends) + len(receives))
+
+    def values(self, name: str, value: Any, axis: Axis) -> list[Any]:  # noqa: ARG002
+        return [value] * axis.size
+
+
+def _nothing() -> None:
+    """The operation is done."""
+
+
+class SilentBackend:
+    """A `parallel_state.Backend` with the properties of a real one.  `hosts`: of a group whose ranks share memory."""
+
+    def __init__(self, kind: Kind, hosts: Hosts | None, meeting: Meeting) -> None:
+        real = _REAL[kind]
+        self.kind, self._meeting = kind, meeting
+        self.needs_scratch, self.needs_contiguous = real.needs_scratch, real.needs_contiguous
+        self.link_bytes = _link_bytes(kind, hosts)
+
+    def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
+        return self._meeting.operation("all_reduce", tensor, axis, op)
+
+    def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
+        if self.kind != "nccl":
+            place_shard(out, shard, axis)
+        return self._meeting.operation("all_gather", shard, axis, label)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:  # noqa: ARG002
+        return self._meeting.operation("reduce_scatter", full, axis, "")
+
+    def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        if self.kind != "nccl":
+            out[axis.index].copy_(x[axis.index])
+        return self._meeting.operation("all_to_all", x, axis, "")
+
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:  # noqa: ARG002
+        return self._meeting.operation("ring_shift", x, axis, "")
+
+    def check_order(self) -> None:
+        """Labels are compared when an operation starts."""
+
+    def progress(self) -> bool:
+        """As the real one: operations in shared memory need the calls of their ranks."""
+        return self.kind == "shared memory"
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+class SilentMessages:
+    """A `parallel_state.Messages` whose values come from a meeting."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def broadcast(self, tensor: Tensor, axis: Axis, source: int) -> Wait:
+        return self._meeting.operation("broadcast", tensor, axis, f"from number {source}")
+
+    def exchange(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:
+        return self._meeting.messages(sends, receives, axis)
+
+    def gather(self, values: list[Any], axis: Axis) -> list[Any]:
+        return [one for of_rank in self._meeting.values("gather_objects", values, axis) for one in of_rank]
+
+    def from_first(self, value: Any, axis: Axis) -> Any:
+        return self._meeting.values("from_first", value, axis)[0]
+
+    def largest(self, numbers: Sequence[float], axis: Axis) -> list[float]:
+        found = self._meeting.values("largest", list(numbers), axis)
+        return [max(of_ranks) for of_ranks in zip(*found, strict=True)]
+
+
+def _link_bytes(kind: Kind, hosts: Hosts | None) -> Callable[[str, Tensor, Axis], int]:
+    if kind == "two levels" and hosts is not None:
+        return lambda operation, full, axis: link_bytes_between(hosts, operation, full, axis)
+    if kind == "shared memory":
+        return lambda *_: 0
+    real = TorchBackend() if kind == "nccl" else GlooBackend()
+    return real.link_bytes
+
+
+def kind_of(ranks: Sequence[int], index: int, per_node: int, *, on_cuda: bool) -> tuple[Kind, Hosts | None]:
+    """What carries the tensors of a group in a real run, and its hosts if they matter.
+
+    Args:
+        ranks: global ranks of the group; index: this rank's number among them.
+        per_node: ranks of a node, which are neighbours.
+        on_cuda: the run is on GPUs.
+    """
+    if on_cuda:
+        return "nccl", None
+    hosts = hosts_of([str(rank // per_node) for rank in ranks], index)
+    real = kind_between(hosts)
+    return next(kind for kind, one in _REAL.items() if one is real), hosts
+
+
+def make_silent(group: Group, kind: Kind, hosts: Hosts | None, meeting: Meeting) -> None:
+    """Let a group move nothing."""
+    group.backends["cpu"] = SilentBackend(kind, hosts, meeting)
+    group.messages = SilentMessages(meeting)
+
+
+def silent_axis(
+    name: str, size: int, index: int = 0, kind: Kind = "nccl", traffic: Traffic | None = None, per_node: int = 0
+) -> Axis:
+    """One rank's axis among ranks that do as it does, without a process group.
+
+    Args:
+        kind: of the backend that a real run would have there; see `kind_of`.
+        traffic: counts what is sent; a `RecordedTraffic` also tells it in order.
+        per_node: of the ranks of the axis; 0 for all.
+    """
+    ranks = tuple(range(size))
+    axis = Axis(name, ranks, index, None, Traffic() if traffic is None else traffic)
+    if size == 1:
+        return axis
+    each = per_node or size
+    group = Group(None, torch.device("cpu"), 0.0, False, each, ())
+    hosts = hosts_of([str(rank // each) for rank in ranks], index) if kind == "two levels" else None
+    make_silent(group, kind, hosts, Alone())
+    return Axis(name, ranks, index, group, axis.traffic)

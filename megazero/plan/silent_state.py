@@ -1,0 +1,93 @@
+"""The `ParallelState` of a simulated rank: the real one's axes and groups, in the real order, over silent backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megazero.config import ResolvedRun
+from megazero.parallel_state import Axis, Group, ParallelState, RankGrid, Traffic
+from megazero.plan.silent import Alone, Kind, Meeting, kind_of, make_silent
+from megazero.plan.simulated_world import GroupMeeting, SimulatedWorld
+
+HOST = "host"
+"""Purpose of the groups of a node's ranks."""
+
+
+def grid_of(run: ResolvedRun) -> RankGrid:
+    """The rank grid of a run."""
+    parallel = run.config.parallel
+    return RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
+
+
+class SilentState(ParallelState):
+    """One simulated rank.
+
+    Args:
+        run: gives the grid and what depends on keys.
+        per_node: ranks of a node.
+        on_cuda: the backends are those of a run on GPUs; the tensors are on the CPU anyway.
+        world: the simulated ranks; None for this one alone.
+        traffic: counts what is sent.
+
+    Attributes:
+        made: ranks, purpose and backend of each group of this rank, in the order in which they are made.
+    """
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        rank: int,
+        per_node: int,
+        world: SimulatedWorld | None,
+        traffic: Traffic,
+        *,
+        on_cuda: bool,
+    ) -> None:
+        self._simulated, self._on_cuda, self._count = world, on_cuda, 0
+        self.made: list[tuple[tuple[int, ...], str, Kind]] = []
+        parallel, zero = run.config.parallel, run.config.zero
+        cpu, seconds = torch.device("cpu"), parallel.timeout_seconds
+        grid = self._whole = grid_of(run)
+        super().__init__(
+            grid,
+            rank,
+            cpu,
+            seconds,
+            zero.shard_group_size,
+            min(per_node, grid.world_size),
+            shares_memory=not on_cuda,
+            cp_ulysses=parallel.ulysses,
+            traffic=traffic,
+        )
+        self.on_cpu = not on_cuda
+
+    def _started(self) -> int:
+        return self._whole.world_size
+
+    def _group(self, ranks: tuple[int, ...], purpose: str = "") -> Group | None:
+        return self._silenced(super()._group(ranks, purpose), ranks, purpose)
+
+    def _host_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
+        axis = super()._host_axis(name, ranks)
+        self._silenced(axis.group, ranks, HOST)
+        return axis
+
+    def _silenced(self, group: Group | None, ranks: tuple[int, ...], purpose: str) -> Group | None:
+        if group is not None and group.messages is None and self.rank in ranks:
+            kind, hosts = kind_of(ranks, ranks.index(self.rank), self.neighbours, on_cuda=self._on_cuda)
+            make_silent(group, kind, hosts, self._meeting(ranks, purpose, kind))
+            self.made.append((ranks, purpose, kind))
+        return group
+
+    def _meeting(self, ranks: tuple[int, ...], purpose: str, kind: Kind) -> Meeting:
+        if self._simulated is None:
+            return Alone()
+        return GroupMeeting(self._simulated, self.rank, ranks, purpose, one_channel=kind == "nccl")
+
+    def _process_group(self, ranks: tuple[int, ...], *_: object) -> Any:
+        self._count += 1
+        if self.rank in ranks and self._simulated is not None:
+            GroupMeeting(self._simulated, self.rank, ranks, "", one_channel=True).made(self._count)
+        return None

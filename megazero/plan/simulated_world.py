@@ -1,0 +1,160 @@
+"""Some ranks of a world of any size, simulated: what each starts is compared with what the others of its group start.
+
+    rank 4   all_reduce 1,024 fp32 over tp | all_gather of weights 3 | receive 2,048 bf16 from rank 0
+    rank 5   all_reduce 1,024 fp32 over tp | all_reduce ...            the group's 2nd operations differ: DifferError
+
+The ranks that are not simulated do as those of their pipeline rank.  Within a group the operations of one channel are
+compared by their numbers, as the real backends pair them; messages by sender, receiver and number.  A wait ends when all
+simulated ranks of the group have started the same operation, so that a hang of the real run is one here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megazero.parallel_state import Axis, RankGrid, Transfers, Wait
+from megazero.plan.lockstep import Lockstep
+
+_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+_CHANNELS = {"all_gather": "gather", "broadcast": "broadcast"}  # all others in one; NCCL has one for all
+
+
+class DifferError(Exception):
+    """Ranks of a group start different operations where each should start the same one."""
+
+
+class Post(NamedTuple):
+    """What a rank starts, in words that other ranks of its group must use too."""
+
+    name: str
+    what: str  # how many of which type
+    label: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.name, self.what, self.label and f"({self.label})")))
+
+
+def described(tensor: Tensor) -> str:
+    """`1,024 fp32`."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{tensor.numel():,} {_NAMES.get(dtype, dtype)}"
+
+
+class SimulatedWorld:
+    """What the simulated ranks have started.
+
+    Args:
+        grid: the whole world.
+        ranks: those that are simulated; of every pipeline rank at least one.
+    """
+
+    def __init__(self, grid: RankGrid, ranks: Collection[int]) -> None:
+        self.grid, self.ranks, self.lockstep = grid, frozenset(ranks), Lockstep()
+        self.left: set[int] = set()  # ranks that nobody waits for any more
+        self._posts: dict[Any, dict[int, list[Post]]] = defaultdict(lambda: defaultdict(list))
+        self._values: dict[tuple[int, str], list[tuple[str, Any]]] = defaultdict(list)  # by rank and name of the axis
+        self._stand_ins: dict[tuple[int, ...], list[int]] = {}
+        by_stage: dict[int, list[int]] = defaultdict(list)
+        for rank in sorted(self.ranks):
+            by_stage[grid.coordinate(rank).pp].append(rank)
+        self._of_stage = dict(by_stage)
+
+    def stand_ins(self, ranks: tuple[int, ...]) -> list[int]:
+        """For each rank itself if it is simulated, else a simulated one of its pipeline rank."""
+        if ranks not in self._stand_ins:
+            self._stand_ins[ranks] = [
+                rank if rank in self.ranks else self._of_stage[self.grid.coordinate(rank).pp][0] for rank in ranks
+            ]
+        return self._stand_ins[ranks]
+
+    def post(self, key: Any, rank: int, ranks: Sequence[int], post: Post, where: str) -> int:
+        """Start an operation.  Returns: its number in its channel.  Raises: DifferError: another rank started another."""
+        posts = self._posts[key]
+        mine = posts[rank]
+        number = len(mine)
+        mine.append(post)
+        for other, theirs in posts.items():
+            if len(theirs) > number and theirs[number] != post:
+                among = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+                raise DifferError(
+                    f"rank {rank} starts {post} as its operation {number + 1} over {where} of ranks ({among}), where rank "
+                    f"{other} starts {theirs[number]}"
+                )
+        return number
+
+    def wait_for(self, key: Any, number: int, rank: int, ranks: Sequence[int], doing: str) -> None:
+        """Wait until all simulated ranks of a group have started an operation."""
+        posts = self._posts[key]
+        others = [one for one in ranks if one in self.ranks and one != rank]
+
+        def is_there() -> bool:
+            return all(len(posts[one]) > number or one in self.left for one in others)
+
+        self.lockstep.wait_until(rank, is_there, doing)
+
+    def values(self, rank: int, name: str, value: Any, axis: Axis) -> list[Any]:
+        """The values of all ranks of an axis, in rank order."""
+        mine = self._values[rank, axis.name]
+        number = len(mine)
+        mine.append((name, value))
+        of_ranks = self.stand_ins(axis.ranks)
+        boards = {one: self._values[one, axis.name] for one in dict.fromkeys(of_ranks)}
+
+        def is_there() -> bool:
+            return all(len(board) > number or one in self.left for one, board in boards.items())
+
+        self.lockstep.wait_until(rank, is_there, f"{name} over {axis.name}, number {number + 1}")
+        found = {one: board[number] if len(board) > number else (name, value) for one, board in boards.items()}
+        for one, (theirs, _) in found.items():
+            if theirs != name:
+                raise DifferError(f"rank {rank} starts {name} over {axis.name}, where rank {one} starts {theirs}")
+        return [found[one][1] for one in of_ranks]
+
+
+class GroupMeeting:
+    """What one simulated rank and the others of one of its groups know of one another: a `silent.Meeting`.
+
+    Args:
+        purpose: of the group, where ranks have more than one.
+        one_channel: all operations pair up by their order, as with NCCL; else gathers do apart from the others.
+    """
+
+    def __init__(
+        self, world: SimulatedWorld, rank: int, ranks: tuple[int, ...], purpose: str, one_channel: bool
+    ) -> None:
+        self._world, self._rank, self._ranks, self._purpose = world, rank, ranks, purpose
+        self._one_channel = one_channel
+
+    def operation(self, name: str, tensor: Tensor, axis: Axis, label: str) -> Wait:
+        channel = "all" if self._one_channel else _CHANNELS.get(name, "reduce")
+        return self._start(channel, Post(name, described(tensor), label), axis.name)
+
+    def made(self, number: int) -> None:
+        """The group is made, as the rank's so-and-so-manieth, and all members make it together."""
+        self._start("new group", Post("new_group", self._purpose, f"its group number {number}"), "all groups")()
+
+    def _start(self, channel: Any, post: Post, where: str) -> Wait:
+        key = self._ranks, self._purpose, channel
+        number = self._world.post(key, self._rank, self._ranks, post, where)
+        doing = f"{post} over {where}, as its operation {number + 1} there"
+        return lambda: self._world.wait_for(key, number, self._rank, self._ranks, doing)
+
+    def messages(self, sends: Transfers, receives: Transfers, axis: Axis) -> Sequence[Wait]:
+        to = [self._message(tensor, self._rank, peer, axis) for tensor, peer in sends]
+        return to + [self._message(tensor, peer, self._rank, axis) for tensor, peer in receives]
+
+    def _message(self, tensor: Tensor, sender: int, receiver: int, axis: Axis) -> Wait:
+        key = self._ranks, self._purpose, (sender, receiver)
+        post = Post(f"a message from rank {sender} to rank {receiver} of", described(tensor))
+        number = self._world.post(key, self._rank, (sender, receiver), post, axis.name)
+        doing = f"{post} over {axis.name}, the pair's number {number + 1}"
+        return lambda: self._world.wait_for(key, number, self._rank, (sender, receiver), doing)
+
+    def values(self, name: str, value: Any, axis: Axis) -> list[Any]:
+        return self._world.values(self._rank, name, value, axis)

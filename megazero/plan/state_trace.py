@@ -1,0 +1,271 @@
+"""What a rank holds beside its layers' work, by a step of the project's own engine in which no layer computes.
+
+    Engine on tensors that hold nothing      weights, master weights, moments, tables, gather buffers
+      every action of the schedule           units are gathered, gradients come to their buckets, buckets are reduced
+      end of the step                        sums, norm, optimizer, gathers
+
+The second step is measured: buffers exist by then.  Communication moves nothing and is counted.  A step of many
+micro-batches repeats itself, so a third, a bit shorter, shows the traffic that a further one adds, which is added as often
+as needed.  Pipeline ranks with as many layers and no end of the model are alike where the order of their actions changes
+neither memory nor traffic, so one is traced for all of them.
+What a run keeps in files lies in host memory here and is counted as in files: no file is made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from megazero.comm.collectives import all_reduce
+from megazero.config import ResolvedRun, RunConfig
+from megazero.config.schema import OffloadConfig
+from megazero.engine.gpt import Engine
+from megazero.models.stages import cut
+from megazero.parallel_state import Traffic
+from megazero.plan.activations import chunks_of
+from megazero.plan.activations import kind_of as schedule_kind_of
+from megazero.plan.fake_tensors import FakeTensors
+from megazero.plan.silent_state import HOST, SilentState, grid_of
+from megazero.schedules.action import ActionKind
+from megazero.zero.bucket import Bucket
+from megazero.zero.gather import UnitGatherer
+
+TABLES = "tables"
+
+
+class Sent(NamedTuple):
+    """Over one axis in one kind of operation, by one rank in one step.  `link_bytes`: those of them to other nodes."""
+
+    sent_bytes: int
+    link_bytes: int
+    calls: int
+
+
+@dataclass(frozen=True)
+class StateTrace:
+    """Of one rank.
+
+    Args:
+        kinds: bytes on the device from the begin of a step on, by kind; a CPU's memory is the host's.
+        counted: by kind and, but for the device, place, after a step, as the engine counts.
+        levels: by (chunk, unit of the chunk) bytes beyond these once its first gradient has come.
+        end: most bytes beyond these while the step ends.
+        traffic: of a step, by (axis, operation), but for what layers send and messages of the pipeline.
+        elements: parameters, as this rank has them.
+        communicators: groups of several ranks that this rank is in.
+    """
+
+    kinds: Mapping[str, int]
+    counted: Mapping[str, int]
+    levels: Mapping[tuple[int, int], int]
+    end: int
+    traffic: Mapping[tuple[str, str], Sent]
+    elements: int
+    communicators: int = 0
+
+    @property
+    def off_device(self) -> dict[str, int]:
+        """In files and, but for a CPU, in host memory."""
+        return {name: count for name, count in self.counted.items() if " on " in name and name not in self.kinds}
+
+
+def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) -> StateTrace:
+    """What a rank of the world holds and sends; `per_node`: ranks of a node."""
+    few, step = _short_step(run)
+    times = (run.accumulation - few) // step
+    alike = _alike(run, rank, per_node)
+    short, longer = _trace(_without_training(run), few, step if times else 0, alike, per_node, on_cuda)
+    traffic = {
+        key: Sent(*(a + (b - a) * times for a, b in zip(short.get(key, _NOTHING), sent, strict=True)))
+        for key, sent in longer.traffic.items()
+    }
+    return replace(longer, traffic=traffic)
+
+
+_NOTHING = Sent(0, 0, 0)
+
+
+def _short_step(run: ResolvedRun) -> tuple[int, int]:
+    """Micro-batches after which a step repeats itself, as many as remain after whole repetitions; and those of one."""
+    config = run.config
+    step = schedule_kind_of(config).microbatch_multiple(config.parallel.pp)
+    repeats = -(-(config.parallel.pp + 1) // step) if config.zero.stage == 3 else 1  # until gathers repeat themselves
+    return run.accumulation - max((run.accumulation - (repeats + 1) * step) // step, 0) * step, step
+
+
+def _without_training(run: ResolvedRun) -> ResolvedRun:
+    """Without what changes neither memory nor traffic of the state, so that equal runs share a trace."""
+    config = run.config
+    config = config.model_copy(update={"training": type(config.training)()})
+    return replace(run, config=config, micro_batch_size=1, accumulation=1, global_batch_size=run.dp)
+
+
+def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
+    """The first pipeline rank's that holds and sends as much: with the same chunks, whole nodes apart."""
+    grid, at = grid_of(run), grid_of(run).coordinate(rank)
+    kind = schedule_kind_of(run.config)
+    placement = kind.placement(grid.pp, chunks_of(run.config, kind))
+    if run.config.zero.stage >= (2 if len(placement) > grid.pp else 3):  # when units are gathered and buckets are full
+        return rank
+    layouts = cut(run.config.model, run.config.parallel.layout, len(placement))
+    sizes: list[list[tuple[int, bool, bool]]] = [[] for _ in range(grid.pp)]
+    for layout, (stage, _) in zip(layouts, placement, strict=True):
+        sizes[stage].append((len(layout.layers), layout.has_embedding, layout.has_head))
+    for stage in range(1, at.pp):  # the first pipeline rank has the embedding
+        first = grid.rank(replace(at, pp=stage))
+        if sizes[stage] == sizes[at.pp] and ((rank - first) % per_node == 0 or grid.world_size <= per_node):
+            return first
+    return rank
+
+
+@lru_cache(maxsize=512)
+def _trace(
+    run: ResolvedRun, few: int, step: int, rank: int, per_node: int, on_cuda: bool
+) -> tuple[Mapping[tuple[str, str], Sent], StateTrace]:
+    """Traffic of a step of a few micro-batches, and all of one with so many more."""
+    config = run.config
+    kind, parallel = schedule_kind_of(config), config.parallel
+    with FakeTensors() as fake:
+        traffic = Traffic()
+        state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
+        driver = _Driver(Engine(_without_files(config), state, kind), fake)
+        built, elements = fake.live, sum(one.layout.numel for one in driver.engine.sharded_model.parameters.buckets)
+        tables = built - sum(driver.counted().values()) + driver.absent()
+
+        def run_step(count: int) -> dict[tuple[str, str], Sent]:
+            traffic.reset()
+            schedule = kind.build(parallel.pp, count, chunks_of(config, kind))
+            driver.run_step(schedule.ranks[state.at.pp], count)
+            return _sent(traffic)
+
+        run_step(few + step)
+        sent, counted = run_step(few + step), driver.counted()
+        base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
+        short = run_step(few) if step else sent
+        other = base - sum(counted.values()) + absent - tables
+        counted = _in_files(counted, config.zero.offload, driver.engine.sharded_model.parameters.buckets)
+        driver.engine.sharded_model.close()
+    here = {name: count for name, count in counted.items() if " on " not in name or not (on_cuda or "file" in name)}
+    here["gradients"] -= absent
+    kinds = here | {TABLES: tables, "other": other}
+    communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose, _ in state.made)
+    return short, StateTrace(kinds, counted, levels, end, sent, elements, communicators)
+
+
+def _sent(traffic: Traffic) -> dict[tuple[str, str], Sent]:
+    return {
+        key: Sent(traffic.sent_bytes[key], traffic.link_bytes[key], calls)
+        for key, calls in traffic.calls.items()
+        if traffic.sent_bytes[key] or key[1] not in ("gather_objects", "from_first")
+    }
+
+
+def _without_files(config: RunConfig) -> RunConfig:
+    """Files become host memory; what `auto` decides by the memory of this machine stays on the device."""
+    offload, stand_ins = config.zero.offload, {"nvme": "cpu", "auto": "none"}
+    update = {key: stand_ins[old] for key in ("optimizer", "parameters") if (old := getattr(offload, key)) in stand_ins}
+    zero = config.zero.model_copy(update={"offload": offload.model_copy(update=update)})
+    return config.model_copy(update={"zero": zero})
+
+
+def _in_files(counted: Mapping[str, int], offload: OffloadConfig, buckets: Sequence[Bucket]) -> dict[str, int]:
+    """The bytes of a trace without files, by where a run has them."""
+    found = Counter(counted)
+
+    def move(kind: str, nbytes: int) -> None:
+        found[f"{kind} on host"] -= nbytes
+        found[f"{kind} on file"] += nbytes
+
+    if offload.optimizer == "nvme":
+        move("optimizer", found["optimizer on host"])
+    for bucket in buckets if "nvme" in (offload.optimizer, offload.parameters) else ():
+        is_offloaded = bucket.master.location == "host" and offload.optimizer != "none"
+        if is_offloaded and bucket.master is bucket.weight_shard:  # one array only where both are in host memory
+            found["parameters on host"] += bucket.master.nbytes
+        if is_offloaded and offload.optimizer == "nvme":
+            move("parameters", bucket.master.nbytes)
+        if offload.parameters == "nvme" and not bucket.keeps_weights and bucket.weight_shard.location == "host":
+            move("parameters", bucket.weight_shard.nbytes)
+    return {kind: count for kind, count in found.items() if count or (kind in counted and " on " not in kind)}
+
+
+class _Driver:
+    """Runs steps of an engine without its layers."""
+
+    def __init__(self, engine: Engine, fake: FakeTensors) -> None:
+        self.engine, self._fake = engine, fake
+        self.base = self.end = self.absent_at_start = 0
+        self.levels: dict[tuple[int, int], int] = {}
+        self._units = [
+            [(unit, self._names(chunk, unit)) for unit in stage.units()] for chunk, stage in enumerate(engine._stages)
+        ]
+
+    def counted(self) -> dict[str, int]:
+        """As the engine counts."""
+        return self.engine.memory_bytes()
+
+    def absent(self) -> int:
+        """Gradients that are counted and do not exist."""
+        return self.engine.sharded_model.parameters.absent_gradient_bytes()
+
+    def run_step(self, actions: Any, micro_batches: int) -> None:
+        engine, model = self.engine, self.engine.sharded_model
+        model.begin_step(micro_batches)
+        self.base, self.levels, self.absent_at_start = self._fake.live, {}, self.absent()
+        if engine.share.labels:
+            all_reduce(torch.zeros((), dtype=torch.float64), engine.state.dp_cp).wait()
+        gatherer = model.parameters.gatherer
+        passes = [one for one in actions if one.kind is not ActionKind.WEIGHT]
+        splits = len(passes) < len(actions)
+        following = dict(zip(passes, [*passes[1:], None], strict=True))
+        for action in actions:
+            follower = following.get(action)
+            if gatherer is not None and follower is not None:
+                gatherer.expect(follower.chunk, follower.kind is ActionKind.FORWARD)
+            if action.kind is ActionKind.FORWARD:
+                self._visit(gatherer, action.chunk, "forward")
+            elif action.kind is ActionKind.BACKWARD:
+                self._visit(gatherer, action.chunk, "backward", adds=not splits)
+            else:
+                self._visit(None, action.chunk, "backward", adds=True)
+        self._fake.peak = self._fake.live
+        model.finish_gradients()
+        model.square_sum()
+        all_reduce(torch.zeros(5, dtype=torch.float64), engine.state.world).wait()
+        model.update(1.0, engine.config.optimizer.grad_clip)
+        self.end = self._fake.peak - self.base
+
+    def _visit(self, gatherer: UnitGatherer | None, chunk: int, direction: str, *, adds: bool = False) -> None:
+        model, units = self.engine.sharded_model, list(enumerate(self._units[chunk]))
+        first = sum(len(one) for one in self._units[:chunk])
+        for number, (_, names) in units if direction == "forward" else reversed(units):
+            if gatherer is not None:
+                gatherer.visit(direction, first + number)
+            if not adds:
+                continue
+            parameters = [model.parameters.by_name[name] for name in names]
+            for at, parameter in enumerate(reversed(parameters)):
+                model.reducer.add(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+                if at == 0:  # the backward of a unit begins with its largest products
+                    self._note(chunk, number)
+        if adds:
+            model.reducer.close_pass(chunk)
+
+    def _note(self, chunk: int, number: int) -> None:
+        self.levels[chunk, number] = max(self.levels.get((chunk, number), 0), self._fake.live - self.base)
+
+    def _names(self, chunk: int, unit: torch.nn.Module) -> list[str]:
+        found = []
+        home = self.engine.sharded_model.parameters.by_name
+        prefix = f"{chunk}."
+        names = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}
+        for module in unit.modules():
+            for key in module._parameters:
+                name = f"{prefix}{names[id(module)]}.{key}"
+                found += [name] if name in home else []
+        return found

@@ -1,0 +1,178 @@
+"""What a step takes: every pipeline rank's timeline, from the run's own schedule and the times of its units.
+
+    rank 0   gather |F0 F1 F2 . . B0 F3 B1 ...  B7| reduce  |sum|optimizer|
+                     ^ compute + tp, cp waits      ^ what is left of the reduction behind the last backward
+
+    gathers of weights     of stages 0 to 2 behind the first forwards, of stage 3 behind the unit before
+    reductions             bucket by bucket behind the last backward of each chunk, or behind every one
+    messages               behind other actions; the receiver waits for what has not arrived
+
+The step is that of the slowest pipeline rank; all replicas are alike.  The first step, which records and compiles, is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megazero.config import ResolvedRun, RunConfig
+from megazero.models.activation_config import LayerPolicy, layer_policies
+from megazero.models.stages import StageLayout, cut
+from megazero.plan.activations import EMBEDDING, HEAD, elements_in, schedule_of, stages_of
+from megazero.plan.cluster import Cluster
+from megazero.plan.collective_times import GroupLink, links_of
+from megazero.plan.pass_times import PassTime, UnitTime, added, unit_times
+from megazero.plan.shared_processors import simulate_shared
+from megazero.plan.timelines import Span, StepTime, assembled, reduced_behind
+from megazero.plan.unit_trace import UnitKey
+from megazero.plan.zero_times import ZeroTimes, zero_times_of
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.proof import ActionCosts, simulate
+from megazero.zero.bucket import DTYPES
+
+__all__ = ["Span", "StepTime", "message_seconds", "reduced_behind", "step_time_of", "unit_elements"]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A virtual stage: its units in order, and the parameters of each."""
+
+    units: tuple[UnitKey, ...]
+    offloads: tuple[bool, ...]
+    elements: tuple[int, ...]
+
+
+def step_time_of(
+    run: ResolvedRun,
+    cluster: Cluster,
+    units: Mapping[UnitKey, UnitTime] | None = None,
+    hop_seconds: float | None = None,
+) -> StepTime:
+    """The time of a step after the first ones.
+
+    Args:
+        units, hop_seconds: in place of the run's own times of units, and of a message between pipeline ranks.
+
+    Raises: ValueError: the cluster has other ranks than the run.
+    """
+    if cluster.ranks != run.world_size:
+        raise ValueError(f"the cluster has {cluster.ranks} ranks, the run {run.world_size}")
+    schedule, links = schedule_of(run), links_of(run, cluster)
+    units = units or unit_times(run, cluster, links)
+    chunks = _chunks_of(run, schedule)
+    passes = {
+        (rank, chunk, kind): _chunk_pass(chunks[rank, chunk], kind, units, cluster)
+        for rank, chunk in schedule.placement
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+    }
+    zero = zero_times_of(run, cluster, links, {at: one.elements for at, one in chunks.items()})
+    actions = {
+        (rank, action): _with_zero(passes[rank, action.chunk, action.kind], zero, schedule, rank, action)
+        for rank, every in enumerate(schedule.ranks)
+        for action in every
+    }
+    hop = message_seconds(run, links["pp"]) if hop_seconds is None else hop_seconds
+    starts = {
+        (rank, action): zero.ranks[rank].arrival(action.chunk, actions[rank, action].seconds)
+        for rank, action in actions
+        if action.microbatch == 0 and action.kind is ActionKind.FORWARD
+    }
+    costs = ActionCosts(actions={at: one.seconds for at, one in actions.items()}, starts=starts, hop=hop)
+    timeline = simulate_shared(schedule, costs, cluster, run) if cluster.processors else simulate(schedule, costs)
+    return assembled(run, timeline, actions, starts, zero)
+
+
+def _chunks_of(run: ResolvedRun, schedule: Schedule) -> dict[tuple[int, int], _Chunk]:
+    """By (pipeline rank, chunk)."""
+    config = run.config
+    layouts = dict(
+        zip(schedule.placement, cut(config.model, config.parallel.layout, len(schedule.placement)), strict=True)
+    )
+    ends = unit_elements(run.config, is_one_stage=len(layouts) == 1)
+    cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
+    found = {}
+    for rank in range(schedule.pp):
+        own = {chunk: layout for (at, chunk), layout in layouts.items() if at == rank}
+        layers = [layer for layout in own.values() for layer in layout.layers]
+        policies = layer_policies(config.activations, layers, rank, cuts=cuts)
+        for chunk, layout in own.items():
+            found[rank, chunk] = _chunk(layout, policies, ends)
+    return found
+
+
+def _chunk(layout: StageLayout, policies: Mapping[int, LayerPolicy], elements: tuple[int, int, int]) -> _Chunk:
+    units: list[tuple[UnitKey, bool, int]] = []
+    if layout.has_embedding:
+        units.append((EMBEDDING, False, elements[0]))
+    for layer in layout.layers:
+        units.append((replace(policies[layer], offload=False), policies[layer].offload, elements[1]))
+    if layout.has_head:
+        units.append((HEAD, False, elements[2]))
+    return _Chunk(*(tuple(column) for column in zip(*units, strict=True)))
+
+
+def unit_elements(config: RunConfig, *, is_one_stage: bool) -> tuple[int, int, int]:
+    """Parameters of the embedding, a layer and the head on a tensor-parallel rank."""
+    parallel = config.parallel.model_copy(update={"layout": "even", "pp": 1, "cp": 1})
+    model = config.model.model_copy(update={"num_layers": 2})
+    return _unit_elements(RunConfig(model=model, parallel=parallel, precision=config.precision), is_one_stage)
+
+
+@lru_cache(maxsize=64)
+def _unit_elements(config: RunConfig, is_one_stage: bool) -> tuple[int, int, int]:
+    stages = stages_of(config, 1 if is_one_stage else 2)
+    layer = elements_in_module(stages[0].blocks[0])
+    if is_one_stage:
+        embedding = elements_in_module(stages[0].embedding)
+        return embedding, layer, elements_in(stages[0]) - embedding - 2 * layer
+    return elements_in(stages[0]) - layer, layer, elements_in(stages[1]) - layer
+
+
+def elements_in_module(module: object) -> int:
+    """Parameters of a module."""
+    return sum(weight.numel() for weight in module.parameters())  # type: ignore[attr-defined]
+
+
+def _chunk_pass(chunk: _Chunk, kind: ActionKind, units: Mapping[UnitKey, UnitTime], cluster: Cluster) -> PassTime:
+    passes = []
+    for key, offloads in zip(chunk.units, chunk.offloads, strict=True):
+        unit = units[key]
+        if kind is ActionKind.WEIGHT:
+            passes.append(unit.weight)
+            continue
+        one = unit.forward if kind is ActionKind.FORWARD else unit.backward
+        passes.append(_with_offload(one, unit.kept, cluster) if offloads else one)
+    return added(passes)
+
+
+def _with_offload(one: PassTime, kept: int, cluster: Cluster) -> PassTime:
+    """A layer whose activations travel to the host or back while it, or its neighbour, computes."""
+    moving = kept / cluster.device.host_bandwidth
+    left = max(0.0, moving - one.seconds)
+    return added([one, PassTime(0.0, {"offload": left}, {"offload": moving - left})])
+
+
+def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, action: Action) -> PassTime:
+    """A pass with what it waits for of weights that it needs, and of gradients that leave no memory for its own."""
+    of_rank = zero.ranks[rank]
+    first = action.microbatch == 0
+    last = action.microbatch == schedule.microbatches - 1
+    wire = of_rank.behind(action, is_first=first, is_last=last)
+    if not wire:
+        return one
+    ahead = of_rank.ahead(action, is_first=first)
+    beside = max(0.0, wire - ahead)
+    left = ahead + (beside if not zero.overlaps else max(0.0, beside - one.seconds))
+    return added([one, PassTime(0.0, {"dp": left}, {"dp": wire - left})])
+
+
+def message_seconds(run: ResolvedRun, link: GroupLink) -> float:
+    """Of a message between neighbouring stages: one micro-batch's hidden states on this rank."""
+    config, parallel = run.config, run.config.parallel
+    if parallel.pp == 1:
+        return 0.0
+    tokens = config.model.seq_len // parallel.cp * run.micro_batch_size
+    cuts = parallel.tp if parallel.sequence_parallel else 1
+    size = tokens // cuts * config.model.hidden_size * DTYPES[config.precision.dtype].itemsize
+    return link.message_seconds(size)

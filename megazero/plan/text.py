@@ -1,0 +1,271 @@
+"""A plan and a search as text for a terminal.
+
+memory   GiB by kind and pipeline rank, the fullest named
+step     seconds by what they go into
+run      days, dollars, checkpoints, failures
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from math import prod
+
+from megazero.parallel_state import RankGrid
+from megazero.plan.activations import size_text
+from megazero.plan.cost import HOUR, MINUTE
+from megazero.plan.dry_rank import DryRank, MadeGroup
+from megazero.plan.dry_run import DryRun
+from megazero.plan.fake_tensors import Message
+from megazero.plan.report import Plan
+from megazero.plan.search import Candidate, Found, Ranked
+
+_SHOWN_TENSORS, _SHOWN_MESSAGES = 12, 24
+_SHOWN_RANKS = 9  # pipeline ranks of a table; of more the first, the last and the fullest
+NAMES = {
+    "compute": "computes",
+    "tp": "waits for tp",
+    "cp": "waits for cp",
+    "dp": "waits for dp",
+    "pp": "waits for pp",
+    "offload": "waits for the host",
+    "optimizer": "steps the optimizer",
+    "idle": "idle (bubble)",
+}
+
+
+def plan_text(plan: Plan) -> str:
+    """Everything about one run."""
+    parts = [*_head(plan), "", *_memory(plan), "", *_step(plan), "", *_traffic(plan), "", *_run(plan)]
+    return "\n".join(parts)
+
+
+def shape_text(plan: Plan) -> str:
+    """`tp 8 x pp 4 x dp 16, ZeRO 1, 1f1b, 64 micro-batches of 1`."""
+    run, parallel = plan.run, plan.run.config.parallel
+    degrees = [("tp", parallel.tp), ("cp", parallel.cp), ("pp", parallel.pp), ("dp", run.dp)]
+    shape = " x ".join(f"{name} {size}" for name, size in degrees if size > 1) or "one rank"
+    virtual = f" x {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
+    pipeline = f", {parallel.schedule}{virtual}" if parallel.pp > 1 else ""
+    batches = f"{run.accumulation} micro-batch{'es' if run.accumulation > 1 else ''} of {run.micro_batch_size}"
+    return f"{shape}, ZeRO {run.config.zero.stage}{pipeline}, {batches}"
+
+
+def fit_text(plan: Plan) -> str:
+    """Whether it fits, by how much, where and when."""
+    fullest, capacity = plan.fullest, plan.cluster.device.memory_bytes
+    rank = f"pipeline rank {fullest.stage}" if len(plan.memory) > 1 else "a rank"
+    when = f"{size_text(fullest.peak)} of {size_text(capacity)} on {rank}, most in the {fullest.moment}"
+    if plan.fits:
+        return f"fits: {when}"
+    return f"does not fit: {when}; {size_text(fullest.peak - capacity)} too much"
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    model, run = plan.run.config.model, plan.run
+    yield f"model    {model.family}, {plan.parameters:,} parameters, {model.seq_len:,} tokens a sample"
+    yield f"cluster  {plan.cluster}"
+    yield f"shape    {shape_text(plan)}; {run.global_batch_size:,} samples a step"
+    yield from (f"note     {text}" for text in run.notices)
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    """A table with the kinds that are a share worth telling; the rest is one column."""
+    fullest = plan.fullest
+    unit, size = ("GiB", 2**30) if fullest.peak >= 2**30 else ("MiB", 2**20)
+    kinds = shown_kinds(plan)
+    rows = [[unit, *kinds, "rest", "in all", "off the device", "fullest in"]]
+    shown = plan.memory
+    if len(shown) > _SHOWN_RANKS:
+        shown = tuple(one for one in shown if one.stage in (0, len(shown) - 1) or one is fullest)
+    for one in shown:
+        numbers = [one.kinds.get(kind, 0) for kind in kinds]
+        away = sum(one.off_device.values()) / size
+        mark = "  <- the fullest" if one is fullest and len(plan.memory) > 1 else ""
+        name = f"pipeline rank {one.stage}" if len(plan.memory) > 1 else "a rank"
+        columns = [f"{count / size:.2f}" for count in (*numbers, one.peak - sum(numbers), one.peak)]
+        rows.append([name, *columns, f"{away:.2f}" if away else "-", one.moment + mark])
+    yield from _table("memory", rows, left=(0, len(kinds) + 4))
+    yield f"         {fit_text(plan)}"
+
+
+def shown_kinds(plan: Plan) -> list[str]:
+    """Those that are at least a two-hundredth of a rank's memory."""
+    every = dict.fromkeys(kind for one in plan.memory for kind in one.kinds)
+    return [kind for kind in every if any(200 * one.kinds.get(kind, 0) >= one.peak for one in plan.memory)]
+
+
+def _step(plan: Plan) -> Iterator[str]:
+    use, time, dtype = plan.throughput, plan.time, plan.run.config.precision.dtype
+    mfu = "" if use.mfu is None else f", MFU {use.mfu:.1%} of the {dtype} peak"
+    rates = f"{use.tokens_per_second:,.0f} tokens/s, {use.flops_per_device / 1e12:.1f} TFLOP/s a rank{mfu}"
+    yield f"step     {_short(time.seconds, time.seconds)}: {rates}"
+    parts = plan.breakdown
+    known = [kind for kind in NAMES if parts.get(kind, 0) > 0] + [kind for kind in parts if kind not in NAMES]
+    rank = "the busiest pipeline rank" if len(time.timelines) > 1 else "a rank"
+    split = ", ".join(
+        f"{NAMES.get(kind, kind)} {_short(parts[kind], time.seconds)} ({parts[kind] / time.seconds:.1%})"
+        for kind in known
+    )
+    yield f"         {rank} {split}"
+    hidden = {axis: seconds for axis, seconds in time.hidden.items() if seconds > 0}
+    if hidden:
+        text = ", ".join(f"{axis} {_short(seconds, time.seconds)}" for axis, seconds in hidden.items())
+        yield f"         behind the computation: {text}"
+
+
+def _short(seconds: float, step: float) -> str:
+    """In the unit of its step."""
+    return f"{seconds:.3f} s" if step >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    rows = [["sent a step by a rank", "calls", "MiB", "to other nodes, of the busiest rank"]]
+    total: dict[tuple[str, str], tuple[int, int, int]] = {}
+    for of_rank in plan.traffic:  # the pipeline rank that sends the most, by axis and operation
+        for key, sent in of_rank.items():
+            total[key] = max(total.get(key, (0, 0, 0)), (sent.sent_bytes, sent.link_bytes, sent.calls))
+    for (axis, operation), (sent_bytes, link_bytes, calls) in sorted(total.items()):
+        away = f"{link_bytes / 2**20:,.1f}" if link_bytes else "-"
+        rows.append([f"{axis} {operation}", f"{calls:,}", f"{sent_bytes / 2**20:,.1f}", away])
+    if len(rows) == 1:
+        yield "traffic  none: one rank"
+        return
+    yield from _table("traffic", rows, left=(0,))
+
+
+def _run(plan: Plan) -> Iterator[str]:
+    cost, saved, lost = plan.cost, plan.checkpoint, plan.failures
+    dollars = "" if cost.dollars is None else f", {cost.dollars:,.0f} dollars"
+    yield f"run      {cost.tokens:.4g} tokens: {cost.days:,.1f} days, {cost.device_hours:,.0f} GPU hours{dollars}"
+    yield (
+        f"saving   {saved.nbytes / 1e9:,.1f} GB a checkpoint, complete after {duration(saved.write_seconds)}; "
+        f"training waits {duration(saved.wait_seconds)}"
+    )
+    if lost is not None:
+        often = (
+            f"one every {duration(lost.mean_seconds)}: a checkpoint every {duration(lost.interval_seconds)} loses least"
+        )
+        yield (f"failures {often}, {lost.lost_share:.2%} of the time ({cost.days - cost.days_without:,.1f} days)")
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit that it has one of."""
+    for unit, size in (("days", 24 * HOUR), ("hours", HOUR), ("minutes", MINUTE)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds:,.1f} s" if seconds >= 0.1 else f"{seconds * 1e3:,.1f} ms"
+
+
+def search_text(found: Found, capacity: int) -> str:
+    """The best, why each is not better, the front, and what happened to the others."""
+    lines = [f"search   {found.counted.shapes:,} shapes: {_counts(found)}"]
+    if not found.best:
+        lines.append(f"         nothing fits {size_text(capacity)}")
+        if found.least is not None:
+            least = found.least
+            lines.append(f"         the least that any needs: {size_text(least.need.peak)}, with {least.choice}")
+        return "\n".join(lines)
+    rows = [["", "s a step", "GiB", ""]]
+    for index, one in enumerate(found.best, 1):
+        need = one.candidate.need
+        rows.append([f"{index}", f"{one.candidate.seconds:.3f}", f"{need.peak / 2**30:.1f}", str(one.candidate.choice)])
+    lines += ["", *_table("best", rows, left=(3,))]
+    lines += ["", *_limits(found.best[:3])]
+    rows = [["s a step", "GiB", ""]]
+    rows += [
+        [f"{one.seconds:.3f}", f"{one.need.peak / 2**30:.1f}", str(one.choice)] for one in _thinned(found.front, 12)
+    ]
+    lines += ["", *_table("front", rows, left=(2,))]
+    return "\n".join(lines)
+
+
+def _counts(found: Found) -> str:
+    own = found.counted
+    parts = [
+        f"{sum(own.refused.values()):,} refused ({', '.join(f'{key} {count:,}' for key, count in own.refused.items())})"
+    ]
+    parts += [f"{own.too_large:,} too large", f"{own.slower:,} cannot be among the best", f"{own.computed:,} computed"]
+    parts += [f"{own.left_out:,} less promising left out"] if own.left_out else []
+    return ", ".join(part for part in parts if not part.startswith("0 "))
+
+
+def _limits(best: Iterable[Ranked]) -> Iterator[str]:
+    for index, one in enumerate(best, 1):
+        for number, line in enumerate(one.limits):
+            yield f"{f'why {index}' if not number else '':<9}{line}"
+
+
+def _thinned(front: Sequence[Candidate], most: int) -> list[Candidate]:
+    """The ends and evenly between."""
+    if len(front) <= most:
+        return list(front)
+    return [front[round(index * (len(front) - 1) / (most - 1))] for index in range(most)]
+
+
+def _table(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
+    """Columns as wide as their widest cell, behind a title of nine columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        cells = [
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield f"{title if not number else '':<9}{'  '.join(cells)}".rstrip()
+
+
+def dry_run_text(done: DryRun, rank: int | None) -> str:
+    """What the ranks of a dry run did: groups, operations in order, what lives at the peak, and what would hang."""
+    total, simulated = done.grid.world_size, len(done.simulated)
+    what = (
+        f"{len(done.compared)} of {total:,} ranks ran a step"
+        if rank is None
+        else f"rank {rank} of {total:,} ran a step, {simulated} ranks were built"
+    )
+    lines = [f"dry run  {what}, in {done.seconds:.1f} s"]
+    agree = "of every group, those that ran start the same" if rank is None else "its engine is built and runs"
+    lines += [f"{'problem':<9}{text}" for text in done.problems] or [f"         {agree}: no problem was found"]
+    lines += [f"{'note':<9}{text}" for text in done.notes]
+    shown = [rank] if rank is not None else list(done.ranks)[:1]
+    for one in (done.ranks[number] for number in shown if number in done.ranks):
+        lines += ["", *_dry_rank(one, done.grid)]
+    return "\n".join(lines)
+
+
+def _dry_rank(one: DryRank, grid: RankGrid) -> Iterator[str]:
+    place = ", ".join(f"{axis} {getattr(one.at, axis)}" for axis in ("tp", "cp", "dp", "pp"))
+    yield f"rank {one.rank} ({place}): at most {size_text(one.peak)}, in the {one.moment}"
+    for group in one.groups:
+        ranks = ", ".join(map(str, group.ranks[:8])) + (f", ... {group.ranks[-1]}" if len(group.ranks) > 8 else "")
+        yield f"{'group':<9}{_group_name(group, grid)}: {len(group.ranks)} ranks, {ranks}"
+    rows = [["at the peak, by what made it", "tensors", "MiB"]]
+    rows += [[own.what, f"{own.tensors:,}", f"{own.nbytes / 2**20:,.1f}"] for own in one.living[:_SHOWN_TENSORS]]
+    if rest := one.living[_SHOWN_TENSORS:]:
+        rows.append(
+            ["others", f"{sum(own.tensors for own in rest):,}", f"{sum(own.nbytes for own in rest) / 2**20:,.1f}"]
+        )
+    yield from _table("memory", rows, left=(0,))
+    rows = [["in a step", "calls", "MiB", "to other nodes"]]
+    for key, calls in one.calls.items():
+        sent, linked = one.sent.get(key, 0), one.linked.get(key, 0)
+        rows.append([" ".join(key), f"{calls:,}", f"{sent / 2**20:,.1f}", f"{linked / 2**20:,.1f}"])
+    yield from _table("sent", rows, left=(0,))
+    yield f"{'order':<9}{' '.join(_in_order(one.step))}"
+
+
+def _group_name(group: MadeGroup, grid: RankGrid) -> str:
+    """The axes along which its ranks differ, and what it is for where that is not all of theirs: `cp x dp, host`."""
+    at = [grid.coordinate(rank) for rank in group.ranks]
+    axes = [axis for axis in ("tp", "cp", "pp", "dp") if len({getattr(one, axis) for one in at}) > 1]
+    name = "world" if len(at) == grid.world_size else " x ".join(axes)
+    part = "" if len(at) == prod(grid.size(axis) for axis in axes) else "a part"
+    return ", ".join(filter(None, (name, part, group.purpose)))
+
+
+def _in_order(messages: Sequence[Message]) -> Iterator[str]:
+    """Equal ones that follow each other with their number: `tp all_gather x 4`."""
+    runs = [(name, len(list(same))) for name, same in groupby(f"{one.axis} {one.operation}" for one in messages)]
+    for name, count in runs[:_SHOWN_MESSAGES]:
+        yield f"{name}{f' x {count}' if count > 1 else ''},"
+    if len(runs) > _SHOWN_MESSAGES:
+        yield f"... {len(messages)} in all"

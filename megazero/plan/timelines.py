@@ -1,0 +1,198 @@
+"""What every pipeline rank does when, with the end of the step: spans without a gap, and what of the wire they wait for.
+
+| idle | F0 | tp | F1 | tp | pp | B0 | ... | B7 | dp | idle | optimizer |
+                                                 ^ what is left of the reductions; then all ranks meet for the norm
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megazero.config import ResolvedRun
+from megazero.models.registry import FAMILIES
+from megazero.plan.pass_times import PassTime
+from megazero.plan.zero_times import RankZero, ZeroTimes
+from megazero.schedules.action import Action, ActionKind, Schedule
+from megazero.schedules.proof import RankAction, Timeline
+
+_AXES = {"cp_ring": "cp", "shard": "dp", "replica": "dp"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a rank's time, in seconds from the step's begin.
+
+    Args:
+        kind: "compute", "idle", "optimizer", or the axis whose communication is waited for: "tp", "cp", "dp", "pp".
+        name: the action, or what is waited for.
+    """
+
+    start: float
+    end: float
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step.
+
+    Args:
+        seconds: from its begin to its end.
+        timelines: of each pipeline rank, in order.
+        exposed, hidden: seconds of communication by axis, of the rank that waits for it longest: waited for, and not.
+        flops: the model's own, of the whole step on all ranks.
+        compute, optimizer, idle: seconds of the busiest rank, of its optimizer, and of the mean rank without work.
+    """
+
+    seconds: float
+    timelines: tuple[tuple[Span, ...], ...]
+    exposed: Mapping[str, float]
+    hidden: Mapping[str, float]
+    flops: float
+    compute: float
+    optimizer: float
+    idle: float
+
+
+def assembled(
+    run: ResolvedRun,
+    timeline: Timeline,
+    actions: Mapping[RankAction, PassTime],
+    starts: Mapping[RankAction, float],
+    zero: ZeroTimes,
+) -> StepTime:
+    """The timelines with the end of the step."""
+    schedule = timeline.schedule
+    ends = [_reduced_at(schedule, timeline, zero.ranks[rank], rank, zero) for rank in range(schedule.pp)]
+    together = max(end for end, *_ in ends) + zero.sum_seconds
+    done = together + max(one.optimizer + one.gather_exposed for one in zero.ranks) * zero.stretch
+    timelines, exposed, hidden, idle, busy = [], Counter[str](), Counter[str](), 0.0, 0.0
+    for rank, one in enumerate(zero.ranks):
+        end, _, gone = ends[rank]
+        spans = list(_spans(rank, timeline, actions, starts))
+        computed = spans[-1].end if spans else 0.0
+        spans += _tail(computed, end, together, done, one, zero.stretch)
+        waits = _waits(spans)
+        idle += waits.pop("idle", 0.0) / schedule.pp
+        busy = max(busy, waits.pop("compute", 0.0))
+        waits.pop("optimizer", None)
+        arriving = sum(span.end - span.start for span in spans if span.kind == "dp" and span.name == "weights")
+        exposed |= waits  # the larger of both
+        hidden |= _hidden(rank, schedule, actions) + Counter({"dp": gone + max(0.0, one.arriving - arriving)})
+        timelines.append(tuple(spans))
+    model = run.config.model
+    flops = FAMILIES[model.family].flops_per_token(model) * run.global_batch_size * model.seq_len
+    optimizer = max(one.optimizer for one in zero.ranks) * zero.stretch
+    return StepTime(done, tuple(timelines), dict(exposed), dict(hidden), flops, busy, optimizer, idle)
+
+
+def _waits(spans: Iterable[Span]) -> Counter[str]:
+    found = Counter[str]()
+    for span in spans:
+        found[span.kind] += span.end - span.start  # type: ignore[assignment]
+    return found
+
+
+def _hidden(rank: int, schedule: Schedule, actions: Mapping[RankAction, PassTime]) -> Counter[str]:
+    found = Counter[str]()
+    for action in schedule.ranks[rank]:
+        found.update(actions[rank, action].hidden)
+    return found
+
+
+def _reduced_at(
+    schedule: Schedule, timeline: Timeline, one: RankZero, rank: int, zero: ZeroTimes
+) -> tuple[float, float, float]:
+    """When a rank's gradients are reduced, and what of it was exposed and hidden, in seconds.
+
+    The last backward of each chunk completes its buckets one after another; they are reduced in this order.
+    """
+    own = schedule.ranks[rank]
+    computed = timeline.spans[rank, own[-1]][1]
+    kind = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
+    free = total = 0.0
+    for action in own:
+        if action.kind is not kind or action.microbatch != schedule.microbatches - 1:
+            continue
+        seconds, count = one.reduction(action.chunk), one.buckets(action.chunk)
+        start, end = timeline.spans[rank, action]
+        free = reduced_behind(start, end, seconds, count, free, overlaps=zero.overlaps)
+        total += seconds
+    if not zero.overlaps:  # whoever computes copies
+        return computed + total * zero.stretch, total * zero.stretch, 0.0
+    left = max(0.0, free - computed)
+    return computed + left, left, max(0.0, total - left)
+
+
+def reduced_behind(
+    start: float, end: float, seconds: float, buckets: int, free: float, *, overlaps: bool = True
+) -> float:
+    """When the reductions of a backward end: each of so many equal buckets is complete after its share of the backward.
+
+    Args:
+        start, end: of the backward.
+        seconds: of all its reductions.
+        free: when the reductions before it end.
+    """
+    if not seconds:
+        return free
+    for index in range(buckets):
+        complete = start + (end - start) * (index + 1) / buckets if overlaps else end
+        free = max(free, complete) + seconds / buckets
+    return free
+
+
+def _spans(
+    rank: int, timeline: Timeline, actions: Mapping[RankAction, PassTime], starts: Mapping[RankAction, float]
+) -> Iterable[Span]:
+    """Of a rank's actions: idle before it, its own work, then its waits."""
+    clock = 0.0
+    for action in timeline.schedule.ranks[rank]:
+        start, end = timeline.spans[rank, action]
+        if start > clock + 1e-12:
+            yield from _idle(rank, action, clock, start, starts.get((rank, action), 0.0), timeline)
+        one = actions[rank, action]
+        stretch = (end - start) / one.seconds if one.seconds else 1.0
+        clock = start + one.compute * stretch
+        yield Span(start, clock, "compute", str(action))
+        for axis, seconds in one.exposed.items():
+            if seconds:
+                yield Span(clock, clock + seconds * stretch, _AXES.get(axis, axis), str(action))
+                clock += seconds * stretch
+        clock = end
+
+
+def _idle(rank: int, action: Action, clock: float, start: float, arrival: float, timeline: Timeline) -> Iterable[Span]:
+    """A gap before an action: until what it needs was computed nobody could help it, then the message or weights travel."""
+    source = timeline.schedule.source(rank, action)
+    sent = clock if source is None else min(max(clock, timeline.spans[source][1]), start)
+    if sent > clock:
+        yield Span(clock, sent, "idle", "")
+    if start <= sent:
+        return
+    if start == arrival:
+        yield Span(sent, start, "dp", "weights")
+    else:
+        yield Span(sent, start, "pp" if source is not None and source[0] != rank else "idle", str(action))
+
+
+def _tail(
+    computed: float, reduced: float, together: float, done: float, one: RankZero, stretch: float
+) -> Sequence[Span]:
+    """The end of a step: reductions, the slowest rank, optimizer, weights."""
+    spans = []
+    if reduced > computed:
+        spans.append(Span(computed, reduced, "dp", "gradients"))
+    if together > reduced:
+        spans.append(Span(reduced, together, "idle", "norm, loss"))
+    stepped = together + one.optimizer * stretch
+    gathered = stepped + one.gather_exposed * stretch
+    spans.append(Span(together, stepped, "optimizer", ""))
+    if one.gather_exposed:
+        spans.append(Span(stepped, gathered, "dp", "weights"))
+    if done > gathered:
+        spans.append(Span(gathered, done, "idle", ""))
+    return spans

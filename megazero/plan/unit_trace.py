@@ -1,0 +1,369 @@
+"""What one unit of a stage does in one micro-batch: the project's own layers, run on tensors that hold nothing.
+
+    forward     x  -> [ operators and collectives, in order ] -> y      kept: what it leaves for its backward, and y less x
+    backward    dy -> [ ...                                 ] -> dx     kept: less what the forward kept, and dx less dy
+    weight            [ products of a schedule that splits  ]
+
+A stage is its units one after another, so what a rank holds after some passes is the sum of what these passes kept.
+
+    between units      x and dy are freed as soon as nothing needs them, as in the middle of a stage
+    not in a trace     parameters, buckets and tables, which live from before the pass until after it
+
+Traces run as on a CPU.  On CUDA attention has kernels of other names, some read keys once for each query head, and a product
+of 16-bit factors adds to fp32 gradients without a temporary.  What is offloaded counts as kept on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config import ResolvedRun, RunConfig
+from megazero.layers.context_attention import ContextAttention
+from megazero.layers.cross_entropy import BLOCK_BYTES, slope_by_blocks, statistics_by_blocks
+from megazero.layers.gemm import add_product
+from megazero.layers.linear import WeightGradQueue
+from megazero.layers.recompute import WHOLE
+from megazero.layers.sample_part import SamplePart, TokenLayout, _part
+from megazero.models.activation_config import LayerPolicy, layer_policies
+from megazero.models.activations import save_by_policy
+from megazero.models.config import ModelConfig
+from megazero.models.gpt import BuildContext, GPTStage
+from megazero.models.stages import StageLayout, cut
+from megazero.parallel_state import Axis, Group
+from megazero.plan.activations import EMBEDDING, HEAD, schedule_of
+from megazero.plan.fake_tensors import Event, FakeTensors, Operator
+from megazero.plan.silent import Alone, RecordedTraffic, kind_of, make_silent
+from megazero.plan.silent_state import grid_of
+from megazero.schedules.action import Placement
+from megazero.zero.bucket import DTYPES
+
+UnitKey: TypeAlias = str | LayerPolicy
+"""EMBEDDING, HEAD, or of a layer what it keeps: all layers of a family are alike."""
+
+
+@dataclass(frozen=True)
+class PassTrace:
+    """A forward, a backward or a weight-gradient pass of one unit on one rank, for one micro-batch.
+
+    Args:
+        events: operators and messages in order.
+        kept: bytes that live after it and did not before; negative where it frees.
+        peak: most bytes above those at its start.
+    """
+
+    events: tuple[Event, ...]
+    kept: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class UnitTrace:
+    """Of the embedding, a layer or the head.
+
+    Args:
+        weight: None where the backward computes weight gradients.
+        tables: bytes that its first forward makes and that live on: angles of a rank's own tokens.
+    """
+
+    forward: PassTrace
+    backward: PassTrace
+    weight: PassTrace | None
+    tables: int = 0
+
+
+@dataclass(frozen=True)
+class TraceKey:
+    """All that a trace depends on."""
+
+    model: ModelConfig
+    samples: int
+    ranks_of_tp: tuple[int, ...]
+    ranks_of_cp: tuple[int, ...]
+    ulysses: int
+    sequence_parallel: bool
+    documents: bool
+    dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    splits: bool
+    keeps_logits: bool
+    adds: bool  # gradients come to those of other micro-batches
+    holds_both_ends: bool  # the stage of the embedding has the head, and their weight may be one
+    per_node: int
+    on_cuda: bool
+
+
+def trace_units(
+    run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool = True
+) -> Mapping[UnitKey, UnitTrace]:
+    """The embedding's, the head's, and those of layers by policy.
+
+    Args:
+        per_node: ranks of a host, 0 for all.
+        adds: whether gradients are added to those of other micro-batches, or are the first of their bucket.
+    """
+    config, schedule = run.config, schedule_of(run)
+    parallel, precision = config.parallel, config.precision
+    grid = grid_of(run)
+    key = TraceKey(
+        config.model.model_copy(update={"num_layers": 1}),
+        run.micro_batch_size,
+        grid.group_of(0, "tp"),
+        grid.group_of(0, "cp"),
+        parallel.ulysses,
+        parallel.sequence_parallel,
+        config.data.document_mask,
+        DTYPES[precision.dtype],
+        DTYPES[precision.accumulate_dtype],
+        DTYPES[precision.reduce_dtype],
+        schedule.splits_backward,
+        schedule.waiting_losses <= 1,
+        adds or precision.dtype == precision.accumulate_dtype,
+        parallel.pp * schedule.chunks == 1 and bool(config.model.tie_embeddings),
+        per_node or run.world_size,
+        on_cuda,
+    )
+    inner = replace(key, keeps_logits=False, holds_both_ends=False)
+    found: dict[UnitKey, UnitTrace] = {EMBEDDING: _embedding(replace(key, keeps_logits=False)), HEAD: _head(key)}
+    return found | {policy: _layer(inner, policy) for policy in _policies_of(config, schedule.placement)}
+
+
+def policies_by_layer(config: RunConfig, chunks: Sequence[StageLayout], stage: int) -> dict[int, LayerPolicy]:
+    """What each layer of a pipeline rank keeps, and so the key of its trace: on the device, wherever it lies."""
+    layers = [layer for layout in chunks for layer in layout.layers]
+    cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
+    own = layer_policies(config.activations, layers, stage, cuts=cuts)
+    return {layer: replace(policy, offload=False) for layer, policy in own.items()}
+
+
+def _policies_of(config: RunConfig, placement: Placement) -> set[LayerPolicy]:
+    """Of all layers of a run."""
+    layouts = list(zip(placement, cut(config.model, config.parallel.layout, len(placement)), strict=True))
+    found: set[LayerPolicy] = set()
+    for stage in {rank for rank, _ in placement}:
+        chunks = [layout for (rank, _), layout in layouts if rank == stage]
+        found.update(policies_by_layer(config, chunks, stage).values())
+    return found
+
+
+@lru_cache(maxsize=512)
+def _layer(key: TraceKey, policy: LayerPolicy) -> UnitTrace:
+    with _Bench(key, StageLayout(range(1), has_embedding=False, has_head=False)) as bench:
+        block = bench.stage.blocks[0]
+        save_by_policy([(block, policy)], WHOLE if key.sequence_parallel else bench.tp)
+        return bench.trace(lambda x: block(x, bench.layout), bench.hidden)
+
+
+@lru_cache(maxsize=256)
+def _embedding(key: TraceKey) -> UnitTrace:
+    with _Bench(key, StageLayout(range(0), has_embedding=True, has_head=key.holds_both_ends)) as bench:
+        embedding = bench.stage.embedding
+        assert embedding is not None
+        of_embedding = bench.trace(lambda _: embedding(bench.tokens, bench.layout), None)
+        tied = embedding.tokens.weight.nbytes if key.holds_both_ends else 0
+    backward = replace(of_embedding.backward, kept=of_embedding.backward.kept - tied)
+    return replace(of_embedding, backward=backward)
+
+
+@lru_cache(maxsize=256)
+def _head(key: TraceKey) -> UnitTrace:
+    with _Bench(key, StageLayout(range(0), has_embedding=key.holds_both_ends, has_head=True)) as bench:
+        head = bench.stage.head
+        assert head is not None
+        head.output.keeps_logits = key.keeps_logits
+        if key.on_cuda:
+            head.output.statistics_of = partial(statistics_by_blocks, nbytes=BLOCK_BYTES)
+            head.output.slope_of = partial(slope_by_blocks, nbytes=BLOCK_BYTES)
+        bench.gradients.holds = key.holds_both_ends
+        return bench.trace(lambda x: head(x, bench.tokens), bench.hidden)
+
+
+def _nothing(*_: object) -> int:
+    return 0
+
+
+class _Bench:
+    """A stage with fake parameters and silent axes, and what runs a part of it."""
+
+    def __init__(self, key: TraceKey, layout: StageLayout) -> None:
+        self._key, self._layout = key, layout
+        self._fake = FakeTensors(records=True, kernel_bytes=_nothing) if key.on_cuda else FakeTensors(records=True)
+        self._queue = WeightGradQueue()
+
+    def __enter__(self) -> _Bench:
+        key, cpu = self._key, torch.device("cpu")
+        part = self._part()  # made of real tensors: they are cached
+        self._fake.__enter__()
+        traffic = RecordedTraffic(self._fake.operators)
+        of_cp = [key.ranks_of_cp[: key.ulysses], key.ranks_of_cp[:: key.ulysses]]
+        self.tp = _axis("tp", key.ranks_of_tp, key, traffic)
+        ulysses, ring = (_axis("cp", ranks, key, traffic) for ranks in of_cp)  # as a run's state names both
+        attends = None
+        if part is not None:
+            attends = ContextAttention(ulysses, ring, key.model.sliding_window, key.reduce_dtype)
+        context = BuildContext(key.model, self.tp, key.sequence_parallel, 0, cpu, self._queue, key.dtype, attends)
+        with torch.device("meta"):
+            self.stage = GPTStage(context, self._layout)
+        self.gradients = self._queue.accumulator = _Gradients(self._queue, self.stage, key, self._fake)
+        tokens = key.model.seq_len // len(key.ranks_of_cp)
+        self.tokens = torch.zeros(tokens, key.samples, dtype=torch.int64)
+        self.layout = TokenLayout(torch.zeros(key.samples, dtype=torch.int64), part)
+        own = tokens // self.tp.size if key.sequence_parallel else tokens
+        self.hidden = (own, key.samples, key.model.hidden_size)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._fake.__exit__(*error)
+
+    def _part(self) -> SamplePart | None:
+        key = self._key
+        cp = len(key.ranks_of_cp)
+        if cp == 1 and not key.documents:
+            return None
+        sizes = key.ulysses, 0, cp // key.ulysses, 0
+        each = [(key.model.seq_len,)] * (
+            key.samples if key.documents else 1
+        )  # documents give each sample its positions
+        return _part(each, *sizes, torch.device("cpu"))
+
+    def trace(self, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None) -> UnitTrace:
+        """The passes of a unit whose input has a shape; None for one whose input are tokens."""
+        before = self._fake.live
+        with torch.no_grad():
+            run(None if shape is None else torch.empty(shape, dtype=self._key.dtype))
+        tables = self._fake.live - before
+        return replace(self._passes(run, shape), tables=tables)
+
+    def _passes(self, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None) -> UnitTrace:
+        fake, queue, key = self._fake, self._queue, self._key
+        marks = _Marks(fake)
+        received = None if shape is None else torch.empty(shape, dtype=key.dtype)
+        marks.begin()
+        x = None if received is None else _Input.apply(received, torch.empty(0, requires_grad=True), marks)
+        del received
+        y = run(x)
+        del x
+        forward = marks.end()
+        loss = _Output.apply(y, marks)
+        del y
+        queue.defers = key.splits
+        queue.begin_pass()
+        loss.backward()
+        backward = marks.backward or marks.end()
+        if not key.splits:
+            return UnitTrace(forward, backward, None)
+        marks.begin()
+        queue.run_oldest()
+        return UnitTrace(forward, backward, marks.end())
+
+
+class _Marks:
+    """Begins and ends the measurement of a pass."""
+
+    def __init__(self, fake: FakeTensors) -> None:
+        self._fake, self._start = fake, 0
+        self.backward: PassTrace | None = None
+
+    def begin(self) -> None:
+        """From here on."""
+        self._fake.operators.clear()
+        self._start = self._fake.peak = self._fake.live
+
+    def end(self) -> PassTrace:
+        """What happened since."""
+        fake = self._fake
+        return PassTrace(tuple(fake.operators), fake.live - self._start, fake.peak - self._start)
+
+
+class _Input(torch.autograd.Function):
+    """x, whose gradient ends the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _: Tensor, marks: _Marks) -> Tensor:
+        ctx.marks = marks
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        gradient.contiguous()  # the next rank receives into contiguous memory
+        ctx.marks.backward = ctx.marks.end()
+        return None, None, None
+
+
+class _Output(torch.autograd.Function):
+    """A scalar in whose backward the gradient of y begins to live."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, marks: _Marks) -> Tensor:
+        ctx.like, ctx.marks = torch.empty_like(y, device="meta"), marks
+        return torch.zeros((), dtype=y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        gradient = torch.empty_like(ctx.like, device="cpu")
+        ctx.marks.begin()
+        return gradient, None
+
+
+class _Gradients:
+    """Gradients that add up in buckets, as `zero/gradients.py` has them once a bucket has some; makes the parameters."""
+
+    def __init__(self, queue: WeightGradQueue, stage: nn.Module, key: TraceKey, fake: FakeTensors) -> None:
+        self._queue, self._sums, self._fake = queue, dict[int, Tensor](), fake
+        self.holds = False  # what the head gives to a weight that the embedding uses too waits in autograd for the rest
+        self._held: Tensor | None = None
+        self._adds, self._adds_wide = key.adds, key.on_cuda and key.accumulate_dtype == torch.float32 != key.dtype
+        made: dict[int, nn.Parameter] = {}
+        for module in stage.modules():
+            for name, old in module._parameters.items():
+                if old is None:
+                    continue
+                new = made.setdefault(id(old), nn.Parameter(torch.empty(old.shape, dtype=key.dtype)))
+                module._parameters[name] = new
+        for new in made.values():
+            self._sums[id(new)] = torch.empty(new.shape, dtype=key.accumulate_dtype)
+            new.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if self.holds and parameter.dim() > 1:
+            self._held = gradient
+            return
+        if gradient is None:  # it went past autograd
+            return
+        if self._queue.defers and parameter.dim() == 1:
+            self._queue.defer(parameter, gradient)
+        else:
+            self.add(parameter, gradient)
+
+    def add(self, weight: Tensor, gradient: Tensor) -> None:
+        total = self._sums[id(weight)]
+        with torch.no_grad():
+            (total.add_ if self._adds else total.copy_)(gradient)
+
+    def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
+        total, value = self._sums[id(weight)], self._fake.value
+        for a, b in factors:
+            if self._adds_wide:  # a kernel that the CPU does not have
+                inputs = value(total), value(a.t()), value(b)
+                self._fake.operators.append(Operator("aten.addmm.dtype_out", inputs, inputs[:1]))
+            else:
+                add_product(total, a, b, is_first=not self._adds)
+
+    def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
+        self.add(weight, torch.ops.aten.embedding_dense_backward(gradient, rows, weight.shape[0], -1, False))
+
+
+def _axis(name: str, ranks: tuple[int, ...], key: TraceKey, traffic: RecordedTraffic) -> Axis:
+    """Of the first of these ranks, which has the same part in everything as the others."""
+    if len(ranks) == 1:
+        return Axis(name, ranks, traffic=traffic)
+    group = Group(None, torch.device("cpu"), 0.0, False, key.per_node, ())
+    make_silent(group, *kind_of(ranks, 0, key.per_node, on_cuda=key.on_cuda), Alone())
+    return Axis(name, ranks, 0, group, traffic)

@@ -1,0 +1,202 @@
+"""What ZeRO adds to a step: weights that are gathered, gradients that are reduced, states that are stepped; in seconds.
+
+    stage 0      all-reduce of the gradients             2 N
+    stage 1, 2   reduce-scatter, all-gather               N + N       stage 2 after every micro-batch, unless reduce = "step"
+    stage 3      reduce-scatter, all-gathers              N + 2 N     of every micro-batch
+
+Weights of stages 1 and 2 travel behind the first forward, whose units wait for their own; those of stage 3 one unit ahead.
+Where ranks copy through memory themselves (a calibrated host), nothing is behind anything.
+
+The optimizer reads gradient, master and moments and writes masters, moments and weights; the norm reads gradients once more.
+Off the device, gradients and weights cross the host's link, and the host's memory is what limits: 25 GB/s for each rank, two
+sockets of DDR4 or DDR5 shared by eight; files at 3 GB/s for each rank, a local NVMe disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megazero.config import ResolvedRun
+from megazero.plan.cluster import Cluster
+from megazero.plan.collective_times import GroupLink
+from megazero.plan.state_bytes import StateFormula, formula_of
+from megazero.schedules.action import Action, ActionKind
+
+HOST_MEMORY, NVME = 25e9, 3e9
+_BUCKET_BYTES = 40 * 2**20
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class RankZero:
+    """Of one pipeline rank, in seconds.
+
+    Args:
+        gathers: of all weights of a chunk once.
+        reductions: of all gradients of a chunk once.
+        shares: largest unit's share of a chunk: what nothing hides.
+        bucket_counts: of a chunk.
+        each_reduces, each_gathers: after, and for, every micro-batch.
+        optimizer: of the rank's own states.
+        gather_exposed: of weights after the optimizer.
+    """
+
+    gathers: Mapping[int, float] = field(default_factory=dict)
+    reductions: Mapping[int, float] = field(default_factory=dict)
+    shares: Mapping[int, float] = field(default_factory=dict)
+    bucket_counts: Mapping[int, int] = field(default_factory=dict)
+    each_reduces: bool = False
+    each_gathers: bool = False
+    is_stage_3: bool = False
+    optimizer: float = 0.0
+    gather_exposed: float = 0.0
+
+    def behind(self, action: Action, *, is_first: bool, is_last: bool) -> float:
+        """Seconds of gathers and reductions that run beside an action."""
+        wire = 0.0
+        gathers = self.each_gathers or (is_first and action.kind is ActionKind.FORWARD)
+        if self.is_stage_3 and action.kind is not ActionKind.WEIGHT and gathers:
+            wire += self.gathers.get(action.chunk, 0.0)
+        if action.kind is ActionKind.BACKWARD and self.each_reduces and not is_last:
+            wire += self.reductions[action.chunk]
+        return wire
+
+    def ahead(self, action: Action, *, is_first: bool) -> float:
+        """Of these, what a step's first action waits for before it can begin: its first unit's weights."""
+        if self.is_stage_3 and is_first and action.kind is ActionKind.FORWARD and action.chunk == 0:
+            return self.gathers.get(0, 0.0) * self.shares[0]
+        return 0.0
+
+    def arrival(self, chunk: int, seconds: float) -> float:
+        """When a chunk's first forward, of so many seconds, can start: no unit may wait for its weights in the middle.
+
+        The weights of stages 1 and 2 travel in the order of the chunks from the step's begin on.
+        """
+        if self.is_stage_3 or not self.gathers:
+            return 0.0
+        before = sum(time for at, time in self.gathers.items() if at < chunk)
+        own = self.gathers[chunk]
+        return before + max(own * self.shares[chunk], own - seconds)
+
+    @property
+    def arriving(self) -> float:
+        """Seconds of the weights that travel behind the first forwards."""
+        return 0.0 if self.is_stage_3 else sum(self.gathers.values())
+
+    def reduction(self, chunk: int) -> float:
+        """Of a chunk's last micro-batch."""
+        return self.reductions.get(chunk, 0.0)
+
+    def buckets(self, chunk: int) -> int:
+        """Into which a chunk's gradients are cut."""
+        return self.bucket_counts.get(chunk, 1)
+
+
+@dataclass(frozen=True)
+class ZeroTimes:
+    """Of all pipeline ranks.
+
+    Args:
+        overlaps: communication runs beside computation.
+        sum_seconds: of the step's numbers.
+        stretch: how many ranks share a processor, where they do.
+    """
+
+    ranks: tuple[RankZero, ...]
+    overlaps: bool
+    sum_seconds: float
+    stretch: float = 1.0
+
+
+def zero_times_of(
+    run: ResolvedRun,
+    cluster: Cluster,
+    links: Mapping[str, GroupLink],
+    elements: Mapping[tuple[int, int], tuple[int, ...]],
+) -> ZeroTimes:
+    """Of a run; `elements`: of each unit by (pipeline rank, chunk)."""
+    formula = formula_of(run, run.shards)
+    overlaps = cluster.device.calibration is None or links["shard"].crosses  # sockets have threads of their own
+    busy = min(cluster.ranks, cluster.per_node)
+    stretch = max(1.0, busy / cluster.processors) if cluster.processors else 1.0
+    ranks = []
+    for rank in range(run.config.parallel.pp):
+        own = {chunk: units for (at, chunk), units in elements.items() if at == rank}
+        ranks.append(_rank_zero(run, cluster, links, own, formula, overlaps=overlaps))
+    world = links["world"]
+    return ZeroTimes(tuple(ranks), overlaps, world.seconds("all_reduce", 80.0) * stretch, stretch)
+
+
+def _rank_zero(
+    run: ResolvedRun,
+    cluster: Cluster,
+    links: Mapping[str, GroupLink],
+    own: Mapping[int, tuple[int, ...]],
+    formula: StateFormula,
+    *,
+    overlaps: bool,
+) -> RankZero:
+    zero = run.config.zero
+    counts = {chunk: sum(units) for chunk, units in own.items()}
+    bucket_bytes = _BUCKET_BYTES if zero.bucket_bytes == "auto" else zero.bucket_bytes
+    buckets = {chunk: max(1, -(-_FP32 * count // bucket_bytes)) for chunk, count in counts.items()}
+    reductions = {
+        chunk: _reduction_seconds(run, links, count * formula.reduce_bytes, buckets[chunk])
+        for chunk, count in counts.items()
+    }
+    is_stage_3 = zero.stage == 3
+    gathers = {}
+    if zero.stage and run.shards > 1:
+        axis = links["secondary"] if formula.second_copy and is_stage_3 else links["shard"]
+        for chunk, count in counts.items():
+            pieces = len(own[chunk]) if is_stage_3 else buckets[chunk]
+            gathers[chunk] = _pieces(axis, "all_gather", count * formula.weight_bytes, pieces)
+    stepped = optimizer_seconds(run, cluster, sum(counts.values()), formula)
+    waits = 0.0 if overlaps or is_stage_3 else sum(gathers.values())
+    return RankZero(
+        {} if waits else gathers,
+        reductions,
+        {chunk: max(units) / max(1, counts[chunk]) for chunk, units in own.items()},
+        buckets,
+        each_reduces=zero.stage >= 2 and formula.reduces_each and run.shards > 1,
+        each_gathers=is_stage_3 and zero.gather_policy == "action",
+        is_stage_3=is_stage_3,
+        optimizer=stepped,
+        gather_exposed=waits,
+    )
+
+
+def _reduction_seconds(run: ResolvedRun, links: Mapping[str, GroupLink], size: float, pieces: int) -> float:
+    """Of gradients of so many bytes: over the ranks that share the state, then over those that hold the same part."""
+    shards, same = run.shards, run.dp * run.config.parallel.cp
+    if run.config.zero.stage == 0:
+        axis = links["shard"]
+        return _pieces(axis, "all_reduce", 2 * size, pieces) if axis.ranks > 1 else 0.0
+    seconds = _pieces(links["shard"], "reduce_scatter", size, pieces) if shards > 1 else 0.0
+    if same > shards:
+        seconds += _pieces(links["replica"], "all_reduce", 2 * size / shards, pieces)
+    return seconds
+
+
+def _pieces(axis: GroupLink, operation: str, size: float, pieces: int) -> float:
+    """Of a collective of `size` bytes, whole buffers counted, in equal pieces."""
+    sent = size * (axis.ranks - 1) / axis.ranks / pieces
+    return pieces * axis.seconds(operation, sent)
+
+
+def optimizer_seconds(run: ResolvedRun, cluster: Cluster, elements: int, formula: StateFormula) -> float:
+    """Of the states that a rank steps."""
+    zero, device = run.config.zero, cluster.device
+    own = elements / (run.shards if zero.stage else 1)
+    numbers = 3 + 2 * (formula.moments + 1)  # gradient for the norm, then all; weights are written
+    moved = own * _FP32 * (numbers - 1) + own * formula.weight_bytes
+    if (table := cluster.table) is not None and (known := table.operator("optimizer", own)) is not None:
+        return known
+    if zero.offload.optimizer == "none":
+        return moved / (device.memory_bandwidth * device.memory_share)
+    ratio = zero.offload.ratio
+    crossing = own * ratio * (_FP32 + formula.weight_bytes) / device.host_bandwidth
+    slow = NVME if zero.offload.optimizer == "nvme" else HOST_MEMORY
+    here = moved * (1 - ratio) / (device.memory_bandwidth * device.memory_share)
+    return crossing + moved * ratio / slow + here

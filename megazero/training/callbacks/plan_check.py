@@ -1,0 +1,62 @@
+"""Plan against measured, in one line at step 10, where the run's directory has a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from megazero.config import ResolvedRun
+from megazero.plan.correction import PLAN_FILE, Kept, Measured, add_measured, read_kept
+from megazero.plan.devices import DEVICES, device_of
+from megazero.training.callbacks.base import Callback
+from megazero.training.record import StepRecord
+
+_FIRST, _LAST = 6, 10  # before, kernels are compiled and chosen
+
+
+class PlanCheck(Callback):
+    """Compares steps 6 to 10 of rank 0 with `plan.json`, and adds what was measured to it.  It makes nothing up: without a
+    plan, for another shape, or for a run that begins later, it says nothing.
+
+    Args:
+        run_dir: has the plan that `megazero plan --keep` wrote.
+    """
+
+    def __init__(self, run: ResolvedRun, run_dir: Path, device: torch.device, say: Callable[[str], None]) -> None:
+        self._run, self._path, self._device, self._say = run, run_dir / PLAN_FILE, device, say
+        self._plan: Kept | None = None
+        self._seconds: list[float] = []
+
+    def on_start(self) -> None:
+        self._plan = read_kept(self._path)
+
+    def after_step(self, record: StepRecord) -> None:
+        if self._plan is None or not _FIRST <= record.step <= _LAST or record.seconds is None:
+            return
+        self._seconds.append(record.seconds)
+        if record.step == _LAST and len(self._seconds) == _LAST - _FIRST + 1:
+            self._compare(self._plan, record)
+
+    def _compare(self, plan: Kept, record: StepRecord) -> None:
+        on_cuda = self._device.type == "cuda"
+        sent = {axis: count for axis, count in record.sent_bytes.items() if count}
+        found = Measured(median(self._seconds), record.memory_bytes if on_cuda else None, sent)
+        name = (
+            "" if plan.device in DEVICES else plan.device
+        )  # a CPU that was calibrated, this one as far as can be known
+        if on_cuda:
+            words = set(re.findall(r"\w+", torch.cuda.get_device_name(self._device)))
+            device = device_of(words)
+            name = device.name if device else ""
+        line, kept = plan.compared(self._run, name, found)
+        if not line:
+            return
+        self._say(line)
+        try:
+            add_measured(self._path, kept)
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            self._say(f"{self._path} did not take what was measured ({error}); the run goes on")

@@ -1,0 +1,120 @@
+"""Clusters by name: every device of the table can be had, numbers are the makers', and what is unknown is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megazero.cli import app
+from megazero.plan.calibration import (
+    Calibration,
+    OperatorTable,
+    Product,
+    read_calibration,
+    with_itself,
+    write_calibration,
+)
+from megazero.plan.cluster import cluster_of
+from megazero.plan.devices import DEVICES, NETWORKS, Device, Link
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_of_the_table_is_found_by_its_name(name: str) -> None:
+    device = cluster_of(name, 16).device
+    assert device.name == name
+    assert 0 < device.product_share < 1
+    assert device.peak_flops["bf16"] > device.peak_flops["fp32"]
+
+
+def test_links_are_one_direction_and_of_one_rank() -> None:
+    """The makers give both directions of NVLink (H100: 900 GB/s) and bits of InfiniBand (400 Gbit/s)."""
+    cluster = cluster_of("h100", 512, 8, "ib400")
+    assert (cluster.within.bytes_per_second, cluster.between.bytes_per_second) == (450e9, 50e9)
+    assert cluster.nodes == 64
+
+
+def test_an_ethernet_card_is_shared_by_the_ranks_of_its_node() -> None:
+    link = cluster_of("a100", 16, 8, "10gbit").between
+    assert link.rate(4) == link.rate() / 4
+    infiniband = NETWORKS["ib200"]
+    assert infiniband.rate(4) == infiniband.rate()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"gpu": "h20"}, "h200"),
+        ({"network": "ib40"}, "ib400"),
+        ({"gpus": 0}, "--gpus is 0"),
+        ({"per_node": -1}, "--per-node is -1"),
+    ],
+)
+def test_what_is_unknown_is_told_with_what_was_meant(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        cluster_of(**given)  # type: ignore[arg-type]
+
+
+def _calibration() -> Calibration:
+    link = Link("memory", 1e10, 1e-5)
+    device = Device("cpu", 10, {"fp32": 1e11}, 1e10, 1e10, link)
+    table = OperatorTable(
+        (Product("fp32", 64, 64, 64, 1e-5),), {"aten.add.Tensor": ((100.0, 1e-6), (400.0, 4e-6))}, 1e-5
+    )
+    return with_itself(Calibration(device, 2, link, {"1gbit": link}, table, table, {"all_reduce 2": ((10.0, 1e-3),)}))
+
+
+def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    write_calibration(_calibration(), path)
+    cluster = cluster_of(str(path), 4, 2, "1gbit")
+    again = cluster.device.calibration
+    assert again is not None
+    assert {**vars(again), "device": None} == {**vars(_calibration()), "device": None}
+    assert cluster.processors == 2
+    assert cluster.between == cluster.within
+
+
+def test_a_file_that_is_no_calibration_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"version": 99}))
+    with pytest.raises(ValueError, match=r"version 99.*megazero calibrate --out"):
+        read_calibration(path)
+
+
+def test_any_damaged_digit_of_a_calibration_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    write_calibration(_calibration(), path)
+    good = path.read_bytes()
+    whole = good.index(b'"sha256"')
+    for at in range(0, whole, 7):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(ValueError, match="megazero calibrate --out"):
+            read_calibration(path)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_a_calibration_whose_times_are_not_positive_is_told(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "machine.json"
+    write_calibration(_calibration(), path)
+    found = json.loads(path.read_text())
+    del found["sha256"]
+    found["alone"]["products"][0][4] = value
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="megazero calibrate --out"):
+        read_calibration(path)
+
+
+@pytest.mark.parametrize("out", ["machine", "none/machine.json"])
+def test_calibrate_refuses_a_file_that_it_could_not_write_or_plan_not_read(tmp_path: Path, out: str) -> None:
+    done = CliRunner().invoke(app, ["calibrate", "--out", str(tmp_path / out)])
+    assert (done.exit_code, "--out" in done.stderr) == (2, True)
+
+
+def test_times_between_two_measured_sizes_lie_on_a_line_in_logarithms() -> None:
+    table = _calibration().alone
+    assert table.operator("aten.add.Tensor", 200) == pytest.approx(2e-6)
+    assert table.operator("aten.add.Tensor", 4000) == pytest.approx(4e-5)  # beyond: in proportion
+    assert table.operator("aten.add.Tensor", 1) == pytest.approx(1e-6)  # below: what starting costs
+    assert table.product("fp32", 64, 64, 64) == 1e-5
+    assert table.product("fp32", 128, 64, 64) == pytest.approx(2e-5)  # at the rate of the nearest

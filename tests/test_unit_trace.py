@@ -1,0 +1,71 @@
+"""Traces of units, made on tensors that hold nothing, against the formulas of what layers keep."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megazero.config import ResolvedRun, load_config
+from megazero.plan.activations import EMBEDDING, HEAD, activations_of_ranks, schedule_of
+from megazero.plan.fake_tensors import Message
+from megazero.plan.unit_trace import UnitKey, UnitTrace, trace_units
+
+MODEL = """
+    model.hidden_size=64 model.num_layers=2 model.num_heads=4 model.num_kv_heads=2 model.ffn_hidden_size=96
+    model.vocab_size=256 model.seq_len=32 training.micro_batch_size=2 training.accumulation=4
+"""
+CASES = [
+    "",
+    "precision.dtype=bf16 activations.recompute=selective",
+    "parallel.tp=2 activations.recompute=full activations.partition=true",
+    'parallel.tp=2 parallel.sequence_parallel=true activations.recompute=["attention"] activations.keep_attention=true',
+    "parallel.cp=2 parallel.cp_method=ring",
+    "parallel.pp=2 parallel.schedule=zb-h1 model.family=gpt2 model.num_kv_heads=4 model.dropout=0.1",
+]
+
+
+def run_of(case: str) -> ResolvedRun:
+    return load_config(os.devnull, [*MODEL.split(), *case.split()], 2)
+
+
+def own_bytes(run: ResolvedRun, key: UnitKey, by_formula: int, scalar: int = 4) -> int:
+    """What a unit adds: a layer gives as large a stream as it takes, the embedding makes one, and the head keeps one."""
+    model, parallel = run.config.model, run.config.parallel
+    cut = parallel.tp if parallel.sequence_parallel else 1
+    itemsize = 4 if run.config.precision.dtype == "fp32" else 2
+    stream = model.seq_len // parallel.cp // cut * run.micro_batch_size * model.hidden_size * itemsize
+    return by_formula + {EMBEDDING: stream, HEAD: scalar - stream}.get(str(key), 0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_unit_keeps_what_the_formula_says_and_its_backward_frees_it(case: str) -> None:
+    run = run_of(case)
+    traces = trace_units(run, on_cuda=False)
+    units = {name: sum(own.values()) for rank in _ranks(run) for name, own in rank.units.items()}
+    for key, trace in traces.items():
+        name = key if isinstance(key, str) else f"layer {run.config.model.num_layers - 1}"
+        assert trace.forward.kept == own_bytes(run, key, units[name])
+        assert abs(_left(trace)) <= 4  # the gradient of the scalar with which a backward starts
+        assert trace.forward.peak >= trace.forward.kept
+        assert trace.backward.peak >= trace.backward.kept
+
+
+def _ranks(run: ResolvedRun) -> list:
+    return activations_of_ranks(run, schedule_of(run), on_cuda=False)
+
+
+def _left(trace: UnitTrace) -> int:
+    """What is live after all passes of a unit, and was not before: dx is as large as dy but at the ends."""
+    return trace.forward.kept + trace.backward.kept + (trace.weight.kept if trace.weight is not None else 0)
+
+
+def test_a_tensor_parallel_layer_sums_its_stream_twice_in_each_direction() -> None:
+    """Shoeybi et al. 2019, section 3: f and g of attention and of the MLP."""
+    run = run_of("parallel.tp=2")
+    traces = trace_units(run, on_cuda=False)
+    (layer,) = (trace for key, trace in traces.items() if not isinstance(key, str))
+    stream = run.config.model.seq_len * run.micro_batch_size * run.config.model.hidden_size * 2  # bf16
+    for passed in (layer.forward, layer.backward):
+        sent = [event for event in passed.events if isinstance(event, Message)]
+        assert [(one.operation, one.axis, one.sent_bytes) for one in sent] == [("all_reduce", "tp", stream)] * 2
