@@ -16,13 +16,12 @@ from torch import Tensor
 from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at
 from megazero.checkpoint.index import UNFINISHED, CheckpointError, to_index, to_json
 from megazero.checkpoint.tensor_file import SafetensorsWriter
+from megazero.zero.bucket import DTYPE_NAMES
 from megazero.zero.state import MODEL
 
 Layout: TypeAlias = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 CHUNK_ELEMENTS = 1 << 22  # compared or checked at a time
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _REMEDY = "choose another name, or remove it"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)

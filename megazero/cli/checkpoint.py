@@ -42,7 +42,7 @@ def _user_errors(status: int = 1) -> Iterator[None]:
 
 
 def _check_dtype(dtype: str | None) -> None:
-    from megazero.checkpoint.shards import DTYPES
+    from megazero.zero.bucket import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype} must be {', '.join(DTYPES)}")

@@ -55,7 +55,7 @@ def gather(values: list[T], axis: Axis) -> list[T]:
 def largest(numbers: Sequence[float], axis: Axis) -> Sequence[float]:
     """The largest of each of some numbers of all ranks, on every rank."""
     for child in children(axis.index, axis.size):
-        numbers = list(map(max, numbers, pickle.loads(_receive(axis, child))))
+        numbers = [max(pair) for pair in zip(numbers, pickle.loads(_receive(axis, child)), strict=True)]
     whole = pickle.dumps(numbers)
     if axis.index:
         _send(whole, axis, parent(axis.index))

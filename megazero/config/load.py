@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megazero.config.derive import batch_sizes, fit, ranks_of_a_sample
 from megazero.config.problems import validate
@@ -27,6 +27,9 @@ from megazero.config.schema import RunConfig, sections
 from megazero.models.registry import FAMILIES
 from megazero.registry import closest, did_you_mean
 from megazero.settings import ConfigError, Problem, file_error, read_text
+
+if TYPE_CHECKING:
+    from megazero.parallel_state import RankGrid
 
 Tables = dict[str, Any]
 
@@ -70,6 +73,14 @@ class ResolvedRun:
     def shards(self) -> int:
         """Ranks that share one copy of the state where ZeRO shards it."""
         return self.config.zero.shard_group_size or self.dp * self.config.parallel.cp
+
+    @property
+    def grid(self) -> "RankGrid":
+        """Who stands where."""
+        from megazero.parallel_state import RankGrid  # imports torch, which reading a run file does not need
+
+        parallel = self.config.parallel
+        return RankGrid(tp=parallel.tp, cp=parallel.cp, dp=self.dp, pp=parallel.pp, order=parallel.order)
 
 
 def load_config(

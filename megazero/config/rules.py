@@ -28,7 +28,7 @@ from megazero.models.config import ModelConfig
 from megazero.models.context_bytes import heads_of_rank, ulysses_degrees
 from megazero.models.family import ModelRule
 from megazero.models.registry import FAMILIES
-from megazero.models.stages import cut, layer_counts
+from megazero.models.stages import cut_by_rank, layer_counts
 from megazero.optim.registry import OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of
 from megazero.schedules.registry import SCHEDULES
@@ -128,11 +128,10 @@ def idle_activations(config: RunConfig, told: Collection[str]) -> Iterator[str]:
     own, parallel, (pp, chunks) = config.activations, config.parallel, _stages(config)
     if own == ActivationsConfig() or parallel.schedule_file is not None:  # a table places chunks as it likes
         return
-    ranks = [rank for rank, _ in SCHEDULES[parallel.schedule].placement(pp, chunks)]
-    layouts = list(zip(ranks, cut(config.model, parallel.layout, len(ranks)), strict=True))
+    layouts = cut_by_rank(config.model, parallel.layout, SCHEDULES[parallel.schedule].placement(pp, chunks))
 
     def kept(choices: ActivationsConfig) -> list[dict[int, LayerPolicy]]:
-        layers = [[layer for at, layout in layouts if at == rank for layer in layout.layers] for rank in range(pp)]
+        layers = [[layer for layout in own for layer in layout.layers] for own in layouts]
         return [layer_policies(choices, layers[rank], rank) for rank in range(pp)]
 
     now, idle = kept(own), [line.partition(" = ")[0] for line in told]

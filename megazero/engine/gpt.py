@@ -40,7 +40,7 @@ from megazero.models.activations import save_by_policy
 from megazero.models.compiled import compile_blocks, wants_compiling
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
 from megazero.models.registry import FAMILIES
-from megazero.models.stages import cut
+from megazero.models.stages import cut_by_rank
 from megazero.optim.config import OptimizerConfig
 from megazero.optim.registry import OPTIMIZERS
 from megazero.parallel_state import Axis, ParallelState
@@ -384,9 +384,7 @@ def _build_chunks(
 ) -> tuple[list[GPTStage], list[WeightGradQueue], HostOffload | None]:
     """This rank's part of the model on the meta device, for each chunk the queue of its weight gradients, the offload."""
     chunks, queues = [], []
-    layouts = cut(config.model, config.parallel.layout, len(placement))
-    # a rank's chunks come in order
-    mine = [layout for layout, (rank, _) in zip(layouts, placement, strict=True) if rank == state.at.pp]
+    mine = cut_by_rank(config.model, config.parallel.layout, placement)[state.at.pp]
     whole = WHOLE if config.parallel.sequence_parallel else state.tp
     layers = [layer for layout in mine for layer in layout.layers]
     policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1)

@@ -61,9 +61,8 @@ def _quantiles() -> Tensor:
     knots = 1 << _KNOTS_LOG2
     quantile = NormalDist().inv_cdf
     below = [quantile(2.0**e * (1 + k / knots)) for e in range(_LOWEST_EXPONENT, -1) for k in range(knots)]
-    with (
-        torch._C._DisableTorchDispatch()
-    ):  # it is kept: no mode of whoever asks first may make it one of its own tensors
+    # It is kept: no mode of whoever asks first may make it one of its own tensors.
+    with torch._C._DisableTorchDispatch():
         return torch.tensor([*below, 0.0], dtype=torch.float64)
 
 

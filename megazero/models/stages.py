@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,21 @@ def cut(model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], sta
             f"the model has num_layers={model.num_layers} and the schedule {stages} stages"
         )
     return _cut_by_counts(counts)
+
+
+def cut_by_rank(
+    model: ModelConfig, layout: str | tuple[tuple[int | str, ...], ...], placement: Sequence[tuple[int, int]]
+) -> tuple[tuple[StageLayout, ...], ...]:
+    """As `cut`, the chunks of each pipeline rank; `placement` has the rank and the chunk of every virtual stage."""
+    return by_rank(cut(model, layout, len(placement)), placement)
+
+
+def by_rank(stages: Sequence[T], placement: Sequence[tuple[int, int]]) -> tuple[tuple[T, ...], ...]:
+    """Something of every virtual stage, for each pipeline rank in the order of its chunks."""
+    found: list[list[T]] = [[] for _ in range(1 + max(rank for rank, _ in placement))]
+    for one, (rank, _) in zip(stages, placement, strict=True):
+        found[rank].append(one)
+    return tuple(map(tuple, found))
 
 
 def layer_counts(layout: str | tuple[tuple[int | str, ...], ...]) -> list[int]:

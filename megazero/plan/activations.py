@@ -26,9 +26,9 @@ from megazero.models.activation_bytes import (
 from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.gpt import BuildContext, GPTStage
 from megazero.models.registry import FAMILIES
-from megazero.models.stages import StageLayout, cut
+from megazero.models.stages import StageLayout, by_rank, cut
 from megazero.parallel_state import Axis
-from megazero.schedules.action import Schedule
+from megazero.schedules.action import ActionKind, Schedule
 from megazero.schedules.kind import GivenSchedule, ScheduleKind
 from megazero.schedules.proof import peak_activations
 from megazero.schedules.registry import SCHEDULES
@@ -37,6 +37,7 @@ from megazero.settings import counted
 from megazero.zero.bucket import DTYPES
 
 EMBEDDING, HEAD = "embedding", "head"
+PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
 _NOTHING = {"none": "nothing recomputed", "none, on the host": "all kept on the host"}
 
 
@@ -104,6 +105,12 @@ def kind_of(config: RunConfig) -> ScheduleKind:
     return GivenSchedule(read_schedule(Path(parallel.schedule_file), parallel.schedule_placement))
 
 
+def message_bytes(run: ResolvedRun, *, on_cuda: bool) -> int:
+    """Of what a pipeline rank sends to another of one micro-batch: the hidden states of a rank's own tokens."""
+    size = micro_batch_size(run, on_cuda=on_cuda)
+    return size.own_tokens * run.config.model.hidden_size * size.itemsize
+
+
 def chunks_of(config: RunConfig, kind: ScheduleKind) -> int:
     """Model chunks of each pipeline rank."""
     return kind.chunks or config.parallel.virtual_stages
@@ -136,8 +143,7 @@ def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
     config, parallel = run.config, run.config.parallel
     placement = kind.placement(parallel.pp, chunks_of(config, kind))
     counts = list(map(elements_in, stages_of(config, len(placement))))
-    ranks = [rank for rank, _ in placement]
-    return [sum(count for count, at in zip(counts, ranks, strict=True) if at == rank) for rank in range(parallel.pp)]
+    return [sum(own) for own in by_rank(counts, placement)]
 
 
 def elements_in(stage: GPTStage) -> int:
@@ -149,11 +155,9 @@ def activations_of_ranks(run: ResolvedRun, schedule: Schedule, *, on_cuda: bool)
     """What each pipeline rank keeps.  Raises: TypeError: a layer has parts of a script's own, which have no formula."""
     layouts = cut(run.config.model, run.config.parallel.layout, len(schedule.placement))
     chunks = list(zip(layouts, stages_of(run.config, len(layouts)), strict=True))
-    size, by_rank = micro_batch_size(run, on_cuda=on_cuda), [rank for rank, _ in schedule.placement]
-    return [
-        _of_rank(run.config, schedule, rank, [one for one, at in zip(chunks, by_rank, strict=True) if at == rank], size)
-        for rank in range(schedule.pp)
-    ]
+    size = micro_batch_size(run, on_cuda=on_cuda)
+    own = by_rank(chunks, schedule.placement)
+    return [_of_rank(run.config, schedule, rank, own[rank], size) for rank in range(schedule.pp)]
 
 
 def _of_rank(

@@ -40,7 +40,8 @@ from megazero.plan.calibrate_collectives import collective_samples
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
-from megazero.plan.operator_times import DTYPE_NAMES, attention_flops, moved_bytes, product_of
+from megazero.plan.operator_times import attention_flops, moved_bytes, product_of
+from megazero.zero.bucket import DTYPE_NAMES
 
 _LR, _STEPS, _TIMEOUT = 1e-4, 5, timedelta(seconds=300)
 _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")

@@ -24,7 +24,8 @@ from megazero.settings import divisors
 Preset = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[tuple[Preset, bool], ...] = (("none", False), ("selective", False), ("full", True), ("full", False))
 """`recompute` and `keep_attention`, each of which keeps less and computes more than the one before it."""
-OFFLOADS = ("none", "activations", "optimizer", "both")
+_OFFLOAD_ORDER = {"none": 0, "activations": 1, "optimizer": 1, "both": 2}
+OFFLOADS = tuple(_OFFLOAD_ORDER)
 _SMALLEST_PART = 4096  # tokens of a sample; below, a ring's messages take longer than its products
 _LARGEST_PIPELINE, _LARGEST_MICRO_BATCH, _MOST_CHUNKS = 16, 4, 4
 
@@ -35,6 +36,11 @@ class Relief:
 
     recompute: int = 0
     offload: str = "none"
+
+    @property
+    def order(self) -> tuple[int, Relief]:
+        """Of those that save little to those that save much."""
+        return self.recompute + _OFFLOAD_ORDER[self.offload], self
 
     def needs_no_more_than(self, other: Relief) -> bool:
         """Whether `other` recomputes and offloads all that this does, so that it cannot be faster."""

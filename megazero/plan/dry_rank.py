@@ -22,10 +22,11 @@ from megazero.config import ResolvedRun
 from megazero.config.derive import micro_batch_multiple
 from megazero.engine import BatchShare, Engine, initialize
 from megazero.models.gpt import MicroBatch
-from megazero.models.stages import cut
+from megazero.models.stages import cut_by_rank
 from megazero.parallel_state import Coordinate
+from megazero.plan.activations import PASS_NAMES
 from megazero.plan.fake_tensors import Message
-from megazero.plan.kernel_memory import cpu_kernel_bytes
+from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.labelled_tensors import LabelledTensors, Living
 from megazero.plan.silent import Kind, RecordedTraffic
 from megazero.plan.silent_state import SilentState
@@ -34,7 +35,6 @@ from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.table import read_schedule
 
 _LR = 1e-4
-_PASSES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
 
 Build: TypeAlias = Callable[[ResolvedRun, SilentState], Engine]
 
@@ -99,7 +99,7 @@ def run_rank(
 
     Args: as for `dry_run`; `world` has the other simulated ranks.
     """
-    with LabelledTensors(_nothing if on_cuda else cpu_kernel_bytes) as fake:
+    with LabelledTensors(kernel_bytes(on_cuda=on_cuda)) as fake:
         traffic = RecordedTraffic(fake.operators)
         state = SilentState(run, rank, per_node, world, traffic, on_cuda=on_cuda)
         engine = build(run, state)
@@ -134,11 +134,6 @@ def _moment(what: str, micro_batch: int) -> str:
     return what if micro_batch < 0 else f"{what}, micro-batch {micro_batch}"
 
 
-def _nothing(*_: object) -> int:
-    """What a kernel of a GPU takes inside is not known."""
-    return 0
-
-
 def _warming(run: ResolvedRun) -> int:
     """Micro-batches of the step before the one that counts, in which an optimizer may allocate its state.
 
@@ -161,9 +156,8 @@ def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
     model, size = run.config.model, run.micro_batch_size
     samples = torch.zeros(model.seq_len + 1, size, dtype=torch.int64)
     tokens, labels, part = samples[:-1], samples[1:], None
-    if (
-        share.documents or share.ulysses.size * share.ring.size > 1
-    ):  # with lengths, nothing of it is kept after this run
+    if share.documents or share.ulysses.size * share.ring.size > 1:
+        # with lengths, nothing of it is kept after this run
         part = share.part_of([[model.seq_len]] * (size if share.documents else 1), model.seq_len)
     if part is not None:
         tokens, labels = part.cut(tokens), part.cut(labels)
@@ -182,7 +176,7 @@ def _labelled(engine: Engine, fake: LabelledTensors, batches: Sequence[MicroBatc
             fake.label = "optimizer or between passes", -1
         else:
             running.append(action)
-            fake.label = _PASSES[action.kind], action.microbatch
+            fake.label = PASS_NAMES[action.kind], action.microbatch
 
     def enter(name: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -205,8 +199,7 @@ def _labelled(engine: Engine, fake: LabelledTensors, batches: Sequence[MicroBatc
 def _units(engine: Engine, batches: Sequence[MicroBatch]) -> Iterator[tuple[str, nn.Module]]:
     """Embedding, layers and head of this rank, with their names."""
     placement = engine._executor_of(batches, trains=True).schedule.placement
-    layouts = cut(engine.config.model, engine.config.parallel.layout, len(placement))
-    mine = [layout for layout, (rank, _) in zip(layouts, placement, strict=True) if rank == engine.state.at.pp]
+    mine = cut_by_rank(engine.config.model, engine.config.parallel.layout, placement)[engine.state.at.pp]
     for layout, stage in zip(mine, engine._stages, strict=True):
         yield from ((name, module) for name, module in (("embedding", stage.embedding), ("head", stage.head)) if module)
         yield from ((f"layer {at}", block) for at, block in zip(layout.layers, stage.blocks, strict=True))

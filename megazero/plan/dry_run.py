@@ -20,8 +20,8 @@ from megazero.config import ResolvedRun
 from megazero.parallel_state import RankGrid
 from megazero.plan.dry_rank import Build, DryRank, build_engine, fewest_micro_batches, run_rank
 from megazero.plan.lockstep import Lockstep
-from megazero.plan.silent_state import grid_of
 from megazero.plan.simulated_world import SimulatedWorld
+from megazero.plan.state_trace import without_files
 
 MOST_COMPARED = 64  # ranks of a world of which all are simulated
 
@@ -67,7 +67,7 @@ def dry_run(
         build: makes the engine, in place of the project's own function.
         runs: other runs of some ranks.
     """
-    began, grid = time.perf_counter(), grid_of(run)
+    began, grid = time.perf_counter(), run.grid
     pipeline = grid.group_of(rank or 0, "pp")
     steppers = ranks_to_compare(grid) if rank is None else (rank,)
     simulated = tuple(sorted({*pipeline, *steppers}))
@@ -126,10 +126,9 @@ def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
     if config.training.compile is True or config.training.compile == "auto":
         training = config.training.model_copy(update={"compile": False})
         config = config.model_copy(update={"training": training})
-    offload = config.zero.offload
-    on_disk = {key: "cpu" for key in ("optimizer", "parameters") if getattr(offload, key) in ("nvme", "auto")}
-    if on_disk:
-        zero = config.zero.model_copy(update={"offload": offload.model_copy(update=on_disk)})
-        config = config.model_copy(update={"zero": zero})
-        notes.append(f"zero.offload of {' and '.join(on_disk)} is to host memory here")
-    return replace(run, config=config), tuple(notes)
+    without = without_files(config)
+    for key in ("optimizer", "parameters"):
+        old, new = (getattr(one.zero.offload, key) for one in (config, without))
+        if old != new:
+            notes.append(f"zero.offload.{key} is {new} here, in place of {old}")
+    return replace(run, config=without), tuple(notes)

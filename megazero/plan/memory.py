@@ -21,11 +21,10 @@ import torch
 
 from megazero.config import ResolvedRun
 from megazero.models.activation_config import layer_policies
-from megazero.models.stages import StageLayout, cut
+from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state import Coordinate
-from megazero.plan.activations import EMBEDDING, HEAD, micro_batch_size, schedule_of
+from megazero.plan.activations import EMBEDDING, HEAD, PASS_NAMES, message_bytes, schedule_of
 from megazero.plan.cluster import Cluster
-from megazero.plan.silent_state import grid_of
 from megazero.plan.state_trace import TABLES, StateTrace, trace_state
 from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, policies_by_layer, trace_units
 from megazero.schedules.action import Action, ActionKind, Schedule
@@ -72,11 +71,9 @@ def memory_of(run: ResolvedRun, cluster: Cluster, states: Sequence[StateTrace] |
     schedule = schedule_of(run)
     traces = _traces_of(run, on_cuda, per_node, is_quick=states is not None)
     paths = _paths_of(schedule, on_cuda)
-    layouts = cut(run.config.model, run.config.parallel.layout, len(schedule.placement))
     found = []
-    for stage in range(schedule.pp):
-        chunks = [one for one, (rank, _) in zip(layouts, schedule.placement, strict=True) if rank == stage]
-        first = grid_of(run).rank(Coordinate(0, 0, 0, stage))
+    for stage, chunks in enumerate(cut_by_rank(run.config.model, run.config.parallel.layout, schedule.placement)):
+        first = run.grid.rank(Coordinate(0, 0, 0, stage))
         state = states[stage] if states else trace_state(run, first, per_node=per_node, on_cuda=on_cuda)
         walk = _Walk(run, schedule, paths[stage], stage, chunks, traces, state, on_cuda=on_cuda)
         found.append(walk.result())
@@ -132,8 +129,7 @@ class _Walk:
     ) -> None:
         self._schedule, self._stage, self._state, self._on_cuda = schedule, stage, state, on_cuda
         self._steps, self._confirmed = path
-        config, size = run.config, micro_batch_size(run, on_cuda=on_cuda)
-        self._message = size.own_tokens * config.model.hidden_size * size.itemsize
+        config, self._message = run.config, message_bytes(run, on_cuda=on_cuda)
         self._policies = policies_by_layer(config, chunks, stage)
         own = layer_policies(config.activations, list(self._policies), stage)
         self._moves = {f"layer {layer}" for layer, policy in own.items() if policy.offload and on_cuda}
@@ -196,7 +192,7 @@ class _Walk:
                 continue
             if action.kind is self._adds:
                 self._gradients = max(self._gradients, self._state.levels.get((action.chunk, number), 0))
-            text = f"{_NAMES[action.kind]} of {name}, micro-batch {action.microbatch}"
+            text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {action.microbatch}"
             moves = name in self._moves and action.kind is not ActionKind.WEIGHT
             moved = trace.forward.kept if moves else 0
             beside = neighbour + (0 if is_forward else moved)
@@ -253,9 +249,6 @@ def _adds_up(run: ResolvedRun) -> bool:
     """Whether gradients of several micro-batches add up before they are reduced."""
     zero = run.config.zero
     return run.accumulation > 1 and not (zero.stage >= 2 and run.shards > 1 and zero.reduce == "micro_batch")
-
-
-_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
 
 
 def _pass_of(trace: UnitTrace, kind: ActionKind) -> PassTrace | None:

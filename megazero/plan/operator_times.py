@@ -30,8 +30,8 @@ import torch
 from megazero.plan.calibration import OperatorTable
 from megazero.plan.devices import Device
 from megazero.plan.fake_tensors import Event, Message, Operator
+from megazero.zero.bucket import DTYPE_NAMES
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ALLOCATES = ("empty", "new_empty", "detach", "alias", "scalar_tensor")
 _READS_ROWS = (
     "embedding.default",

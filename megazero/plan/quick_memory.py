@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.config import ResolvedRun
-from megazero.models.stages import StageLayout, cut
+from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.plan.activations import chunks_of, kind_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.memory import RankMemory, memory_of
@@ -31,13 +31,10 @@ def quick_memory_of(run: ResolvedRun, cluster: Cluster) -> tuple[RankMemory, ...
     short = _shortened(run)
     config, kind = run.config, kind_of(run.config)
     placement = kind.placement(config.parallel.pp, chunks_of(config, kind))
-    layouts = cut(config.model, config.parallel.layout, len(placement))
-    ends = unit_elements(config, is_one_stage=len(layouts) == 1)
+    ends = unit_elements(config, is_one_stage=len(placement) == 1)
     formula = formula_of(run, run.shards)
-    states = []
-    for rank in range(config.parallel.pp):
-        own = [layout for (at, _), layout in zip(placement, layouts, strict=True) if at == rank]
-        states.append(_state(run, cluster, formula, [_elements(layout, ends) for layout in own]))
+    by_rank = cut_by_rank(config.model, config.parallel.layout, placement)
+    states = [_state(run, cluster, formula, [_elements(layout, ends) for layout in own]) for own in by_rank]
     return memory_of(short, cluster, states)
 
 
@@ -89,8 +86,7 @@ def _state(run: ResolvedRun, cluster: Cluster, formula: StateFormula, chunks: li
     zero, own = run.config.zero, sum(map(sum, chunks))
     offloads = zero.offload.optimizer in ("cpu", "nvme")
     away = round(own * zero.offload.ratio) if offloads else 0
-    state = formula.device_bytes(own - away, offloads=False) + formula.device_bytes(away, offloads=True)
-    whole = formula.state_bytes(own - away, offloads=False) + formula.state_bytes(away, offloads=True)
+    whole, state = formula.bytes_with(own, away)
     weights = formula.weight_bytes * own // formula.shards if zero.offload.parameters in ("cpu", "nvme") else 0
     state -= weights
     largest = max(map(max, chunks))

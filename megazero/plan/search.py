@@ -311,13 +311,11 @@ def _compute(
     import_extensions(config.launch.extensions)  # in a process that was started anew
     needs: dict[Choice, Need] = {}
     enough: list[Relief] = []
-    ordered = sorted(reliefs, key=lambda one: (one.recompute + OFFLOAD_ORDER[one.offload], one))
+    ordered = sorted(reliefs, key=lambda one: one.order)
     for relief in ordered:
         if mode == "least" and len(needs) == 1 and not enough and relief != ordered[-1]:
             last = _compute(config, judge, ranks, capacity, shape, ordered[-1:], "memory")
-            if last and all(
-                need.peak > capacity for need in last.values()
-            ):  # where all of it is not enough, nothing is
+            if last and all(need.peak > capacity for need in last.values()):  # all of it is not enough
                 return needs | last
         if mode == "least" and any(one.needs_no_more_than(relief) for one in enough):
             continue
@@ -331,9 +329,6 @@ def _compute(
         needs[choice] = Need(peak, where, judge.seconds(run) if fits and mode != "memory" else None)
         enough += [relief] if fits else []
     return needs
-
-
-OFFLOAD_ORDER = {"none": 0, "activations": 1, "optimizer": 1, "both": 2}
 
 
 # ---- why not better
@@ -363,7 +358,7 @@ def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
         yield f"ZeRO {lower} instead of {choice.zero_stage}", other
     lighter = [one for one in space.reliefs if one != choice.relief and one.needs_no_more_than(choice.relief)]
     if lighter:
-        relief = max(lighter, key=lambda one: (one.recompute + OFFLOAD_ORDER[one.offload], one))
+        relief = max(lighter, key=lambda one: one.order)
         words = " and ".join(relief_words(relief)) or "nothing recomputed or offloaded"
         yield words, replace(choice, relief=relief)
 

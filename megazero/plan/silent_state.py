@@ -7,18 +7,12 @@ from typing import Any
 import torch
 
 from megazero.config import ResolvedRun
-from megazero.parallel_state import Axis, Group, ParallelState, RankGrid, Traffic
+from megazero.parallel_state import Axis, Group, ParallelState, Traffic
 from megazero.plan.silent import Alone, Kind, Meeting, kind_of, make_silent
 from megazero.plan.simulated_world import GroupMeeting, SimulatedWorld
 
 HOST = "host"
 """Purpose of the groups of a node's ranks."""
-
-
-def grid_of(run: ResolvedRun) -> RankGrid:
-    """The rank grid of a run."""
-    parallel = run.config.parallel
-    return RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
 
 
 class SilentState(ParallelState):
@@ -49,7 +43,7 @@ class SilentState(ParallelState):
         self.made: list[tuple[tuple[int, ...], str, Kind]] = []
         parallel, zero = run.config.parallel, run.config.zero
         cpu, seconds = torch.device("cpu"), parallel.timeout_seconds
-        grid = self._whole = grid_of(run)
+        grid = self._whole = run.grid
         super().__init__(
             grid,
             rank,

@@ -19,9 +19,6 @@ from torch import Tensor
 from megazero.parallel_state import Axis, RankGrid, Transfers, Wait
 from megazero.plan.lockstep import Lockstep
 
-_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-
-
 _CHANNELS = {"all_gather": "gather", "broadcast": "broadcast"}  # all others in one; NCCL has one for all
 
 
@@ -42,8 +39,8 @@ class Post(NamedTuple):
 
 def described(tensor: Tensor) -> str:
     """`1,024 fp32`."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{tensor.numel():,} {_NAMES.get(dtype, dtype)}"
+    name = str(tensor.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+    return f"{tensor.numel():,} {name}"
 
 
 class SimulatedWorld:

@@ -1,6 +1,5 @@
 """Model state and ZeRO's traffic on a rank: the formulas of the papers, for any formats and optimizer.
 
-
     N parameters over d ranks, 16-bit weights, fp32 gradients and Adam        (Rajbhandari et al. 2020, figure 1, section 7)
 
     stage   bytes of model state    elements sent, each (d - 1)/d times
@@ -65,6 +64,12 @@ class StateFormula:
 
     def _second_copy_bytes(self, elements: int) -> float:
         return self.weight_bytes * elements / self.second_copy if self.second_copy else 0
+
+    def bytes_with(self, elements: int, away: int) -> tuple[float, float]:
+        """Model state of so many parameters, and the part of it on the device, if `away` of them are stepped off it."""
+        kinds = (elements - away, False), (away, True)
+        whole = sum(self.state_bytes(count, offloads=offloads) for count, offloads in kinds)
+        return whole, sum(self.device_bytes(count, offloads=offloads) for count, offloads in kinds)
 
     def device_bytes(self, elements: int, *, offloads: bool) -> float:
         """The part of `state_bytes` on the device."""

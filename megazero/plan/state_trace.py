@@ -25,12 +25,12 @@ from megazero.comm.collectives import all_reduce
 from megazero.config import ResolvedRun, RunConfig
 from megazero.config.schema import OffloadConfig
 from megazero.engine.gpt import Engine
-from megazero.models.stages import cut
+from megazero.models.stages import cut_by_rank
 from megazero.parallel_state import Traffic
 from megazero.plan.activations import chunks_of
 from megazero.plan.activations import kind_of as schedule_kind_of
 from megazero.plan.fake_tensors import FakeTensors
-from megazero.plan.silent_state import HOST, SilentState, grid_of
+from megazero.plan.silent_state import HOST, SilentState
 from megazero.schedules.action import ActionKind
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import UnitGatherer
@@ -107,15 +107,15 @@ def _without_training(run: ResolvedRun) -> ResolvedRun:
 
 def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
     """The first pipeline rank's that holds and sends as much: with the same chunks, whole nodes apart."""
-    grid, at = grid_of(run), grid_of(run).coordinate(rank)
+    grid, at = run.grid, run.grid.coordinate(rank)
     kind = schedule_kind_of(run.config)
     placement = kind.placement(grid.pp, chunks_of(run.config, kind))
     if run.config.zero.stage >= (2 if len(placement) > grid.pp else 3):  # when units are gathered and buckets are full
         return rank
-    layouts = cut(run.config.model, run.config.parallel.layout, len(placement))
-    sizes: list[list[tuple[int, bool, bool]]] = [[] for _ in range(grid.pp)]
-    for layout, (stage, _) in zip(layouts, placement, strict=True):
-        sizes[stage].append((len(layout.layers), layout.has_embedding, layout.has_head))
+    sizes = [
+        [(len(layout.layers), layout.has_embedding, layout.has_head) for layout in own]
+        for own in cut_by_rank(run.config.model, run.config.parallel.layout, placement)
+    ]
     for stage in range(1, at.pp):  # the first pipeline rank has the embedding
         first = grid.rank(replace(at, pp=stage))
         if sizes[stage] == sizes[at.pp] and ((rank - first) % per_node == 0 or grid.world_size <= per_node):
@@ -133,7 +133,7 @@ def _trace(
     with FakeTensors() as fake:
         traffic = Traffic()
         state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
-        driver = _Driver(Engine(_without_files(config), state, kind), fake)
+        driver = _Driver(Engine(without_files(config), state, kind), fake)
         built, elements = fake.live, sum(one.layout.numel for one in driver.engine.sharded_model.parameters.buckets)
         tables = built - sum(driver.counted().values()) + driver.absent()
 
@@ -165,7 +165,7 @@ def _sent(traffic: Traffic) -> dict[tuple[str, str], Sent]:
     }
 
 
-def _without_files(config: RunConfig) -> RunConfig:
+def without_files(config: RunConfig) -> RunConfig:
     """Files become host memory; what `auto` decides by the memory of this machine stays on the device."""
     offload, stand_ins = config.zero.offload, {"nvme": "cpu", "auto": "none"}
     update = {key: stand_ins[old] for key in ("optimizer", "parameters") if (old := getattr(offload, key)) in stand_ins}

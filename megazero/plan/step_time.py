@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from megazero.config import ResolvedRun, RunConfig
 from megazero.models.activation_config import LayerPolicy, layer_policies
-from megazero.models.stages import StageLayout, cut
+from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.plan.activations import EMBEDDING, HEAD, elements_in, schedule_of, stages_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink, links_of
@@ -86,17 +86,13 @@ def step_time_of(
 def _chunks_of(run: ResolvedRun, schedule: Schedule) -> dict[tuple[int, int], _Chunk]:
     """By (pipeline rank, chunk)."""
     config = run.config
-    layouts = dict(
-        zip(schedule.placement, cut(config.model, config.parallel.layout, len(schedule.placement)), strict=True)
-    )
-    ends = unit_elements(run.config, is_one_stage=len(layouts) == 1)
+    ends = unit_elements(run.config, is_one_stage=len(schedule.placement) == 1)
     cuts = config.parallel.tp > 1 and not config.parallel.sequence_parallel
     found = {}
-    for rank in range(schedule.pp):
-        own = {chunk: layout for (at, chunk), layout in layouts.items() if at == rank}
-        layers = [layer for layout in own.values() for layer in layout.layers]
+    for rank, own in enumerate(cut_by_rank(config.model, config.parallel.layout, schedule.placement)):
+        layers = [layer for layout in own for layer in layout.layers]
         policies = layer_policies(config.activations, layers, rank, cuts=cuts)
-        for chunk, layout in own.items():
+        for chunk, layout in enumerate(own):
             found[rank, chunk] = _chunk(layout, policies, ends)
     return found
 

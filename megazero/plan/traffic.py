@@ -13,12 +13,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from megazero.config import ResolvedRun
-from megazero.models.stages import StageLayout, cut
+from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state import Coordinate
-from megazero.plan.activations import EMBEDDING, HEAD, micro_batch_size, schedule_of
+from megazero.plan.activations import EMBEDDING, HEAD, message_bytes, schedule_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.fake_tensors import Message
-from megazero.plan.silent_state import grid_of
 from megazero.plan.state_trace import Sent, trace_state
 from megazero.plan.unit_trace import UnitKey, UnitTrace, policies_by_layer, trace_units
 from megazero.schedules.action import ActionKind, Schedule
@@ -30,11 +29,9 @@ def traffic_of(run: ResolvedRun, cluster: Cluster) -> tuple[Traffic, ...]:
     """What the first rank of each pipeline rank sends, by (axis, operation)."""
     per_node, on_cuda = cluster.per_node, cluster.processors == 0
     schedule, traces = schedule_of(run), trace_units(run, on_cuda=on_cuda, per_node=per_node)
-    layouts = cut(run.config.model, run.config.parallel.layout, len(schedule.placement))
     found = []
-    for stage in range(schedule.pp):
-        chunks = [one for one, (rank, _) in zip(layouts, schedule.placement, strict=True) if rank == stage]
-        first = grid_of(run).rank(Coordinate(0, 0, 0, stage))
+    for stage, chunks in enumerate(cut_by_rank(run.config.model, run.config.parallel.layout, schedule.placement)):
+        first = run.grid.rank(Coordinate(0, 0, 0, stage))
         total = Counter[tuple[str, str, int]]()
         for (axis, operation), sent in trace_state(run, first, per_node=per_node, on_cuda=on_cuda).traffic.items():
             total.update({(axis, operation, field): count for field, count in enumerate(sent)})
@@ -52,7 +49,7 @@ def busiest_links(run: ResolvedRun, cluster: Cluster, stage: int, traffic: Traff
 
         node 0  [0 > 1 > 2 > 3] >  node 1  [4 > 5 > 6 > 7] > 0         ranks 3 and 7 send to other nodes, 0 does not
     """
-    grid = grid_of(run)
+    grid = run.grid
     size = grid.tp * grid.cp * grid.dp
     ranks = [rank for rank in range(grid.world_size) if grid.coordinate(rank).pp == stage]
     ends = [rank for at, rank in enumerate(ranks) if (rank + 1) % cluster.per_node == 0 or at + 1 == size]
@@ -75,7 +72,7 @@ _AXES = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp",)} | dict.fromkeys(("dp_cp", 
 
 def _group(run: ResolvedRun, rank: int, axis: str, operation: str) -> tuple[int, ...]:
     """The ranks among which `rank` carries out an operation; cp and dp_cp may be cut in two, as in `ParallelState`."""
-    whole = grid_of(run).group_of(rank, *_AXES[axis])
+    whole = run.grid.group_of(rank, *_AXES[axis])
     cuts = {"shard": run.config.zero.shard_group_size, "replica": run.config.zero.shard_group_size}
     size, at = (cuts | {"cp": run.config.parallel.ulysses}).get(axis, len(whole)), whole.index(rank)
     if axis == "replica" or (axis == "cp" and operation != "all_to_all"):
@@ -118,8 +115,7 @@ def _add_messages(
     on_cuda: bool,
 ) -> None:
     """Every result that another pipeline rank uses, and every call that receives one."""
-    size, ranks = micro_batch_size(run, on_cuda=on_cuda), grid_of(run).group_of(0, "pp")
-    nbytes = size.own_tokens * run.config.model.hidden_size * size.itemsize
+    nbytes, ranks = message_bytes(run, on_cuda=on_cuda), run.grid.group_of(0, "pp")
     for action in schedule.ranks[stage]:
         target = schedule.target(stage, action)
         if target is not None and target[0] != stage:

@@ -34,12 +34,12 @@ from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.activations import save_by_policy
 from megazero.models.config import ModelConfig
 from megazero.models.gpt import BuildContext, GPTStage
-from megazero.models.stages import StageLayout, cut
+from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state import Axis, Group
 from megazero.plan.activations import EMBEDDING, HEAD, schedule_of
 from megazero.plan.fake_tensors import Event, FakeTensors, Operator
+from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent import Alone, RecordedTraffic, kind_of, make_silent
-from megazero.plan.silent_state import grid_of
 from megazero.schedules.action import Placement
 from megazero.zero.bucket import DTYPES
 
@@ -110,7 +110,7 @@ def trace_units(
     """
     config, schedule = run.config, schedule_of(run)
     parallel, precision = config.parallel, config.precision
-    grid = grid_of(run)
+    grid = run.grid
     key = TraceKey(
         config.model.model_copy(update={"num_layers": 1}),
         run.micro_batch_size,
@@ -144,10 +144,8 @@ def policies_by_layer(config: RunConfig, chunks: Sequence[StageLayout], stage: i
 
 def _policies_of(config: RunConfig, placement: Placement) -> set[LayerPolicy]:
     """Of all layers of a run."""
-    layouts = list(zip(placement, cut(config.model, config.parallel.layout, len(placement)), strict=True))
     found: set[LayerPolicy] = set()
-    for stage in {rank for rank, _ in placement}:
-        chunks = [layout for (rank, _), layout in layouts if rank == stage]
+    for stage, chunks in enumerate(cut_by_rank(config.model, config.parallel.layout, placement)):
         found.update(policies_by_layer(config, chunks, stage).values())
     return found
 
@@ -184,16 +182,12 @@ def _head(key: TraceKey) -> UnitTrace:
         return bench.trace(lambda x: head(x, bench.tokens), bench.hidden)
 
 
-def _nothing(*_: object) -> int:
-    return 0
-
-
 class _Bench:
     """A stage with fake parameters and silent axes, and what runs a part of it."""
 
     def __init__(self, key: TraceKey, layout: StageLayout) -> None:
         self._key, self._layout = key, layout
-        self._fake = FakeTensors(records=True, kernel_bytes=_nothing) if key.on_cuda else FakeTensors(records=True)
+        self._fake = FakeTensors(records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda))
         self._queue = WeightGradQueue()
 
     def __enter__(self) -> _Bench:
@@ -227,9 +221,8 @@ class _Bench:
         if cp == 1 and not key.documents:
             return None
         sizes = key.ulysses, 0, cp // key.ulysses, 0
-        each = [(key.model.seq_len,)] * (
-            key.samples if key.documents else 1
-        )  # documents give each sample its positions
+        count = key.samples if key.documents else 1  # documents give each sample its positions
+        each = [(key.model.seq_len,)] * count
         return _part(each, *sizes, torch.device("cpu"))
 
     def trace(self, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None) -> UnitTrace:

@@ -25,7 +25,6 @@ from megazero.data import Corpus, load_tokenizer
 from megazero.data.corpus import PYTHON_STDLIB, repeats
 from megazero.data.indexed import pair_paths
 from megazero.optim.lr_schedule import learning_rate_factor
-from megazero.parallel_state import RankGrid
 from megazero.plan.activations import (
     activations_of_ranks,
     chunks_of,
@@ -176,8 +175,7 @@ def describe(run: ResolvedRun, ranks_per_node: int, cluster: Cluster | None = No
 
 
 def _shape(run: ResolvedRun, ranks_per_node: int) -> str:
-    parallel = run.config.parallel
-    grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
+    parallel, grid = run.config.parallel, run.grid
     nodes, rest = -(-run.world_size // ranks_per_node), run.world_size % ranks_per_node
     parts = []
     for axis in parallel.order.split("-"):
@@ -249,7 +247,7 @@ def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:
     formula, largest = formula_of(run, run.shards), max(elements)
     place = zero.offload.optimizer
     away = round(largest * zero.offload.ratio) if place in ("cpu", "nvme") else 0
-    state = formula.state_bytes(largest - away, offloads=False) + formula.state_bytes(away, offloads=True)
+    state, _ = formula.bytes_with(largest, away)
     text = formula.state_text(offloads=away > 0)
     stage = f", pipeline rank {elements.index(largest)}" if len(set(elements)) > 1 else ""
     yield (

@@ -1,16 +1,4 @@
-"""Memory, traffic and time of each ZeRO stage, measured beside the formulas of the papers.
-
-    N parameters over d ranks, 16-bit weights, fp32 gradients and Adam        (Rajbhandari et al. 2020, figure 1, section 7)
-
-    stage   bytes of model state    elements sent, each (d - 1)/d times
-        0   (2 + 4 + 12) N          2 N
-        1   (2 + 4 + 12/d) N        2 N
-        2   (2 + (4 + 12)/d) N      (G + 1) N      reduced after each of G micro-batches
-        3   18/d N                  3 G N          at most
-
-Offloading the optimizer takes masters, moments and the gradient that steps them off the device (Ren et al. 2021). If the
-device needs whole gradients, or weights in fp32, it holds its own copies, and the sum is larger than the above.
-"""
+"""Memory, traffic and time of each ZeRO stage, measured beside the formulas of the papers: see `plan/state_bytes.py`."""
 
 from __future__ import annotations
 
@@ -80,8 +68,7 @@ class Row:
     @property
     def formula_bytes(self) -> float:
         """Model state of that rank by the formula, on the device and off it."""
-        away, whole = self.worst.offloaded, self.worst.elements
-        return self.formula.state_bytes(away, offloads=True) + self.formula.state_bytes(whole - away, offloads=False)
+        return self.formula.bytes_with(self.worst.elements, self.worst.offloaded)[0]
 
     @property
     def formula_text(self) -> str:

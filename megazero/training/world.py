@@ -23,7 +23,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.rendezvous import rendezvous
 
 from megazero.config import ResolvedRun, RunConfig
-from megazero.parallel_state import ParallelState, RankGrid, connect_on_demand
+from megazero.parallel_state import ParallelState, connect_on_demand
 from megazero.training.signals import EXIT_FAILED, die_of_signals
 
 LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `launch` starts meet and write their errors
@@ -161,9 +161,8 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
         store = store or open_store(timeout)
         connect_on_demand(os.environ)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
     return ParallelState(
-        grid,
+        run.grid,
         rank,
         device,
         parallel.timeout_seconds,

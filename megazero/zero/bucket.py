@@ -36,6 +36,7 @@ from megazero.zero.storage import FlatArray, InMemory, in_host_memory
 K = TypeVar("K", bound=Hashable)
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
 _ROWS_OF_PADDING = 32  # a bucket is cut into parts only if padding to whole rows adds at most 1/32 to it: see shapes.md
 

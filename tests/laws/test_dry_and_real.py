@@ -17,7 +17,6 @@ from megazero.parallel_state import ParallelState
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_tensors import Event, Message
 from megazero.plan.silent import RecordedTraffic
-from megazero.plan.silent_state import grid_of
 from megazero.tools.measured_step import START, _random_batches, live_memory
 
 SMALL = LLAMA | {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 4}
@@ -55,7 +54,7 @@ def _step(rank: int, runs: Sequence[ResolvedRun], neighbours: int, watched: bool
     for run in runs:
         events: list[Event] = []
         state = ParallelState(
-            grid_of(run),
+            run.grid,
             rank,
             shard_group_size=run.config.zero.shard_group_size,
             neighbours=neighbours,

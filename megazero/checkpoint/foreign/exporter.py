@@ -33,11 +33,12 @@ from megazero.checkpoint.hugging_face.config import logical_shapes
 from megazero.checkpoint.hugging_face.exporter import Exported, intact_model
 from megazero.checkpoint.index import CheckpointError, TrainerState, kinds_of, read_manifest
 from megazero.checkpoint.retention import reading
-from megazero.checkpoint.shards import DTYPE_NAMES, DTYPES, new_folder
+from megazero.checkpoint.shards import new_folder
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.models.config import ModelConfig
 from megazero.models.foreign import NameTable, Theirs
 from megazero.optim.config import OptimizerConfig
+from megazero.zero.bucket import DTYPE_NAMES, DTYPES
 from megazero.zero.state import MASTER, MODEL
 
 _WRITTEN = re.compile(r"__\d+_\d+\.distcp|\.metadata(?:\.tmp)?")  # what torch's writer names so

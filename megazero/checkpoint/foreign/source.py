@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.index import CheckpointError
-from megazero.checkpoint.shards import CHUNK_ELEMENTS, DTYPE_NAMES
+from megazero.checkpoint.shards import CHUNK_ELEMENTS
 from megazero.models.config import ModelConfig
 from megazero.models.foreign import NameTable, Theirs
 from megazero.models.registry import FAMILIES
+from megazero.zero.bucket import DTYPE_NAMES
 from megazero.zero.state import MODEL
 
 _SHOWN = 5  # problems in an error

@@ -20,9 +20,10 @@ from megazero.checkpoint.index import (
     to_json,
     write_manifest,
 )
-from megazero.checkpoint.shards import CHUNK_ELEMENTS, DTYPE_NAMES, DTYPES, Layout, write_shards
+from megazero.checkpoint.shards import CHUNK_ELEMENTS, Layout, write_shards
 from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
+from megazero.zero.bucket import DTYPE_NAMES, DTYPES
 from megazero.zero.state import MODEL
 
 MODEL_TOML = "model.toml"

@@ -34,9 +34,10 @@ from megazero.checkpoint.index import (
     to_json,
 )
 from megazero.checkpoint.retention import reading
-from megazero.checkpoint.shards import DTYPE_NAMES, DTYPES, Layout, new_folder, write_shards
+from megazero.checkpoint.shards import Layout, new_folder, write_shards
 from megazero.checkpoint.tensor_file import StoredTensors
 from megazero.models.config import ModelConfig
+from megazero.zero.bucket import DTYPE_NAMES, DTYPES
 from megazero.zero.state import MASTER, MODEL
 
 _SINGLE = "model.safetensors"

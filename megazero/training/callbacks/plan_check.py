@@ -45,13 +45,11 @@ class PlanCheck(Callback):
         on_cuda = self._device.type == "cuda"
         sent = {axis: count for axis, count in record.sent_bytes.items() if count}
         found = Measured(median(self._seconds), record.memory_bytes if on_cuda else None, sent)
-        name = (
-            "" if plan.device in DEVICES else plan.device
-        )  # a CPU that was calibrated, this one as far as can be known
         if on_cuda:
-            words = set(re.findall(r"\w+", torch.cuda.get_device_name(self._device)))
-            device = device_of(words)
+            device = device_of(set(re.findall(r"\w+", torch.cuda.get_device_name(self._device))))
             name = device.name if device else ""
+        else:  # a CPU that was calibrated, this one as far as can be known
+            name = "" if plan.device in DEVICES else plan.device
         line, kept = plan.compared(self._run, name, found)
         if not line:
             return
