@@ -3,6 +3,10 @@
 The server from which programs are forked imports it too.
 """
 
+import ctypes
+import re
+from pathlib import Path
+
 import torch
 import torch._dynamo  # imported by every optimizer
 from harness import DEVICE
@@ -16,3 +20,17 @@ if DEVICE.type == "cpu" and not torch.cuda.device_count():  # nothing can be for
         _engine.train_step(micro_batches(_run, _engine.state, 0), LR)
         whole(_engine, "model")
         _engine.sharded_model.close()
+
+
+def _use_huge_pages() -> None:
+    """A fork copies an entry for each page, of which a process with torch has 60,000; of 2 MiB each they are a few hundred, and
+    it takes a third of the time.  Where the kernel does not know how (Linux 6.1), all stays as it is."""
+    collapse, size = 25, 2 << 20  # MADV_COLLAPSE
+    madvise, maps = ctypes.CDLL(None).madvise, Path("/proc/self/maps").read_text()
+    for begin, end in re.findall(r"^(\w+)-(\w+) rw-p \w+ 00:00 0 +(?:\[heap\])?$", maps, re.MULTILINE):
+        first, last = -(-int(begin, 16) // size) * size, int(end, 16) // size * size
+        if first < last:
+            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), collapse)
+
+
+_use_huge_pages()
