@@ -13,7 +13,6 @@ import io
 import itertools
 import json
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import RankFailedError, run_world
+from harness import RankFailedError, run_program, run_world
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -834,7 +833,7 @@ def test_a_script_whose_last_checkpoint_fails_behind_its_back_fails(tmp_path: Pa
     script = tmp_path / "script.py"
     script.write_text(LAST_SAVE_FAILS)
     words = [sys.executable, str(script), str(tmp_path / "saved"), ends]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    done = run_program(*words)
     assert (done.returncode, "the script is done" in done.stdout) == (status, True), done.stderr
     assert ("the last checkpoint was not saved" in done.stderr) is (ends == "fails")
     assert ("holds notes.txt" in done.stderr) is (ends == "fails")

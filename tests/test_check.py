@@ -108,15 +108,15 @@ def test_the_line_of_a_policy_says_what_is_done_and_for_which_device_it_is_count
 
 
 def test_it_is_told_whether_a_sample_fits_and_what_is_named_then_does() -> None:
-    """4 layers of Llama 3 8B at 128K on 64 GPUs: (6 + 12/32) N bytes of state over tp 2, and what 16K tokens keep."""
+    """2 layers of Llama 3 8B at 128K on 64 GPUs: (6 + 12/32) N bytes of state over tp 2, and what 16K tokens keep."""
 
     def told(gib: float, *words: str) -> str:
-        run = load_config(ROOT / "examples" / "llama3_8b_128k_64gpu.toml", ["model.num_layers=4", *words], 64)
+        run = load_config(ROOT / "examples" / "llama3_8b_128k_64gpu.toml", ["model.num_layers=2", *words], 64)
         cluster = with_memory(cluster_of("h100", 64, 8), gib)
         (line,) = [text for subject, text in describe(run, 8, cluster) if subject == "plan"]
         return line
 
-    h, k, f, a, layers, tokens = 4096, 1024, 14336, 32, 4, 2**17 // 8
+    h, k, f, a, layers, tokens = 4096, 1024, 14336, 32, 2, 2**17 // 8
     kept = tokens * (layers * (12 * h + 4 * k + 6 * f + 4 * a + 8) + 2 * 128256) / 2  # and logits, all over tp 2
     parameters = layers * (2 * h * h + 2 * h * k + 3 * h * f) + 2 * 128256 * h
     gib = ((6 + 12 / 32) * parameters / 2 + kept) / 2**30

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_world
+from harness import run_program, run_world
 from torch import nn
 
 from megazero.deepspeed import comm, script_optimizers
@@ -206,9 +206,7 @@ def test_the_command_runs_a_script_as_python_would(tmp_path: Path) -> None:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {key: value for key, value in os.environ.items() if key not in launcher}
     command = [sys.executable, "-m", "megazero.deepspeed", "script.py", "--x", "1"]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path, timeout=120
-    )
+    ran = run_program(*command, env=environment, cwd=tmp_path)
     assert (ran.returncode, ran.stdout) == (3, "__main__ ['--local_rank=0', '--x', '1'] True\n"), ran.stderr
 
 

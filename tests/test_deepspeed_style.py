@@ -79,11 +79,10 @@ def _pipeline(rank: int, stages: int, stage: int, schedule: str, folder: Path) -
     return _script(rank, "train_pipeline.py", ["--stages", stages, "--schedule", schedule, "--deepspeed_config", path])
 
 
-def test_a_pipeline_gives_one_run_on_every_cut_at_every_stage(tmp_path: Path) -> None:
+def test_a_pipeline_gives_one_run_on_one_rank_and_cut_in_four(tmp_path: Path) -> None:
     expected = _losses(run_world(1, _pipeline, 1, 0, "1f1b", tmp_path)[0])
     assert len(expected) == 5
     assert expected[-1] < 0.7 * expected[0]
-    for ranks, stages, stage, schedule in ((2, 2, 1, "gpipe"), (4, 2, 3, "1f1b")):
-        said, *others = run_world(ranks, _pipeline, stages, stage, schedule, tmp_path)
-        assert _losses(said) == pytest.approx(expected, rel=1e-3), (ranks, stages, stage)
-        assert not any(others)
+    said, *others = run_world(4, _pipeline, 2, 3, "1f1b", tmp_path)
+    assert _losses(said) == pytest.approx(expected, rel=1e-3)
+    assert not any(others)

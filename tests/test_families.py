@@ -81,9 +81,8 @@ CASES: dict[str, dict[str, Any]] = {
 # (ranks, [parallel], [zero])
 SHAPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {}, {"stage": 0}),
-    "tp2": (2, {"tp": 2}, {"stage": 1}),
     "pp2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1"}, {"stage": 2}),
-    "tp4, more than kv heads": (4, {"tp": 4, "sequence_parallel": True}, {"stage": 2}),
+    "tp4, more than kv heads": (4, {"tp": 4, "sequence_parallel": False}, {"stage": 1}),
     "tp2 sp pp2 dp2 zero3": (8, {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True}, {"stage": 3}),
 }
 

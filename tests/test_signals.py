@@ -192,7 +192,7 @@ def test_under_torchrun_a_warning_to_every_process_is_for_the_ranks_which_end_wi
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     words = [*TINY, *ENDLESS, f"training.run_dir={tmp_path / 'run'}"]
-    given = {"NPROC_PER_NODE": "2", "HEAD": "127.0.0.1", "PORT": port, "PET_LOCAL_ADDR": "127.0.0.1"}
+    given = {"NPROC_PER_NODE": "1", "HEAD": "127.0.0.1", "PORT": port, "PET_LOCAL_ADDR": "127.0.0.1"}
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     run = subprocess.Popen(
         [ROOT / "examples" / "launch_torchrun.sh", str(QUICKSTART), *words],

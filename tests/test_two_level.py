@@ -68,7 +68,7 @@ def _every_collective(rank: int, world: int, neighbours: int) -> None:
     axis = _axis(rank, world, neighbours)
     assert arriving_elements(64, axis) == 0
     assert isinstance(_backend(axis), TwoLevelBackend)
-    cases = [(torch.float32, LONG), *itertools.product((torch.float32, torch.bfloat16, torch.int64), LENGTHS[:-1])]
+    cases = [*itertools.product((torch.float32,), LENGTHS), (torch.bfloat16, 4_097), (torch.int64, 7)]
     for dtype, length in cases:
         every = [_values(one, length, dtype) for one in range(world)]
         for op, wanted in (("sum", torch.stack(every).sum(0)), ("max", torch.stack(every).amax(0))):
