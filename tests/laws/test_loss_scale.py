@@ -84,7 +84,7 @@ def test_every_step_of_a_growing_scale_is_the_plain_step() -> None:
     ]
     runs = [
         run_of(2, model=TIED, zero={"stage": stage}, precision=precision, optimizer=SGD)
-        for stage in range(4)
+        for stage in (0, 2, 3)
         for precision in precisions
     ]
     plain, norms = _plain_sgd(runs[0])
@@ -152,14 +152,14 @@ def test_a_run_that_begins_with_overflows_skips_until_the_scale_has_fallen(
     parallel: dict[str, Any], cases: list[tuple[int, str]], tmp_path: Path
 ) -> None:
     """In a skipped step no bit of weights, masters and moments changes, on any rank, and Adam's step does not count."""
-    steps, hysteresis = 12, 3
+    steps, hysteresis = 9, 3
     runs = [
         run_of(
             4,
             model=TIED,
             parallel=parallel,
             zero={"stage": stage, "offload": {"optimizer": place, "nvme_path": str(tmp_path)}},
-            precision=_fp16(initial_scale_power=28, hysteresis=hysteresis),
+            precision=_fp16(initial_scale_power=25, hysteresis=hysteresis),
         )
         for stage, place in cases
     ]
@@ -167,7 +167,7 @@ def test_a_run_that_begins_with_overflows_skips_until_the_scale_has_fallen(
     for results in zip(*by_rank, strict=True):
         first = results[0]
         skipped = first["skipped"]
-        assert first["scales"] == _expected_scales(2.0**28, skipped, hysteresis)
+        assert first["scales"] == _expected_scales(2.0**25, skipped, hysteresis)
         assert all(skipped[:hysteresis])
         assert hysteresis < sum(skipped) < steps, "the test must see both"
         for got in results:
@@ -209,8 +209,7 @@ def _with_one_bad_rank(engine: Engine, run: ResolvedRun, rank: int, value: float
     return statistics.skipped, same, engine.sharded_model.scale
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize(("rank", "value"), [(0, float("nan")), (3, float("inf"))])
 def test_an_overflow_on_one_rank_of_one_stage_skips_the_step_on_every_rank(rank: int, value: float) -> None:
     runs = [
         run_of(4, model=TIED, parallel={"pp": 2}, zero={"stage": stage}, precision=_fp16(initial_scale_power=8))
@@ -271,16 +270,20 @@ TRACE = [
 SKIPPED = [step in OVERFLOWS for step in range(len(TRACE))]
 
 
-def _scaled_run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, save_to: Path | None) -> dict[str, Any]:
-    """Steps of which some overflow on rank 0."""
+def _scaled_run(
+    rank: int, run: ResolvedRun, origin: Path | None, steps: range, saves: dict[int, Path]
+) -> dict[str, Any]:
+    """Steps of which some overflow on rank 0; some are saved."""
     engine = engine_on(rank, run, init_weights=origin is None)
     if origin is not None:
         assert engine.load(origin, "data").step == steps.start
     if rank == 0:
         _poison(engine, float("inf"), {step - steps.start for step in OVERFLOWS})
-    done = [engine.train_step(micro_batches(run, engine.state, step), 1e-3) for step in steps]
-    if save_to is not None:
-        engine.save(save_to, Position(steps.stop), "data")
+    done = []
+    for step in steps:
+        if step in saves:
+            engine.save(saves[step], Position(step), "data")
+        done.append(engine.train_step(micro_batches(run, engine.state, step), 1e-3))
     assert engine.sharded_model.scaler is not None
     return {
         "scales": [one.loss_scale for one in done],
@@ -292,20 +295,19 @@ def _scaled_run(rank: int, run: ResolvedRun, origin: Path | None, steps: range, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [2, 7])
-def test_the_loss_scale_goes_on_where_a_checkpoint_left_it(after: int, tmp_path: Path) -> None:
+def test_the_loss_scale_goes_on_where_a_checkpoint_left_it(tmp_path: Path) -> None:
     """Saved with the tolerance half used up, and a step before a growth."""
     precision = _fp16(initial_scale_power=10, hysteresis=3, loss_scale_window=3)
     steps = len(TRACE)
     run = run_of(2, model=TIED, zero={"stage": 3}, precision=precision)
-    wanted = run_world(2, _scaled_run, run, None, range(steps), None)[0]
+    saves = {2: tmp_path / "2", 7: tmp_path / "7"}
+    wanted = run_world(2, _scaled_run, run, None, range(steps), saves)[0]
     assert wanted["scales"] == [2.0**power for power in TRACE]
     assert wanted["skipped"] == SKIPPED
     assert wanted["optimizer_steps"] == steps - len(OVERFLOWS)
-    run_world(2, _scaled_run, run, None, range(after), tmp_path / "step")
-    for world, parallel, stage in ((2, {}, 3), (4, {"pp": 2}, 2), (1, {}, 0)):
+    for after, world, parallel, stage in ((2, 2, {"pp": 2}, 2), (2, 1, {}, 0), (7, 4, {"pp": 2}, 2), (7, 2, {}, 3)):
         other = run_of(world, model=TIED, parallel=parallel, zero={"stage": stage}, precision=precision)
-        for got in run_world(world, _scaled_run, other, tmp_path / "step", range(after, steps), None):
+        for got in run_world(world, _scaled_run, other, saves[after], range(after, steps), {}):
             assert got["scales"] == wanted["scales"][after:]
             assert got["skipped"] == wanted["skipped"][after:]
             assert got["losses"] == pytest.approx(wanted["losses"][after:], rel=UNIT_ROUNDOFF / 16)

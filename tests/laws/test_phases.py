@@ -164,9 +164,9 @@ def _plainly(corpora: Path, folder: Path) -> dict[str, Any]:
 def test_a_run_that_changes_data_length_rope_batch_and_schedule_is_the_plain_trainers_on_any_shape(
     corpora: Path, tmp_path: Path
 ) -> None:
-    """Every phase on another shape than the one before, in all orders of the shapes that begin with another one."""
+    """Every phase on another shape than the one before; every shape goes on from one and is gone on from by another."""
     wanted = run_world(1, lambda _: _plainly(corpora, tmp_path))[0]
-    for first in range(len(SHAPES)):
+    for first in (0, 2):
         run_dir = tmp_path / str(first)
         for phase in range(3):
             world, parallel, stage = SHAPES[(first + phase) % len(SHAPES)]

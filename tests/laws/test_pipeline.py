@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from harness import run_world
 from test_any_schedule import SCHEDULES
-from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, pairwise, run_of
+from worlds import LLAMA, LR, engine_on, micro_batches, on_one_state, run_of
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
@@ -20,12 +22,13 @@ UNTIED = LLAMA | {"tie_embeddings": False, "vocab_size": 64}
 
 
 def _watched(rank: int, run: ResolvedRun, repeat: int = 1) -> dict[str, Any]:
-    """The second step's events, and the most gradient memory at any action; its micro-batches come `repeat` times."""
+    """Events of the second step, or of the first, the most gradient memory at any action; batches come `repeat` times."""
     return _watched_on(engine_on(rank, run), run, repeat)
 
 
-def _watched_on(engine: Engine, run: ResolvedRun, repeat: int = 1) -> dict[str, Any]:
-    engine.train_step(micro_batches(run, engine.state, 0) * repeat, LR)
+def _watched_on(engine: Engine, run: ResolvedRun, repeat: int = 1, warms_up: bool = True) -> dict[str, Any]:
+    if warms_up:
+        engine.train_step(micro_batches(run, engine.state, 0) * repeat, LR)
     events: list[str] = []
     peak = 0
     count = engine.state.traffic.add
@@ -72,26 +75,29 @@ def test_reduction_is_issued_during_the_backwards_not_after_the_last(zero_stage:
         assert all(index < backwards[-1] for index in reductions), "a reduction was left for after the last backward"
 
 
-CASES = pairwise(schedule=list(SCHEDULES), zero_stage=range(4), tp=[1, 2])
+# Stages that reduce once a step do it in one way under all schedules; of tp nothing depends but Ψ.
+CASES = {
+    1: [*product(SCHEDULES, (2, 3)), ("gpipe", 0), ("interleaved", 0), ("1f1b", 1), ("zbv", 1)],
+    2: [("zb-h1", 1), ("interleaved", 3)],
+}
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_traffic_over_dp_is_the_formula_under_every_schedule(tp: int) -> None:
-    """2Ψ, 2Ψ, (G + 1)Ψ; stage 3 reduces GΨ and gathers at most 2GΨ.  Schedules, stages and degrees pairwise."""
-    cases = [case for case in CASES if case["tp"] == tp]
+    """2Ψ, 2Ψ, (G + 1)Ψ; stage 3 reduces GΨ and gathers at most 2GΨ."""
+    cases = CASES[tp]
     runs = [
         run_of(
             4 * tp,
             model=UNTIED | {"num_layers": 4},
-            parallel={"pp": 2, "tp": tp, **SCHEDULES[case["schedule"]]},
-            zero={"stage": case["zero_stage"]},
+            parallel={"pp": 2, "tp": tp, **SCHEDULES[schedule]},
+            zero={"stage": zero_stage},
             training={"accumulation": 2},
         )
-        for case in cases
+        for schedule, zero_stage in cases
     ]
-    for of_rank in run_world(4 * tp, on_one_state, runs, _watched_on):
-        for case, measured in zip(cases, of_rank, strict=True):
-            zero_stage = case["zero_stage"]
+    for of_rank in run_world(4 * tp, on_one_state, runs, _watched_on, 1, False):
+        for (_, zero_stage), measured in zip(cases, of_rank, strict=True):
             psi = 4 * measured["elements"] // 2
             count = 8 if measured["labels"] else 0
             sent = {operation: value for (axis, operation), value in measured["sent"].items() if axis == "dp"}
@@ -127,11 +133,11 @@ def test_whole_step_policy_gathers_each_unit_once_and_reduces_once() -> None:
 def test_a_stage_shards_between_steps_and_while_the_pipeline_runs(zero_stage: int) -> None:
     """At every action gradients are a rank's shard and the buckets that fill or travel; weights of stage 3 are a shard and
     the two units in the gather buffers."""
-    schedules = SCHEDULES if zero_stage == 3 else ("1f1b", "zbv")
+    schedules = ("1f1b", "interleaved", "zbv") if zero_stage == 3 else ("gpipe", "zb-h1", "zbv")
     runs = [
         run_of(
             4,
-            model=UNTIED | {"num_layers": 40},
+            model=UNTIED | {"num_layers": 28 if zero_stage == 3 else 12},
             parallel={"pp": 2, **SCHEDULES[schedule]},
             zero={"stage": zero_stage},
             training={"accumulation": 2},
@@ -141,8 +147,8 @@ def test_a_stage_shards_between_steps_and_while_the_pipeline_runs(zero_stage: in
     for of_rank in run_world(4, on_one_state, runs, _watched_on):
         for schedule, measured in zip(schedules, of_rank, strict=True):
             shard, buffer = 4 * measured["elements"] // 2, 4 * measured["largest"]
-            assert 8 * buffer < shard, "the bound would say nothing"
-            assert measured["peak"] <= shard + 8 * buffer, schedule
+            assert 6 * buffer < shard, "the bound would say nothing"
+            assert measured["peak"] <= shard + 6 * buffer, schedule
             memory = measured["memory"]
             assert memory["gradients"] == shard
             assert memory["parameters"] == (shard if zero_stage == 3 else 2 * shard)
@@ -164,6 +170,7 @@ def _peak_bytes(rank: int, run: ResolvedRun, microbatches: int) -> int:
     return max(itertools.accumulate(change for _, change in changes))
 
 
+@lru_cache
 def _peak(schedule: str, microbatches: int) -> int:
     """Most that a step adds on any rank."""
     model = UNTIED | {"hidden_size": 64, "num_layers": 4, "ffn_hidden_size": 192, "seq_len": 256}
@@ -175,9 +182,9 @@ def _peak(schedule: str, microbatches: int) -> int:
 @pytest.mark.slow
 def test_peak_memory_of_1f1b_does_not_grow_with_the_micro_batches() -> None:
     """Under gpipe the same model grows with each micro-batch."""
-    few, many = _peak("1f1b", 2), _peak("1f1b", 12)
+    few, many = _peak("1f1b", 2), _peak("1f1b", 8)
     assert many < 1.05 * few
-    assert _peak("gpipe", 12) > 3 * few
+    assert _peak("gpipe", 8) > 3 * few
 
 
 @pytest.mark.slow

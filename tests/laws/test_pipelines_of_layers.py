@@ -33,7 +33,7 @@ from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
-SEED, STEPS, MICRO_BATCHES, MICRO = 77, 3, 4, 3  # micro-batches of all replicas, and samples in each
+SEED, STEPS, MICRO_BATCHES, MICRO = 77, 2, 4, 3  # micro-batches of all replicas, and samples in each
 LR, EPS, CLIP = 1e-2, 1e-5, 0.5  # Adam's usual eps would make a step of rounding noise, here and in the plain model
 WIDTH, VOCAB = 6, 11
 EVALUATION = 50  # a step whose data no training sees
@@ -475,7 +475,7 @@ def test_ready_made_modules_train_as_they_are() -> None:
 
 def test_a_chunk_may_have_no_parameters() -> None:
     bare = [Case(table, "interleaved", 3) for table in (BARE_SECOND, BARE_THIRD, BARE_LAST)]
-    check_world(2, 2, [*bare, Case(BARE_SECOND, "interleaved", 0), Case(BARE_LAST, "zbv", 3)])
+    check_world(2, 2, [*bare, Case(BARE_LAST, "zbv", 0)])
 
 
 def test_layers_behind_a_cut_may_write_in_place() -> None:
@@ -488,23 +488,23 @@ def test_layers_behind_a_cut_may_write_in_place() -> None:
 
 
 def test_tied_ends_train_as_one_weight() -> None:
-    schedules = [Case(TIED_ENDS, schedule, stage) for schedule in ("1f1b", "zbv") for stage in range(4)]
-    check_world(2, 2, [*schedules, Case(TIED_ENDS, "interleaved", 3, interval=1)])
+    cases = (("1f1b", 0), ("zbv", 1), ("1f1b", 2), ("zbv", 3))
+    check_world(2, 2, [*(Case(TIED_ENDS, *case) for case in cases), Case(TIED_ENDS, "interleaved", 3, interval=1)])
 
 
 def test_tied_layers_of_one_stage_train_as_one_weight() -> None:
-    check_world(2, 2, [Case(TIED_TOGETHER, stage=stage) for stage in range(4)])
+    check_world(2, 2, [Case(TIED_TOGETHER, stage=stage) for stage in (0, 2, 3)])
 
 
 @pytest.mark.slow
 def test_a_weight_tied_in_three_places_trains_as_one() -> None:
     """On three ranks, and in a V with two copies on one rank and the third on the other."""
-    check_world(4, 2, [Case(TIED_THRICE, stage=stage) for stage in range(4)])
+    check_world(4, 2, [Case(TIED_THRICE, stage=3)])
     check_world(2, 2, [Case(TIED_THRICE, "zbv", stage) for stage in (0, 3)])
 
 
 def test_two_keys_may_come_in_different_orders_on_different_stages() -> None:
-    check_world(2, 2, [Case(TWO_KEYS, stage=stage) for stage in range(4)])
+    check_world(2, 2, [Case(TWO_KEYS, stage=stage) for stage in (0, 2, 3)])
 
 
 # ---- precision and offload
@@ -524,7 +524,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all() -> None:
         for case in cases:
             engine = engine_of(case, state)
             seen = []
-            for step in range(STEPS):
+            for step in range(3):
                 before = whole(engine)
                 loss = float(engine.train_batch(stream(case, state, step)))
                 after = whole(engine)
@@ -533,7 +533,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all() -> None:
             out.append((seen, after))
         return out
 
-    plain = train_plainly(OVERFLOWING, dtype=torch.float16, scale=256.0)
+    plain = train_plainly(OVERFLOWING, steps=3, dtype=torch.float16, scale=256.0)
     for found in run_world(4, body):
         for seen, weights in found:
             losses, scales, skipped, applied, changed = zip(*seen, strict=True)
@@ -550,7 +550,7 @@ def test_offloaded_optimizer_state_changes_nothing(tmp_path: Path) -> None:
         place = {"nvme_path": str(tmp_path)} if device == "nvme" else {}
         return {"zero_optimization": {"offload_optimizer": {"device": device} | place}}
 
-    settings = (("1f1b", 1, "cpu"), ("interleaved", 3, "cpu"), ("zbv", 2, "nvme"), ("1f1b", 3, "nvme"))
+    settings = (("1f1b", 1, "cpu"), ("interleaved", 3, "cpu"), ("zbv", 2, "nvme"))
     check_world(2, 2, [Case(schedule=s, stage=n, config=offload(device)) for s, n, device in settings])
 
 
@@ -579,7 +579,7 @@ def load_and_go_on(rank: int, pp: int, dp: int, case: Case, directory: Path) -> 
             if chunk.canonical_names[name] in engine.module.tied_copies
         ]
     out["counters"] = (engine.global_steps, engine.global_samples, engine.micro_steps)
-    out["loss"] = [float(engine.train_batch(stream(case, state, step))) for step in (2, 3)]
+    out["loss"] = [float(engine.train_batch(stream(case, state, step))) for step in (2,)]
     out["evaluation"] = float(engine.eval_batch(stream(case, state, EVALUATION)))
     return out
 
@@ -591,7 +591,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_any_shape(tmp_path: Path) -> None:
     for file in tmp_path.glob("*/model-*.safetensors"):
         with safe_open(file, "pt") as opened:
             names += opened.keys()
-    plain = train_plainly(TIED_ENDS, steps=4)
+    plain = train_plainly(TIED_ENDS, steps=3)
     assert sorted(names) == sorted(plain["weights"]), "one copy of the tied weight"
     saved = train_plainly(TIED_ENDS, steps=2)["weights"]["layers.0.weight"]
     for pp, dp, case in (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
     "tp2 pp2 dp2": (8, {"tp": 2, "pp": 2}),
 }
+CASES = [*product(("dp2", "tp2", "pp2"), DTYPES), ("tp2 pp2 dp2", "bf16")]
 
 
 def _offload(stage: int, place: str, folder: Path) -> dict[str, Any]:
@@ -115,8 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("nvme")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_neither_the_place_nor_the_stage_changes_a_bit(shape: str, dtype: str, folder: Path) -> None:
     world, parallel = SHAPES[shape]
     runs = _runs(shape, dtype, folder)
@@ -132,14 +133,13 @@ def test_neither_the_place_nor_the_stage_changes_a_bit(shape: str, dtype: str, f
             assert difference(got["masters"][name], tensor) < tolerance, (stage, place, name)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [shape for shape, dtype in CASES if dtype == "fp32"])
 def test_an_offloaded_fp32_run_is_the_plain_models(shape: str, folder: Path) -> None:
     for got in _runs(shape, "fp32", folder).values():
         _assert_plain(got, _plain())
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), [case for case in CASES if case[1] != "fp32"])
 def test_half_precision_is_the_plain_run_but_for_its_rounding(shape: str, dtype: str, folder: Path) -> None:
     """u is the unit roundoff.  A gradient passes ten to twenty roundings, each independent: 4u.  The norm is a mean of many
     elements, in fp32: u; the loss one over a hundred tokens: u / 16.  Adam moves an element by about lr whatever the size of
@@ -215,24 +215,24 @@ def test_how_long_units_stay_and_what_is_offloaded_changes_no_bit(folder: Path) 
 def test_groups_of_two_that_share_the_state_give_the_plain_models_run(
     world: int, parallel: dict[str, Any], folder: Path
 ) -> None:
-    for model in (TIED, GPT2) if world == 4 else (TIED,):
-        cases = [(1, "none"), (2, "cpu"), (3, "none"), (3, "nvme")]
-        runs = [
-            run_of(
-                world,
-                model=model,
-                parallel=parallel,
-                zero={"stage": stage, "shard_group_size": 2, "offload": _offload(stage, place, folder)},
-            )
-            for stage, place in cases
-        ]
-        results, plain = _train_each(world, runs), train_plainly(runs[0])
-        for got in results:
-            _assert_plain(got, plain)
-        _assert_same_bits(results[3], results[2], "stage 3 in files")
+    cases = [(3, "none"), (3, "nvme"), (1, "none"), (2, "cpu")] if world == 4 else [(2, "cpu"), (3, "none")]
+    runs = [
+        run_of(
+            world,
+            model=TIED if world == 4 else GPT2,
+            parallel=parallel,
+            zero={"stage": stage, "shard_group_size": 2, "offload": _offload(stage, place, folder)},
+        )
+        for stage, place in cases
+    ]
+    results, plain = _train_each(world, runs), train_plainly(runs[0])
+    for got in results:
+        _assert_plain(got, plain)
+    if world == 4:
+        _assert_same_bits(results[1], results[0], "stage 3 in files")
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])  # 1 reduces as 0
 def test_gradients_that_add_up_or_travel_in_bf16_are_rounded_and_no_more(zero_stage: int) -> None:
     """Two micro-batches and two ranks make at most three sums, each with one rounding of u, beside one of each addend."""
     u = UNIT_ROUNDOFF["bf16"]
@@ -304,7 +304,7 @@ class _Plain(PlainTrainer):
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adagrad", "lion"])
 def test_every_optimizer_follows_its_formula_on_every_stage_and_place(name: str, folder: Path) -> None:
-    cases = [(0, "none"), (1, "cpu"), (2, "nvme"), (3, "none"), (3, "nvme")]
+    cases = [(0, "none"), (1, "cpu") if name in ("sgd", "lion") else (2, "nvme"), (3, "none"), (3, "nvme")]
     optimizer = {"name": name} | ({"momentum": _Plain.momentum} if name == "sgd" else {})
     runs = [
         run_of(

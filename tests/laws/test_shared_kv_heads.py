@@ -58,7 +58,7 @@ def test_ranks_that_share_a_head_give_the_plain_models_run(shape: str, plain: di
             model=model,
             parallel={"tp": 4, "pp": pp, **parallel},
             zero={"stage": stage},
-            training={"accumulation": 2 * pp},
+            training={"accumulation": pp},
         )
         for model, parallel, stage in CASES[shape]
     ]

@@ -121,8 +121,8 @@ def check_random(seed: int, most: tuple[int, int, int] = (4, 5, 2)) -> bool:
 
 
 def test_any_schedule_that_can_run_runs_on_both_machines() -> None:
-    """300 at random: none gets stuck, and the order of the posts costs no time.  Gloo's order would be stuck on NCCL."""
-    assert sum(check_random(seed) for seed in range(300)) > 50
+    """150 at random: none gets stuck, and the order of the posts costs no time.  Gloo's order would be stuck on NCCL."""
+    assert sum(check_random(seed) for seed in range(150)) > 25
 
 
 def test_a_program_that_only_nccl_cannot_run_is_refused() -> None:
