@@ -25,7 +25,7 @@ from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state import Coordinate
 from megazero.plan.activations import EMBEDDING, HEAD, PASS_NAMES, message_bytes, schedule_of
 from megazero.plan.cluster import Cluster
-from megazero.plan.state_trace import TABLES, StateTrace, trace_state
+from megazero.plan.state_trace import TABLES, Level, StateTrace, trace_state
 from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, policies_by_layer, trace_units
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.executor import steps_of, what_messages_confirm
@@ -39,6 +39,7 @@ COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
 ALLOCATOR_SLACK = 0.02
 """Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption."""
 _INT64 = 8
+_NO_LEVEL = Level(0, 0)
 
 
 @dataclass(frozen=True)
@@ -184,19 +185,22 @@ class _Walk:
             self._ledger.kept += self._message
         if self._skip(action, arrives=arrives):
             return
-        held = self._message if arrives and not is_forward else 0  # by who has started the backward
+        held = self._held(action, arrives=arrives)
         neighbour = 0  # bytes of one more layer, on their way to the host or from it
         for number, (name, trace) in units if is_forward else reversed(units):
             passed = _pass_of(trace, action.kind)
             if passed is None:
                 continue
-            if action.kind is self._adds:
-                self._gradients = max(self._gradients, self._state.levels.get((action.chunk, number), 0))
             text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {action.microbatch}"
             moves = name in self._moves and action.kind is not ActionKind.WEIGHT
             moved = trace.forward.kept if moves else 0
-            beside = neighbour + (0 if is_forward else moved)
-            self._note(passed.peak + beside + (held if number != units[-1][0] else 0), text)
+            beside = neighbour + (0 if is_forward else moved) + (held if number != units[-1][0] else 0)
+            levels = self._levels(action, number)
+            for span in passed.spans:
+                level = levels.get(span.parameter, _NO_LEVEL)
+                self._gradients = max(self._gradients, level.live)
+                self._note(span.live + beside + level.peak - self._gradients, text)
+                self._note(span.peak + beside, text)
             self._ledger.kept += passed.kept + (-moved if is_forward else moved)
             self._ledger.on_host += moved if is_forward else -moved
             self._most_on_host = max(self._most_on_host, self._ledger.on_host)
@@ -219,15 +223,27 @@ class _Walk:
 
     def _extent(self, action: Action, *, arrives: bool) -> tuple[int, int, int]:
         """Of a pass: most bytes above those at its begin, those that it leaves, and of gradients that have come."""
-        units, kept, highest, gradients = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0, 0
-        held = self._message if arrives and action.kind is not ActionKind.FORWARD else 0
+        units, kept, highest = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0
+        held, every = self._held(action, arrives=arrives), [self._levels(action, number) for number, _ in units]
+        gradients = max((level.live for levels in every for level in levels.values()), default=0)
         for number, (_, trace) in units if action.kind is ActionKind.FORWARD else reversed(units):
             passed = _pass_of(trace, action.kind)
             if passed is not None:
-                highest, kept = max(highest, kept + passed.peak + held), kept + passed.kept
-                if action.kind is self._adds:
-                    gradients = max(gradients, self._state.levels.get((action.chunk, number), 0))
+                comes = [
+                    one.live + every[number].get(one.parameter, _NO_LEVEL).peak - gradients for one in passed.spans
+                ]
+                highest, kept = max(highest, kept + held + max(passed.peak, *comes)), kept + passed.kept
         return highest, kept, gradients
+
+    def _levels(self, action: Action, unit: int) -> Mapping[str, Level]:
+        """What the gradients of a unit need as they come, where an action brings some."""
+        key = action.microbatch > 0, action.chunk, unit
+        return self._state.levels.get(key, {}) if action.kind is self._adds else {}
+
+    def _held(self, action: Action, *, arrives: bool) -> int:
+        """The gradient that has come, as long as who has started a backward holds it, and the first unit does not."""
+        keeps = self._units[0][action.chunk][-1][1].keeps_dy
+        return self._message if arrives and action.kind is not ActionKind.FORWARD and not keeps else 0
 
     def _arrives(self, action: Action) -> bool:
         """Whether another pipeline rank sends what an action needs."""
