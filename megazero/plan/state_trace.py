@@ -31,6 +31,7 @@ from megazero.plan.activations import chunks_of
 from megazero.plan.activations import kind_of as schedule_kind_of
 from megazero.plan.fake_tensors import FakeTensors
 from megazero.plan.silent_state import HOST, SilentState
+from megazero.plan.unit_trace import order_of_gradients, trace_units
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import UnitGatherer
@@ -89,7 +90,8 @@ def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) ->
     few, step = _short_step(run)
     times = (run.accumulation - few) // step
     alike = _alike(run, rank, per_node)
-    short, longer = _trace(_without_training(run), few, step if times else 0, alike, per_node, on_cuda)
+    order = order_of_gradients(trace_units(run, on_cuda=on_cuda, per_node=per_node).values())
+    short, longer = _trace(_without_training(run), few, step if times else 0, alike, per_node, on_cuda, order)
     traffic = {
         key: Sent(*(a + (b - a) * times for a, b in zip(short.get(key, _NOTHING), sent, strict=True)))
         for key, sent in longer.traffic.items()
@@ -135,7 +137,7 @@ def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
 
 @lru_cache(maxsize=512)
 def _trace(
-    run: ResolvedRun, few: int, step: int, rank: int, per_node: int, on_cuda: bool
+    run: ResolvedRun, few: int, step: int, rank: int, per_node: int, on_cuda: bool, order: tuple[str, ...]
 ) -> tuple[Mapping[tuple[str, str], Sent], StateTrace]:
     """Traffic of a step of a few micro-batches, and all of one with so many more."""
     config = run.config
@@ -143,7 +145,7 @@ def _trace(
     with FakeTensors() as fake:
         traffic = Traffic()
         state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
-        driver = _Driver(Engine(without_files(config), state, kind), fake)
+        driver = _Driver(Engine(without_files(config), state, kind), fake, order)
         built, elements = fake.live, sum(one.layout.numel for one in driver.engine.sharded_model.parameters.buckets)
         tables = built - sum(driver.counted().values()) + driver.absent()
 
@@ -207,12 +209,12 @@ def _in_files(counted: Mapping[str, int], offload: OffloadConfig, buckets: Seque
 class _Driver:
     """Runs steps of an engine without its layers."""
 
-    def __init__(self, engine: Engine, fake: FakeTensors) -> None:
+    def __init__(self, engine: Engine, fake: FakeTensors, order: Sequence[str]) -> None:
         self.engine, self._fake = engine, fake
         self.base = self.end = self.absent_at_start = 0
         self.levels: dict[LevelKey, dict[str, Level]] = {}
         self._units = [
-            [(unit, self._names(chunk, unit)) for unit in stage.units()] for chunk, stage in enumerate(engine._stages)
+            [self._names(chunk, unit, order) for unit in stage.units()] for chunk, stage in enumerate(engine._stages)
         ]
 
     def counted(self) -> dict[str, int]:
@@ -249,13 +251,13 @@ class _Driver:
     def _visit(self, gatherer: UnitGatherer | None, action: Action, *, adds: bool) -> None:
         model, chunk, units = self.engine.sharded_model, action.chunk, list(enumerate(self._units[action.chunk]))
         first, is_forward = sum(len(one) for one in self._units[:chunk]), action.kind is ActionKind.FORWARD
-        for number, (_, names) in units if is_forward else reversed(units):
+        for number, names in units if is_forward else reversed(units):
             if gatherer is not None:
                 gatherer.visit("forward" if is_forward else "backward", first + number)
             if not adds:
                 continue
             levels = self.levels.setdefault((action.microbatch > 0, chunk, number), {})
-            for short, name in reversed(names.items()):
+            for short, name in names.items():
                 parameter, self._fake.peak = model.parameters.by_name[name], self._fake.live
                 model.reducer.add(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
                 before = levels.get(short, Level(0, 0))
@@ -264,9 +266,9 @@ class _Driver:
         if adds:
             model.reducer.close_pass(chunk)
 
-    def _names(self, chunk: int, unit: torch.nn.Module) -> dict[str, str]:
-        """Of a unit's parameters, by their names in the unit."""
+    def _names(self, chunk: int, unit: torch.nn.Module, order: Sequence[str]) -> dict[str, str]:
+        """Of a unit's parameters, by their names in the unit, in the order of their gradients."""
         home = self.engine.sharded_model.parameters.by_name
         path = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}[id(unit)]
-        names = [f"{name}.{key}".lstrip(".") for name, one in unit.named_modules() for key in one._parameters]
-        return {name: whole for name in names if (whole := f"{chunk}.{path}.{name}") in home}
+        names = {name: f"{chunk}.{path}.{name}" for name in order}
+        return {name: whole for name, whole in names.items() if whole in home}

@@ -150,6 +150,12 @@ def trace_units(
     return found | {policy: _layer(inner, policy) for policy in _policies_of(config, schedule.placement)}
 
 
+def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[str, ...]:
+    """Names of all units' parameters in the order in which the gradients of a unit come to their buckets."""
+    passes = [trace.weight or trace.backward for trace in traces]
+    return tuple(dict.fromkeys(span.parameter for one in passes for span in one.spans if span.parameter))
+
+
 def policies_by_layer(config: RunConfig, chunks: Sequence[StageLayout], stage: int) -> dict[int, LayerPolicy]:
     """What each layer of a pipeline rank keeps, and so the key of its trace: on the device, wherever it lies."""
     layers = [layer for layout in chunks for layer in layout.layers]
