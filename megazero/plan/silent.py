@@ -11,6 +11,7 @@ do is asked of a `Meeting`; here every rank is alone, and the others are believe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -74,8 +75,16 @@ def _nothing() -> None:
     """The operation is done."""
 
 
+def _holding(tensor: Tensor, wait: Wait) -> Wait:
+    """The wait of an operation that needs a tensor until then."""
+    return partial(lambda wait, _: wait(), wait, tensor)
+
+
 class SilentBackend:
-    """A `parallel_state.Backend` with the properties of a real one.  `hosts`: of a group whose ranks share memory."""
+    """A `parallel_state.Backend` with the properties of a real one.  `hosts`: of a group whose ranks share memory.
+
+    As there, what is sent lives until the wait, though its owner may forget it; a CPU's gather sends from its result.
+    """
 
     def __init__(self, kind: Kind, hosts: Hosts | None, meeting: Meeting) -> None:
         real = _REAL[kind]
@@ -84,23 +93,25 @@ class SilentBackend:
         self.link_bytes = _link_bytes(kind, hosts)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
-        return self._meeting.operation("all_reduce", tensor, axis, op)
+        return _holding(tensor, self._meeting.operation("all_reduce", tensor, axis, op))
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         if self.kind != "nccl":
             place_shard(out, shard, axis)
-        return self._meeting.operation("all_gather", shard, axis, label)
+        return _holding(
+            shard if self.kind == "nccl" else out, self._meeting.operation("all_gather", shard, axis, label)
+        )
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:  # noqa: ARG002
-        return self._meeting.operation("reduce_scatter", full, axis, "")
+        return _holding(full, self._meeting.operation("reduce_scatter", full, axis, ""))
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         if self.kind != "nccl":
             out[axis.index].copy_(x[axis.index])
-        return self._meeting.operation("all_to_all", x, axis, "")
+        return _holding(x, self._meeting.operation("all_to_all", x, axis, ""))
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:  # noqa: ARG002
-        return self._meeting.operation("ring_shift", x, axis, "")
+        return _holding(x, self._meeting.operation("ring_shift", x, axis, ""))
 
     def check_order(self) -> None:
         """Labels are compared when an operation starts."""
