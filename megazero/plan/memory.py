@@ -26,7 +26,7 @@ from megazero.parallel_state import Coordinate
 from megazero.plan.activations import EMBEDDING, HEAD, PASS_NAMES, message_bytes, schedule_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.state_trace import TABLES, Level, StateTrace, trace_state
-from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, policies_by_layer, trace_units
+from megazero.plan.unit_trace import PassTrace, Span, UnitKey, UnitTrace, policies_by_layer, trace_units
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.executor import steps_of, what_messages_confirm
 from megazero.schedules.proof import Steps, program
@@ -139,7 +139,6 @@ class _Walk:
         self._units = [[self._units_of(layout, one) for layout in chunks] for one in traces]
         self._passes: dict[tuple[bool, int, ActionKind, bool], tuple[int, int, int]] = {}
         self._ledger, self._gradients = _Ledger(), 0
-        self._adds = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
         tables = max((trace.tables for units in self._units[0] for _, trace in units), default=0)
@@ -195,9 +194,7 @@ class _Walk:
             moves = name in self._moves and action.kind is not ActionKind.WEIGHT
             moved = trace.forward.kept if moves else 0
             beside = neighbour + (0 if is_forward else moved) + (held if number != units[-1][0] else 0)
-            levels = self._levels(action, number)
-            for span in passed.spans:
-                level = levels.get(span.parameter, _NO_LEVEL)
+            for span, level in self._spans(action, number, passed):
                 self._gradients = max(self._gradients, level.live)
                 self._note(span.live + beside + level.peak - self._gradients, text)
                 self._note(span.peak + beside, text)
@@ -223,22 +220,22 @@ class _Walk:
 
     def _extent(self, action: Action, *, arrives: bool) -> tuple[int, int, int]:
         """Of a pass: most bytes above those at its begin, those that it leaves, and of gradients that have come."""
-        units, kept, highest = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0
-        held, every = self._held(action, arrives=arrives), [self._levels(action, number) for number, _ in units]
-        gradients = max((level.live for levels in every for level in levels.values()), default=0)
+        units, kept, highest, gradients = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0, 0
+        held = self._held(action, arrives=arrives)
         for number, (_, trace) in units if action.kind is ActionKind.FORWARD else reversed(units):
             passed = _pass_of(trace, action.kind)
-            if passed is not None:
-                comes = [
-                    one.live + every[number].get(one.parameter, _NO_LEVEL).peak - gradients for one in passed.spans
-                ]
-                highest, kept = max(highest, kept + held + max(passed.peak, *comes)), kept + passed.kept
+            if passed is None:
+                continue
+            for span, level in self._spans(action, number, passed):
+                gradients = max(gradients, level.live)
+                highest = max(highest, kept + held + max(span.peak, span.live + level.peak - level.live))
+            kept += passed.kept
         return highest, kept, gradients
 
-    def _levels(self, action: Action, unit: int) -> Mapping[str, Level]:
-        """What the gradients of a unit need as they come, where an action brings some."""
-        key = action.microbatch > 0, action.chunk, unit
-        return self._state.levels.get(key, {}) if action.kind is self._adds else {}
+    def _spans(self, action: Action, unit: int, passed: PassTrace) -> list[tuple[Span, Level]]:
+        """Each with what the gradient needs that comes at its start."""
+        levels = self._state.levels.get((action.microbatch > 0, action.chunk, unit), {})
+        return [(span, levels.get(span.parameter, _NO_LEVEL)) for span in passed.spans]
 
     def _held(self, action: Action, *, arrives: bool) -> int:
         """The gradient that has come, as long as who has started a backward holds it, and the first unit does not."""

@@ -1,7 +1,7 @@
 """Communication that moves nothing, among ranks that need not exist.
 
-    tp = silent_axis("tp", size=8, index=3, kind="nccl", traffic=RecordedTraffic(fake.operators))
-    all_reduce(x, tp).wait()          returns at once; the traffic is counted and recorded as ever
+    make_silent(group, "nccl", None, Alone())
+    all_reduce(x, tp).wait()          over an axis of that group returns at once; traffic is counted as ever
 
 A silent backend has the properties of the one that a real run has there, because `comm` asks for them: whether it needs
 scratch memory, whether it works by itself, what it sends to other hosts.  Whether the ranks of a group agree about what they
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from megazero.comm.backend import GlooBackend, HostBackend, TorchBackend, kind_between
@@ -175,24 +174,3 @@ def make_silent(group: Group, kind: Kind, hosts: Hosts | None, meeting: Meeting)
     """Let a group move nothing."""
     group.backends["cpu"] = SilentBackend(kind, hosts, meeting)
     group.messages = SilentMessages(meeting)
-
-
-def silent_axis(
-    name: str, size: int, index: int = 0, kind: Kind = "nccl", traffic: Traffic | None = None, per_node: int = 0
-) -> Axis:
-    """One rank's axis among ranks that do as it does, without a process group.
-
-    Args:
-        kind: of the backend that a real run would have there; see `kind_of`.
-        traffic: counts what is sent; a `RecordedTraffic` also tells it in order.
-        per_node: of the ranks of the axis; 0 for all.
-    """
-    ranks = tuple(range(size))
-    axis = Axis(name, ranks, index, None, Traffic() if traffic is None else traffic)
-    if size == 1:
-        return axis
-    each = per_node or size
-    group = Group(None, torch.device("cpu"), 0.0, False, each, ())
-    hosts = hosts_of([str(rank // each) for rank in ranks], index) if kind == "two levels" else None
-    make_silent(group, kind, hosts, Alone())
-    return Axis(name, ranks, index, group, axis.traffic)

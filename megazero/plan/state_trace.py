@@ -47,6 +47,7 @@ class Sent(NamedTuple):
     calls: int
 
 
+Order: TypeAlias = tuple[tuple[str, bool], ...]
 LevelKey: TypeAlias = tuple[bool, int, int]
 
 
@@ -100,6 +101,7 @@ def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) ->
 
 
 _NOTHING = Sent(0, 0, 0)
+_GIVES = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 def _short_step(run: ResolvedRun) -> tuple[int, int]:
@@ -137,7 +139,7 @@ def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
 
 @lru_cache(maxsize=512)
 def _trace(
-    run: ResolvedRun, few: int, step: int, rank: int, per_node: int, on_cuda: bool, order: tuple[str, ...]
+    run: ResolvedRun, few: int, step: int, rank: int, per_node: int, on_cuda: bool, order: Order
 ) -> tuple[Mapping[tuple[str, str], Sent], StateTrace]:
     """Traffic of a step of a few micro-batches, and all of one with so many more."""
     config = run.config
@@ -209,7 +211,7 @@ def _in_files(counted: Mapping[str, int], offload: OffloadConfig, buckets: Seque
 class _Driver:
     """Runs steps of an engine without its layers."""
 
-    def __init__(self, engine: Engine, fake: FakeTensors, order: Sequence[str]) -> None:
+    def __init__(self, engine: Engine, fake: FakeTensors, order: Order) -> None:
         self.engine, self._fake = engine, fake
         self.base = self.end = self.absent_at_start = 0
         self.levels: dict[LevelKey, dict[str, Level]] = {}
@@ -233,14 +235,16 @@ class _Driver:
             all_reduce(torch.zeros((), dtype=torch.float64), engine.state.dp_cp).wait()
         gatherer = model.parameters.gatherer
         passes = [one for one in actions if one.kind is not ActionKind.WEIGHT]
-        adds = ActionKind.WEIGHT if len(passes) < len(actions) else ActionKind.BACKWARD
+        last = ActionKind.WEIGHT if len(passes) < len(actions) else ActionKind.BACKWARD
         following = dict(zip(passes, [*passes[1:], None], strict=True))
         for action in actions:
             follower = following.get(action)
             if gatherer is not None and follower is not None:
                 gatherer.expect(follower.chunk, follower.kind is ActionKind.FORWARD)
             gathers = None if action.kind is ActionKind.WEIGHT else gatherer
-            self._visit(gathers, action, adds=action.kind is adds)
+            self._visit(gathers, action)
+            if action.kind is last:
+                model.reducer.close_pass(action.chunk)
         self._fake.peak = self._fake.live
         model.finish_gradients()
         model.square_sum()
@@ -248,27 +252,25 @@ class _Driver:
         model.update(1.0, engine.config.optimizer.grad_clip)
         self.end = self._fake.peak - self.base
 
-    def _visit(self, gatherer: UnitGatherer | None, action: Action, *, adds: bool) -> None:
+    def _visit(self, gatherer: UnitGatherer | None, action: Action) -> None:
         model, chunk, units = self.engine.sharded_model, action.chunk, list(enumerate(self._units[action.chunk]))
         first, is_forward = sum(len(one) for one in self._units[:chunk]), action.kind is ActionKind.FORWARD
         for number, names in units if is_forward else reversed(units):
             if gatherer is not None:
                 gatherer.visit("forward" if is_forward else "backward", first + number)
-            if not adds:
-                continue
             levels = self.levels.setdefault((action.microbatch > 0, chunk, number), {})
-            for short, name in names.items():
+            for short, (name, kind) in names.items():
+                if kind is not action.kind:
+                    continue
                 parameter, self._fake.peak = model.parameters.by_name[name], self._fake.live
                 model.reducer.add(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
                 before = levels.get(short, Level(0, 0))
                 now = self._fake.live - self.base, self._fake.peak - self.base
                 levels[short] = Level(*map(max, before, now))
-        if adds:
-            model.reducer.close_pass(chunk)
 
-    def _names(self, chunk: int, unit: torch.nn.Module, order: Sequence[str]) -> dict[str, str]:
-        """Of a unit's parameters, by their names in the unit, in the order of their gradients."""
+    def _names(self, chunk: int, unit: torch.nn.Module, order: Order) -> dict[str, tuple[str, ActionKind]]:
+        """By its name in a unit each parameter's own name and the pass that gives its gradient; in the order of these."""
         home = self.engine.sharded_model.parameters.by_name
         path = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}[id(unit)]
-        names = {name: f"{chunk}.{path}.{name}" for name in order}
-        return {name: whole for name, whole in names.items() if whole in home}
+        names = {name: (f"{chunk}.{path}.{name}", _GIVES[late]) for name, late in order}
+        return {name: found for name, found in names.items() if found[0] in home}

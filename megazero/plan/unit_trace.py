@@ -150,10 +150,10 @@ def trace_units(
     return found | {policy: _layer(inner, policy) for policy in _policies_of(config, schedule.placement)}
 
 
-def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[str, ...]:
-    """Names of all units' parameters in the order in which the gradients of a unit come to their buckets."""
-    passes = [trace.weight or trace.backward for trace in traces]
-    return tuple(dict.fromkeys(span.parameter for one in passes for span in one.spans if span.parameter))
+def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
+    """Parameters in the order in which the gradients of a unit come to their buckets, and whether in a weight pass."""
+    passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
+    return tuple(dict.fromkeys((span.parameter, bool(late)) for late, one in passes for span in one.spans[1:]))
 
 
 def policies_by_layer(config: RunConfig, chunks: Sequence[StageLayout], stage: int) -> dict[int, LayerPolicy]:
