@@ -187,7 +187,10 @@ def _embedding(key: TraceKey) -> UnitTrace:
         assert embedding is not None
         of_embedding = bench.trace(embedding, lambda _: embedding(bench.tokens, bench.layout), None)
         tied = embedding.tokens.weight.nbytes if key.holds_both_ends else 0
-    backward = replace(of_embedding.backward, kept=of_embedding.backward.kept - tied)
+    passed = of_embedding.backward
+    at = [span.parameter for span in passed.spans].index("tokens.weight")  # autograd has added the head's part by then
+    summed = [span._replace(live=span.live - tied, peak=span.peak - tied) for span in passed.spans[at:]]
+    backward = replace(passed, kept=passed.kept - tied, spans=(*passed.spans[:at], *summed))
     return replace(of_embedding, backward=backward)
 
 
