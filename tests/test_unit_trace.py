@@ -14,7 +14,7 @@ from megazero.plan.activations import EMBEDDING, HEAD, activations_of_ranks, sch
 from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import cpu_kernel_bytes
 from megazero.plan.silent import Alone, make_silent
-from megazero.plan.unit_trace import UnitKey, UnitTrace, trace_units
+from megazero.plan.unit_trace import DY, PassTrace, UnitKey, UnitTrace, trace_units
 from megazero.tools.measured_step import START, live_memory
 
 MODEL = """
@@ -81,22 +81,24 @@ def test_a_tensor_parallel_layer_sums_its_stream_twice_in_each_direction() -> No
         assert [(one.operation, one.axis, one.sent_bytes) for one in sent] == [("all_reduce", "tp", stream)] * 2
 
 
+def names_of(passed: PassTrace) -> list[str]:
+    return [span.parameter.removesuffix(".weight") for span in passed.spans if span.parameter != DY]
+
+
 def test_each_gradient_of_a_layer_comes_once_the_last_product_first() -> None:
     every = ["", "mlp.down", "mlp.gate_up", "mlp_norm", "attention.out", "attention.qkv", "attention_norm"]
-    for case, names in (("", every), ("parallel.pp=2 parallel.schedule=zb-h1", [""])):  # the rest in the weight pass
-        layer = layer_of(run_of(case))
-        assert [span.parameter.removesuffix(".weight") for span in layer.backward.spans] == names
-        assert layer.weight is None or {span.parameter.removesuffix(".weight") for span in layer.weight.spans} == {
-            *every
-        }
+    assert names_of(layer_of(run_of("")).backward) == every
+    split = layer_of(run_of("parallel.pp=2 parallel.schedule=zb-h1"))
+    assert names_of(split.backward) == [""]
+    assert {*names_of(split.weight)} == {*every}
 
 
 def test_a_weight_pass_needs_the_gradient_that_came_unless_the_backward_has_gathered_it() -> None:
     """dW = dy.T x (Qi et al. 2024, section 2)."""
     split = "parallel.pp=2 parallel.schedule=zb-h1"
-    assert layer_of(run_of(split)).keeps_dy
-    assert not layer_of(run_of(f"{split} parallel.tp=2 parallel.sequence_parallel=true", 4)).keeps_dy
-    assert not layer_of(run_of("parallel.pp=2")).keeps_dy
+    gathers = f"{split} parallel.tp=2 parallel.sequence_parallel=true"
+    for case, ranks, frees in ((split, 2, False), (gathers, 4, True), ("parallel.pp=2", 2, True)):
+        assert (DY in [span.parameter for span in layer_of(run_of(case, ranks)).backward.spans]) == frees
 
 
 def test_what_is_sent_lives_until_the_wait() -> None:

@@ -26,7 +26,7 @@ from megazero.parallel_state import Coordinate
 from megazero.plan.activations import EMBEDDING, HEAD, PASS_NAMES, message_bytes, schedule_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.state_trace import TABLES, Level, StateTrace, trace_state
-from megazero.plan.unit_trace import PassTrace, Span, UnitKey, UnitTrace, policies_by_layer, trace_units
+from megazero.plan.unit_trace import DY, PassTrace, Span, UnitKey, UnitTrace, policies_by_layer, trace_units
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.executor import steps_of, what_messages_confirm
 from megazero.schedules.proof import Steps, program
@@ -184,7 +184,7 @@ class _Walk:
             self._ledger.kept += self._message
         if self._skip(action, arrives=arrives):
             return
-        held = self._held(action, arrives=arrives)
+        held = 0  # of the gradient that came: who has started a backward has it until the end
         neighbour = 0  # bytes of one more layer, on their way to the host or from it
         for number, (name, trace) in units if is_forward else reversed(units):
             passed = _pass_of(trace, action.kind)
@@ -193,11 +193,12 @@ class _Walk:
             text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {action.microbatch}"
             moves = name in self._moves and action.kind is not ActionKind.WEIGHT
             moved = trace.forward.kept if moves else 0
-            beside = neighbour + (0 if is_forward else moved) + (held if number != units[-1][0] else 0)
+            beside = neighbour + (0 if is_forward else moved)
             for span, level in self._spans(action, number, passed):
+                held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
                 self._gradients = max(self._gradients, level.live)
-                self._note(span.live + beside + level.peak - self._gradients, text)
-                self._note(span.peak + beside, text)
+                self._note(span.live + beside + held + level.peak - self._gradients, text)
+                self._note(span.peak + beside + held, text)
             self._ledger.kept += passed.kept + (-moved if is_forward else moved)
             self._ledger.on_host += moved if is_forward else -moved
             self._most_on_host = max(self._most_on_host, self._ledger.on_host)
@@ -221,7 +222,7 @@ class _Walk:
     def _extent(self, action: Action, *, arrives: bool) -> tuple[int, int, int]:
         """Of a pass: most bytes above those at its begin, those that it leaves, and of gradients that have come."""
         units, kept, highest, gradients = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0, 0
-        held = self._held(action, arrives=arrives)
+        held = self._message if arrives and action.kind is not ActionKind.FORWARD else 0
         for number, (_, trace) in units if action.kind is ActionKind.FORWARD else reversed(units):
             passed = _pass_of(trace, action.kind)
             if passed is None:
@@ -236,11 +237,6 @@ class _Walk:
         """Each with what the gradient needs that comes at its start."""
         levels = self._state.levels.get((action.microbatch > 0, action.chunk, unit), {})
         return [(span, levels.get(span.parameter, _NO_LEVEL)) for span in passed.spans]
-
-    def _held(self, action: Action, *, arrives: bool) -> int:
-        """The gradient that has come, as long as who has started a backward holds it, and the first unit does not."""
-        keeps = self._units[0][action.chunk][-1][1].keeps_dy
-        return self._message if arrives and action.kind is not ActionKind.FORWARD and not keeps else 0
 
     def _arrives(self, action: Action) -> bool:
         """Whether another pipeline rank sends what an action needs."""

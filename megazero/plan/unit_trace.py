@@ -15,7 +15,6 @@ of 16-bit factors adds to fp32 gradients without a temporary.  What is offloaded
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -48,10 +47,13 @@ UnitKey: TypeAlias = str | LayerPolicy
 """EMBEDDING, HEAD, or of a layer what it keeps: all layers of a family are alike."""
 
 
+DY = "dy"
+
+
 class Span(NamedTuple):
     """From a parameter's gradient coming to its bucket until the next one comes; bytes above those at the start."""
 
-    parameter: str  # "" before the first
+    parameter: str  # "" at the start; DY from where nothing of the unit needs dy any more
     live: int  # at that moment
     peak: int
 
@@ -82,14 +84,12 @@ class UnitTrace:
 
     Args:
         weight: None where the backward computes weight gradients.
-        keeps_dy: whether it needs dy until its weight pass.
         tables: bytes that its first forward makes and that live on: angles of a rank's own tokens.
     """
 
     forward: PassTrace
     backward: PassTrace
     weight: PassTrace | None
-    keeps_dy: bool = False
     tables: int = 0
 
 
@@ -153,7 +153,8 @@ def trace_units(
 def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
     """Parameters in the order in which the gradients of a unit come to their buckets, and whether in a weight pass."""
     passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
-    return tuple(dict.fromkeys((span.parameter, bool(late)) for late, one in passes for span in one.spans[1:]))
+    names = ((span.parameter, bool(late)) for late, one in passes for span in one.spans)
+    return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY)))
 
 
 def policies_by_layer(config: RunConfig, chunks: Sequence[StageLayout], stage: int) -> dict[int, LayerPolicy]:
@@ -212,7 +213,7 @@ class _Bench:
 
     def __init__(self, key: TraceKey, layout: StageLayout) -> None:
         self._key, self._layout = key, layout
-        self._fake = FakeTensors(records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda))
+        self._fake = _Tensors(records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda))
         self._queue = WeightGradQueue()
 
     def __enter__(self) -> _Bench:
@@ -263,7 +264,7 @@ class _Bench:
 
     def _passes(self, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None) -> UnitTrace:
         fake, queue, key = self._fake, self._queue, self._key
-        self.gradients.marks = marks = _Marks(fake)
+        self.gradients.marks = fake.marks = marks = _Marks(fake)
         received = None if shape is None else torch.empty(shape, dtype=key.dtype)
         marks.begin()
         x = None if received is None else _Input.apply(received, torch.empty(0, requires_grad=True), marks)
@@ -279,10 +280,19 @@ class _Bench:
         backward = marks.backward or marks.end()
         if not key.splits:
             return UnitTrace(forward, backward, None)
-        keeps_dy = marks.dy is not None and marks.dy() is not None
         marks.begin()
         queue.run_oldest()
-        return UnitTrace(forward, backward, marks.end(), keeps_dy)
+        return UnitTrace(forward, backward, marks.end())
+
+
+class _Tensors(FakeTensors):
+    """Marks where dy is freed."""
+
+    marks: _Marks | None = None
+
+    def _note(self, number: int, size: int) -> None:  # noqa: ARG002
+        if self.marks is not None and -number == self.marks.dy:
+            self.marks.arrive(DY)
 
 
 class _Marks:
@@ -292,10 +302,11 @@ class _Marks:
         self._fake, self._start = fake, 0
         self._spans: list[Span] = []
         self.backward: PassTrace | None = None
-        self.dy: weakref.ref[Any] | None = None  # its storage
+        self.dy = 0  # its storage
 
-    def begin(self) -> None:
+    def begin(self, dy: Tensor | None = None) -> None:
         """From here on."""
+        self.dy = 0 if dy is None else self._fake.value(dy).storage
         self._fake.operators.clear()
         self._start, self._spans = self._fake.live, []
         self._begin_span("")
@@ -344,8 +355,7 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         gradient = torch.empty_like(ctx.like, device="cpu")
-        ctx.marks.dy = weakref.ref(gradient.untyped_storage())
-        ctx.marks.begin()
+        ctx.marks.begin(gradient)
         return gradient, None
 
 
