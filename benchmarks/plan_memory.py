@@ -1,26 +1,34 @@
 """The plan's memory and traffic beside measured ones, over random shapes of small models on gloo ranks.
 
-    python -m benchmarks.plan_memory --shapes 200 --out benchmarks/results/plan_memory.md
+    python -m benchmarks.plan_memory --shapes 200 --raw /tmp/shapes --out page.md
 
-Each shape is drawn from its number; a draw that is no valid run is drawn again.  A run's second step is measured on every
-rank: all tensors that torch's allocator reports, and all bytes that the collectives count.
+Each shape is drawn from its number; a draw that is no valid run is left out.  A run's second step is measured on every
+rank: all tensors that torch's allocator reports, and all bytes that the collectives count.  Measures and plans are added to
+`measured.jsonl` and `planned.jsonl` of a folder as they come, and what is there is not made again: a run can be ended and
+goes on, and plans can be deleted and made again by other code beside the same measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import random
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import count, islice
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 
-from benchmarks.ranks import RankFailedError, run_ranks
+from benchmarks.ranks import run_ranks
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine import initialize
 from megazero.layers.counter_rng import _quantiles
@@ -104,6 +112,8 @@ def draw(number: int) -> tuple[str, int]:  # noqa: PLR0912  each key may depend 
         keys["activations.layers"] = 1
     if of.random() < 0.1:
         keys["optimizer.name"] = pick(["lion", "sgd", "adagrad"])
+    if of.random() < 0.1:
+        keys["zero.offload.optimizer"] = "cpu"
     return " ".join(f"{key}={value}" for key, value in keys.items()), ranks
 
 
@@ -123,19 +133,19 @@ def state_of(run: ResolvedRun, rank: int) -> ParallelState:
     return ParallelState(grid, rank, shard_group_size=size, neighbours=run.world_size, cp_ulysses=parallel.ulysses)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One rank's second step."""
-
-    stage: int
-    peak: int
-    kinds: dict[str, int]
-    sent: dict[tuple[str, str], tuple[int, int, int]]
-    is_first: bool  # of its pipeline rank
+Record: TypeAlias = dict[str, Any]
+"""As it is in a file: of a rank its `stage`, `peak`, bytes by kind as `state`, and `sent` by 'axis operation'."""
 
 
-def measure(rank: int, run: ResolvedRun) -> Measured:
-    """On every rank."""
+def shapes(first: int, size: int) -> Iterator[tuple[int, str, ResolvedRun]]:
+    """Valid draws from a number on."""
+    drawn = ((number, *draw(number)) for number in count(first))
+    valid = ((number, case, run) for number, case, ranks in drawn if (run := run_of(case, ranks)) is not None)
+    return islice(valid, size)
+
+
+def measure(rank: int, run: ResolvedRun) -> Record:
+    """One rank's second step.  Called on every rank."""
     _quantiles()  # a table of the first random numbers of a process
     state = state_of(run, rank)
     gc.collect()
@@ -144,14 +154,60 @@ def measure(rank: int, run: ResolvedRun) -> Measured:
         batches = _random_batches(run, engine.share)
         for _ in range(2):
             counted, _ = _watched_step(engine, batches, live.mark)
-    traffic = state.traffic
+    traffic, kinds = state.traffic, Counter[str]()
+    for name, nbytes in counted["step"].items():
+        kinds[name.split(" on ")[0]] += nbytes
     sent = {
-        key: (traffic.sent_bytes[key], traffic.link_bytes[key], calls)
+        " ".join(key): [traffic.sent_bytes[key], traffic.link_bytes[key], calls]
         for key, calls in traffic.calls.items()
         if key[1] not in ("gather_objects", "from_first")
     }
-    is_first = (state.at.tp, state.at.cp, state.at.dp) == (0, 0, 0)
-    return Measured(state.at.pp, live.peak, counted["step"], sent, is_first)
+    is_first = (state.at.tp, state.at.cp, state.at.dp) == (
+        0,
+        0,
+        0,
+    )  # of others a shard that ends in padding has less state
+    return {"stage": state.at.pp, "peak": live.peak, "state": kinds, "sent": sent, "is_first": is_first}
+
+
+def measured_of(run: ResolvedRun) -> Record:
+    """All ranks of a run."""
+    return {"ranks": run_ranks(run.world_size, measure, run, timeout=240)}
+
+
+def planned_of(run: ResolvedRun) -> Record:
+    """All pipeline ranks of a run, and the seconds that this took."""
+    started = time.perf_counter()
+    cluster = cpus(run.world_size)
+    both = zip(memory_of(run, cluster), traffic_of(run, cluster), strict=True)
+    ranks = [
+        {
+            "stage": memory.stage,
+            "peak": memory.peak,
+            "moment": memory.moment,
+            "state": dict(memory.state),
+            "sent": {" ".join(key): list(sent) for key, sent in traffic.items()},
+        }
+        for memory, traffic in both
+    ]
+    return {"ranks": ranks, "seconds": time.perf_counter() - started}
+
+
+def add_to(path: Path, number: int, make: Callable[[ResolvedRun], Record], run: ResolvedRun) -> Record:
+    """What is made of a run, or how it failed, as one more line of a file."""
+    try:
+        found = make(run)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    with path.open("a") as file:
+        file.write(json.dumps({"number": number, **found}) + "\n")
+    return found
+
+
+def lines_of(path: Path) -> dict[int, Record]:
+    """By the number of their shape."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["number"]: line for line in lines}
 
 
 @dataclass(frozen=True)
@@ -159,102 +215,95 @@ class Compared:
     """The plan of one shape beside its measure."""
 
     number: int
-    ranks: int
     case: str
     error: str = ""
     off: tuple[float, ...] = ()  # of each pipeline rank, predicted / measured - 1 of its fullest rank
-    state_off: int = 0  # bytes
-    buffers_off: int = 0
-    traffic_off: int = 0  # bytes and calls
+    wrong: frozenset[str] = frozenset()  # of `state`, `gradient_buffers` and `traffic`, what is not exact
+    detail: str = ""
     fullest: bool = False
     moment: str = ""
     peak: int = 0
     seconds: float = 0.0
-    detail: str = ""
 
 
-def compare(number: int, case: str, run: ResolvedRun) -> Compared:
-    """Plan and measure one shape."""
-    ranks = run.world_size
-    started = time.perf_counter()
-    try:
-        planned, traffic = memory_of(run, cpus(ranks)), traffic_of(run, cpus(ranks))
-    except Exception as error:
-        return Compared(number, ranks, case, f"plan: {error!r}", detail=traceback.format_exc())
-    seconds = time.perf_counter() - started
-    try:
-        measured = run_ranks(ranks, measure, run, timeout=120)
-    except RankFailedError as error:
-        return Compared(number, ranks, case, f"run: {error}")
-    peaks = [max(one.peak for one in measured if one.stage == stage) for stage in range(len(planned))]
-    off = tuple(plan.peak / peak - 1 for plan, peak in zip(planned, peaks, strict=True))
-    state_off = traffic_off = buffers_off = 0
-    detail = []
-    for one in measured:
-        plan = planned[one.stage]
-        if not one.is_first:  # a shard that ends in padding has less optimizer state
-            continue
-        for kind in (*STATE_KINDS, "gather_buffers", "gradient_buffers"):
-            wanted = sum(count for name, count in one.kinds.items() if name.split(" on ")[0] == kind)
-            found = plan.state.get(kind, 0)
-            if wanted != found and kind == "gradient_buffers":
-                buffers_off += abs(wanted - found)
-                detail.append(f"{kind} of stage {one.stage}: {found} planned, {wanted} measured")
-            elif wanted != found:
-                state_off += abs(wanted - found)
-                detail.append(f"{kind} of stage {one.stage}: {found} planned, {wanted} measured")
-        theirs = {key: tuple(sent) for key, sent in traffic[one.stage].items()}
-        for key in {*theirs, *one.sent}:
-            a, b = theirs.get(key, (0, 0, 0)), one.sent.get(key, (0, 0, 0))
-            if a != b:
-                traffic_off += sum(abs(x - y) for x, y in zip(a, b, strict=True))
-                detail.append(f"{key} of stage {one.stage}: {a} planned, {b} measured")
-    most = max(range(len(peaks)), key=lambda stage: planned[stage].peak)
-    named = peaks[most] >= max(peaks) * (1 - 1e-3)
+def compare(number: int, case: str, planned: Record, measured: Record) -> Compared:
+    """Of one shape."""
+    for name, one in (("plan", planned), ("run", measured)):
+        if "error" in one:
+            return Compared(number, case, f"{name}: {one['error']}")
+    plans = planned["ranks"]
+    peaks = [max(one["peak"] for one in measured["ranks"] if one["stage"] == stage) for stage in range(len(plans))]
+    off = tuple(plan["peak"] / peak - 1 for plan, peak in zip(plans, peaks, strict=True))
+    wrong = {}
+    for one in measured["ranks"]:
+        if one["is_first"]:
+            wrong |= _differences(plans[one["stage"]], one)
+    most = max(range(len(peaks)), key=lambda stage: plans[stage]["peak"])
     worst = max(range(len(peaks)), key=lambda stage: abs(off[stage]))
     return Compared(
         number,
-        ranks,
         case,
-        "",
-        off,
-        state_off,
-        buffers_off,
-        traffic_off,
-        named,
-        planned[worst].moment,
-        max(peaks),
-        seconds,
-        "; ".join(dict.fromkeys(detail)),
+        off=off,
+        wrong=frozenset(wrong.values()),
+        detail="; ".join(wrong),
+        fullest=peaks[most] >= max(peaks) * (1 - 1e-3),
+        moment=plans[worst]["moment"],
+        peak=peaks[worst],
+        seconds=planned["seconds"],
     )
 
 
+def _differences(plan: Record, measured: Record) -> dict[str, str]:
+    """What of state and traffic is not as planned, in words, and of which sort it is."""
+    found = {}
+    for kind in (*STATE_KINDS, "gather_buffers", "gradient_buffers"):
+        wanted = sum(nbytes for name, nbytes in plan["state"].items() if name.split(" on ")[0] == kind)
+        if wanted != (got := measured["state"].get(kind, 0)):
+            text = f"{kind} of stage {plan['stage']}: {wanted} planned, {got} measured"
+            found[text] = kind if kind == "gradient_buffers" else "state"
+    for key in {*plan["sent"], *measured["sent"]}:
+        wanted, got = (one["sent"].get(key, [0, 0, 0]) for one in (plan, measured))
+        if wanted != got:
+            found[f"{key} of stage {plan['stage']}: {wanted} planned, {got} measured"] = "traffic"
+    return found
+
+
 def main() -> None:
-    """Run all shapes and write the page."""
+    """Make what is missing of all shapes and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--raw", type=Path, required=True, help="folder of raw results")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    found: list[Compared] = []
-    number, started = arguments.first, time.perf_counter()
-    while len(found) < arguments.shapes and time.perf_counter() - started < 60 * arguments.minutes:
-        case, ranks = draw(number)
-        if (run := run_of(case, ranks)) is not None:
-            found.append(one := compare(number, case, run))
+    arguments.raw.mkdir(parents=True, exist_ok=True)
+    files = arguments.raw / "measured.jsonl", arguments.raw / "planned.jsonl"
+    measured, planned = (lines_of(path) for path in files)
+    found = []
+    with ProcessPoolExecutor(1, get_context("fork")) as planner:
+        todo = list(shapes(arguments.first, arguments.shapes))
+        plans = {
+            number: planner.submit(add_to, files[1], number, planned_of, run)
+            for number, _, run in todo
+            if number not in planned
+        }
+        for number, case, run in todo:
+            if number not in measured:
+                measured[number] = add_to(files[0], number, measured_of, run)
+            if number in plans:
+                planned[number] = plans[number].result()
+            found.append(one := compare(number, case, planned[number], measured[number]))
             most = max(one.off, key=abs, default=0.0)
-            print(f"{number:4d} {one.ranks} ranks {most:+.2%} {one.error}", flush=True)
-            if one.error or one.state_off or one.traffic_off or abs(most) > 0.005 or not one.fullest:
+            print(f"{number:4d} {run.world_size} ranks {most:+.2%} {one.error}", flush=True)
+            if one.error or one.wrong or abs(most) > 0.005 or not one.fullest:
                 print(f"     {case}\n     {one.moment} {one.peak} {one.fullest} {one.detail}", flush=True)
-        number += 1
-    text = page(found, time.perf_counter() - started)
+    text = page(found)
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
 
 
-def page(found: list[Compared], seconds: float) -> str:
+def page(found: list[Compared]) -> str:
     """What was found, as the page of results."""
     ran = [one for one in found if not one.error]
     offs = [abs(off) for one in ran for off in one.off]
@@ -263,12 +312,12 @@ def page(found: list[Compared], seconds: float) -> str:
     lines = [
         "# The plan's memory and traffic beside measured ones",
         "",
-        f"{len(found)} random shapes, of which {len(ran)} ran, on 1 to 8 gloo ranks of one host; torch {torch.__version__}; "
-        f"{seconds / 60:.1f} minutes. `python -m benchmarks.plan_memory`.",
+        f"{len(found)} random shapes, of which {len(ran)} ran, on 1 to 8 gloo ranks of one host; torch {torch.__version__}. "
+        "`python -m benchmarks.plan_memory`.",
         "",
-        f"- model state, to the byte: {sum(not one.state_off for one in ran)} of {len(ran)} shapes",
-        f"- buffers of gradients, to the byte: {sum(not one.buffers_off for one in ran)} of {len(ran)}",
-        f"- traffic, bytes and calls by axis and operation: {sum(not one.traffic_off for one in ran)} of {len(ran)}",
+        f"- model state, to the byte: {sum('state' not in one.wrong for one in ran)} of {len(ran)} shapes",
+        f"- buffers of gradients, to the byte: {sum('gradient_buffers' not in one.wrong for one in ran)} of {len(ran)}",
+        f"- traffic, bytes and calls by axis and operation: {sum('traffic' not in one.wrong for one in ran)} of {len(ran)}",
         f"- the fullest pipeline rank named: {sum(one.fullest for one in ran)} of {len(ran)}",
         f"- live peak within 1%: {sum(off <= 0.01 for off in offs)} of {len(offs)} pipeline ranks",
         f"- time of a plan, median {sorted(one.seconds for one in ran)[len(ran) // 2]:.2f} s" if ran else "",

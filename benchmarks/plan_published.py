@@ -304,7 +304,7 @@ def core_seconds(trace: UnitTrace, cluster: Cluster) -> float:
         for one in trace.forward.events
         if isinstance(one, Operator) and any(v.storage < 0 for v in (*one.inputs, *one.outputs))
     ]
-    return pass_time(PassTrace(tuple(core), 0, 0), cluster, {}, is_compiled=True).compute
+    return pass_time(PassTrace(tuple(core)), cluster, {}, is_compiled=True).compute
 
 
 def predicted(row: Row) -> float:

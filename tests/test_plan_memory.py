@@ -33,11 +33,15 @@ CASES = [
         2,
         "zero.stage=3 training.accumulation=3 precision.dtype=bf16 activations.recompute=full model.tie_embeddings=true",
     ),
-    (4, "parallel.tp=2 parallel.sequence_parallel=true zero.stage=2 training.accumulation=2 precision.dtype=bf16"),
+    (
+        4,
+        "parallel.tp=2 parallel.sequence_parallel=true zero.stage=2 zero.bucket_bytes=1048576 training.accumulation=2 "
+        "precision.dtype=bf16",
+    ),
     (2, "parallel.cp=2 zero.stage=1 training.accumulation=2 precision.dtype=bf16"),
     (2, "parallel.pp=2 parallel.schedule=zb-h1 training.accumulation=4 zero.stage=1 precision.dtype=fp32"),
 ]
-WHOLE_KINDS = (*STATE_KINDS, "gather_buffers")
+WHOLE_KINDS = (*STATE_KINDS, "gather_buffers", "gradient_buffers")
 
 
 def cluster(ranks: int) -> Cluster:
@@ -80,7 +84,7 @@ def test_a_run_needs_what_its_plan_says(ranks: int, case: str) -> None:
     for stage, plan in enumerate(planned):
         assert sum(plan.kinds.values()) == plan.peak
         peaks = [peak for at, peak, _, _ in measured if at == stage]
-        assert plan.peak == pytest.approx(max(peaks), rel=0.01), plan
+        assert plan.peak == pytest.approx(max(peaks), rel=0.002), plan
         ((state, sent),) = [(state, sent) for at, _, state, sent in measured if at == stage and state]
         assert {kind: plan.state.get(kind, 0) for kind in WHOLE_KINDS} == {
             kind: state.get(kind, 0) for kind in WHOLE_KINDS

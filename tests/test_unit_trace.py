@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
+from megazero.comm.collectives import reduce_scatter
 from megazero.config import ResolvedRun, load_config
+from megazero.parallel_state import Axis, Group
 from megazero.plan.activations import EMBEDDING, HEAD, activations_of_ranks, schedule_of
-from megazero.plan.fake_tensors import Message
-from megazero.plan.unit_trace import UnitKey, UnitTrace, trace_units
+from megazero.plan.fake_tensors import FakeTensors, Message
+from megazero.plan.kernel_memory import cpu_kernel_bytes
+from megazero.plan.silent import Alone, make_silent
+from megazero.plan.unit_trace import DY, PassTrace, UnitKey, UnitTrace, trace_units
+from megazero.tools.measured_step import START, live_memory
 
 MODEL = """
     model.hidden_size=64 model.num_layers=2 model.num_heads=4 model.num_kv_heads=2 model.ffn_hidden_size=96
@@ -25,8 +31,13 @@ CASES = [
 ]
 
 
-def run_of(case: str) -> ResolvedRun:
-    return load_config(os.devnull, [*MODEL.split(), *case.split()], 2)
+def run_of(case: str, ranks: int = 2) -> ResolvedRun:
+    return load_config(os.devnull, [*MODEL.split(), *case.split()], ranks)
+
+
+def layer_of(run: ResolvedRun) -> UnitTrace:
+    (layer,) = (trace for key, trace in trace_units(run, on_cuda=False).items() if not isinstance(key, str))
+    return layer
 
 
 def own_bytes(run: ResolvedRun, key: UnitKey, by_formula: int, scalar: int = 4) -> int:
@@ -63,9 +74,52 @@ def _left(trace: UnitTrace) -> int:
 def test_a_tensor_parallel_layer_sums_its_stream_twice_in_each_direction() -> None:
     """Shoeybi et al. 2019, section 3: f and g of attention and of the MLP."""
     run = run_of("parallel.tp=2")
-    traces = trace_units(run, on_cuda=False)
-    (layer,) = (trace for key, trace in traces.items() if not isinstance(key, str))
+    layer = layer_of(run)
     stream = run.config.model.seq_len * run.micro_batch_size * run.config.model.hidden_size * 2  # bf16
     for passed in (layer.forward, layer.backward):
         sent = [event for event in passed.events if isinstance(event, Message)]
         assert [(one.operation, one.axis, one.sent_bytes) for one in sent] == [("all_reduce", "tp", stream)] * 2
+
+
+def names_of(passed: PassTrace) -> list[str]:
+    return [span.parameter.removesuffix(".weight") for span in passed.spans if span.parameter != DY]
+
+
+def test_each_gradient_of_a_layer_comes_once_the_last_product_first() -> None:
+    every = ["", "mlp.down", "mlp.gate_up", "mlp_norm", "attention.out", "attention.qkv", "attention_norm"]
+    assert names_of(layer_of(run_of("")).backward) == every
+    split = layer_of(run_of("parallel.pp=2 parallel.schedule=zb-h1"))
+    assert names_of(split.backward) == [""]
+    assert {*names_of(split.weight)} == {*every}
+
+
+def test_a_weight_pass_needs_the_gradient_that_came_unless_the_backward_has_gathered_it() -> None:
+    """dW = dy.T x (Qi et al. 2024, section 2)."""
+    split = "parallel.pp=2 parallel.schedule=zb-h1"
+    gathers = f"{split} parallel.tp=2 parallel.sequence_parallel=true"
+    for case, ranks, frees in ((split, 2, False), (gathers, 4, True), ("parallel.pp=2", 2, True)):
+        assert (DY in [span.parameter for span in layer_of(run_of(case, ranks)).backward.spans]) == frees
+
+
+def test_what_is_sent_lives_until_the_wait() -> None:
+    group = Group(None, torch.device("cpu"), 0.0, False, 2, ())
+    make_silent(group, "shared memory", None, Alone())
+    with FakeTensors() as fake:
+        out, full = torch.zeros(100), torch.zeros(200)
+        pending = reduce_scatter(out, full, Axis("tp", (0, 1), 0, group))
+        del full
+        assert fake.live == 1200
+        pending.wait()
+        assert fake.live == 400
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN's blocks were measured there")
+def test_a_product_takes_the_block_that_is_planned() -> None:
+    for inner, columns in ((64, 96), (96, 512), (1536, 512), (96, 1536)):
+        for weight in (torch.zeros(columns, inner), torch.zeros(inner, columns).t()):
+            x = torch.zeros(64, inner)
+            with live_memory(x.device) as live:
+                live.mark(START)
+                y = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+            inside = cpu_kernel_bytes(torch.ops.mkldnn._linear_pointwise.default, (x, weight), None)
+            assert live.peak == y.nbytes + inside

@@ -4,7 +4,7 @@
 
 Operands are converted as torch's TensorIterator does on a CPU (CUDA converts each element as it is read).  Attention's
 blocks are those of torch's flash_attention kernels; what oneDNN takes for itself was measured on one thread of torch 2.13,
-for products of 256 to 2,048 rows and columns.
+for products of 48 to 2,048 rows and columns.
 """
 
 from __future__ import annotations
@@ -52,9 +52,15 @@ def _summed(args: Any, kwargs: Any) -> int:
 
 
 def _linear(args: Any, _: Any) -> int:
-    """oneDNN's product of fp32: a copy of an input that is not contiguous, and blocks."""
-    x = args[0]
-    return x.nbytes * (not x.is_contiguous()) + 256 * min(x.shape[-1], _LIMIT) + 1024
+    """oneDNN's product of fp32: a copy of an input that is not contiguous, and a block of 64 columns of a factor.
+
+    That is copied where the weight lies as a linear layer has it, or its columns a power of two apart, 2 KB at least.
+    """
+    x, weight = args[:2]
+    inner, columns = weight.shape[1], weight.shape[0]
+    copies = weight.is_contiguous() or (columns >= _LIMIT and columns.bit_count() == 1)
+    block = 256 * min(inner, _LIMIT if inner <= 2 * _LIMIT else 2 * _LIMIT) + 1024 if copies else 896
+    return x.nbytes * (not x.is_contiguous()) + block
 
 
 def _product(args: Any, _: Any) -> int:

@@ -25,8 +25,8 @@ from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state import Coordinate
 from megazero.plan.activations import EMBEDDING, HEAD, PASS_NAMES, message_bytes, schedule_of
 from megazero.plan.cluster import Cluster
-from megazero.plan.state_trace import TABLES, StateTrace, trace_state
-from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, policies_by_layer, trace_units
+from megazero.plan.state_trace import TABLES, Level, StateTrace, trace_state
+from megazero.plan.unit_trace import DY, PassTrace, Span, UnitKey, UnitTrace, policies_by_layer, trace_units
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.executor import steps_of, what_messages_confirm
 from megazero.schedules.proof import Steps, program
@@ -39,6 +39,7 @@ COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
 ALLOCATOR_SLACK = 0.02
 """Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption."""
 _INT64 = 8
+_NO_LEVEL = Level(0, 0)
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,6 @@ class _Walk:
         self._units = [[self._units_of(layout, one) for layout in chunks] for one in traces]
         self._passes: dict[tuple[bool, int, ActionKind, bool], tuple[int, int, int]] = {}
         self._ledger, self._gradients = _Ledger(), 0
-        self._adds = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
         tables = max((trace.tables for units in self._units[0] for _, trace in units), default=0)
@@ -184,19 +184,21 @@ class _Walk:
             self._ledger.kept += self._message
         if self._skip(action, arrives=arrives):
             return
-        held = self._message if arrives and not is_forward else 0  # by who has started the backward
+        held = 0  # of the gradient that came: who has started a backward has it until the end
         neighbour = 0  # bytes of one more layer, on their way to the host or from it
         for number, (name, trace) in units if is_forward else reversed(units):
             passed = _pass_of(trace, action.kind)
             if passed is None:
                 continue
-            if action.kind is self._adds:
-                self._gradients = max(self._gradients, self._state.levels.get((action.chunk, number), 0))
             text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {action.microbatch}"
             moves = name in self._moves and action.kind is not ActionKind.WEIGHT
             moved = trace.forward.kept if moves else 0
             beside = neighbour + (0 if is_forward else moved)
-            self._note(passed.peak + beside + (held if number != units[-1][0] else 0), text)
+            for span, level in self._spans(action, number, passed):
+                held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
+                self._gradients = max(self._gradients, level.live)
+                self._note(span.live + beside + held + level.peak - self._gradients, text)
+                self._note(span.peak + beside + held, text)
             self._ledger.kept += passed.kept + (-moved if is_forward else moved)
             self._ledger.on_host += moved if is_forward else -moved
             self._most_on_host = max(self._most_on_host, self._ledger.on_host)
@@ -223,11 +225,18 @@ class _Walk:
         held = self._message if arrives and action.kind is not ActionKind.FORWARD else 0
         for number, (_, trace) in units if action.kind is ActionKind.FORWARD else reversed(units):
             passed = _pass_of(trace, action.kind)
-            if passed is not None:
-                highest, kept = max(highest, kept + passed.peak + held), kept + passed.kept
-                if action.kind is self._adds:
-                    gradients = max(gradients, self._state.levels.get((action.chunk, number), 0))
+            if passed is None:
+                continue
+            for span, level in self._spans(action, number, passed):
+                gradients = max(gradients, level.live)
+                highest = max(highest, kept + held + max(span.peak, span.live + level.peak - level.live))
+            kept += passed.kept
         return highest, kept, gradients
+
+    def _spans(self, action: Action, unit: int, passed: PassTrace) -> list[tuple[Span, Level]]:
+        """Each with what the gradient needs that comes at its start."""
+        levels = self._state.levels.get((action.microbatch > 0, action.chunk, unit), {})
+        return [(span, levels.get(span.parameter, _NO_LEVEL)) for span in passed.spans]
 
     def _arrives(self, action: Action) -> bool:
         """Whether another pipeline rank sends what an action needs."""

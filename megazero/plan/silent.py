@@ -1,7 +1,7 @@
 """Communication that moves nothing, among ranks that need not exist.
 
-    tp = silent_axis("tp", size=8, index=3, kind="nccl", traffic=RecordedTraffic(fake.operators))
-    all_reduce(x, tp).wait()          returns at once; the traffic is counted and recorded as ever
+    make_silent(group, "nccl", None, Alone())
+    all_reduce(x, tp).wait()          over an axis of that group returns at once; traffic is counted as ever
 
 A silent backend has the properties of the one that a real run has there, because `comm` asks for them: whether it needs
 scratch memory, whether it works by itself, what it sends to other hosts.  Whether the ranks of a group agree about what they
@@ -11,9 +11,9 @@ do is asked of a `Meeting`; here every rank is alone, and the others are believe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from megazero.comm.backend import GlooBackend, HostBackend, TorchBackend, kind_between
@@ -74,8 +74,16 @@ def _nothing() -> None:
     """The operation is done."""
 
 
+def _holding(tensor: Tensor, wait: Wait) -> Wait:
+    """The wait of an operation that needs a tensor until then."""
+    return partial(lambda wait, _: wait(), wait, tensor)
+
+
 class SilentBackend:
-    """A `parallel_state.Backend` with the properties of a real one.  `hosts`: of a group whose ranks share memory."""
+    """A `parallel_state.Backend` with the properties of a real one.  `hosts`: of a group whose ranks share memory.
+
+    As there, what is sent lives until the wait, though its owner may forget it; a CPU's gather sends from its result.
+    """
 
     def __init__(self, kind: Kind, hosts: Hosts | None, meeting: Meeting) -> None:
         real = _REAL[kind]
@@ -84,23 +92,25 @@ class SilentBackend:
         self.link_bytes = _link_bytes(kind, hosts)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
-        return self._meeting.operation("all_reduce", tensor, axis, op)
+        return _holding(tensor, self._meeting.operation("all_reduce", tensor, axis, op))
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         if self.kind != "nccl":
             place_shard(out, shard, axis)
-        return self._meeting.operation("all_gather", shard, axis, label)
+        return _holding(
+            shard if self.kind == "nccl" else out, self._meeting.operation("all_gather", shard, axis, label)
+        )
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:  # noqa: ARG002
-        return self._meeting.operation("reduce_scatter", full, axis, "")
+        return _holding(full, self._meeting.operation("reduce_scatter", full, axis, ""))
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
         if self.kind != "nccl":
             out[axis.index].copy_(x[axis.index])
-        return self._meeting.operation("all_to_all", x, axis, "")
+        return _holding(x, self._meeting.operation("all_to_all", x, axis, ""))
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:  # noqa: ARG002
-        return self._meeting.operation("ring_shift", x, axis, "")
+        return _holding(x, self._meeting.operation("ring_shift", x, axis, ""))
 
     def check_order(self) -> None:
         """Labels are compared when an operation starts."""
@@ -164,24 +174,3 @@ def make_silent(group: Group, kind: Kind, hosts: Hosts | None, meeting: Meeting)
     """Let a group move nothing."""
     group.backends["cpu"] = SilentBackend(kind, hosts, meeting)
     group.messages = SilentMessages(meeting)
-
-
-def silent_axis(
-    name: str, size: int, index: int = 0, kind: Kind = "nccl", traffic: Traffic | None = None, per_node: int = 0
-) -> Axis:
-    """One rank's axis among ranks that do as it does, without a process group.
-
-    Args:
-        kind: of the backend that a real run would have there; see `kind_of`.
-        traffic: counts what is sent; a `RecordedTraffic` also tells it in order.
-        per_node: of the ranks of the axis; 0 for all.
-    """
-    ranks = tuple(range(size))
-    axis = Axis(name, ranks, index, None, Traffic() if traffic is None else traffic)
-    if size == 1:
-        return axis
-    each = per_node or size
-    group = Group(None, torch.device("cpu"), 0.0, False, each, ())
-    hosts = hosts_of([str(rank // each) for rank in ranks], index) if kind == "two levels" else None
-    make_silent(group, kind, hosts, Alone())
-    return Axis(name, ranks, index, group, axis.traffic)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,7 +31,8 @@ from megazero.plan.activations import chunks_of
 from megazero.plan.activations import kind_of as schedule_kind_of
 from megazero.plan.fake_tensors import FakeTensors
 from megazero.plan.silent_state import HOST, SilentState
-from megazero.schedules.action import ActionKind
+from megazero.plan.unit_trace import order_of_gradients, trace_units
+from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import Bucket
 from megazero.zero.gather import UnitGatherer
 
@@ -46,6 +47,17 @@ class Sent(NamedTuple):
     calls: int
 
 
+Order: TypeAlias = tuple[tuple[str, bool], ...]
+LevelKey: TypeAlias = tuple[bool, int, int]
+
+
+class Level(NamedTuple):
+    """Bytes beyond those at the begin of a step, once the gradient of a parameter has come."""
+
+    live: int
+    peak: int  # meanwhile
+
+
 @dataclass(frozen=True)
 class StateTrace:
     """Of one rank.
@@ -53,7 +65,7 @@ class StateTrace:
     Args:
         kinds: bytes on the device from the begin of a step on, by kind; a CPU's memory is the host's.
         counted: by kind and, but for the device, place, after a step, as the engine counts.
-        levels: by (chunk, unit of the chunk) bytes beyond these once its first gradient has come.
+        levels: of the first micro-batch or of a later one, by chunk, unit of the chunk and parameter of the unit.
         end: most bytes beyond these while the step ends.
         traffic: of a step, by (axis, operation), but for what layers send and messages of the pipeline.
         elements: parameters, as this rank has them.
@@ -62,7 +74,7 @@ class StateTrace:
 
     kinds: Mapping[str, int]
     counted: Mapping[str, int]
-    levels: Mapping[tuple[int, int], int]
+    levels: Mapping[LevelKey, Mapping[str, Level]]
     end: int
     traffic: Mapping[tuple[str, str], Sent]
     elements: int
@@ -79,7 +91,8 @@ def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) ->
     few, step = _short_step(run)
     times = (run.accumulation - few) // step
     alike = _alike(run, rank, per_node)
-    short, longer = _trace(_without_training(run), few, step if times else 0, alike, per_node, on_cuda)
+    order = order_of_gradients(trace_units(run, on_cuda=on_cuda, per_node=per_node).values())
+    short, longer = _trace(_without_training(run), few, step if times else 0, alike, per_node, on_cuda, order)
     traffic = {
         key: Sent(*(a + (b - a) * times for a, b in zip(short.get(key, _NOTHING), sent, strict=True)))
         for key, sent in longer.traffic.items()
@@ -88,6 +101,7 @@ def trace_state(run: ResolvedRun, rank: int, *, per_node: int, on_cuda: bool) ->
 
 
 _NOTHING = Sent(0, 0, 0)
+_GIVES = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 def _short_step(run: ResolvedRun) -> tuple[int, int]:
@@ -125,7 +139,7 @@ def _alike(run: ResolvedRun, rank: int, per_node: int) -> int:
 
 @lru_cache(maxsize=512)
 def _trace(
-    run: ResolvedRun, few: int, step: int, rank: int, per_node: int, on_cuda: bool
+    run: ResolvedRun, few: int, step: int, rank: int, per_node: int, on_cuda: bool, order: Order
 ) -> tuple[Mapping[tuple[str, str], Sent], StateTrace]:
     """Traffic of a step of a few micro-batches, and all of one with so many more."""
     config = run.config
@@ -133,7 +147,7 @@ def _trace(
     with FakeTensors() as fake:
         traffic = Traffic()
         state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
-        driver = _Driver(Engine(without_files(config), state, kind), fake)
+        driver = _Driver(Engine(without_files(config), state, kind), fake, order)
         built, elements = fake.live, sum(one.layout.numel for one in driver.engine.sharded_model.parameters.buckets)
         tables = built - sum(driver.counted().values()) + driver.absent()
 
@@ -197,12 +211,12 @@ def _in_files(counted: Mapping[str, int], offload: OffloadConfig, buckets: Seque
 class _Driver:
     """Runs steps of an engine without its layers."""
 
-    def __init__(self, engine: Engine, fake: FakeTensors) -> None:
+    def __init__(self, engine: Engine, fake: FakeTensors, order: Order) -> None:
         self.engine, self._fake = engine, fake
         self.base = self.end = self.absent_at_start = 0
-        self.levels: dict[tuple[int, int], int] = {}
+        self.levels: dict[LevelKey, dict[str, Level]] = {}
         self._units = [
-            [(unit, self._names(chunk, unit)) for unit in stage.units()] for chunk, stage in enumerate(engine._stages)
+            [self._names(chunk, unit, order) for unit in stage.units()] for chunk, stage in enumerate(engine._stages)
         ]
 
     def counted(self) -> dict[str, int]:
@@ -221,18 +235,16 @@ class _Driver:
             all_reduce(torch.zeros((), dtype=torch.float64), engine.state.dp_cp).wait()
         gatherer = model.parameters.gatherer
         passes = [one for one in actions if one.kind is not ActionKind.WEIGHT]
-        splits = len(passes) < len(actions)
+        last = ActionKind.WEIGHT if len(passes) < len(actions) else ActionKind.BACKWARD
         following = dict(zip(passes, [*passes[1:], None], strict=True))
         for action in actions:
             follower = following.get(action)
             if gatherer is not None and follower is not None:
                 gatherer.expect(follower.chunk, follower.kind is ActionKind.FORWARD)
-            if action.kind is ActionKind.FORWARD:
-                self._visit(gatherer, action.chunk, "forward")
-            elif action.kind is ActionKind.BACKWARD:
-                self._visit(gatherer, action.chunk, "backward", adds=not splits)
-            else:
-                self._visit(None, action.chunk, "backward", adds=True)
+            gathers = None if action.kind is ActionKind.WEIGHT else gatherer
+            self._visit(gathers, action)
+            if action.kind is last:
+                model.reducer.close_pass(action.chunk)
         self._fake.peak = self._fake.live
         model.finish_gradients()
         model.square_sum()
@@ -240,32 +252,25 @@ class _Driver:
         model.update(1.0, engine.config.optimizer.grad_clip)
         self.end = self._fake.peak - self.base
 
-    def _visit(self, gatherer: UnitGatherer | None, chunk: int, direction: str, *, adds: bool = False) -> None:
-        model, units = self.engine.sharded_model, list(enumerate(self._units[chunk]))
-        first = sum(len(one) for one in self._units[:chunk])
-        for number, (_, names) in units if direction == "forward" else reversed(units):
+    def _visit(self, gatherer: UnitGatherer | None, action: Action) -> None:
+        model, chunk, units = self.engine.sharded_model, action.chunk, list(enumerate(self._units[action.chunk]))
+        first, is_forward = sum(len(one) for one in self._units[:chunk]), action.kind is ActionKind.FORWARD
+        for number, names in units if is_forward else reversed(units):
             if gatherer is not None:
-                gatherer.visit(direction, first + number)
-            if not adds:
-                continue
-            parameters = [model.parameters.by_name[name] for name in names]
-            for at, parameter in enumerate(reversed(parameters)):
+                gatherer.visit("forward" if is_forward else "backward", first + number)
+            levels = self.levels.setdefault((action.microbatch > 0, chunk, number), {})
+            for short, (name, kind) in names.items():
+                if kind is not action.kind:
+                    continue
+                parameter, self._fake.peak = model.parameters.by_name[name], self._fake.live
                 model.reducer.add(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
-                if at == 0:  # the backward of a unit begins with its largest products
-                    self._note(chunk, number)
-        if adds:
-            model.reducer.close_pass(chunk)
+                before = levels.get(short, Level(0, 0))
+                now = self._fake.live - self.base, self._fake.peak - self.base
+                levels[short] = Level(*map(max, before, now))
 
-    def _note(self, chunk: int, number: int) -> None:
-        self.levels[chunk, number] = max(self.levels.get((chunk, number), 0), self._fake.live - self.base)
-
-    def _names(self, chunk: int, unit: torch.nn.Module) -> list[str]:
-        found = []
+    def _names(self, chunk: int, unit: torch.nn.Module, order: Order) -> dict[str, tuple[str, ActionKind]]:
+        """By its name in a unit each parameter's own name and the pass that gives its gradient; in the order of these."""
         home = self.engine.sharded_model.parameters.by_name
-        prefix = f"{chunk}."
-        names = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}
-        for module in unit.modules():
-            for key in module._parameters:
-                name = f"{prefix}{names[id(module)]}.{key}"
-                found += [name] if name in home else []
-        return found
+        path = {id(module): name for name, module in self.engine._chunks[chunk].named_modules()}[id(unit)]
+        names = {name: (f"{chunk}.{path}.{name}", _GIVES[late]) for name, late in order}
+        return {name: found for name, found in names.items() if found[0] in home}

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,17 @@ UnitKey: TypeAlias = str | LayerPolicy
 """EMBEDDING, HEAD, or of a layer what it keeps: all layers of a family are alike."""
 
 
+DY = "dy"
+
+
+class Span(NamedTuple):
+    """From a parameter's gradient coming to its bucket until the next one comes; bytes above those at the start."""
+
+    parameter: str  # "" at the start; DY from where nothing of the unit needs dy any more
+    live: int  # at that moment
+    peak: int
+
+
 @dataclass(frozen=True)
 class PassTrace:
     """A forward, a backward or a weight-gradient pass of one unit on one rank, for one micro-batch.
@@ -54,12 +65,17 @@ class PassTrace:
     Args:
         events: operators and messages in order.
         kept: bytes that live after it and did not before; negative where it frees.
-        peak: most bytes above those at its start.
+        spans: in order, the first from the start on.
     """
 
     events: tuple[Event, ...]
-    kept: int
-    peak: int
+    kept: int = 0
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Most bytes above those at its start."""
+        return max(one.peak for one in self.spans)
 
 
 @dataclass(frozen=True)
@@ -134,6 +150,13 @@ def trace_units(
     return found | {policy: _layer(inner, policy) for policy in _policies_of(config, schedule.placement)}
 
 
+def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
+    """Parameters in the order in which the gradients of a unit come to their buckets, and whether in a weight pass."""
+    passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
+    names = ((span.parameter, bool(late)) for late, one in passes for span in one.spans)
+    return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY)))
+
+
 def policies_by_layer(config: RunConfig, chunks: Sequence[StageLayout], stage: int) -> dict[int, LayerPolicy]:
     """What each layer of a pipeline rank keeps, and so the key of its trace: on the device, wherever it lies."""
     layers = [layer for layout in chunks for layer in layout.layers]
@@ -155,7 +178,7 @@ def _layer(key: TraceKey, policy: LayerPolicy) -> UnitTrace:
     with _Bench(key, StageLayout(range(1), has_embedding=False, has_head=False)) as bench:
         block = bench.stage.blocks[0]
         save_by_policy([(block, policy)], WHOLE if key.sequence_parallel else bench.tp)
-        return bench.trace(lambda x: block(x, bench.layout), bench.hidden)
+        return bench.trace(block, lambda x: block(x, bench.layout), bench.hidden)
 
 
 @lru_cache(maxsize=256)
@@ -163,9 +186,12 @@ def _embedding(key: TraceKey) -> UnitTrace:
     with _Bench(key, StageLayout(range(0), has_embedding=True, has_head=key.holds_both_ends)) as bench:
         embedding = bench.stage.embedding
         assert embedding is not None
-        of_embedding = bench.trace(lambda _: embedding(bench.tokens, bench.layout), None)
+        of_embedding = bench.trace(embedding, lambda _: embedding(bench.tokens, bench.layout), None)
         tied = embedding.tokens.weight.nbytes if key.holds_both_ends else 0
-    backward = replace(of_embedding.backward, kept=of_embedding.backward.kept - tied)
+    passed = of_embedding.backward
+    at = [span.parameter for span in passed.spans].index("tokens.weight")  # autograd has added the head's part by then
+    summed = [span._replace(live=span.live - tied, peak=span.peak - tied) for span in passed.spans[at:]]
+    backward = replace(passed, kept=passed.kept - tied, spans=(*passed.spans[:at], *summed))
     return replace(of_embedding, backward=backward)
 
 
@@ -179,7 +205,7 @@ def _head(key: TraceKey) -> UnitTrace:
             head.output.statistics_of = partial(statistics_by_blocks, nbytes=BLOCK_BYTES)
             head.output.slope_of = partial(slope_by_blocks, nbytes=BLOCK_BYTES)
         bench.gradients.holds = key.holds_both_ends
-        return bench.trace(lambda x: head(x, bench.tokens), bench.hidden)
+        return bench.trace(head, lambda x: head(x, bench.tokens), bench.hidden)
 
 
 class _Bench:
@@ -187,7 +213,7 @@ class _Bench:
 
     def __init__(self, key: TraceKey, layout: StageLayout) -> None:
         self._key, self._layout = key, layout
-        self._fake = FakeTensors(records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda))
+        self._fake = _Tensors(records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda))
         self._queue = WeightGradQueue()
 
     def __enter__(self) -> _Bench:
@@ -225,8 +251,11 @@ class _Bench:
         each = [(key.model.seq_len,)] * count
         return _part(each, *sizes, torch.device("cpu"))
 
-    def trace(self, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None) -> UnitTrace:
+    def trace(
+        self, unit: nn.Module, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None
+    ) -> UnitTrace:
         """The passes of a unit whose input has a shape; None for one whose input are tokens."""
+        self.gradients.names = {id(one): name for name, one in unit.named_parameters()}
         before = self._fake.live
         with torch.no_grad():
             run(None if shape is None else torch.empty(shape, dtype=self._key.dtype))
@@ -235,7 +264,7 @@ class _Bench:
 
     def _passes(self, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None) -> UnitTrace:
         fake, queue, key = self._fake, self._queue, self._key
-        marks = _Marks(fake)
+        self.gradients.marks = fake.marks = marks = _Marks(fake)
         received = None if shape is None else torch.empty(shape, dtype=key.dtype)
         marks.begin()
         x = None if received is None else _Input.apply(received, torch.empty(0, requires_grad=True), marks)
@@ -256,22 +285,48 @@ class _Bench:
         return UnitTrace(forward, backward, marks.end())
 
 
+class _Tensors(FakeTensors):
+    """Marks where dy is freed."""
+
+    marks: _Marks | None = None
+
+    def _note(self, number: int, size: int) -> None:  # noqa: ARG002
+        if self.marks is not None and -number == self.marks.dy:
+            self.marks.arrive(DY)
+
+
 class _Marks:
     """Begins and ends the measurement of a pass."""
 
     def __init__(self, fake: FakeTensors) -> None:
         self._fake, self._start = fake, 0
+        self._spans: list[Span] = []
         self.backward: PassTrace | None = None
+        self.dy = 0  # its storage
 
-    def begin(self) -> None:
+    def begin(self, dy: Tensor | None = None) -> None:
         """From here on."""
+        self.dy = 0 if dy is None else self._fake.value(dy).storage
         self._fake.operators.clear()
-        self._start = self._fake.peak = self._fake.live
+        self._start, self._spans = self._fake.live, []
+        self._begin_span("")
+
+    def arrive(self, parameter: str) -> None:
+        """The gradient of a parameter comes to its bucket now."""
+        self._end_span()
+        self._begin_span(parameter)
+
+    def _begin_span(self, parameter: str) -> None:
+        self._fake.peak = self._fake.live
+        self._spans.append(Span(parameter, self._fake.live - self._start, 0))
+
+    def _end_span(self) -> None:
+        self._spans[-1] = self._spans[-1]._replace(peak=self._fake.peak - self._start)
 
     def end(self) -> PassTrace:
         """What happened since."""
-        fake = self._fake
-        return PassTrace(tuple(fake.operators), fake.live - self._start, fake.peak - self._start)
+        self._end_span()
+        return PassTrace(tuple(self._fake.operators), self._fake.live - self._start, tuple(self._spans))
 
 
 class _Input(torch.autograd.Function):
@@ -300,7 +355,7 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         gradient = torch.empty_like(ctx.like, device="cpu")
-        ctx.marks.begin()
+        ctx.marks.begin(gradient)
         return gradient, None
 
 
@@ -309,6 +364,7 @@ class _Gradients:
 
     def __init__(self, queue: WeightGradQueue, stage: nn.Module, key: TraceKey, fake: FakeTensors) -> None:
         self._queue, self._sums, self._fake = queue, dict[int, Tensor](), fake
+        self.names, self.marks = dict[int, str](), _Marks(fake)
         self.holds = False  # what the head gives to a weight that the embedding uses too waits in autograd for the rest
         self._held: Tensor | None = None
         self._adds, self._adds_wide = key.adds, key.on_cuda and key.accumulate_dtype == torch.float32 != key.dtype
@@ -336,12 +392,19 @@ class _Gradients:
             self.add(parameter, gradient)
 
     def add(self, weight: Tensor, gradient: Tensor) -> None:
-        total = self._sums[id(weight)]
+        self._add_to(self._sum(weight), gradient)
+
+    def _add_to(self, total: Tensor, gradient: Tensor) -> None:
         with torch.no_grad():
             (total.add_ if self._adds else total.copy_)(gradient)
 
+    def _sum(self, weight: Tensor) -> Tensor:
+        """What the gradient of a weight that comes now is added to."""
+        self.marks.arrive(self.names[id(weight)])
+        return self._sums[id(weight)]
+
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        total, value = self._sums[id(weight)], self._fake.value
+        total, value = self._sum(weight), self._fake.value
         for a, b in factors:
             if self._adds_wide:  # a kernel that the CPU does not have
                 inputs = value(total), value(a.t()), value(b)
@@ -350,7 +413,8 @@ class _Gradients:
                 add_product(total, a, b, is_first=not self._adds)
 
     def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        self.add(weight, torch.ops.aten.embedding_dense_backward(gradient, rows, weight.shape[0], -1, False))
+        total = self._sum(weight)
+        self._add_to(total, torch.ops.aten.embedding_dense_backward(gradient, rows, weight.shape[0], -1, False))
 
 
 def _axis(name: str, ranks: tuple[int, ...], key: TraceKey, traffic: RecordedTraffic) -> Axis:

@@ -12,18 +12,18 @@ up to a mark is what was live.  Only what this thread allocates inside the conte
 from __future__ import annotations
 
 import gc
-import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
 
 from megazero.comm.collectives import gather_objects
 from megazero.config import ResolvedRun
@@ -295,19 +295,19 @@ def _profiled_memory() -> Iterator[LiveMemory]:
 
     memory = LiveMemory(mark)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # above every level of the profiler's own messages
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+    activities = {torch.profiler.ProfilerActivity.CPU}
+    _prepare_profiler(config, activities)
+    # `torch.profiler` is this with all operators too, which cost more time than the step.
+    _enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]  # missing from torch's stub
+    try:
         yield memory
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = [(event["ts"], "", event["args"]["Bytes"]) for event in events if event["name"] == "[memory]"]
-    found = [event for event in events if event["name"].startswith(_MARK) and event.get("ph") == "X"]
+    finally:
+        events: list[Any] = _disable_profiler().events()
     now = 0
-    for at, point, change in sorted(changes + [(e["ts"], e["name"].removeprefix(_MARK), 0) for e in found]):
-        now += change
-        if point:
-            memory.note(point, now)
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        if event.name().startswith(_MARK):
+            memory.note(event.name().removeprefix(_MARK), now)
         memory.peak = max(memory.peak, now)
-        memory.course.append((at, now))
+        memory.course.append((event.start_ns() / 1e3, now))
