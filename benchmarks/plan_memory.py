@@ -328,7 +328,7 @@ def page(found: list[Compared]) -> str:
     for limit in BINS:
         lines.append(f"| {low:.2%} to {limit:.2%} | {bins.get(limit, 0)} |")
         low = limit
-    worst = sorted(ran, key=lambda one: -max(map(abs, one.off)))[:12]
+    worst = sorted(ran, key=lambda one: -max(map(abs, one.off)))[:8]
     lines += ["", "The furthest off:", "", "| shape | off | measured MB | fullest at | keys |", "|---|---|---|---|---|"]
     for one in worst:
         most = max(one.off, key=abs)

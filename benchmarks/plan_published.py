@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.report import markdown, write_whole
 from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.plan.cluster import Cluster, cluster_of, with_device
+from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.collective_times import links_of
 from megazero.plan.fake_tensors import Event, Operator, Value
 from megazero.plan.operator_times import attention_flops, events_on_cuda
@@ -336,7 +336,8 @@ def errors_at(share: float, of_gpu: Sequence[Row]) -> list[float]:
     found = []
     for row in of_gpu:
         device = replace(row.cluster.device, product_share=share)
-        found.append(predicted(replace(row, cluster=with_device(row.cluster, device))) / row.seconds - 1)
+        cluster = replace(row.cluster, device=device, within=device.link)
+        found.append(predicted(replace(row, cluster=cluster)) / row.seconds - 1)
     return found
 
 

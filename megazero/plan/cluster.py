@@ -94,11 +94,6 @@ def cluster_of(gpu: str = "h200", gpus: int = 1, per_node: int = 8, network: str
     return Cluster(device, gpus, min(per_node, gpus), device.link, between)
 
 
-def with_device(cluster: Cluster, device: Device) -> Cluster:
-    """The same cluster of another device."""
-    return replace(cluster, device=device, within=device.link)
-
-
 def with_memory(cluster: Cluster, gib: float, *, on_cuda: bool = True) -> Cluster:
     """The same cluster with so much memory for each rank: of GPUs, or of CPUs."""
     name = f"a device of {gib:g} GiB"

@@ -75,10 +75,6 @@ class Lockstep:
             raise StoppedError
         turn.doing = "runs"
 
-    def has_ended(self, number: int) -> bool:
-        """Whether a program has come to its end."""
-        return self._turns[number].is_done
-
     def _run(self, number: int, program: Callable[[], None]) -> None:
         turn = self._turns[number]
         turn.may_run.acquire()

@@ -97,9 +97,8 @@ class SilentBackend:
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         if self.kind != "nccl":
             place_shard(out, shard, axis)
-        return _holding(
-            shard if self.kind == "nccl" else out, self._meeting.operation("all_gather", shard, axis, label)
-        )
+        sent = shard if self.kind == "nccl" else out
+        return _holding(sent, self._meeting.operation("all_gather", shard, axis, label))
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:  # noqa: ARG002
         return _holding(full, self._meeting.operation("reduce_scatter", full, axis, ""))

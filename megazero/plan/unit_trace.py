@@ -125,8 +125,7 @@ def trace_units(
         adds: whether gradients are added to those of other micro-batches, or are the first of their bucket.
     """
     config, schedule = run.config, schedule_of(run)
-    parallel, precision = config.parallel, config.precision
-    grid = run.grid
+    parallel, precision, grid = config.parallel, config.precision, run.grid
     key = TraceKey(
         config.model.model_copy(update={"num_layers": 1}),
         run.micro_batch_size,
