@@ -75,8 +75,8 @@ def _nothing() -> None:
 
 
 def _holding(tensor: Tensor, wait: Wait) -> Wait:
-    """The wait of an operation that needs a tensor until then."""
-    return partial(lambda wait, _: wait(), wait, tensor)
+    """The wait of an operation that needs a tensor's memory until then; not the tensor, whose hooks may hold the wait."""
+    return partial(lambda wait, _: wait(), wait, tensor.untyped_storage())
 
 
 class SilentBackend:
