@@ -3,6 +3,7 @@
     sizes        a layer, the ends and the optimizer of small Llamas and GPT-2s, whole and cut as tp cuts them
     alone        one process: every operator of a step is timed, then the step: the rest is the host's, per operator
     crowded      the same on every processor at once
+    turns        whole steps in two and four times as many processes: what it costs that processors change between them
     collectives  2, 4 and 8 ranks that do nothing else
 
 Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: seconds.
@@ -204,21 +205,46 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     runs = sizes(quick=quick)
     say(f"{len(runs)} small models in one process")
     alone = _table(in_processes(1, _measured, runs)[0])
-    crowded, collectives = alone, dict[str, Samples]()
+    crowded, collectives, switching = alone, dict[str, Samples](), list[tuple[float, float]]()
     if processors > 1:
         say(f"the same in {processors} processes")
         crowded = _mean([_table(one) for one in in_processes(processors, _measured, runs)])
     if processors:
+        for share in (2,) if quick else (2, 4):
+            say(f"whole steps in {share * processors} processes")
+            switching.append((float(share), _switching(processors, share)))
         for ranks in (2, 4) if quick else (2, 4, 8):
             say(f"collectives of {ranks} ranks")
             collectives |= in_processes(ranks, collective_samples)[0]
     device, within = _device(alone, on_gpu=on_gpu), _link_of(collectives)
     say(f"{time.perf_counter() - begin:.0f} s")
     conditions = f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    bare = Calibration(
-        Device(**{**vars(device), "link": within}), processors, within, {}, alone, crowded, collectives, conditions
-    )
-    return with_itself(bare)
+    shared = Device(**{**vars(device), "link": within}), processors, within, dict[str, Link]()
+    return with_itself(Calibration(*shared, alone, crowded, collectives, tuple(switching), conditions))
+
+
+def _switching(processors: int, share: int) -> float:
+    """How many times `share` steps take that processes take turns at, over those of one process for each processor."""
+    runs = [_run("llama", 256, cut, tokens) for cut, tokens in ((1, 256), (2, 256))]
+    one, many = (in_processes(count, _whole_steps, runs) for count in (processors, share * processors))
+    means = [[sum(steps) / len(steps) for steps in zip(*each, strict=True)] for each in (one, many)]
+    ratios = [crowd / share / alone for alone, crowd in zip(*means, strict=True)]
+    return max(1.0, sum(ratios) / len(ratios))
+
+
+def _whole_steps(_: int, runs: list[ResolvedRun]) -> list[float]:
+    """Seconds of a step of each run, while the other processes run theirs."""
+    found = []
+    for run in runs:
+        engine = initialize(run.config, _Alone(RankGrid(), device=torch.device("cpu")))
+        batches = _batches(run, torch.device("cpu"))
+        engine.train_step(batches, _LR)
+        if dist.is_initialized():
+            dist.barrier()
+        found.append(median(_seconds(engine, batches, _nothing) for _ in range(2 * _STEPS)))
+        if dist.is_initialized():
+            dist.barrier()
+    return found
 
 
 def _measured(rank: int, runs: list[ResolvedRun]) -> _Record:

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from megazero.plan.devices import Device, Link
 
-VERSION = 1
+VERSION = 2
 _NEAREST = 4  # measured products that stand for one that was not
 
 Samples: TypeAlias = tuple[tuple[float, float], ...]
@@ -108,7 +108,9 @@ class Calibration:
         within: between ranks of one node.
         between: networks that were measured, by the names of `--network`.
         alone, crowded: see above; equal where nothing is shared.
-        collectives: seconds by operation and ranks of one host: "all_reduce 4".
+        collectives: seconds by operation and ranks of one host, "all_reduce 4", or of several with so many ranks each,
+            "all_reduce 4/2"; "all_reduce 4/2 work" are seconds of a rank's processor.
+        switching: by ranks for each processor: how many times the work of one takes, since they take turns.
         conditions: what was measured where, for people.
     """
 
@@ -119,19 +121,34 @@ class Calibration:
     alone: OperatorTable
     crowded: OperatorTable
     collectives: Mapping[str, Samples] = field(default_factory=dict)
+    switching: Samples = ()
     conditions: str = ""
 
     def table(self, busy: int) -> OperatorTable:
         """The table for so many ranks that compute at once on a node."""
         return self.crowded if busy > 1 else self.alone
 
+    def slowdown(self, ranks_per_processor: float) -> float:
+        """How many times longer the work of ranks that take turns is."""
+        if ranks_per_processor <= 1 or not self.switching:
+            return 1.0
+        most = self.switching[-1][0]
+        return interpolated(((1.0, 1.0), *self.switching), min(ranks_per_processor, most))
+
     def collective(self, operation: str, ranks: int, size: float) -> float | None:
         """Seconds of a collective of ranks of one host; of the next measured number of ranks, in proportion."""
-        known = sorted(int(key.split()[1]) for key in self.collectives if key.split()[0] == operation)
+        known = [int(key.split()[1]) for key in self.collectives if key.split()[0] == operation and "/" not in key]
         if not known:
             return None
-        nearest = min(known, key=lambda count: abs(log(count / ranks)))
+        nearest = min(sorted(known), key=lambda count: abs(log(count / ranks)))
         return interpolated(self.collectives[f"{operation} {nearest}"], size) * ranks / nearest
+
+    def between_hosts(self, operation: str, ranks: int, per_node: int, size: float) -> tuple[float, float] | None:
+        """Seconds of a collective over hosts, and of the processors for it; None where this was not measured."""
+        key = f"{operation} {ranks}/{per_node}"
+        if key not in self.collectives:
+            return None
+        return interpolated(self.collectives[key], size), interpolated(self.collectives[f"{key} work"], size)
 
 
 def _table_of(value: Mapping[str, Any]) -> OperatorTable:
@@ -170,8 +187,10 @@ def read_calibration(path: Path) -> Calibration:
         within = Link(**found["within"])
         between = {name: Link(**link) for name, link in found["between"].items()}
         collectives, conditions = _samples_of(found["collectives"]), str(found["conditions"])
+        switching = tuple((float(ranks), float(times)) for ranks, times in found["switching"])
         device = Device(**values, link=within)
-        bare = Calibration(device, found["processors"], within, between, alone, crowded, collectives, conditions)
+        shared = device, found["processors"], within, between
+        bare = Calibration(*shared, alone, crowded, collectives, switching, conditions)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
@@ -199,6 +218,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
         "alone": _plain(calibration.alone),
         "crowded": _plain(calibration.crowded),
         "collectives": calibration.collectives,
+        "switching": calibration.switching,
     }
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -215,7 +235,11 @@ def _checksum(found: Mapping[str, Any]) -> str:
 def _check_numbers(found: Mapping[str, Any]) -> None:
     """Sizes and times must be positive, and samples sorted by size.  Raises: ValueError."""
     tables = [found["alone"], found["crowded"]]
-    samples = [*found["collectives"].items(), *(one for table in tables for one in table["operators"].items())]
+    samples = [
+        *found["collectives"].items(),
+        ("switching", found["switching"] or [[1, 1]]),
+        *(one for table in tables for one in table["operators"].items()),
+    ]
     for name, pairs in samples:
         sizes = [size for size, _ in pairs]
         if not pairs or sizes != sorted(set(sizes)) or not all(0 < one < inf for pair in pairs for one in pair):
