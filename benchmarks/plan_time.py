@@ -41,10 +41,10 @@ MBIT, GLOBAL_BATCH, RUN_IN, STEPS, ROUNDS = 1000, 16, 2, 5, 2
 MEMORY = REUSED_MEMORY | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 CONDITIONS = (
     "Two cores of a virtual machine that nothing else used. Calibrated at once before: operators of 44 small models alone "
-    "and on both cores, whole steps of two of them in 4 and in 8 processes, collectives of 2, 4 and 8 ranks on one host, and of "
-    f"1, 2 and 4 ranks on each of two hosts (network namespaces, {MBIT} Mbit/s). None of the shapes below was calibrated. "
-    f"All shapes ran in {ROUNDS} rounds, every other one backwards, each in processes of its own: medians of {STEPS} steps "
-    f"behind {RUN_IN}; a shape's time is the median of its rounds. malloc keeps what it has, in huge pages."
+    "and on both cores, whole steps of two of them in 4 and in 8 processes, collectives of 2, 4 and 8 ranks on one host, "
+    f"and of 1, 2 and 4 ranks on each of two hosts (network namespaces, {MBIT} Mbit/s). None of the shapes below was "
+    f"calibrated. All shapes ran in {ROUNDS} rounds, every other one backwards, each in processes of its own: medians of "
+    f"{STEPS} steps behind {RUN_IN}; a shape's time is the median of its rounds. malloc keeps what it has, in huge pages."
 )
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"family": "llama", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "vocab_size": 512, "seq_len": 128},

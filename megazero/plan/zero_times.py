@@ -188,9 +188,7 @@ def _rank_zero(
         optimizer=stepped,
         gather_exposed=waits,
         gather_work=gather_work,
-        reduction_work={
-            chunk: _reduction_seconds(run, links, *size, GroupLink.work_seconds) for chunk, size in sizes.items()
-        },
+        reduction_work=reduction_work,
     )
 
 
