@@ -32,37 +32,31 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.engine import Engine, initialize
-from megazero.models.gpt import MicroBatch
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.config import ResolvedRun
+from megazero.engine import initialize
+from megazero.parallel_state import RankGrid
 from megazero.plan.activations import elements_in, stages_of
 from megazero.plan.calibrate_collectives import collective_samples
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
 from megazero.plan.operator_times import attention_flops, moved_bytes, product_of
+from megazero.plan.speed_probe import LR, Alone, SpeedProbe, batches_of, small_run, step_seconds
 from megazero.zero.bucket import DTYPE_NAMES
 
-_LR, _STEPS, _TIMEOUT = 1e-4, 5, timedelta(seconds=300)
+_STEPS, _IN_A_ROW, _TIMEOUT = 5, 4, timedelta(seconds=300)
 _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 
 
 @dataclass
 class _Record:
-    """Times by what was done."""
+    """Times by what was done, in units of the probe's at that moment; and the probe's seconds."""
 
     products: dict[tuple[str, int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     operators: dict[tuple[str, float], list[float]] = field(default_factory=lambda: defaultdict(list))
     optimizer: list[tuple[float, float]] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
-
-
-class _Alone(ParallelState):
-    """The state of a run of one rank, beside others."""
-
-    def _started(self) -> int:
-        return 1
+    probes: list[float] = field(default_factory=list)
 
 
 class _Timed(TorchDispatchMode):
@@ -97,43 +91,31 @@ def sizes(*, quick: bool) -> list[ResolvedRun]:
     for family, width, cut, count in product(("llama", "gpt2"), hidden, cuts, tokens):
         if family == "gpt2" and (cut > 1 or width > 256):
             continue
-        found.append(_run(family, width, cut, count))
+        found.append(small_run(family, width, cut, count))
     return found
-
-
-def _run(family: str, hidden: int, cut: int, tokens: int) -> ResolvedRun:
-    """One with a part of the heads, of the MLP and of the vocabulary."""
-    ffn = (4 * hidden if family == "gpt2" else -(-8 * hidden // (3 * 256)) * 256) // cut
-    model: dict[str, Any] = {"family": family, "hidden_size": hidden, "num_layers": 2, "ffn_hidden_size": ffn}
-    model |= {"num_heads": max(1, hidden // 64 // cut), "vocab_size": 512 // cut, "seq_len": min(128, tokens)}
-    if family == "llama":
-        model["head_dim"] = 64
-    samples = max(1, tokens // 128)
-    document = {
-        "model": model,
-        "precision": {"dtype": "fp32"},
-        "zero": {"stage": 0},
-        "training": {"micro_batch_size": samples, "accumulation": 2, "compile": False},
-    }
-    return resolve(RunConfig.model_validate(document), 1)
 
 
 def _measure(runs: list[ResolvedRun], meet: Callable[[], None]) -> _Record:
     """Times of the operators of these runs' steps; `meet` waits for the other processes."""
     record, device = _Record(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    probe = SpeedProbe(device, synchronize)
     for run in runs:
-        engine = initialize(run.config, _Alone(RankGrid(), device=device))
-        batches = _batches(run, device)
-        engine.train_step(batches, _LR)
+        engine = initialize(run.config, Alone(RankGrid(), device=device))
+        batches = batches_of(run, device)
+        engine.train_step(batches, LR)
         meet()
-        whole = median(_seconds(engine, batches, synchronize) for _ in range(_STEPS))
+        before = probe.seconds()
+        whole = median(step_seconds(engine, batches, synchronize) for _ in range(_STEPS))
+        between = probe.seconds()
         timed: list[list[tuple[Operator, float]]] = []
         for _ in range(_STEPS):
             with _Timed(synchronize) as mode:
-                engine.train_step(batches, _LR)
+                engine.train_step(batches, LR)
             timed.append(mode.found)
-        _keep(record, run, timed, whole)
+        after = probe.seconds()
+        record.probes += [before, between, after]
+        _keep(record, run, timed, whole, ((before + between) / 2, (between + after) / 2))
         del engine
         gc.collect()
     return record
@@ -143,27 +125,20 @@ def _nothing() -> None:
     """A CPU has done what was called."""
 
 
-def _batches(run: ResolvedRun, device: torch.device) -> list[MicroBatch]:
-    model, found = run.config.model, []
-    for at in range(run.accumulation):
-        generator = torch.Generator().manual_seed(at)
-        shape = (model.seq_len + 1, run.micro_batch_size)
-        tokens = torch.randint(0, model.vocab_size, shape, generator=generator).to(device)
-        ids = torch.arange(run.micro_batch_size, device=device)
-        found.append(MicroBatch(ids, tokens[:-1].contiguous(), tokens[1:].contiguous(), None))
-    return found
+def _keep(
+    record: _Record,
+    run: ResolvedRun,
+    timed: list[list[tuple[Operator, float]]],
+    whole: float,
+    probes: tuple[float, float],
+) -> None:
+    """Medians over the steps, operator by operator; all steps call the same.
 
-
-def _seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    engine.train_step(batches, _LR)
-    synchronize()
-    return time.perf_counter() - begin
-
-
-def _keep(record: _Record, run: ResolvedRun, timed: list[list[tuple[Operator, float]]], whole: float) -> None:
-    """Medians over the steps, operator by operator; all steps call the same."""
-    medians = [(same[0][0], median(seconds for _, seconds in same)) for same in zip(*timed, strict=True)]
+    Args:
+        probes: the probe's seconds beside the whole steps, and beside those whose operators were timed.
+    """
+    medians = [(same[0][0], median(seconds for _, seconds in same) / probes[1]) for same in zip(*timed, strict=True)]
+    whole /= probes[0]
     own, stepped, count = 0.0, 0.0, 0
     for operator, seconds in medians:
         own, count = own + seconds, count + 1
@@ -181,13 +156,15 @@ def _keep(record: _Record, run: ResolvedRun, timed: list[list[tuple[Operator, fl
 
 
 def _table(record: _Record) -> OperatorTable:
+    """In seconds, at the speed of the median probe."""
     by_name: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for (name, size), seconds in record.operators.items():
+    for (name, size), times in record.operators.items():
         if size:
-            by_name[name].append((size, median(seconds)))
+            by_name[name].append((size, median(times)))
     by_name["optimizer"] = record.optimizer
-    products = tuple(Product(*key, median(seconds)) for key, seconds in sorted(record.products.items()))
-    return OperatorTable(products, {name: _samples(found) for name, found in by_name.items()}, median(record.host))
+    products = tuple(Product(*key, median(times)) for key, times in sorted(record.products.items()))
+    relative = OperatorTable(products, {name: _samples(found) for name, found in by_name.items()}, median(record.host))
+    return relative.scaled(median(record.probes))
 
 
 def _samples(found: list[tuple[float, float]]) -> Samples:
@@ -204,11 +181,14 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     processors = 0 if on_gpu else len(os.sched_getaffinity(0))
     runs = sizes(quick=quick)
     say(f"{len(runs)} small models in one process")
-    alone = _table(in_processes(1, _measured, runs)[0])
+    (record,) = in_processes(1, _measured, runs)
+    alone, probes = _table(record), [median(record.probes)]
     crowded, collectives, switching = alone, dict[str, Samples](), list[tuple[float, float]]()
     if processors > 1:
         say(f"the same in {processors} processes")
-        crowded = _mean([_table(one) for one in in_processes(processors, _measured, runs)])
+        records = in_processes(processors, _measured, runs)
+        crowded = _mean([_table(one) for one in records])
+        probes.append(sum(median(one.probes) for one in records) / processors)
     if processors:
         for share in (2,) if quick else (2, 4):
             say(f"whole steps in {share * processors} processes")
@@ -220,30 +200,34 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     say(f"{time.perf_counter() - begin:.0f} s")
     conditions = f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     shared = Device(**{**vars(device), "link": within}), processors, within, dict[str, Link]()
-    return with_itself(Calibration(*shared, alone, crowded, collectives, tuple(switching), conditions))
+    probe_seconds = probes[0], probes[-1]
+    bare = Calibration(*shared, alone, crowded, collectives, tuple(switching), probe_seconds, conditions)
+    return with_itself(bare)
 
 
 def _switching(processors: int, share: int) -> float:
     """How many times `share` steps take that processes take turns at, over those of one process for each processor."""
-    runs = [_run("llama", 256, cut, tokens) for cut, tokens in ((1, 256), (2, 256))]
-    one, many = (in_processes(count, _whole_steps, runs) for count in (processors, share * processors))
-    means = [[sum(steps) / len(steps) for steps in zip(*each, strict=True)] for each in (one, many)]
-    ratios = [crowd / share / alone for alone, crowd in zip(*means, strict=True)]
-    return max(1.0, sum(ratios) / len(ratios))
+    runs = [small_run("llama", 256, cut, 256) for cut in (1, 2)]
+    found = in_processes(share * processors, _turns, runs, processors)
+    slowest = [[max(times) for times in zip(*of_run, strict=True)] for of_run in zip(*found, strict=True)]
+    return max(1.0, sum(together / share / few for together, few in slowest) / len(slowest))
 
 
-def _whole_steps(_: int, runs: list[ResolvedRun]) -> list[float]:
-    """Seconds of a step of each run, while the other processes run theirs."""
+def _turns(rank: int, runs: list[ResolvedRun], processors: int) -> list[tuple[float, float]]:
+    """For each run the seconds of some steps while all processes run theirs, and while one for each processor does."""
     found = []
     for run in runs:
-        engine = initialize(run.config, _Alone(RankGrid(), device=torch.device("cpu")))
-        batches = _batches(run, torch.device("cpu"))
-        engine.train_step(batches, _LR)
-        if dist.is_initialized():
+        engine = initialize(run.config, Alone(RankGrid(), device=torch.device("cpu")))
+        batches = batches_of(run, torch.device("cpu"))
+        engine.train_step(batches, LR)
+        together, few = list[float](), [0.0]
+        for _ in range(_STEPS):
             dist.barrier()
-        found.append(median(_seconds(engine, batches, _nothing) for _ in range(2 * _STEPS)))
-        if dist.is_initialized():
+            together.append(sum(step_seconds(engine, batches, _nothing) for _ in range(_IN_A_ROW)))
             dist.barrier()
+            if rank < processors:
+                few.append(sum(step_seconds(engine, batches, _nothing) for _ in range(_IN_A_ROW)))
+        found.append((median(together), median(few[1:] or few)))
     return found
 
 
@@ -253,7 +237,7 @@ def _measured(rank: int, runs: list[ResolvedRun]) -> _Record:
 
 def _plain(record: _Record) -> _Record:
     """Without what cannot be sent."""
-    return _Record(dict(record.products), dict(record.operators), record.optimizer, record.host)
+    return _Record(dict(record.products), dict(record.operators), record.optimizer, record.host, record.probes)
 
 
 def _mean(tables: list[OperatorTable]) -> OperatorTable:

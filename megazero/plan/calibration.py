@@ -14,7 +14,7 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from math import exp, inf, log
@@ -79,6 +79,15 @@ class OperatorTable:
         rate = exp(sum(w * r for w, r in zip(weights, rates, strict=True)) / sum(weights))
         return m * n * k / rate
 
+    def scaled(self, factor: float) -> OperatorTable:
+        """Everything so many times as long."""
+        products = tuple(replace(one, seconds=one.seconds * factor) for one in self.products)
+        operators = {
+            name: tuple((size, seconds * factor) for size, seconds in samples)
+            for name, samples in self.operators.items()
+        }
+        return OperatorTable(products, operators, self.host_seconds * factor)
+
     def operator(self, name: str, size: float) -> float | None:
         """Seconds of an operator on so much; None where it was not measured."""
         samples = self.operators.get(name)
@@ -111,6 +120,7 @@ class Calibration:
         collectives: seconds by operation and ranks of one host, "all_reduce 4", or of several with so many ranks each,
             "all_reduce 4/2"; "all_reduce 4/2 work" are seconds of a rank's processor.
         switching: by ranks for each processor: how many times the work of one takes, since they take turns.
+        probe_seconds: of `SpeedProbe` while `alone`, and while `crowded` was measured: the speed that the times are for.
         conditions: what was measured where, for people.
     """
 
@@ -122,6 +132,7 @@ class Calibration:
     crowded: OperatorTable
     collectives: Mapping[str, Samples] = field(default_factory=dict)
     switching: Samples = ()
+    probe_seconds: tuple[float, float] = (0.0, 0.0)
     conditions: str = ""
 
     def table(self, busy: int) -> OperatorTable:
@@ -190,7 +201,8 @@ def read_calibration(path: Path) -> Calibration:
         switching = tuple((float(ranks), float(times)) for ranks, times in found["switching"])
         device = Device(**values, link=within)
         shared = device, found["processors"], within, between
-        bare = Calibration(*shared, alone, crowded, collectives, switching, conditions)
+        probes = float(found["probe_seconds"][0]), float(found["probe_seconds"][1])
+        bare = Calibration(*shared, alone, crowded, collectives, switching, probes, conditions)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
@@ -219,6 +231,7 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
         "crowded": _plain(calibration.crowded),
         "collectives": calibration.collectives,
         "switching": calibration.switching,
+        "probe_seconds": calibration.probe_seconds,
     }
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
