@@ -160,7 +160,9 @@ def _rank_zero(
     zero = run.config.zero
     counts = {chunk: sum(units) for chunk, units in own.items()}
     most = _bucket_elements(run, links, sum(counts.values()), on_cpu=cluster.processors > 0, hides=overlaps)
-    buckets = {chunk: max(1, -(-count // most)) for chunk, count in counts.items()}
+    buckets = {chunk: sum(-(-unit // most) for unit in units) for chunk, units in own.items()}
+    if zero.stage < 3:
+        buckets = {chunk: -(-count // most) for chunk, count in counts.items()}
     sizes = {chunk: (count * formula.reduce_bytes, buckets[chunk]) for chunk, count in counts.items()}
     reductions = {chunk: _reduction_seconds(run, links, *size) for chunk, size in sizes.items()}
     is_stage_3 = zero.stage == 3
@@ -168,10 +170,9 @@ def _rank_zero(
     if zero.stage and run.shards > 1:
         axis = links["secondary"] if formula.second_copy and is_stage_3 else links["shard"]
         for chunk, count in counts.items():
-            pieces = len(own[chunk]) if is_stage_3 else buckets[chunk]
-            size = count * formula.weight_bytes
-            gathers[chunk] = _pieces(axis, "all_gather", size, pieces)
-            gather_work[chunk] = _pieces(axis, "all_gather", size, pieces, GroupLink.work_seconds)
+            sized = "all_gather", count * formula.weight_bytes, buckets[chunk]
+            gathers[chunk] = _pieces(axis, *sized)
+            gather_work[chunk] = _pieces(axis, *sized, GroupLink.work_seconds)
     reduction_work = {
         chunk: _reduction_seconds(run, links, *size, GroupLink.work_seconds) for chunk, size in sizes.items()
     }
@@ -183,13 +184,19 @@ def _rank_zero(
         {chunk: max(units) / max(1, counts[chunk]) for chunk, units in own.items()},
         buckets,
         each_reduces=zero.stage >= 2 and formula.reduces_each and run.shards > 1,
-        each_gathers=is_stage_3 and zero.gather_policy == "action",
+        each_gathers=is_stage_3 and zero.gather_policy == "action" and not _stays(run, own, formula),
         is_stage_3=is_stage_3,
         optimizer=stepped,
         gather_exposed=waits,
         gather_work=gather_work,
         reduction_work=reduction_work,
     )
+
+
+def _stays(run: ResolvedRun, own: Mapping[int, tuple[int, ...]], formula: StateFormula) -> bool:
+    """Whether all weights fit into the buffers, a unit and what is gathered ahead: then none is gathered twice."""
+    units = own.get(0, (0,))
+    return len(own) == 1 and (sum(units) - max(units)) * formula.weight_bytes <= run.config.zero.prefetch_bytes
 
 
 def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int, *, on_cpu: bool, hides: bool) -> int:
