@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial, reduce
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -52,11 +53,20 @@ _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 class _Record:
     """Times by what was done, in units of the probe's at that moment; and the probe's seconds."""
 
-    products: dict[tuple[str, int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    operators: dict[tuple[str, float], list[float]] = field(default_factory=lambda: defaultdict(list))
+    products: dict[tuple[str, int, int, int], list[float]] = field(default_factory=partial(defaultdict, list))
+    operators: dict[tuple[str, float], list[float]] = field(default_factory=partial(defaultdict, list))
     optimizer: list[tuple[float, float]] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     probes: list[float] = field(default_factory=list)
+
+    def add(self, other: _Record) -> _Record:
+        """This one, with the times of another process."""
+        for own, others in ((self.products, other.products), (self.operators, other.operators)):
+            for key, times in others.items():
+                own[key] += times  # type: ignore[index]
+        for name in ("optimizer", "host", "probes"):
+            getattr(self, name).extend(getattr(other, name))
+        return self
 
 
 class _Timed(TorchDispatchMode):
@@ -186,9 +196,9 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     crowded, collectives, switching = alone, dict[str, Samples](), list[tuple[float, float]]()
     if processors > 1:
         say(f"the same in {processors} processes")
-        records = in_processes(processors, _measured, runs)
-        crowded = _mean([_table(one) for one in records])
-        probes.append(sum(median(one.probes) for one in records) / processors)
+        record = reduce(_Record.add, in_processes(processors, _measured, runs))
+        crowded = _table(record)
+        probes.append(median(record.probes))
     if processors:
         for share in (2,) if quick else (2, 4):
             say(f"whole steps in {share * processors} processes")
@@ -231,27 +241,8 @@ def _turns(rank: int, runs: list[ResolvedRun], processors: int) -> list[tuple[fl
     return found
 
 
-def _measured(rank: int, runs: list[ResolvedRun]) -> _Record:
-    return _plain(_measure(runs, dist.barrier if dist.is_initialized() else _nothing))
-
-
-def _plain(record: _Record) -> _Record:
-    """Without what cannot be sent."""
-    return _Record(dict(record.products), dict(record.operators), record.optimizer, record.host, record.probes)
-
-
-def _mean(tables: list[OperatorTable]) -> OperatorTable:
-    """Of tables of the same sizes."""
-    products = tuple(
-        Product(one.dtype, one.m, one.n, one.k, sum(each.seconds for each in same) / len(same))
-        for same in zip(*(table.products for table in tables), strict=True)
-        for one in same[:1]
-    )
-    operators: dict[str, Samples] = {}
-    for name in tables[0].operators:
-        same = zip(*(table.operators[name] for table in tables), strict=True)
-        operators[name] = tuple((one[0][0], sum(seconds for _, seconds in one) / len(one)) for one in same)
-    return OperatorTable(products, operators, sum(table.host_seconds for table in tables) / len(tables))
+def _measured(_: int, runs: list[ResolvedRun]) -> _Record:
+    return _measure(runs, dist.barrier if dist.is_initialized() else _nothing)
 
 
 def _device(table: OperatorTable, *, on_gpu: bool) -> Device:
