@@ -71,9 +71,7 @@ def _calibration() -> Calibration:
         "all_reduce 4/2": ((24.0, 2.0),),
         "all_reduce 4/2 work": ((24.0, 0.5),),
     }
-    found = Calibration(
-        device, 2, link, {"1gbit": link}, table, table, collectives, ((2.0, 1.1), (4.0, 1.2)), (0.04, 0.05)
-    )
+    found = Calibration(device, 2, link, table, table, collectives, ((2.0, 1.1), (4.0, 1.2)), (0.04, 0.05))
     return with_itself(found)
 
 
@@ -85,7 +83,7 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     assert again is not None
     assert {**vars(again), "device": None} == {**vars(_calibration()), "device": None}
     assert cluster.processors == 2
-    assert cluster.between == cluster.within
+    assert cluster.between == NETWORKS["1gbit"]
 
 
 def test_a_file_that_is_no_calibration_is_told(tmp_path: Path) -> None:

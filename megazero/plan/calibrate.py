@@ -34,15 +34,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megazero.config import ResolvedRun
-from megazero.engine import initialize
-from megazero.parallel_state import RankGrid
 from megazero.plan.activations import elements_in, stages_of
 from megazero.plan.calibrate_collectives import collective_samples
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
 from megazero.plan.operator_times import attention_flops, moved_bytes, product_of
-from megazero.plan.speed_probe import LR, Alone, SpeedProbe, batches_of, small_run, step_seconds
+from megazero.plan.speed_probe import LR, SpeedProbe, small_run, started, step_seconds
 from megazero.zero.bucket import DTYPE_NAMES
 
 _STEPS, _IN_A_ROW, _TIMEOUT = 5, 4, timedelta(seconds=300)
@@ -111,9 +109,7 @@ def _measure(runs: list[ResolvedRun], meet: Callable[[], None]) -> _Record:
     synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
     probe = SpeedProbe(device, synchronize)
     for run in runs:
-        engine = initialize(run.config, Alone(RankGrid(), device=device))
-        batches = batches_of(run, device)
-        engine.train_step(batches, LR)
+        engine, batches = started(run, device)
         meet()
         before = probe.seconds()
         whole = median(step_seconds(engine, batches, synchronize) for _ in range(_STEPS))
@@ -209,10 +205,9 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     device, within = _device(alone, on_gpu=on_gpu), _link_of(collectives)
     say(f"{time.perf_counter() - begin:.0f} s")
     conditions = f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    shared = Device(**{**vars(device), "link": within}), processors, within, dict[str, Link]()
-    probe_seconds = probes[0], probes[-1]
-    bare = Calibration(*shared, alone, crowded, collectives, tuple(switching), probe_seconds, conditions)
-    return with_itself(bare)
+    shared = Device(**{**vars(device), "link": within}), processors, within
+    measured = alone, crowded, collectives, tuple(switching), (probes[0], probes[-1])
+    return with_itself(Calibration(*shared, *measured, conditions))
 
 
 def _switching(processors: int, share: int) -> float:
@@ -227,9 +222,7 @@ def _turns(rank: int, runs: list[ResolvedRun], processors: int) -> list[tuple[fl
     """For each run the seconds of some steps while all processes run theirs, and while one for each processor does."""
     found = []
     for run in runs:
-        engine = initialize(run.config, Alone(RankGrid(), device=torch.device("cpu")))
-        batches = batches_of(run, torch.device("cpu"))
-        engine.train_step(batches, LR)
+        engine, batches = started(run, torch.device("cpu"))
         together, few = list[float](), [0.0]
         for _ in range(_STEPS):
             dist.barrier()

@@ -115,7 +115,6 @@ class Calibration:
         device: the machine as a device, with this calibration in it.
         processors: cores that the ranks of a node share; 0 for devices of their own.
         within: between ranks of one node.
-        between: networks that were measured, by the names of `--network`.
         alone, crowded: see above; equal where nothing is shared.
         collectives: seconds by operation and ranks of one host, "all_reduce 4", or of several with so many ranks each,
             "all_reduce 4/2"; "all_reduce 4/2 work" are seconds of a rank's processor.
@@ -127,7 +126,6 @@ class Calibration:
     device: Device
     processors: int
     within: Link
-    between: Mapping[str, Link]
     alone: OperatorTable
     crowded: OperatorTable
     collectives: Mapping[str, Samples] = field(default_factory=dict)
@@ -196,13 +194,11 @@ def read_calibration(path: Path) -> Calibration:
         alone, crowded = _table_of(found["alone"]), _table_of(found["crowded"])
         values = dict(found["device"])
         within = Link(**found["within"])
-        between = {name: Link(**link) for name, link in found["between"].items()}
         collectives, conditions = _samples_of(found["collectives"]), str(found["conditions"])
-        switching = tuple((float(ranks), float(times)) for ranks, times in found["switching"])
-        device = Device(**values, link=within)
-        shared = device, found["processors"], within, between
-        probes = float(found["probe_seconds"][0]), float(found["probe_seconds"][1])
-        bare = Calibration(*shared, alone, crowded, collectives, switching, probes, conditions)
+        (switching,) = _samples_of({"": found["switching"]}).values()
+        alone_probe, crowded_probe = map(float, found["probe_seconds"])
+        shared = Device(**values, link=within), found["processors"], within, alone, crowded
+        bare = Calibration(*shared, collectives, switching, (alone_probe, crowded_probe), conditions)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
@@ -226,7 +222,6 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
         "device": device | {"peak_flops": dict(calibration.device.peak_flops)},
         "processors": calibration.processors,
         "within": vars(calibration.within),
-        "between": {name: vars(link) for name, link in calibration.between.items()},
         "alone": _plain(calibration.alone),
         "crowded": _plain(calibration.crowded),
         "collectives": calibration.collectives,
@@ -257,9 +252,8 @@ def _check_numbers(found: Mapping[str, Any]) -> None:
         sizes = [size for size, _ in pairs]
         if not pairs or sizes != sorted(set(sizes)) or not all(0 < one < inf for pair in pairs for one in pair):
             raise ValueError(f"the samples of {name} are not positive, or not sorted by size")
-    links = [found["within"], *found["between"].values()]
     numbers = [one for table in tables for product in table["products"] for one in product[1:]]
-    numbers += [one for link in links for one in (link["bytes_per_second"], link["share"])]
+    numbers += [found["within"]["bytes_per_second"], found["within"]["share"]]
     device = found["device"]
     numbers += [*device["peak_flops"].values(), *(device[key] for key in ("memory_bytes", "memory_bandwidth"))]
     if not all(0 < one < inf for one in numbers):

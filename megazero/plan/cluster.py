@@ -91,8 +91,7 @@ def cluster_of(gpu: str = "h200", gpus: int = 1, per_node: int = 8, network: str
     if gpu.endswith(".json"):
         calibration = read_calibration(Path(gpu))
         within, device = calibration.within, calibration.device
-        own = calibration.between.get(between.name)
-        return Cluster(device, gpus, min(per_node, gpus), within, own or between, calibration.processors)
+        return Cluster(device, gpus, min(per_node, gpus), within, between, calibration.processors)
     short = ALIASES.get(gpu.lower(), gpu.lower())
     if short not in DEVICES:
         error = unknown_name("GPU", gpu, [*DEVICES, *ALIASES])

@@ -18,6 +18,7 @@ from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import Engine, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.tools.measured_step import _random_batches
 
 LR = 1e-4
 _CALLS = 3
@@ -46,16 +47,12 @@ def small_run(family: str, hidden: int, cut: int, tokens: int) -> ResolvedRun:
     return resolve(RunConfig.model_validate(document), 1)
 
 
-def batches_of(run: ResolvedRun, device: torch.device) -> list[MicroBatch]:
-    """Random ones."""
-    model, found = run.config.model, []
-    for at in range(run.accumulation):
-        generator = torch.Generator().manual_seed(at)
-        shape = (model.seq_len + 1, run.micro_batch_size)
-        tokens = torch.randint(0, model.vocab_size, shape, generator=generator).to(device)
-        ids = torch.arange(run.micro_batch_size, device=device)
-        found.append(MicroBatch(ids, tokens[:-1].contiguous(), tokens[1:].contiguous(), None))
-    return found
+def started(run: ResolvedRun, device: torch.device) -> tuple[Engine, list[MicroBatch]]:
+    """An engine behind its first step, and the batches of every one."""
+    engine = initialize(run.config, Alone(RankGrid(), device=device))
+    batches = _random_batches(run, engine.share)
+    engine.train_step(batches, LR)
+    return engine, batches
 
 
 def step_seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callable[[], None]) -> float:
@@ -70,10 +67,8 @@ class SpeedProbe:
     """A step of a small Llama, about 0.05 s on a core.  `synchronize` waits for the device."""
 
     def __init__(self, device: torch.device, synchronize: Callable[[], None] = lambda: None) -> None:
-        run = small_run("llama", 256, 1, 128)
-        self._engine = initialize(run.config, Alone(RankGrid(), device=device))
-        self._batches, self._synchronize = batches_of(run, device), synchronize
-        self.seconds()
+        self._engine, self._batches = started(small_run("llama", 256, 1, 128), device)
+        self._synchronize = synchronize
 
     def seconds(self) -> float:
         """The median of a few."""
