@@ -31,13 +31,14 @@ import torch
 from benchmarks.ranks import run_ranks
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine import initialize
+from megazero.engine.random_batches import random_batches
 from megazero.layers.counter_rng import _quantiles
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import Device, Link
 from megazero.plan.memory import memory_of
 from megazero.plan.traffic import traffic_of
-from megazero.tools.measured_step import STATE_KINDS, _random_batches, _watched_step, live_memory
+from megazero.tools.measured_step import STATE_KINDS, _watched_step, live_memory
 
 CPU = Device("cpu", 2**34, {"fp32": 1e11, "bf16": 1e11}, 1e10, 1e10, Link("memory", 1e10, 1e-6))
 BINS = (0.0005, 0.002, 0.005, 0.01, 0.02, 0.05, 1.0)
@@ -151,7 +152,7 @@ def measure(rank: int, run: ResolvedRun) -> Record:
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
-        batches = _random_batches(run, engine.share)
+        batches = random_batches(run, engine.share)
         for _ in range(2):
             counted, _ = _watched_step(engine, batches, live.mark)
     traffic, kinds = state.traffic, Counter[str]()

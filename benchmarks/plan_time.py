@@ -3,8 +3,7 @@
     python -m benchmarks.plan_time --measure        calibrates, then runs every shape; needs root for the two hosts
     python -m benchmarks.plan_time                  predicts, and writes the table
 
-Every shape trains the same global batch of the same model, so that shapes of one world compete.  Ratios hold within one
-quiet run only: calibration and steps are measured one after the other.
+Every shape trains the same global batch of the same model, so that shapes of one world compete.  Nothing else may run.
 """
 
 from __future__ import annotations
@@ -12,29 +11,47 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from benchmarks.activations import REUSED_MEMORY
 from benchmarks.hosts_net import network_of
 from benchmarks.report import machine, markdown, write_whole
 from benchmarks.worlds import ContenderFailedError, World
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.engine import initialize
+from megazero.engine.random_batches import random_batches
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan.calibrate import calibrate
-from megazero.plan.calibration import write_calibration
+from megazero.plan.calibrate_collectives import collective_samples
+from megazero.plan.calibration import Calibration, Samples, read_calibration, write_calibration
 from megazero.plan.cluster import cluster_of
+from megazero.plan.speed_probe import SpeedProbe
 from megazero.plan.step_time import StepTime, step_time_of
-from megazero.tools.measured_step import _random_batches
 
+CONDITIONS = """\
+Two cores of a virtual machine that nothing else of this machine used. Calibrated directly before: operators of 44 small
+models alone and on both cores, whole steps of two of them in 4 and in 8 processes, collectives of 2, 4 and 8 ranks on one
+host, and of 1, 2 and 4 ranks on each of two hosts (network namespaces at 1 Gbit/s, a core each). None of the shapes was
+calibrated. The rounds go through all shapes, every other one backwards, each time in new processes; steps count in rows of
+three, behind one or two that do not; the second round was stopped after 33 shapes. `malloc` keeps what it has, in huge
+pages.
+
+The speed of these cores changes within seconds to minutes. So a probe, always the same small step, runs beside every model
+that is calibrated, and before and behind every row of steps: `speed` is the calibrated probe's time over the probe's at
+that moment, `ms at 1.00` is the median of the steps at the calibrated speed. The error is that of the plan against it."""
 RESULTS = Path(__file__).parent / "results"
 CALIBRATION, MEASURED, TABLE = (RESULTS / name for name in ("plan_time_cpu.json", "plan_time.jsonl", "plan_time.md"))
-MBIT, GLOBAL_BATCH, RUN_IN, STEPS = 1000, 16, 2, 7
+MBIT, GLOBAL_BATCH, TURNS, ROUNDS = 1000, 16, 2, 2
+RUN_IN, STEPS = (2, 1), 3  # of the first turn and of the others; steps that count of each
+MEMORY = REUSED_MEMORY | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"family": "llama", "hidden_size": 256, "num_layers": 4, "num_heads": 4, "vocab_size": 512, "seq_len": 128},
     "wide": {"family": "llama", "hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 512, "seq_len": 128},
@@ -118,6 +135,7 @@ class Rank:
     """One rank of a shape."""
 
     def __init__(self, shape: Shape, rank: int) -> None:
+        stay_on_host(shape.hosts, rank, shape.world)
         run = shape.run()
         parallel = run.config.parallel
         grid = RankGrid(parallel.tp, parallel.cp, run.dp, parallel.pp)
@@ -126,21 +144,120 @@ class Rank:
         )
         self.dp_index = 0
         self.engine = initialize(run.config, state)
-        self._batches = _random_batches(run, self.engine.share)
+        self._batches = random_batches(run, self.engine.share)
 
     def step(self, *_: Tensor) -> float:
         """One step on the same batch."""
         return self.engine.train_step(self._batches, 1e-4).loss
 
 
-def measured(shape: Shape) -> list[float]:
-    """Seconds of steps, of the slowest rank each."""
+def stay_on_host(hosts: int, rank: int, world: int) -> None:
+    """Give this process, with gloo's threads, its host's part of the processors."""
+    if hosts == 1:
+        return
+    every = sorted(os.sched_getaffinity(0))
+    each, host = max(1, len(every) // hosts), rank // (world // hosts)
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), every[host * each :][:each])
+
+
+@dataclass(frozen=True)
+class Probes:
+    """So many processes that measure how fast the machine is now."""
+
+    world: int
+
+    def batch(self, step: int, dp_index: int) -> tuple[Tensor, ...]:
+        """None."""
+        return ()
+
+
+class Probe:
+    """One of them."""
+
+    dp_index = 0
+
+    def __init__(self, *_: object) -> None:
+        self._probe = SpeedProbe(torch.device("cpu"))
+
+    def step(self, *_: Tensor) -> None:
+        """A few steps."""
+        self._probe.seconds()
+
+    def seconds(self) -> float:
+        """Of a step."""
+        return self._probe.seconds()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps in a row.
+
+    Args:
+        seconds: of steps, of the slowest rank each.
+        probe: mean seconds of the probes before and after them.
+    """
+
+    seconds: list[float]
+    probe: float
+
+
+def measured(shape: Shape, probes: World) -> list[Part]:
+    """Some turns, with probes between them."""
     with network_of(shape.hosts, MBIT) as network:
         world = World(shape.title, lambda rank: Rank(shape, rank), shape, network)
         try:
-            return world.turn(range(RUN_IN + STEPS), RUN_IN).seconds
+            found, before = [], mean(probes.ask("seconds"))
+            for turn in range(TURNS):
+                run_in = RUN_IN[min(turn, 1)]
+                seconds = world.turn(range(run_in + STEPS), run_in).seconds
+                after = mean(probes.ask("seconds"))
+                found.append(Part(seconds, (before + after) / 2))
+                before = after
+            return found
         finally:
             world.close()
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Ranks over two hosts that measure collectives."""
+
+    world: int
+
+    def batch(self, step: int, dp_index: int) -> tuple[Tensor, ...]:
+        """None."""
+        return ()
+
+
+class Links:
+    """One of them."""
+
+    dp_index = 0
+
+    def __init__(self, hosts: Hosts, rank: int) -> None:
+        stay_on_host(2, rank, hosts.world)
+        self._hosts, self._rank = hosts, rank
+
+    def step(self, *_: Tensor) -> None:
+        """None."""
+
+    def samples(self) -> dict[str, Samples]:
+        """Seconds by operation."""
+        return collective_samples(self._rank, self._hosts.world // 2)
+
+
+def between_hosts() -> dict[str, Samples]:
+    """Collectives of 2, 4 and 8 ranks over two hosts."""
+    found = dict[str, Samples]()
+    for hosts in map(Hosts, (2, 4, 8)):
+        with network_of(2, MBIT) as network:
+            world = World(f"{hosts.world} ranks", lambda rank, hosts=hosts: Links(hosts, rank), hosts, network)
+            try:
+                found |= world.ask("samples")[0]
+            finally:
+                world.close()
+    return found
 
 
 def predicted(shape: Shape, calibration: Path) -> StepTime:
@@ -151,42 +268,71 @@ def predicted(shape: Shape, calibration: Path) -> StepTime:
 
 
 def measure(limit: int | None) -> None:
-    """Calibrate, run, write after every shape."""
-    write_calibration(calibrate(), CALIBRATION)
-    lines: list[str] = []
-    for shape in list(shapes())[:limit]:
-        try:
-            seconds = measured(shape)
-        except ContenderFailedError as error:
-            print(f"{shape.title}: {error}", flush=True)
-            continue
-        print(f"{shape.title}: {median(seconds) * 1e3:.1f} ms", flush=True)
-        lines.append(json.dumps({"shape": asdict(shape), "seconds": seconds, "machine": machine()}))
-        write_whole(MEASURED, "\n".join(lines) + "\n")
+    """Calibrate, run all shapes in rounds, every other one backwards, write after every shape."""
+    bare = calibrate()
+    write_calibration(replace(bare, collectives=dict(bare.collectives) | between_hosts()), CALIBRATION)
+    every, rounds = list(shapes())[:limit], dict[Shape, list[list[Part]]]()
+    probes = [World("probe", Probe, Probes(count)) for count in (1, bare.processors)]
+    for number in range(ROUNDS):
+        for shape in every[:: -1 if number % 2 else 1]:
+            try:
+                parts = measured(shape, probes[shape.world > 1])
+            except ContenderFailedError as error:
+                print(f"{shape.title}: {error}", flush=True)
+                continue
+            rounds.setdefault(shape, []).append(parts)
+            seconds, speed = found_of([parts], bare, shape)
+            print(f"{shape.title}: {seconds * 1e3:.1f} ms, {speed:.2f} of the calibrated speed", flush=True)
+            lines = [
+                {
+                    "shape": asdict(one),
+                    "rounds": [[vars(part) for part in parts] for parts in each],
+                    "machine": machine(),
+                }
+                for one, each in rounds.items()
+            ]
+            write_whole(MEASURED, "".join(json.dumps(line) + "\n" for line in lines))
+    for world in probes:
+        world.close()
+
+
+def found_of(rounds: list[list[Part]], calibration: Calibration, shape: Shape) -> tuple[float, float]:
+    """Median seconds of steps at the speed that was calibrated, and the speed of the machine in units of that."""
+    reference = calibration.probe_seconds[shape.world > 1]
+    parts = [part for each in rounds for part in each]
+    seconds = median(one * reference / part.probe for part in parts for one in part.seconds)
+    return seconds, reference / mean(part.probe for part in parts)
 
 
 def report() -> str:
     """The table, the errors and the search's best."""
-    rows, errors, best = [], [], dict[tuple[object, ...], list[tuple[float, float, str]]]()
+    calibration = read_calibration(CALIBRATION)
+    rows, errors, raw_errors, apart = [], [], [], []
+    best = dict[tuple[object, ...], list[tuple[float, float, str]]]()
     for line in MEASURED.read_text("utf-8").splitlines():
         one = json.loads(line)
-        shape, found = Shape(**one["shape"]), median(one["seconds"])
+        shape, rounds = Shape(**one["shape"]), [[Part(**part) for part in each] for each in one["rounds"]]
+        found, speed = found_of(rounds, calibration, shape)
+        raw = median(seconds for each in rounds for part in each for seconds in part.seconds)
         plan = predicted(shape, CALIBRATION)
         errors.append(plan.seconds / found - 1)
+        raw_errors.append(abs(plan.seconds / raw - 1))
+        medians = [found_of([each], calibration, shape)[0] for each in rounds]
+        apart += [max(medians) / min(medians) - 1] if len(medians) > 1 else []
         waits = ", ".join(f"{axis} {seconds * 1e3:.1f}" for axis, seconds in plan.exposed.items() if seconds > 1e-4)
-        spread = f"{min(one['seconds']) * 1e3:.1f} to {max(one['seconds']) * 1e3:.1f}"
-        times = [f"{found * 1e3:.1f}", spread, f"{plan.seconds * 1e3:.1f}", f"{errors[-1]:+.1%}"]
+        times = [f"{raw * 1e3:.1f}", f"{speed:.2f}", " ".join(f"{one * 1e3:.1f}" for one in medians)]
+        times += [f"{found * 1e3:.1f}", f"{plan.seconds * 1e3:.1f}", f"{errors[-1]:+.1%}"]
         rows.append([shape.title, *times, f"{plan.compute * 1e3:.1f}", waits])
         best.setdefault((shape.world, shape.hosts, shape.model), []).append((plan.seconds, found, shape.title))
     sizes = sorted(map(abs, errors))
     parts = [
         f"# Predicted and measured step times\n\n{len(sizes)} shapes: median error {median(sizes):.1%}, "
         f"{sum(size <= 0.05 for size in sizes)} within 5%, {sum(size <= 0.1 for size in sizes)} within 10%, "
-        f"largest {sizes[-1]:.0%}; median signed {median(errors):+.1%}.",
-        f"{len(sizes)} of the {len(list(shapes()))} shapes were measured: the machine was quiet for twelve minutes. "
-        "Two cores of a virtual machine; while one process was calibrated alone, two others ran for a part of the time, so "
-        "the errors of one rank are not clean. Steps of one shape spread by 10 to 30%. Times are medians of seven steps.",
-        markdown(["shape", "ms", "least to most", "plan's ms", "error", "compute", "exposed ms"], rows),
+        f"largest {sizes[-1]:.0%}; median signed {median(errors):+.1%}. "
+        f"Without regard to the machine's speed at that moment: median error {median(raw_errors):.1%}. "
+        f"Two rounds lie {median(apart):.1%} apart (median of {len(apart)} shapes), at most {max(apart):.0%}.",
+        CONDITIONS,
+        markdown(["shape", "ms", "speed", "rounds", "ms at 1.00", "plan's ms", "error", "compute", "exposed ms"], rows),
         "## The best of each world",
     ]
     chosen = []
@@ -207,6 +353,10 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="only the first so many shapes")
     given = parser.parse_args()
     if given.measure:
+        if not MEMORY.items() <= os.environ.items():  # malloc reads them when a process starts
+            os.execve(
+                sys.executable, [sys.executable, "-m", "benchmarks.plan_time", *sys.argv[1:]], os.environ | MEMORY
+            )
         measure(given.limit)
     text = report()
     print(text)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megazero.cli import app
@@ -15,8 +16,12 @@ from megazero.plan.calibration import (
     with_itself,
     write_calibration,
 )
-from megazero.plan.cluster import cluster_of
+from megazero.plan.cluster import Cluster, cluster_of
+from megazero.plan.collective_times import GroupLink
 from megazero.plan.devices import DEVICES, NETWORKS, Device, Link
+from megazero.plan.fake_tensors import Operator, Value
+from megazero.plan.pass_times import pass_time
+from megazero.plan.unit_trace import PassTrace
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -61,7 +66,13 @@ def _calibration() -> Calibration:
     table = OperatorTable(
         (Product("fp32", 64, 64, 64, 1e-5),), {"aten.add.Tensor": ((100.0, 1e-6), (400.0, 4e-6))}, 1e-5
     )
-    return with_itself(Calibration(device, 2, link, {"1gbit": link}, table, table, {"all_reduce 2": ((10.0, 1e-3),)}))
+    collectives = {
+        "all_reduce 2": ((10.0, 1e-3),),
+        "all_reduce 4/2": ((24.0, 2.0),),
+        "all_reduce 4/2 work": ((24.0, 0.5),),
+    }
+    found = Calibration(device, 2, link, table, table, collectives, ((2.0, 1.1), (4.0, 1.2)), (0.04, 0.05))
+    return with_itself(found)
 
 
 def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -72,7 +83,7 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     assert again is not None
     assert {**vars(again), "device": None} == {**vars(_calibration()), "device": None}
     assert cluster.processors == 2
-    assert cluster.between == cluster.within
+    assert cluster.between == NETWORKS["1gbit"]
 
 
 def test_a_file_that_is_no_calibration_is_told(tmp_path: Path) -> None:
@@ -118,3 +129,30 @@ def test_times_between_two_measured_sizes_lie_on_a_line_in_logarithms() -> None:
     assert table.operator("aten.add.Tensor", 1) == pytest.approx(1e-6)  # below: what starting costs
     assert table.product("fp32", 64, 64, 64) == 1e-5
     assert table.product("fp32", 128, 64, 64) == pytest.approx(2e-5)  # at the rate of the nearest
+
+
+@pytest.mark.parametrize(("ranks", "times"), [(1, 1.0), (2, 1.0), (4, 1.1), (8, 1.2), (16, 1.2)])
+def test_ranks_that_take_turns_at_two_processors_compute_so_many_times_longer(ranks: int, times: float) -> None:
+    """An addition of 100 bytes is 1 us, of the host 10."""
+    device, value = _calibration().device, Value(0, (25,), torch.float32)
+    cluster = Cluster(device, ranks, ranks, device.link, device.link, 2)
+    trace = PassTrace((Operator("aten.add.Tensor", (), (value,)),), 0, 0)
+    assert pass_time(trace, cluster, {}, is_compiled=False).compute == pytest.approx(11e-6 * times)
+
+
+def test_groups_that_cross_a_shared_link_side_by_side_wait_for_each_others_bytes() -> None:
+    """An all-reduce that sends 24 bytes in a ring of 4 is of 16: either host sends half of it, and sums of the other half.
+
+    Measured alone it takes 2 s; the 16 bytes of another group take 4 s more at 4 bytes a second.
+    """
+    device, link = _calibration().device, Link("slow", 4.0, 0.0, is_shared=True)
+    alone, beside = (GroupLink(Cluster(device, 4, 2, device.link, link, 2), 4, 2, groups) for groups in (1, 2))
+    assert alone.seconds("all_reduce", 24) == 2.0
+    assert beside.seconds("all_reduce", 24) == 2.0 + 16 / 4.0
+    assert (alone.work_seconds("all_reduce", 24), beside.work_seconds("all_reduce", 24)) == (0.5, 0.5)
+
+
+def test_a_table_at_another_speed_has_every_time_so_much_longer() -> None:
+    table = _calibration().alone.scaled(2.0)
+    assert (table.operator("aten.add.Tensor", 400), table.product("fp32", 64, 64, 64)) == (8e-6, 2e-5)
+    assert table.host_seconds == 2e-5

@@ -11,6 +11,7 @@ from harness import run_world
 
 from megazero.config import ResolvedRun, load_config
 from megazero.engine import initialize
+from megazero.engine.random_batches import random_batches
 from megazero.layers.counter_rng import normal
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan import memory, state_trace
@@ -20,7 +21,7 @@ from megazero.plan.devices import Device, Link
 from megazero.plan.memory import RankMemory, memory_of
 from megazero.plan.state_trace import trace_state
 from megazero.plan.traffic import busiest_links, traffic_of
-from megazero.tools.measured_step import STATE_KINDS, _random_batches, _watched_step, live_memory
+from megazero.tools.measured_step import STATE_KINDS, _watched_step, live_memory
 
 MODEL = """
     model.hidden_size=256 model.num_layers=4 model.num_heads=4 model.ffn_hidden_size=512 model.vocab_size=1024
@@ -57,7 +58,7 @@ def second_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     _first_use()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
-        batches = _random_batches(run, engine.share)
+        batches = random_batches(run, engine.share)
         for _ in range(2):
             counted, _ = _watched_step(engine, batches, live.mark)
     if (state.at.tp, state.at.cp, state.at.dp) != (0, 0, 0):

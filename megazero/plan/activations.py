@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from megazero.config import ResolvedRun, RunConfig
 from megazero.models.activation_bytes import (
@@ -146,9 +147,9 @@ def elements_of_stages(run: ResolvedRun, kind: ScheduleKind) -> list[int]:
     return [sum(own) for own in by_rank(counts, placement)]
 
 
-def elements_in(stage: GPTStage) -> int:
-    """Parameters of a stage, as a tensor-parallel rank has it."""
-    return sum(weight.numel() for weight in stage.parameters())
+def elements_in(module: nn.Module) -> int:
+    """Parameters of a stage, or of a part of it, as a tensor-parallel rank has it."""
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def activations_of_ranks(run: ResolvedRun, schedule: Schedule, *, on_cuda: bool) -> list[RankActivations]:

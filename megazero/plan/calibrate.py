@@ -3,6 +3,7 @@
     sizes        a layer, the ends and the optimizer of small Llamas and GPT-2s, whole and cut as tp cuts them
     alone        one process: every operator of a step is timed, then the step: the rest is the host's, per operator
     crowded      the same on every processor at once
+    turns        whole steps in two and four times as many processes: what it costs that processors change between them
     collectives  2, 4 and 8 ranks that do nothing else
 
 Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: seconds.
@@ -18,8 +19,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial, reduce
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,37 +33,38 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megazero.config import ResolvedRun, RunConfig, resolve
-from megazero.engine import Engine, initialize
-from megazero.models.gpt import MicroBatch
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.config import ResolvedRun
 from megazero.plan.activations import elements_in, stages_of
 from megazero.plan.calibrate_collectives import collective_samples
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
 from megazero.plan.operator_times import attention_flops, moved_bytes, product_of
+from megazero.plan.speed_probe import LR, SpeedProbe, small_run, started, step_seconds
 from megazero.zero.bucket import DTYPE_NAMES
 
-_LR, _STEPS, _TIMEOUT = 1e-4, 5, timedelta(seconds=300)
+_STEPS, _IN_A_ROW, _TIMEOUT = 5, 4, timedelta(seconds=300)
 _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 
 
 @dataclass
 class _Record:
-    """Times by what was done."""
+    """Times by what was done, in units of the probe's at that moment; and the probe's seconds."""
 
-    products: dict[tuple[str, int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    operators: dict[tuple[str, float], list[float]] = field(default_factory=lambda: defaultdict(list))
+    products: dict[tuple[str, int, int, int], list[float]] = field(default_factory=partial(defaultdict, list))
+    operators: dict[tuple[str, float], list[float]] = field(default_factory=partial(defaultdict, list))
     optimizer: list[tuple[float, float]] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
+    probes: list[float] = field(default_factory=list)
 
-
-class _Alone(ParallelState):
-    """The state of a run of one rank, beside others."""
-
-    def _started(self) -> int:
-        return 1
+    def add(self, other: _Record) -> _Record:
+        """This one, with the times of another process."""
+        for own, others in ((self.products, other.products), (self.operators, other.operators)):
+            for key, times in others.items():
+                own[key] += times  # type: ignore[index]
+        for name in ("optimizer", "host", "probes"):
+            getattr(self, name).extend(getattr(other, name))
+        return self
 
 
 class _Timed(TorchDispatchMode):
@@ -96,43 +99,29 @@ def sizes(*, quick: bool) -> list[ResolvedRun]:
     for family, width, cut, count in product(("llama", "gpt2"), hidden, cuts, tokens):
         if family == "gpt2" and (cut > 1 or width > 256):
             continue
-        found.append(_run(family, width, cut, count))
+        found.append(small_run(family, width, cut, count))
     return found
-
-
-def _run(family: str, hidden: int, cut: int, tokens: int) -> ResolvedRun:
-    """One with a part of the heads, of the MLP and of the vocabulary."""
-    ffn = (4 * hidden if family == "gpt2" else -(-8 * hidden // (3 * 256)) * 256) // cut
-    model: dict[str, Any] = {"family": family, "hidden_size": hidden, "num_layers": 2, "ffn_hidden_size": ffn}
-    model |= {"num_heads": max(1, hidden // 64 // cut), "vocab_size": 512 // cut, "seq_len": min(128, tokens)}
-    if family == "llama":
-        model["head_dim"] = 64
-    samples = max(1, tokens // 128)
-    document = {
-        "model": model,
-        "precision": {"dtype": "fp32"},
-        "zero": {"stage": 0},
-        "training": {"micro_batch_size": samples, "accumulation": 2, "compile": False},
-    }
-    return resolve(RunConfig.model_validate(document), 1)
 
 
 def _measure(runs: list[ResolvedRun], meet: Callable[[], None]) -> _Record:
     """Times of the operators of these runs' steps; `meet` waits for the other processes."""
     record, device = _Record(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    probe = SpeedProbe(device, synchronize)
     for run in runs:
-        engine = initialize(run.config, _Alone(RankGrid(), device=device))
-        batches = _batches(run, device)
-        engine.train_step(batches, _LR)
+        engine, batches = started(run, device)
         meet()
-        whole = median(_seconds(engine, batches, synchronize) for _ in range(_STEPS))
+        before = probe.seconds()
+        whole = median(step_seconds(engine, batches, synchronize) for _ in range(_STEPS))
+        between = probe.seconds()
         timed: list[list[tuple[Operator, float]]] = []
         for _ in range(_STEPS):
             with _Timed(synchronize) as mode:
-                engine.train_step(batches, _LR)
+                engine.train_step(batches, LR)
             timed.append(mode.found)
-        _keep(record, run, timed, whole)
+        after = probe.seconds()
+        record.probes += [before, between, after]
+        _keep(record, run, timed, whole, ((before + between) / 2, (between + after) / 2))
         del engine
         gc.collect()
     return record
@@ -142,27 +131,20 @@ def _nothing() -> None:
     """A CPU has done what was called."""
 
 
-def _batches(run: ResolvedRun, device: torch.device) -> list[MicroBatch]:
-    model, found = run.config.model, []
-    for at in range(run.accumulation):
-        generator = torch.Generator().manual_seed(at)
-        shape = (model.seq_len + 1, run.micro_batch_size)
-        tokens = torch.randint(0, model.vocab_size, shape, generator=generator).to(device)
-        ids = torch.arange(run.micro_batch_size, device=device)
-        found.append(MicroBatch(ids, tokens[:-1].contiguous(), tokens[1:].contiguous(), None))
-    return found
+def _keep(
+    record: _Record,
+    run: ResolvedRun,
+    timed: list[list[tuple[Operator, float]]],
+    whole: float,
+    probes: tuple[float, float],
+) -> None:
+    """Medians over the steps, operator by operator; all steps call the same.
 
-
-def _seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    engine.train_step(batches, _LR)
-    synchronize()
-    return time.perf_counter() - begin
-
-
-def _keep(record: _Record, run: ResolvedRun, timed: list[list[tuple[Operator, float]]], whole: float) -> None:
-    """Medians over the steps, operator by operator; all steps call the same."""
-    medians = [(same[0][0], median(seconds for _, seconds in same)) for same in zip(*timed, strict=True)]
+    Args:
+        probes: the probe's seconds beside the whole steps, and beside those whose operators were timed.
+    """
+    medians = [(same[0][0], median(seconds for _, seconds in same) / probes[1]) for same in zip(*timed, strict=True)]
+    whole /= probes[0]
     own, stepped, count = 0.0, 0.0, 0
     for operator, seconds in medians:
         own, count = own + seconds, count + 1
@@ -180,13 +162,15 @@ def _keep(record: _Record, run: ResolvedRun, timed: list[list[tuple[Operator, fl
 
 
 def _table(record: _Record) -> OperatorTable:
+    """In seconds, at the speed of the median probe."""
     by_name: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for (name, size), seconds in record.operators.items():
+    for (name, size), times in record.operators.items():
         if size:
-            by_name[name].append((size, median(seconds)))
+            by_name[name].append((size, median(times)))
     by_name["optimizer"] = record.optimizer
-    products = tuple(Product(*key, median(seconds)) for key, seconds in sorted(record.products.items()))
-    return OperatorTable(products, {name: _samples(found) for name, found in by_name.items()}, median(record.host))
+    products = tuple(Product(*key, median(times)) for key, times in sorted(record.products.items()))
+    relative = OperatorTable(products, {name: _samples(found) for name, found in by_name.items()}, median(record.host))
+    return relative.scaled(median(record.probes))
 
 
 def _samples(found: list[tuple[float, float]]) -> Samples:
@@ -203,45 +187,55 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     processors = 0 if on_gpu else len(os.sched_getaffinity(0))
     runs = sizes(quick=quick)
     say(f"{len(runs)} small models in one process")
-    alone = _table(in_processes(1, _measured, runs)[0])
-    crowded, collectives = alone, dict[str, Samples]()
+    (record,) = in_processes(1, _measured, runs)
+    alone, probes = _table(record), [median(record.probes)]
+    crowded, collectives, switching = alone, dict[str, Samples](), list[tuple[float, float]]()
     if processors > 1:
         say(f"the same in {processors} processes")
-        crowded = _mean([_table(one) for one in in_processes(processors, _measured, runs)])
+        record = reduce(_Record.add, in_processes(processors, _measured, runs))
+        crowded = _table(record)
+        probes.append(median(record.probes))
     if processors:
+        for share in (2,) if quick else (2, 4):
+            say(f"whole steps in {share * processors} processes")
+            switching.append((float(share), _switching(processors, share)))
         for ranks in (2, 4) if quick else (2, 4, 8):
             say(f"collectives of {ranks} ranks")
             collectives |= in_processes(ranks, collective_samples)[0]
     device, within = _device(alone, on_gpu=on_gpu), _link_of(collectives)
     say(f"{time.perf_counter() - begin:.0f} s")
     conditions = f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    bare = Calibration(
-        Device(**{**vars(device), "link": within}), processors, within, {}, alone, crowded, collectives, conditions
-    )
+    device, both = replace(device, link=within), (probes[0], probes[-1])
+    bare = Calibration(device, processors, within, alone, crowded, collectives, tuple(switching), both, conditions)
     return with_itself(bare)
 
 
-def _measured(rank: int, runs: list[ResolvedRun]) -> _Record:
-    return _plain(_measure(runs, dist.barrier if dist.is_initialized() else _nothing))
+def _switching(processors: int, share: int) -> float:
+    """How many times `share` steps take that processes take turns at, over those of one process for each processor."""
+    runs = [small_run("llama", 256, cut, 256) for cut in (1, 2)]
+    found = in_processes(share * processors, _turns, runs, processors)
+    slowest = [[max(times) for times in zip(*of_run, strict=True)] for of_run in zip(*found, strict=True)]
+    return max(1.0, sum(together / share / few for together, few in slowest) / len(slowest))
 
 
-def _plain(record: _Record) -> _Record:
-    """Without what cannot be sent."""
-    return _Record(dict(record.products), dict(record.operators), record.optimizer, record.host)
+def _turns(rank: int, runs: list[ResolvedRun], processors: int) -> list[tuple[float, float]]:
+    """For each run the seconds of some steps while all processes run theirs, and while one for each processor does."""
+    found = []
+    for run in runs:
+        engine, batches = started(run, torch.device("cpu"))
+        together, few = list[float](), [0.0]
+        for _ in range(_STEPS):
+            dist.barrier()
+            together.append(sum(step_seconds(engine, batches, _nothing) for _ in range(_IN_A_ROW)))
+            dist.barrier()
+            if rank < processors:
+                few.append(sum(step_seconds(engine, batches, _nothing) for _ in range(_IN_A_ROW)))
+        found.append((median(together), median(few[1:] or few)))
+    return found
 
 
-def _mean(tables: list[OperatorTable]) -> OperatorTable:
-    """Of tables of the same sizes."""
-    products = tuple(
-        Product(one.dtype, one.m, one.n, one.k, sum(each.seconds for each in same) / len(same))
-        for same in zip(*(table.products for table in tables), strict=True)
-        for one in same[:1]
-    )
-    operators: dict[str, Samples] = {}
-    for name in tables[0].operators:
-        same = zip(*(table.operators[name] for table in tables), strict=True)
-        operators[name] = tuple((one[0][0], sum(seconds for _, seconds in one) / len(one)) for one in same)
-    return OperatorTable(products, operators, sum(table.host_seconds for table in tables) / len(tables))
+def _measured(_: int, runs: list[ResolvedRun]) -> _Record:
+    return _measure(runs, dist.barrier if dist.is_initialized() else _nothing)
 
 
 def _device(table: OperatorTable, *, on_gpu: bool) -> Device:

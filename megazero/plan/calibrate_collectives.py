@@ -1,9 +1,9 @@
-"""Times of collectives among ranks of one host that do nothing else, by what each rank sends."""
+"""Times of collectives among ranks that do nothing else, by what each rank sends."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 
 import torch
@@ -18,33 +18,41 @@ _SIZES = (64, 16_384, 131_072, 524_288, 2_097_152, 8_388_608)  # bytes of the wh
 _ROUNDS, _CALLS = 5, 8
 
 
-def collective_samples(rank: int) -> dict[str, Samples]:
-    """ "all_reduce 4" and so on, for the ranks of the default process group."""
+def collective_samples(rank: int, per_node: int = 0) -> dict[str, Samples]:
+    """ "all_reduce 4" and so on, for the ranks of the default process group; over hosts of so many ranks "all_reduce 4/2".
+
+    What a rank's processor does for it is in "all_reduce 4/2 work": it is taken from the computation that it runs beside.
+    """
     world = dist.get_world_size()
-    state = ParallelState(RankGrid(dp=world), rank, neighbours=world)
-    found = {}
+    state = ParallelState(RankGrid(dp=world), rank, neighbours=per_node or world)
+    group = f"{world}/{per_node}" if per_node else f"{world}"
+    sizes, found = (_SIZES[:-1] if per_node else _SIZES), {}
+
+    def sample(name: str, calls: Iterable[tuple[Callable[[], None], int]]) -> None:
+        every = [(float(sent), *_seconds(call)) for call, sent in calls]
+        found[f"{name} {group}"] = tuple((sent, seconds) for sent, seconds, _ in every)
+        if per_node:
+            found[f"{name} {group} work"] = tuple((sent, work) for sent, _, work in every)
+
     for name, make in _CALLS_OF.items():
-        samples = []
-        for size in _SIZES:
-            call, sent = make(size // 4 // world * world or world, state.dp)
-            samples.append((float(sent), _seconds(call)))
-        found[f"{name} {world}"] = tuple(samples)
+        sample(name, (make(size // 4 // world * world or world, state.dp) for size in sizes))
     if world == 2:
-        found["send_recv 2"] = tuple((float(size), _seconds(_message(size // 4, state.dp))) for size in _SIZES)
+        sample("send_recv", ((_message(size // 4, state.dp), size) for size in sizes))
     return found
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    """Of one call, where one follows the other; the median round."""
+def _seconds(call: Callable[[], None]) -> tuple[float, float]:
+    """Of one call, where one follows the other, and of the processors for it; the median round."""
     call()
-    rounds = []
+    rounds, works = [], []
     for _ in range(_ROUNDS):
         dist.barrier()
-        begin = time.perf_counter()
+        begin, work = time.perf_counter(), time.process_time()
         for _ in range(_CALLS):
             call()
         rounds.append((time.perf_counter() - begin) / _CALLS)
-    return median(rounds)
+        works.append((time.process_time() - work) / _CALLS)
+    return median(rounds), median(works)
 
 
 def _reduced(count: int, axis: Axis) -> tuple[Callable[[], None], int]:

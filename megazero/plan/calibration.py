@@ -14,7 +14,7 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from math import exp, inf, log
@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from megazero.plan.devices import Device, Link
 
-VERSION = 1
+VERSION = 2
 _NEAREST = 4  # measured products that stand for one that was not
 
 Samples: TypeAlias = tuple[tuple[float, float], ...]
@@ -79,6 +79,15 @@ class OperatorTable:
         rate = exp(sum(w * r for w, r in zip(weights, rates, strict=True)) / sum(weights))
         return m * n * k / rate
 
+    def scaled(self, factor: float) -> OperatorTable:
+        """Everything so many times as long."""
+        products = tuple(replace(one, seconds=one.seconds * factor) for one in self.products)
+        operators = {
+            name: tuple((size, seconds * factor) for size, seconds in samples)
+            for name, samples in self.operators.items()
+        }
+        return OperatorTable(products, operators, self.host_seconds * factor)
+
     def operator(self, name: str, size: float) -> float | None:
         """Seconds of an operator on so much; None where it was not measured."""
         samples = self.operators.get(name)
@@ -106,32 +115,49 @@ class Calibration:
         device: the machine as a device, with this calibration in it.
         processors: cores that the ranks of a node share; 0 for devices of their own.
         within: between ranks of one node.
-        between: networks that were measured, by the names of `--network`.
         alone, crowded: see above; equal where nothing is shared.
-        collectives: seconds by operation and ranks of one host: "all_reduce 4".
+        collectives: seconds by operation and ranks of one host, "all_reduce 4", or of several with so many ranks each,
+            "all_reduce 4/2"; "all_reduce 4/2 work" are seconds of a rank's processor.
+        switching: by ranks for each processor: how many times the work of one takes, since they take turns.
+        probe_seconds: of `SpeedProbe` while `alone`, and while `crowded` was measured: the speed that the times are for.
         conditions: what was measured where, for people.
     """
 
     device: Device
     processors: int
     within: Link
-    between: Mapping[str, Link]
     alone: OperatorTable
     crowded: OperatorTable
     collectives: Mapping[str, Samples] = field(default_factory=dict)
+    switching: Samples = ()
+    probe_seconds: tuple[float, float] = (0.0, 0.0)
     conditions: str = ""
 
     def table(self, busy: int) -> OperatorTable:
         """The table for so many ranks that compute at once on a node."""
         return self.crowded if busy > 1 else self.alone
 
+    def slowdown(self, ranks_per_processor: float) -> float:
+        """How many times longer the work of ranks that take turns is."""
+        if ranks_per_processor <= 1 or not self.switching:
+            return 1.0
+        most = self.switching[-1][0]
+        return interpolated(((1.0, 1.0), *self.switching), min(ranks_per_processor, most))
+
     def collective(self, operation: str, ranks: int, size: float) -> float | None:
         """Seconds of a collective of ranks of one host; of the next measured number of ranks, in proportion."""
-        known = sorted(int(key.split()[1]) for key in self.collectives if key.split()[0] == operation)
+        known = [int(key.split()[1]) for key in self.collectives if key.split()[0] == operation and "/" not in key]
         if not known:
             return None
-        nearest = min(known, key=lambda count: abs(log(count / ranks)))
+        nearest = min(sorted(known), key=lambda count: abs(log(count / ranks)))
         return interpolated(self.collectives[f"{operation} {nearest}"], size) * ranks / nearest
+
+    def between_hosts(self, operation: str, ranks: int, per_node: int, size: float) -> tuple[float, float] | None:
+        """Seconds of a collective over hosts, and of the processors for it; None where this was not measured."""
+        key = f"{operation} {ranks}/{per_node}"
+        if key not in self.collectives:
+            return None
+        return interpolated(self.collectives[key], size), interpolated(self.collectives[f"{key} work"], size)
 
 
 def _table_of(value: Mapping[str, Any]) -> OperatorTable:
@@ -168,10 +194,11 @@ def read_calibration(path: Path) -> Calibration:
         alone, crowded = _table_of(found["alone"]), _table_of(found["crowded"])
         values = dict(found["device"])
         within = Link(**found["within"])
-        between = {name: Link(**link) for name, link in found["between"].items()}
         collectives, conditions = _samples_of(found["collectives"]), str(found["conditions"])
-        device = Device(**values, link=within)
-        bare = Calibration(device, found["processors"], within, between, alone, crowded, collectives, conditions)
+        (switching,) = _samples_of({"": found["switching"]}).values()
+        alone_probe, crowded_probe = map(float, found["probe_seconds"])
+        shared = Device(**values, link=within), found["processors"], within, alone, crowded
+        bare = Calibration(*shared, collectives, switching, (alone_probe, crowded_probe), conditions)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
@@ -195,10 +222,11 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
         "device": device | {"peak_flops": dict(calibration.device.peak_flops)},
         "processors": calibration.processors,
         "within": vars(calibration.within),
-        "between": {name: vars(link) for name, link in calibration.between.items()},
         "alone": _plain(calibration.alone),
         "crowded": _plain(calibration.crowded),
         "collectives": calibration.collectives,
+        "switching": calibration.switching,
+        "probe_seconds": calibration.probe_seconds,
     }
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -215,14 +243,17 @@ def _checksum(found: Mapping[str, Any]) -> str:
 def _check_numbers(found: Mapping[str, Any]) -> None:
     """Sizes and times must be positive, and samples sorted by size.  Raises: ValueError."""
     tables = [found["alone"], found["crowded"]]
-    samples = [*found["collectives"].items(), *(one for table in tables for one in table["operators"].items())]
+    samples = [
+        *found["collectives"].items(),
+        ("switching", found["switching"] or [[1, 1]]),
+        *(one for table in tables for one in table["operators"].items()),
+    ]
     for name, pairs in samples:
         sizes = [size for size, _ in pairs]
         if not pairs or sizes != sorted(set(sizes)) or not all(0 < one < inf for pair in pairs for one in pair):
             raise ValueError(f"the samples of {name} are not positive, or not sorted by size")
-    links = [found["within"], *found["between"].values()]
     numbers = [one for table in tables for product in table["products"] for one in product[1:]]
-    numbers += [one for link in links for one in (link["bytes_per_second"], link["share"])]
+    numbers += [found["within"]["bytes_per_second"], found["within"]["share"]]
     device = found["device"]
     numbers += [*device["peak_flops"].values(), *(device[key] for key in ("memory_bytes", "memory_bandwidth"))]
     if not all(0 < one < inf for one in numbers):

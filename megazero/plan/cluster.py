@@ -53,6 +53,13 @@ class Cluster:
             return None
         return calibration.table(max(min(self.ranks, self.per_node), calibration.processors // max(1, self.processors)))
 
+    @property
+    def switching(self) -> float:
+        """How many times longer work takes where ranks take turns at processors."""
+        if (calibration := self.device.calibration) is None or not self.processors:
+            return 1.0
+        return calibration.slowdown(min(self.ranks, self.per_node) / self.processors)
+
     def __str__(self) -> str:
         links = self.within.name + (f", {self.between.name} between nodes" if self.nodes > 1 else "")
         return f"{self.ranks} x {self.device.name}, {self.per_node} to a node, {links}"
@@ -84,8 +91,7 @@ def cluster_of(gpu: str = "h200", gpus: int = 1, per_node: int = 8, network: str
     if gpu.endswith(".json"):
         calibration = read_calibration(Path(gpu))
         within, device = calibration.within, calibration.device
-        own = calibration.between.get(between.name)
-        return Cluster(device, gpus, min(per_node, gpus), within, own or between, calibration.processors)
+        return Cluster(device, gpus, min(per_node, gpus), within, between, calibration.processors)
     short = ALIASES.get(gpu.lower(), gpu.lower())
     if short not in DEVICES:
         error = unknown_name("GPU", gpu, [*DEVICES, *ALIASES])

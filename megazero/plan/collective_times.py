@@ -63,6 +63,8 @@ class GroupLink:
         if self.ranks == 1:
             return 0.0
         if (calibration := self.cluster.device.calibration) is not None:
+            if (measured := self._between_hosts(operation, sent_bytes)) is not None:
+                return measured[0]
             inner = min(self.ranks, self.per_node)
             here = calibration.collective(operation, inner, sent_bytes) if inner > 1 else 0.0
             own = (here or 0.0) * min(1.0, calibration.processors / inner)  # the ranks were slowed by one another
@@ -70,22 +72,46 @@ class GroupLink:
         rounds = 2 if operation == "all_reduce" else 1
         return rounds * self.latency_seconds + sent_bytes / self.bytes_per_second
 
+    def work_seconds(self, operation: str, sent_bytes: float) -> float:
+        """Of a rank's processor for a collective that is not waited for."""
+        measured = self._between_hosts(operation, sent_bytes) if self.ranks > 1 else None
+        return 0.0 if measured is None else measured[1]
+
+    def _between_hosts(self, operation: str, sent_bytes: float) -> tuple[float, float] | None:
+        """As it was measured: seconds, beside the other groups that share the link, and of the processor."""
+        calibration = self.cluster.device.calibration
+        if calibration is None or not self.crosses:
+            return None
+        found = calibration.between_hosts(operation, self.ranks, self.per_node, sent_bytes)
+        if found is None:
+            return None
+        others = (
+            (self.side_by_side - 1) * self.per_node * self._linked(sent_bytes) if self.cluster.between.is_shared else 0
+        )
+        return found[0] + others / self.cluster.between.rate(), found[1]
+
     def message_seconds(self, size: float) -> float:
         """Of a message from one rank of the group to the next."""
-        if (calibration := self.cluster.device.calibration) is not None and not self.crosses:
-            return calibration.collective("send_recv", 2, size) or 0.0
+        side_by_side = min(self.cluster.per_node, self.cluster.ranks)
+        if (calibration := self.cluster.device.calibration) is not None:
+            if not self.crosses:
+                return calibration.collective("send_recv", 2, size) or 0.0
+            if (found := calibration.between_hosts("send_recv", 2, 1, size)) is not None:
+                return found[0] + (side_by_side - 1) * size / self.cluster.between.rate()
         if self.crosses:
-            side_by_side = min(self.cluster.per_node, self.cluster.ranks)
             return size / self.cluster.between.rate(side_by_side) + self.cluster.between.latency_seconds
         return size / self.cluster.within.rate() + self.cluster.within.latency_seconds
 
-    def link_seconds(self, sent_bytes: float) -> float:
-        """Of a calibrated host's messages to others: on two levels every rank sends its own part of the node's."""
-        between = self.cluster.between
+    def _linked(self, sent_bytes: float) -> float:
+        """Bytes that a rank sends to other nodes: on two levels its own part of the node's."""
         nodes = ceil(self.ranks / self.per_node)
-        linked = sent_bytes * self.ranks / max(1, self.ranks - 1) * (nodes - 1) / nodes / self.per_node
+        return sent_bytes * self.ranks / max(1, self.ranks - 1) * (nodes - 1) / nodes / self.per_node
+
+    def link_seconds(self, sent_bytes: float) -> float:
+        """Of a calibrated host's messages to others."""
+        between, nodes = self.cluster.between, ceil(self.ranks / self.per_node)
         senders = self.side_by_side * self.per_node
-        return linked / between.rate(senders) + ceil(log2(nodes)) * between.latency_seconds
+        return self._linked(sent_bytes) / between.rate(senders) + ceil(log2(nodes)) * between.latency_seconds
 
 
 def group_link(cluster: Cluster, ranks: Sequence[int]) -> GroupLink:

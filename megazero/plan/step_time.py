@@ -118,16 +118,12 @@ def unit_elements(config: RunConfig, *, is_one_stage: bool) -> tuple[int, int, i
 @lru_cache(maxsize=64)
 def _unit_elements(config: RunConfig, is_one_stage: bool) -> tuple[int, int, int]:
     stages = stages_of(config, 1 if is_one_stage else 2)
-    layer = elements_in_module(stages[0].blocks[0])
+    layer = elements_in(stages[0].blocks[0])
     if is_one_stage:
-        embedding = elements_in_module(stages[0].embedding)
+        assert stages[0].embedding is not None
+        embedding = elements_in(stages[0].embedding)
         return embedding, layer, elements_in(stages[0]) - embedding - 2 * layer
     return elements_in(stages[0]) - layer, layer, elements_in(stages[1]) - layer
-
-
-def elements_in_module(module: object) -> int:
-    """Parameters of a module."""
-    return sum(weight.numel() for weight in module.parameters())  # type: ignore[attr-defined]
 
 
 def _chunk_pass(chunk: _Chunk, kind: ActionKind, units: Mapping[UnitKey, UnitTime], cluster: Cluster) -> PassTime:
@@ -155,6 +151,7 @@ def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, ac
     first = action.microbatch == 0
     last = action.microbatch == schedule.microbatches - 1
     wire = of_rank.behind(action, is_first=first, is_last=last)
+    one = replace(one, compute=one.compute + of_rank.work(action, is_first=first, is_last=last))
     if not wire:
         return one
     ahead = of_rank.ahead(action, is_first=first)

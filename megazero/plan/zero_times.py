@@ -14,17 +14,23 @@ sockets of DDR4 or DDR5 shared by eight; files at 3 GB/s for each rank, a local 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
 
 from megazero.config import ResolvedRun
+from megazero.parallel_state import Axis
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink
 from megazero.plan.state_bytes import StateFormula, formula_of
 from megazero.schedules.action import Action, ActionKind
+from megazero.zero.bucket import ShardingPolicy
+from megazero.zero.bucket_sizes import bucket_sizes
 
 HOST_MEMORY, NVME = 25e9, 3e9
-_BUCKET_BYTES = 40 * 2**20
+_Of: TypeAlias = Callable[[GroupLink, str, float], float]
 _FP32 = 4
 
 
@@ -40,6 +46,7 @@ class RankZero:
         each_reduces, each_gathers: after, and for, every micro-batch.
         optimizer: of the rank's own states.
         gather_exposed: of weights after the optimizer.
+        gather_work, reduction_work: of this rank's processor, for what runs beside its computation.
     """
 
     gathers: Mapping[int, float] = field(default_factory=dict)
@@ -51,6 +58,19 @@ class RankZero:
     is_stage_3: bool = False
     optimizer: float = 0.0
     gather_exposed: float = 0.0
+    gather_work: Mapping[int, float] = field(default_factory=dict)
+    reduction_work: Mapping[int, float] = field(default_factory=dict)
+
+    def work(self, action: Action, *, is_first: bool, is_last: bool) -> float:
+        """Seconds that gathers and reductions beside an action take of its processor."""
+        found = 0.0
+        if (action.kind is ActionKind.FORWARD and is_first) or (
+            self.each_gathers and action.kind is not ActionKind.WEIGHT
+        ):
+            found += self.gather_work.get(action.chunk, 0.0)
+        if action.kind is ActionKind.BACKWARD and (is_last or self.each_reduces):
+            found += self.reduction_work.get(action.chunk, 0.0)
+        return found
 
     def behind(self, action: Action, *, is_first: bool, is_last: bool) -> float:
         """Seconds of gathers and reductions that run beside an action."""
@@ -139,19 +159,23 @@ def _rank_zero(
 ) -> RankZero:
     zero = run.config.zero
     counts = {chunk: sum(units) for chunk, units in own.items()}
-    bucket_bytes = _BUCKET_BYTES if zero.bucket_bytes == "auto" else zero.bucket_bytes
-    buckets = {chunk: max(1, -(-_FP32 * count // bucket_bytes)) for chunk, count in counts.items()}
-    reductions = {
-        chunk: _reduction_seconds(run, links, count * formula.reduce_bytes, buckets[chunk])
-        for chunk, count in counts.items()
-    }
+    most = _bucket_elements(run, links, sum(counts.values()), on_cpu=cluster.processors > 0, hides=overlaps)
+    buckets = {chunk: sum(-(-unit // most) for unit in units) for chunk, units in own.items()}
+    if zero.stage < 3:
+        buckets = {chunk: -(-count // most) for chunk, count in counts.items()}
+    sizes = {chunk: (count * formula.reduce_bytes, buckets[chunk]) for chunk, count in counts.items()}
+    reductions = {chunk: _reduction_seconds(run, links, *size) for chunk, size in sizes.items()}
     is_stage_3 = zero.stage == 3
-    gathers = {}
+    gathers, gather_work = {}, {}
     if zero.stage and run.shards > 1:
         axis = links["secondary"] if formula.second_copy and is_stage_3 else links["shard"]
         for chunk, count in counts.items():
-            pieces = len(own[chunk]) if is_stage_3 else buckets[chunk]
-            gathers[chunk] = _pieces(axis, "all_gather", count * formula.weight_bytes, pieces)
+            sized = "all_gather", count * formula.weight_bytes, buckets[chunk]
+            gathers[chunk] = _pieces(axis, *sized)
+            gather_work[chunk] = _pieces(axis, *sized, GroupLink.work_seconds)
+    reduction_work = {
+        chunk: _reduction_seconds(run, links, *size, GroupLink.work_seconds) for chunk, size in sizes.items()
+    }
     stepped = optimizer_seconds(run, cluster, sum(counts.values()), formula)
     waits = 0.0 if overlaps or is_stage_3 else sum(gathers.values())
     return RankZero(
@@ -160,29 +184,48 @@ def _rank_zero(
         {chunk: max(units) / max(1, counts[chunk]) for chunk, units in own.items()},
         buckets,
         each_reduces=zero.stage >= 2 and formula.reduces_each and run.shards > 1,
-        each_gathers=is_stage_3 and zero.gather_policy == "action",
+        each_gathers=is_stage_3 and zero.gather_policy == "action" and not _stays(run, own, formula),
         is_stage_3=is_stage_3,
         optimizer=stepped,
         gather_exposed=waits,
+        gather_work=gather_work,
+        reduction_work=reduction_work,
     )
 
 
-def _reduction_seconds(run: ResolvedRun, links: Mapping[str, GroupLink], size: float, pieces: int) -> float:
+def _stays(run: ResolvedRun, own: Mapping[int, tuple[int, ...]], formula: StateFormula) -> bool:
+    """Whether all weights fit into the buffers, a unit and what is gathered ahead: then none is gathered twice."""
+    units = own.get(0, (0,))
+    return len(own) == 1 and (sum(units) - max(units)) * formula.weight_bytes <= run.config.zero.prefetch_bytes
+
+
+def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int, *, on_cpu: bool, hides: bool) -> int:
+    """Of a bucket, as the engine decides it."""
+    zero = run.config.zero
+    shard, replica = (Axis(axis, tuple(range(links[axis].ranks))) for axis in ("shard", "replica"))
+    policy = ShardingPolicy(zero.stage, torch.float32, shard, replica, torch.device("meta"), is_run_on_cpu=on_cpu)
+    cuts = zero.stage >= 2 and (run.shards > 1 or zero.offload.optimizer != "none")
+    return bucket_sizes(zero.bucket_bytes, policy, own, cuts=cuts, hides=hides and zero.stage < 3).elements
+
+
+def _reduction_seconds(
+    run: ResolvedRun, links: Mapping[str, GroupLink], size: float, pieces: int, of: _Of = GroupLink.seconds
+) -> float:
     """Of gradients of so many bytes: over the ranks that share the state, then over those that hold the same part."""
     shards, same = run.shards, run.dp * run.config.parallel.cp
     if run.config.zero.stage == 0:
         axis = links["shard"]
-        return _pieces(axis, "all_reduce", 2 * size, pieces) if axis.ranks > 1 else 0.0
-    seconds = _pieces(links["shard"], "reduce_scatter", size, pieces) if shards > 1 else 0.0
+        return _pieces(axis, "all_reduce", 2 * size, pieces, of) if axis.ranks > 1 else 0.0
+    seconds = _pieces(links["shard"], "reduce_scatter", size, pieces, of) if shards > 1 else 0.0
     if same > shards:
-        seconds += _pieces(links["replica"], "all_reduce", 2 * size / shards, pieces)
+        seconds += _pieces(links["replica"], "all_reduce", 2 * size / shards, pieces, of)
     return seconds
 
 
-def _pieces(axis: GroupLink, operation: str, size: float, pieces: int) -> float:
+def _pieces(axis: GroupLink, operation: str, size: float, pieces: int, of: _Of = GroupLink.seconds) -> float:
     """Of a collective of `size` bytes, whole buffers counted, in equal pieces."""
     sent = size * (axis.ranks - 1) / axis.ranks / pieces
-    return pieces * axis.seconds(operation, sent)
+    return pieces * of(axis, operation, sent)
 
 
 def optimizer_seconds(run: ResolvedRun, cluster: Cluster, elements: int, formula: StateFormula) -> float:

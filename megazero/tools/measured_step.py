@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
 from torch._C._profiler import ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
 
 from megazero.comm.collectives import gather_objects
 from megazero.config import ResolvedRun
-from megazero.engine import BatchShare, Engine, initialize
+from megazero.engine import Engine, initialize
+from megazero.engine.random_batches import random_batches
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState
 from megazero.plan.activations import activations_of_ranks, schedule_of
@@ -87,7 +87,7 @@ def measure_step(run: ResolvedRun, state: ParallelState, steps: int, iterations:
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
-        batches = _random_batches(run, engine.share)
+        batches = random_batches(run, engine.share)
         for step in range(steps + _OVERFLOWS):
             counted, updated = _watched_step(engine, batches, live.mark)
             if step + 1 >= steps and updated:
@@ -144,7 +144,7 @@ def measure_activations(run: ResolvedRun, state: ParallelState) -> ActivationFig
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
-        batches = _random_batches(run, engine.share)
+        batches = random_batches(run, engine.share)
         formula = activations_of_ranks(run, schedule_of(run), on_cuda=state.device.type == "cuda")[state.at.pp]
         engine.try_step(batches, _LR)
         memory = measure_saved(engine, batches, formula.units)
@@ -176,23 +176,6 @@ def _thinned(course: list[tuple[float, int]], points: int = 300) -> list[tuple[f
         ends = {min(within, key=lambda one: one[1]), max(within, key=lambda one: one[1])}
         found += sorted(ends)
     return found
-
-
-def _random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
-    """This rank's micro-batches of one global batch; sample i is drawn from i alone, so tp and pp ranks agree."""
-    model, size = run.config.model, run.micro_batch_size
-    batches = []
-    for number in range(run.accumulation):
-        ids = np.arange(size) + (share.dp.index * run.accumulation + number) * size
-        drawn = [np.random.default_rng(index).integers(model.vocab_size, size=model.seq_len + 1) for index in ids]
-        samples = torch.from_numpy(np.stack(drawn)).t().contiguous().to(share.device)  # [seq + 1, batch]
-        part = share.part_of([[model.seq_len]] * size if share.documents else None, model.seq_len)
-        tokens, labels = samples[:-1], samples[1:]
-        if part is not None:
-            tokens, labels = part.cut(tokens), part.cut(labels)
-        ids_here = torch.from_numpy(ids).to(share.device)
-        batches.append(MicroBatch(ids_here, tokens if share.tokens else None, labels if share.labels else None, part))
-    return batches
 
 
 def _gather_buffers(engine: Engine) -> tuple[int, ...]:

@@ -13,11 +13,12 @@ from worlds import LLAMA, LR, run_of
 
 from megazero.config import ResolvedRun
 from megazero.engine import initialize
+from megazero.engine.random_batches import random_batches
 from megazero.parallel_state import ParallelState
 from megazero.plan.dry_run import dry_run
 from megazero.plan.fake_tensors import Event, Message
 from megazero.plan.silent import RecordedTraffic
-from megazero.tools.measured_step import START, _random_batches, live_memory
+from megazero.tools.measured_step import START, live_memory
 
 SMALL = LLAMA | {"num_layers": 2, "num_heads": 8, "num_kv_heads": 4}
 LARGE = SMALL | {"hidden_size": 128, "ffn_hidden_size": 384, "seq_len": 64}
@@ -70,7 +71,7 @@ def _step(rank: int, runs: Sequence[ResolvedRun], neighbours: int, watched: bool
         with live_memory(state.device) if watched else nullcontext() as live:
             engine = initialize(run.config, state)
             start = tuple(events)
-            batches = _random_batches(run, engine.share)
+            batches = random_batches(run, engine.share)
             engine.train_step(batches, LR)
             events.clear()
             gc.collect()
