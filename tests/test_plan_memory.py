@@ -98,11 +98,13 @@ def _fullest(planned: tuple[RankMemory, ...]) -> int:
     return max(planned, key=lambda one: one.peak).stage
 
 
-def test_what_is_shared_or_gone_over_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_shared_or_gone_over_changes_nothing(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a plan that traces every pipeline rank for itself and looks at every unit of every pass."""
     case = "parallel.pp=4 training.accumulation=6 zero.stage=1 precision.dtype=bf16 model.num_layers=8"
-    run = load_config(os.devnull, [*MODEL.split(), *case.split()], 8)
-    nodes = replace(cluster(8), per_node=2)
+    more = ["activations.offload='host'", "activations.recompute='full'", "activations.offload_layers=1"]
+    run = load_config(os.devnull, [*MODEL.split(), *case.split(), *(more if offload else [])], 8)
+    nodes = cluster_of("h100", 8, 2) if offload else replace(cluster(8), per_node=2)
     short = memory_of(run, nodes), traffic_of(run, nodes)
     monkeypatch.setattr(state_trace, "_alike", lambda run, rank, per_node: rank)
     monkeypatch.setattr(memory._Walk, "_skip", lambda *_, **__: False)

@@ -182,7 +182,7 @@ class _Walk:
         if arrives:  # what came is the first unit's
             self._ledger.messages -= self._message
             self._ledger.kept += self._message
-        if self._skip(action, arrives=arrives):
+        if not self._moves and self._skip(action, arrives=arrives):  # what moves to the host is walked
             return
         held = 0  # of the gradient that came: who has started a backward has it until the end
         neighbour = 0  # bytes of one more layer, on their way to the host or from it
