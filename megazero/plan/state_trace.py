@@ -30,6 +30,7 @@ from megazero.parallel_state import Traffic
 from megazero.plan.activations import chunks_of
 from megazero.plan.activations import kind_of as schedule_kind_of
 from megazero.plan.fake_tensors import FakeTensors
+from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent_state import HOST, SilentState
 from megazero.plan.unit_trace import order_of_gradients, trace_units
 from megazero.schedules.action import Action, ActionKind
@@ -144,7 +145,7 @@ def _trace(
     """Traffic of a step of a few micro-batches, and all of one with so many more."""
     config = run.config
     kind, parallel = schedule_kind_of(config), config.parallel
-    with FakeTensors() as fake:
+    with FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         traffic = Traffic()
         state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
         driver = _Driver(Engine(without_files(config), state, kind), fake, order)
