@@ -114,6 +114,7 @@ def test_what_is_sent_lives_until_the_wait() -> None:
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN's blocks were measured there")
+@pytest.mark.usefixtures("one_thread")
 def test_a_product_takes_the_block_that_is_planned() -> None:
     for inner, columns in ((64, 96), (96, 512), (1536, 512), (96, 1536)):
         for weight in (torch.zeros(columns, inner), torch.zeros(inner, columns).t()):
