@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_nothing_is_left, run_world
+from harness import assert_nothing_is_left, open_files, run_world
 
 from megazero.comm import backend, collectives, rendezvous
 from megazero.comm.backend import GlooBackend, HostBackend, TorchBackend
@@ -352,7 +352,7 @@ def test_messages_of_the_saving_thread_leave_the_channels_of_the_training_alone(
 def _after_leaving(rank: int, under_way: bool) -> None:
     gc.disable()  # what waits for the collector stays, in a process that has switched it off
     state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=5)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     pending = all_reduce(torch.zeros(3), state.dp)
     if not under_way:
         pending.wait()

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import assert_nothing_is_left, run_world, start_program
+from harness import assert_nothing_is_left, open_files, run_world, start_program
 from torch import Tensor
 
 from benchmarks.hosts_net import NoHostsError, network_of
@@ -303,7 +303,7 @@ def test_a_lost_rank_fails_all_that_is_under_way(dies: bool) -> None:
 def _after_leaving(rank: int, under_way: bool) -> None:
     gc.disable()  # what waits for the collector stays, in a process that has switched it off
     state = ParallelState(RankGrid(dp=4), rank, timeout_seconds=20, neighbours=2)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     all_reduce(torch.zeros(3), state.dp).wait()
     if under_way and rank == 0:
         pending = all_reduce(torch.zeros(3), state.dp)
