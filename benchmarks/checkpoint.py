@@ -44,7 +44,6 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.ranks import run_ranks
 from benchmarks.report import machine
 from megazero.checkpoint.gather import gather_logical
 from megazero.checkpoint.saver import Saver
@@ -53,6 +52,7 @@ from megazero.config import RunConfig, resolve
 from megazero.engine import Engine, Position, initialize
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.plan.processes import in_processes
 
 DP, LR, NORMAL_STEPS, MOST_STEPS_BEHIND = 2, 1e-5, 2, 20
 HIDDEN, VOCABULARY = 768, 8192
@@ -398,7 +398,7 @@ def main() -> None:
     layers = max(1, round(rest / LAYER_PARAMETERS))
     with tempfile.TemporaryDirectory(dir=given.directory) as directory:
         setting = Setting(given.stage, layers, given.micro_batch_size, given.seq_len, given.rounds, directory)
-        ranks = run_ranks(2, _measure, setting, timeout=3600)
+        ranks = in_processes(2, _measure, setting, timeout=3600)
         kind = file_system(Path(directory))
     slower = [
         {name: max(one[name] for one in both) for name in both[0]}

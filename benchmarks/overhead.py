@@ -36,13 +36,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contenders import initial_weights
 from benchmarks.models import PlainStage, adamw, loss_of
-from benchmarks.ranks import run_ranks
 from benchmarks.setting import GRAD_CLIP, LR
 from megazero.config import RunConfig, resolve
 from megazero.engine import initialize
 from megazero.layers import gemm
 from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.plan.processes import in_processes
 
 HIDDEN, HEADS, SEQUENCE, VOCABULARY = 32, 2, 8, 64
 TURN, WARMUP_TURNS = 5, 2  # steps of a contender before the next one's
@@ -167,8 +167,8 @@ def _take_turns(named: dict[str, Step], steps: int) -> dict[str, list[tuple[floa
 
 
 def costs(world: int, body: Callable[..., Any], *arguments: Any) -> dict[str, Cost]:
-    """Run a body on forked ranks and put its steps together.  Raises: RankFailedError."""
-    ranks = run_ranks(world, body, world, *arguments)
+    """Run a body on forked ranks and put its steps together.  Raises: ProcessFailedError."""
+    ranks = in_processes(world, body, world, *arguments)
     found = {}
     for name in ranks[0]:
         host, process_, wall = np.array([rank[name] for rank in ranks]).transpose(2, 0, 1) * 1e6  # each [rank, step]

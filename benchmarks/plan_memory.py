@@ -28,7 +28,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from benchmarks.ranks import run_ranks
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine import initialize
 from megazero.engine.random_batches import random_batches
@@ -37,6 +36,7 @@ from megazero.parallel_state import ParallelState, RankGrid
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import Device, Link
 from megazero.plan.memory import memory_of
+from megazero.plan.processes import in_processes
 from megazero.plan.traffic import traffic_of
 from megazero.tools.measured_step import STATE_KINDS, _watched_step, live_memory
 
@@ -173,7 +173,7 @@ def measure(rank: int, run: ResolvedRun) -> Record:
 
 def measured_of(run: ResolvedRun) -> Record:
     """All ranks of a run."""
-    return {"ranks": run_ranks(run.world_size, measure, run, timeout=240)}
+    return {"ranks": in_processes(run.world_size, measure, run, timeout=240)}
 
 
 def planned_of(run: ResolvedRun) -> Record:

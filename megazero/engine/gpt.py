@@ -80,6 +80,12 @@ class BatchShare:
         """What this rank has of the samples of a micro-batch; arguments as in `layers.sample_part.part_of`."""
         return part_of(lengths, seq_len, self.ulysses, self.ring, self.device)
 
+    def cut(self, sample_ids: Tensor, tokens: Tensor, labels: Tensor, part: SamplePart | None) -> MicroBatch:
+        """What this rank has of whole samples; tokens, labels: [seq, batch]."""
+        if part is not None:
+            tokens, labels = part.cut(tokens), part.cut(labels)
+        return MicroBatch(sample_ids, tokens if self.tokens else None, labels if self.labels else None, part)
+
 
 class Engine:
     """One rank of a training run; see `initialize`.  Every method is called on every rank, in the same order.

@@ -19,9 +19,5 @@ def random_batches(run: ResolvedRun, share: BatchShare) -> list[MicroBatch]:
         drawn = [np.random.default_rng(index).integers(model.vocab_size, size=model.seq_len + 1) for index in ids]
         samples = torch.from_numpy(np.stack(drawn)).t().contiguous().to(share.device)  # [seq + 1, batch]
         part = share.part_of([[model.seq_len]] * size if share.documents else None, model.seq_len)
-        tokens, labels = samples[:-1], samples[1:]
-        if part is not None:
-            tokens, labels = part.cut(tokens), part.cut(labels)
-        ids_here = torch.from_numpy(ids).to(share.device)
-        batches.append(MicroBatch(ids_here, tokens if share.tokens else None, labels if share.labels else None, part))
+        batches.append(share.cut(torch.from_numpy(ids).to(share.device), samples[:-1], samples[1:], part))
     return batches

@@ -12,19 +12,13 @@ Every measurement runs in forked processes of one thread each, since ranks on a 
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
 import os
-import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial, reduce
 from itertools import product
-from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -40,10 +34,11 @@ from megazero.plan.calibration import Calibration, OperatorTable, Product, Sampl
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
 from megazero.plan.operator_times import attention_flops, moved_bytes, product_of
+from megazero.plan.processes import in_processes
 from megazero.plan.speed_probe import LR, SpeedProbe, small_run, started, step_seconds
 from megazero.zero.bucket import DTYPE_NAMES
 
-_STEPS, _IN_A_ROW, _TIMEOUT = 5, 4, timedelta(seconds=300)
+_STEPS, _IN_A_ROW = 5, 4
 _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 
 
@@ -103,14 +98,14 @@ def sizes(*, quick: bool) -> list[ResolvedRun]:
     return found
 
 
-def _measure(runs: list[ResolvedRun], meet: Callable[[], None]) -> _Record:
-    """Times of the operators of these runs' steps; `meet` waits for the other processes."""
+def _measured(_: int, runs: list[ResolvedRun]) -> _Record:
+    """Times of the operators of these runs' steps, while the other processes run theirs."""
     record, device = _Record(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
     probe = SpeedProbe(device, synchronize)
     for run in runs:
         engine, batches = started(run, device)
-        meet()
+        dist.barrier()
         before = probe.seconds()
         whole = median(step_seconds(engine, batches, synchronize) for _ in range(_STEPS))
         between = probe.seconds()
@@ -234,10 +229,6 @@ def _turns(rank: int, runs: list[ResolvedRun], processors: int) -> list[tuple[fl
     return found
 
 
-def _measured(_: int, runs: list[ResolvedRun]) -> _Record:
-    return _measure(runs, dist.barrier if dist.is_initialized() else _nothing)
-
-
 def _device(table: OperatorTable, *, on_gpu: bool) -> Device:
     """What was measured as a device: the fastest product, and the fastest copy."""
     fastest: dict[str, float] = {}
@@ -259,60 +250,3 @@ def _link_of(collectives: Mapping[str, Samples]) -> Link:
         return Link("one device", 1e10, 1e-5)
     (_, first), (size, last) = samples[0], samples[-1]
     return Link("this machine", size / last, first)
-
-
-def in_processes(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`work(rank, *arguments)` in so many forked processes that share a gloo group; the answers in rank order.
-
-    Raises: RuntimeError: one has failed.
-    """
-    context = mp.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        store, pipes, processes = str(Path(folder) / "store"), [], []
-        for rank in range(count):
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(rank, count, store, work, arguments, there), daemon=True)
-            process.start()
-            there.close()
-            pipes.append(here)
-            processes.append(process)
-        answers = []
-        for rank, pipe in enumerate(pipes):
-            try:
-                is_done, answer = pipe.recv()
-            except EOFError:
-                is_done, answer = False, "it died"
-            if not is_done:
-                for process in processes:
-                    process.kill()
-                raise RuntimeError(f"process {rank} of {count}: {answer}")
-            answers.append(answer)
-        for process in processes:
-            process.join()
-    return answers
-
-
-def _end_with(parent: int) -> None:
-    """End this process once its parent was killed: it would disturb whoever measures next."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _main(
-    rank: int, count: int, store: str, work: Callable[..., Any], arguments: tuple[Any, ...], out: Connection
-) -> None:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    try:
-        torch.set_num_threads(1)
-        if count > 1:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=_TIMEOUT
-            )
-            dist.barrier()
-        out.send((True, work(rank, *arguments)))
-    except BaseException as error:  # the parent raises
-        out.send((False, f"{type(error).__name__}: {error}"))
-    finally:
-        out.close()
-        os._exit(0)  # gloo's threads may still wait for peers

@@ -155,14 +155,11 @@ def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
     """A micro-batch; of samples with documents, each is one."""
     model, size = run.config.model, run.micro_batch_size
     samples = torch.zeros(model.seq_len + 1, size, dtype=torch.int64)
-    tokens, labels, part = samples[:-1], samples[1:], None
+    part = None
     if share.documents or share.ulysses.size * share.ring.size > 1:
         # with lengths, nothing of it is kept after this run
         part = share.part_of([[model.seq_len]] * (size if share.documents else 1), model.seq_len)
-    if part is not None:
-        tokens, labels = part.cut(tokens), part.cut(labels)
-    ids = torch.zeros(size, dtype=torch.int64)
-    return MicroBatch(ids, tokens if share.tokens else None, labels if share.labels else None, part)
+    return share.cut(torch.zeros(size, dtype=torch.int64), samples[:-1], samples[1:], part)
 
 
 @contextmanager

@@ -123,9 +123,7 @@ def read_batches(
         else:  # tokens and labels are one copy, a token apart
             both = copied_to(share.device, whole)
             tokens, labels = both[:-1], both[1:]
-        if part is not None:
-            tokens, labels = part.cut(tokens), part.cut(labels)
-        return MicroBatch(sample_ids[which], tokens if share.tokens else None, labels if share.labels else None, part)
+        return share.cut(sample_ids[which], tokens, labels, part)
 
     return [cut(start) for start in range(0, samples_each, micro_batch_size)]
 

@@ -1,0 +1,32 @@
+"""Processes that measure answer in order, and the first that fails ends all of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from megazero.plan.processes import ProcessFailedError, in_processes
+
+
+def _raise(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("no such operator")
+    dist.barrier()
+
+
+def _die(rank: int) -> None:
+    if rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_answers_come_in_rank_order() -> None:
+    assert in_processes(2, lambda rank, more: (rank + more, dist.get_world_size()), 5) == [(5, 2), (6, 2)]
+
+
+@pytest.mark.parametrize(("work", "said"), [(_raise, "ValueError: no such operator"), (_die, "died")])
+def test_who_fails_is_named_though_others_wait(work: object, said: str) -> None:
+    with pytest.raises(ProcessFailedError, match=f"process 1 of 2.*{said}"):
+        in_processes(2, work)  # type: ignore[arg-type]
