@@ -3,8 +3,7 @@
     sizes        a layer, the ends and the optimizer of small Llamas and GPT-2s, whole and cut as tp cuts them
     alone        one process: every operator of a step is timed, then the step: the rest is the host's, per operator
     crowded      the same on every processor at once
-    turns        whole steps in two and four times as many processes: what it costs that processors change between them
-    collectives  2, 4 and 8 ranks that do nothing else
+    collectives  2, 4 and 8 ranks that compute between them
 
 Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: seconds.
 """
@@ -29,7 +28,7 @@ from torch.utils._pytree import tree_iter
 
 from megazero.config import ResolvedRun
 from megazero.plan.activations import elements_in, stages_of
-from megazero.plan.calibrate_collectives import collective_samples
+from megazero.plan.calibrate_collectives import collective_samples, mean_of
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
@@ -38,7 +37,7 @@ from megazero.plan.processes import in_processes
 from megazero.plan.speed_probe import LR, SpeedProbe, small_run, started, step_seconds
 from megazero.zero.bucket import DTYPE_NAMES
 
-_STEPS, _IN_A_ROW = 5, 4
+_STEPS = 5
 _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 
 
@@ -184,49 +183,22 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
     say(f"{len(runs)} small models in one process")
     (record,) = in_processes(1, _measured, runs)
     alone, probes = _table(record), [median(record.probes)]
-    crowded, collectives, switching = alone, dict[str, Samples](), list[tuple[float, float]]()
+    crowded, collectives = alone, dict[str, Samples]()
     if processors > 1:
         say(f"the same in {processors} processes")
         record = reduce(_Record.add, in_processes(processors, _measured, runs))
         crowded = _table(record)
         probes.append(median(record.probes))
     if processors:
-        for share in (2,) if quick else (2, 4):
-            say(f"whole steps in {share * processors} processes")
-            switching.append((float(share), _switching(processors, share)))
         for ranks in (2, 4) if quick else (2, 4, 8):
             say(f"collectives of {ranks} ranks")
-            collectives |= in_processes(ranks, collective_samples)[0]
+            collectives |= mean_of(in_processes(ranks, collective_samples, 0, 3 if quick else 12))
     device, within = _device(alone, on_gpu=on_gpu), _link_of(collectives)
     say(f"{time.perf_counter() - begin:.0f} s")
     conditions = f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     device, both = replace(device, link=within), (probes[0], probes[-1])
-    bare = Calibration(device, processors, within, alone, crowded, collectives, tuple(switching), both, conditions)
+    bare = Calibration(device, processors, within, alone, crowded, collectives, both, conditions)
     return with_itself(bare)
-
-
-def _switching(processors: int, share: int) -> float:
-    """How many times `share` steps take that processes take turns at, over those of one process for each processor."""
-    runs = [small_run("llama", 256, cut, 256) for cut in (1, 2)]
-    found = in_processes(share * processors, _turns, runs, processors)
-    slowest = [[max(times) for times in zip(*of_run, strict=True)] for of_run in zip(*found, strict=True)]
-    return max(1.0, sum(together / share / few for together, few in slowest) / len(slowest))
-
-
-def _turns(rank: int, runs: list[ResolvedRun], processors: int) -> list[tuple[float, float]]:
-    """For each run the seconds of some steps while all processes run theirs, and while one for each processor does."""
-    found = []
-    for run in runs:
-        engine, batches = started(run, torch.device("cpu"))
-        together, few = list[float](), [0.0]
-        for _ in range(_STEPS):
-            dist.barrier()
-            together.append(sum(step_seconds(engine, batches, _nothing) for _ in range(_IN_A_ROW)))
-            dist.barrier()
-            if rank < processors:
-                few.append(sum(step_seconds(engine, batches, _nothing) for _ in range(_IN_A_ROW)))
-        found.append((median(together), median(few[1:] or few)))
-    return found
 
 
 def _device(table: OperatorTable, *, on_gpu: bool) -> Device:

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from megazero.plan.devices import Device, Link
 
-VERSION = 2
+VERSION = 3
 _NEAREST = 4  # measured products that stand for one that was not
 
 Samples: TypeAlias = tuple[tuple[float, float], ...]
@@ -118,7 +118,6 @@ class Calibration:
         alone, crowded: see above; equal where nothing is shared.
         collectives: seconds by operation and ranks of one host, "all_reduce 4", or of several with so many ranks each,
             "all_reduce 4/2"; "all_reduce 4/2 work" are seconds of a rank's processor.
-        switching: by ranks for each processor: how many times the work of one takes, since they take turns.
         probe_seconds: of `SpeedProbe` while `alone`, and while `crowded` was measured: the speed that the times are for.
         conditions: what was measured where, for people.
     """
@@ -129,20 +128,12 @@ class Calibration:
     alone: OperatorTable
     crowded: OperatorTable
     collectives: Mapping[str, Samples] = field(default_factory=dict)
-    switching: Samples = ()
     probe_seconds: tuple[float, float] = (0.0, 0.0)
     conditions: str = ""
 
     def table(self, busy: int) -> OperatorTable:
         """The table for so many ranks that compute at once on a node."""
         return self.crowded if busy > 1 else self.alone
-
-    def slowdown(self, ranks_per_processor: float) -> float:
-        """How many times longer the work of ranks that take turns is."""
-        if ranks_per_processor <= 1 or not self.switching:
-            return 1.0
-        most = self.switching[-1][0]
-        return interpolated(((1.0, 1.0), *self.switching), min(ranks_per_processor, most))
 
     def collective(self, operation: str, ranks: int, size: float) -> float | None:
         """Seconds of a collective of ranks of one host; of the next measured number of ranks, in proportion."""
@@ -195,10 +186,9 @@ def read_calibration(path: Path) -> Calibration:
         values = dict(found["device"])
         within = Link(**found["within"])
         collectives, conditions = _samples_of(found["collectives"]), str(found["conditions"])
-        (switching,) = _samples_of({"": found["switching"]}).values()
         alone_probe, crowded_probe = map(float, found["probe_seconds"])
         shared = Device(**values, link=within), found["processors"], within, alone, crowded
-        bare = Calibration(*shared, collectives, switching, (alone_probe, crowded_probe), conditions)
+        bare = Calibration(*shared, collectives, (alone_probe, crowded_probe), conditions)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
@@ -225,7 +215,6 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
         "alone": _plain(calibration.alone),
         "crowded": _plain(calibration.crowded),
         "collectives": calibration.collectives,
-        "switching": calibration.switching,
         "probe_seconds": calibration.probe_seconds,
     }
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -245,7 +234,6 @@ def _check_numbers(found: Mapping[str, Any]) -> None:
     tables = [found["alone"], found["crowded"]]
     samples = [
         *found["collectives"].items(),
-        ("switching", found["switching"] or [[1, 1]]),
         *(one for table in tables for one in table["operators"].items()),
     ]
     for name, pairs in samples:

@@ -53,13 +53,6 @@ class Cluster:
             return None
         return calibration.table(max(min(self.ranks, self.per_node), calibration.processors // max(1, self.processors)))
 
-    @property
-    def switching(self) -> float:
-        """How many times longer work takes where ranks take turns at processors."""
-        if (calibration := self.device.calibration) is None or not self.processors:
-            return 1.0
-        return calibration.slowdown(min(self.ranks, self.per_node) / self.processors)
-
     def __str__(self) -> str:
         links = self.within.name + (f", {self.between.name} between nodes" if self.nodes > 1 else "")
         return f"{self.ranks} x {self.device.name}, {self.per_node} to a node, {links}"

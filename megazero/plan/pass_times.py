@@ -118,7 +118,7 @@ def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str
             exposed[event.axis] += links[event.axis].seconds(event.operation, event.sent_bytes)  # type: ignore[assignment]
         else:
             compute += operator_seconds(event, cluster.device, table) + table.host_seconds
-    return PassTime(compute * cluster.switching, exposed)
+    return PassTime(compute, exposed)
 
 
 def results_of(events: Sequence[Event]) -> list[frozenset[int]]:

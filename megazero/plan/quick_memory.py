@@ -71,11 +71,10 @@ def with_decided_offload(run: ResolvedRun, cluster: Cluster) -> ResolvedRun:
         return replace(run, config=run.config.model_copy(update={"zero": zero}), notices=(*run.notices, note))
 
     found = decided(dict.fromkeys(asked, "none"))
+    if cluster.processors:  # a CPU's memory is the host's
+        return found
     for count in range(len(asked)):
-        if (
-            cluster.processors
-            or max(one.peak for one in quick_memory_of(found, cluster)) <= cluster.device.memory_bytes
-        ):
+        if max(one.peak for one in quick_memory_of(found, cluster)) <= cluster.device.memory_bytes:
             break
         found = decided({key: "cpu" if at <= count else "none" for at, key in enumerate(asked)})
     return found

@@ -150,8 +150,8 @@ def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, ac
     of_rank = zero.ranks[rank]
     first = action.microbatch == 0
     last = action.microbatch == schedule.microbatches - 1
-    wire = of_rank.behind(action, is_first=first, is_last=last)
-    one = replace(one, compute=one.compute + of_rank.work(action, is_first=first, is_last=last))
+    wire, work = of_rank.beside(action, is_first=first, is_last=last)
+    one = replace(one, compute=one.compute + work)
     if not wire:
         return one
     ahead = of_rank.ahead(action, is_first=first)

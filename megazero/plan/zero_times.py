@@ -14,9 +14,9 @@ sockets of DDR4 or DDR5 shared by eight; files at 3 GB/s for each rank, a local 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 
@@ -30,27 +30,32 @@ from megazero.zero.bucket import ShardingPolicy
 from megazero.zero.bucket_sizes import bucket_sizes
 
 HOST_MEMORY, NVME = 25e9, 3e9
-_Of: TypeAlias = Callable[[GroupLink, str, float], float]
 _FP32 = 4
+
+
+class Cost(NamedTuple):
+    """Seconds of collectives on the wire, and of this rank's processor for them where it computes beside them."""
+
+    wire: float = 0.0
+    work: float = 0.0
 
 
 @dataclass(frozen=True)
 class RankZero:
-    """Of one pipeline rank, in seconds.
+    """Of one pipeline rank; times in seconds.
 
     Args:
-        gathers: of all weights of a chunk once.
+        gathers: of all weights of a chunk once; none where the optimizer waits for them.
         reductions: of all gradients of a chunk once.
         shares: largest unit's share of a chunk: what nothing hides.
         bucket_counts: of a chunk.
         each_reduces, each_gathers: after, and for, every micro-batch.
         optimizer: of the rank's own states.
         gather_exposed: of weights after the optimizer.
-        gather_work, reduction_work: of this rank's processor, for what runs beside its computation.
     """
 
-    gathers: Mapping[int, float] = field(default_factory=dict)
-    reductions: Mapping[int, float] = field(default_factory=dict)
+    gathers: Mapping[int, Cost] = field(default_factory=dict)
+    reductions: Mapping[int, Cost] = field(default_factory=dict)
     shares: Mapping[int, float] = field(default_factory=dict)
     bucket_counts: Mapping[int, int] = field(default_factory=dict)
     each_reduces: bool = False
@@ -58,34 +63,26 @@ class RankZero:
     is_stage_3: bool = False
     optimizer: float = 0.0
     gather_exposed: float = 0.0
-    gather_work: Mapping[int, float] = field(default_factory=dict)
-    reduction_work: Mapping[int, float] = field(default_factory=dict)
 
-    def work(self, action: Action, *, is_first: bool, is_last: bool) -> float:
-        """Seconds that gathers and reductions beside an action take of its processor."""
-        found = 0.0
-        if (action.kind is ActionKind.FORWARD and is_first) or (
-            self.each_gathers and action.kind is not ActionKind.WEIGHT
-        ):
-            found += self.gather_work.get(action.chunk, 0.0)
-        if action.kind is ActionKind.BACKWARD and (is_last or self.each_reduces):
-            found += self.reduction_work.get(action.chunk, 0.0)
-        return found
+    def beside(self, action: Action, *, is_first: bool, is_last: bool) -> Cost:
+        """Of the gathers and reductions that run beside an action.
 
-    def behind(self, action: Action, *, is_first: bool, is_last: bool) -> float:
-        """Seconds of gathers and reductions that run beside an action."""
-        wire = 0.0
-        gathers = self.each_gathers or (is_first and action.kind is ActionKind.FORWARD)
-        if self.is_stage_3 and action.kind is not ActionKind.WEIGHT and gathers:
-            wire += self.gathers.get(action.chunk, 0.0)
-        if action.kind is ActionKind.BACKWARD and self.each_reduces and not is_last:
-            wire += self.reductions[action.chunk]
-        return wire
+        Elsewhere on the wire: weights of stages 1 and 2, see `arrival`, and a chunk's last reduction.
+        """
+        wire = work = 0.0
+        chunk, kind = action.chunk, action.kind
+        if kind is not ActionKind.WEIGHT and (self.each_gathers or (is_first and kind is ActionKind.FORWARD)):
+            gathered = self.gathers.get(chunk, Cost())
+            wire, work = gathered.wire * self.is_stage_3, gathered.work
+        if kind is ActionKind.BACKWARD and (self.each_reduces or is_last):
+            reduced = self.reductions[chunk]
+            wire, work = wire + reduced.wire * (not is_last), work + reduced.work
+        return Cost(wire, work)
 
     def ahead(self, action: Action, *, is_first: bool) -> float:
         """Of these, what a step's first action waits for before it can begin: its first unit's weights."""
         if self.is_stage_3 and is_first and action.kind is ActionKind.FORWARD and action.chunk == 0:
-            return self.gathers.get(0, 0.0) * self.shares[0]
+            return self.gathers.get(0, Cost()).wire * self.shares[0]
         return 0.0
 
     def arrival(self, chunk: int, seconds: float) -> float:
@@ -95,18 +92,18 @@ class RankZero:
         """
         if self.is_stage_3 or not self.gathers:
             return 0.0
-        before = sum(time for at, time in self.gathers.items() if at < chunk)
-        own = self.gathers[chunk]
+        before = sum(one.wire for at, one in self.gathers.items() if at < chunk)
+        own = self.gathers[chunk].wire
         return before + max(own * self.shares[chunk], own - seconds)
 
     @property
     def arriving(self) -> float:
         """Seconds of the weights that travel behind the first forwards."""
-        return 0.0 if self.is_stage_3 else sum(self.gathers.values())
+        return 0.0 if self.is_stage_3 else sum(one.wire for one in self.gathers.values())
 
     def reduction(self, chunk: int) -> float:
         """Of a chunk's last micro-batch."""
-        return self.reductions.get(chunk, 0.0)
+        return self.reductions.get(chunk, Cost()).wire
 
     def buckets(self, chunk: int) -> int:
         """Into which a chunk's gradients are cut."""
@@ -163,21 +160,17 @@ def _rank_zero(
     buckets = {chunk: sum(-(-unit // most) for unit in units) for chunk, units in own.items()}
     if zero.stage < 3:
         buckets = {chunk: -(-count // most) for chunk, count in counts.items()}
-    sizes = {chunk: (count * formula.reduce_bytes, buckets[chunk]) for chunk, count in counts.items()}
-    reductions = {chunk: _reduction_seconds(run, links, *size) for chunk, size in sizes.items()}
-    is_stage_3 = zero.stage == 3
-    gathers, gather_work = {}, {}
+    reductions = {
+        chunk: _reduction(run, links, counts[chunk] * formula.reduce_bytes, buckets[chunk]) for chunk in counts
+    }
+    gathers, is_stage_3 = {}, zero.stage == 3
     if zero.stage and run.shards > 1:
         axis = links["secondary"] if formula.second_copy and is_stage_3 else links["shard"]
-        for chunk, count in counts.items():
-            sized = "all_gather", count * formula.weight_bytes, buckets[chunk]
-            gathers[chunk] = _pieces(axis, *sized)
-            gather_work[chunk] = _pieces(axis, *sized, GroupLink.work_seconds)
-    reduction_work = {
-        chunk: _reduction_seconds(run, links, *size, GroupLink.work_seconds) for chunk, size in sizes.items()
-    }
+        gathers = {
+            chunk: _pieces(axis, "all_gather", counts[chunk] * formula.weight_bytes, buckets[chunk]) for chunk in counts
+        }
     stepped = optimizer_seconds(run, cluster, sum(counts.values()), formula)
-    waits = 0.0 if overlaps or is_stage_3 else sum(gathers.values())
+    waits = 0.0 if overlaps or is_stage_3 else sum(one.wire for one in gathers.values())
     return RankZero(
         {} if waits else gathers,
         reductions,
@@ -188,8 +181,6 @@ def _rank_zero(
         is_stage_3=is_stage_3,
         optimizer=stepped,
         gather_exposed=waits,
-        gather_work=gather_work,
-        reduction_work=reduction_work,
     )
 
 
@@ -208,24 +199,22 @@ def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int,
     return bucket_sizes(zero.bucket_bytes, policy, own, cuts=cuts, hides=hides and zero.stage < 3).elements
 
 
-def _reduction_seconds(
-    run: ResolvedRun, links: Mapping[str, GroupLink], size: float, pieces: int, of: _Of = GroupLink.seconds
-) -> float:
+def _reduction(run: ResolvedRun, links: Mapping[str, GroupLink], size: float, pieces: int) -> Cost:
     """Of gradients of so many bytes: over the ranks that share the state, then over those that hold the same part."""
     shards, same = run.shards, run.dp * run.config.parallel.cp
     if run.config.zero.stage == 0:
-        axis = links["shard"]
-        return _pieces(axis, "all_reduce", 2 * size, pieces, of) if axis.ranks > 1 else 0.0
-    seconds = _pieces(links["shard"], "reduce_scatter", size, pieces, of) if shards > 1 else 0.0
-    if same > shards:
-        seconds += _pieces(links["replica"], "all_reduce", 2 * size / shards, pieces, of)
-    return seconds
+        return _pieces(links["shard"], "all_reduce", 2 * size, pieces)
+    shared = _pieces(links["shard"], "reduce_scatter", size, pieces)
+    if same == shards:
+        return shared
+    summed = _pieces(links["replica"], "all_reduce", 2 * size / shards, pieces)
+    return Cost(shared.wire + summed.wire, shared.work + summed.work)
 
 
-def _pieces(axis: GroupLink, operation: str, size: float, pieces: int, of: _Of = GroupLink.seconds) -> float:
+def _pieces(axis: GroupLink, operation: str, size: float, pieces: int) -> Cost:
     """Of a collective of `size` bytes, whole buffers counted, in equal pieces."""
     sent = size * (axis.ranks - 1) / axis.ranks / pieces
-    return pieces * of(axis, operation, sent)
+    return Cost(pieces * axis.seconds(operation, sent), pieces * axis.work_seconds(operation, sent))
 
 
 def optimizer_seconds(run: ResolvedRun, cluster: Cluster, elements: int, formula: StateFormula) -> float:
