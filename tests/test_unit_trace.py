@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -118,9 +119,17 @@ def test_what_is_sent_lives_until_the_wait() -> None:
 def test_a_product_takes_the_block_that_is_planned() -> None:
     for inner, columns in ((64, 96), (96, 512), (1536, 512), (96, 1536)):
         for weight in (torch.zeros(columns, inner), torch.zeros(inner, columns).t()):
-            x = torch.zeros(64, inner)
-            with live_memory(x.device) as live:
-                live.mark(START)
-                y = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-            inside = cpu_kernel_bytes(torch.ops.mkldnn._linear_pointwise.default, (x, weight), None)
-            assert live.peak == y.nbytes + inside
+            _takes_what_is_planned(
+                torch.ops.mkldnn._linear_pointwise.default, torch.zeros(64, inner), weight, None, "none", [], ""
+            )
+    for rows, inner, columns in ((128, 1024, 128), (320, 512, 96), (96, 1536, 2048), (256, 48, 512), (32, 768, 32)):
+        a, b = (torch.zeros(size, dtype=torch.bfloat16) for size in ((inner, rows), (inner, columns)))
+        for first in (a.t(), a.t().contiguous()):
+            _takes_what_is_planned(torch.ops.aten.mm.default, first, b)
+
+
+def _takes_what_is_planned(operator: Callable[..., torch.Tensor], *args: object) -> None:
+    with live_memory(torch.device("cpu")) as live:
+        live.mark(START)
+        y = operator(*args)
+    assert live.peak == y.nbytes + cpu_kernel_bytes(operator, args, None)
