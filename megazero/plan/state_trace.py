@@ -8,13 +8,12 @@ The second step is measured: buffers exist by then.  Communication moves nothing
 micro-batches repeats itself, so a third, a bit shorter, shows the traffic that a further one adds, which is added as often
 as needed.  Pipeline ranks with as many layers and no end of the model are alike where the order of their actions changes
 neither memory nor traffic, so one is traced for all of them.
-What a run keeps in files lies in host memory here and is counted as in files: no file is made.
+What a run keeps in files has its arrays and its buffers, but no file is made.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -23,7 +22,6 @@ import torch
 
 from megazero.comm.collectives import all_reduce
 from megazero.config import ResolvedRun, RunConfig
-from megazero.config.schema import OffloadConfig
 from megazero.engine.gpt import Engine
 from megazero.models.stages import cut_by_rank
 from megazero.parallel_state import Traffic
@@ -34,7 +32,6 @@ from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent_state import HOST, SilentState
 from megazero.plan.unit_trace import order_of_gradients, trace_units
 from megazero.schedules.action import Action, ActionKind
-from megazero.zero.bucket import Bucket
 from megazero.zero.gather import UnitGatherer
 
 TABLES = "tables"
@@ -148,9 +145,9 @@ def _trace(
     with FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         traffic = Traffic()
         state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
-        driver = _Driver(Engine(without_files(config), state, kind), fake, order)
+        driver = _Driver(Engine(without_auto(config), state, kind), fake, order)
         built, elements = fake.live, sum(one.layout.numel for one in driver.engine.sharded_model.parameters.buckets)
-        tables = built - sum(driver.counted().values()) + driver.absent()
+        tables = built - _in_memory(driver.counted()) + driver.absent()
 
         def run_step(count: int) -> dict[tuple[str, str], Sent]:
             traffic.reset()
@@ -162,14 +159,17 @@ def _trace(
         sent, counted = run_step(few + step), driver.counted()
         base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
         short = run_step(few) if step else sent
-        other = base - sum(counted.values()) + absent - tables
-        counted = _in_files(counted, config.zero.offload, driver.engine.sharded_model.parameters.buckets)
+        other = base - _in_memory(counted) + absent - tables
         driver.engine.sharded_model.close()
     here = {name: count for name, count in counted.items() if " on " not in name or not (on_cuda or "file" in name)}
     here["gradients"] -= absent
     kinds = here | {TABLES: tables, "other": other}
     communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose, _ in state.made)
     return short, StateTrace(kinds, counted, levels, end, sent, elements, communicators)
+
+
+def _in_memory(counted: Mapping[str, int]) -> int:
+    return sum(count for kind, count in counted.items() if not kind.endswith("on file"))
 
 
 def _sent(traffic: Traffic) -> dict[tuple[str, str], Sent]:
@@ -180,33 +180,12 @@ def _sent(traffic: Traffic) -> dict[tuple[str, str], Sent]:
     }
 
 
-def without_files(config: RunConfig) -> RunConfig:
-    """Files become host memory; what `auto` decides by the memory of this machine stays on the device."""
-    offload, stand_ins = config.zero.offload, {"nvme": "cpu", "auto": "none"}
-    update = {key: stand_ins[old] for key in ("optimizer", "parameters") if (old := getattr(offload, key)) in stand_ins}
+def without_auto(config: RunConfig) -> RunConfig:
+    """What `zero.offload` decides by the memory of this machine stays on the device."""
+    offload = config.zero.offload
+    update = {key: "none" for key in ("optimizer", "parameters") if getattr(offload, key) == "auto"}
     zero = config.zero.model_copy(update={"offload": offload.model_copy(update=update)})
     return config.model_copy(update={"zero": zero})
-
-
-def _in_files(counted: Mapping[str, int], offload: OffloadConfig, buckets: Sequence[Bucket]) -> dict[str, int]:
-    """The bytes of a trace without files, by where a run has them."""
-    found = Counter(counted)
-
-    def move(kind: str, nbytes: int) -> None:
-        found[f"{kind} on host"] -= nbytes
-        found[f"{kind} on file"] += nbytes
-
-    if offload.optimizer == "nvme":
-        move("optimizer", found["optimizer on host"])
-    for bucket in buckets if "nvme" in (offload.optimizer, offload.parameters) else ():
-        is_offloaded = bucket.master.location == "host" and offload.optimizer != "none"
-        if is_offloaded and bucket.master is bucket.weight_shard:  # one array only where both are in host memory
-            found["parameters on host"] += bucket.master.nbytes
-        if is_offloaded and offload.optimizer == "nvme":
-            move("parameters", bucket.master.nbytes)
-        if offload.parameters == "nvme" and not bucket.keeps_weights and bucket.weight_shard.location == "host":
-            move("parameters", bucket.weight_shard.nbytes)
-    return {kind: count for kind, count in found.items() if count or (kind in counted and " on " not in kind)}
 
 
 class _Driver:
