@@ -13,8 +13,8 @@ What a run keeps in files has its arrays and its buffers, but no file is made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,8 +30,9 @@ from megazero.plan.activations import kind_of as schedule_kind_of
 from megazero.plan.fake_tensors import FakeTensors
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent_state import HOST, SilentState
-from megazero.plan.unit_trace import order_of_gradients, trace_units
+from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units
 from megazero.schedules.action import Action, ActionKind
+from megazero.zero.bucket import Share
 from megazero.zero.gather import UnitGatherer
 
 TABLES = "tables"
@@ -68,6 +69,7 @@ class StateTrace:
         traffic: of a step, by (axis, operation), but for what layers send and messages of the pipeline.
         elements: parameters, as this rank has them.
         communicators: groups of several ranks that this rank is in.
+        cuts: by chunk and unit of the chunk.
     """
 
     kinds: Mapping[str, int]
@@ -77,6 +79,7 @@ class StateTrace:
     traffic: Mapping[tuple[str, str], Sent]
     elements: int
     communicators: int = 0
+    cuts: Mapping[tuple[int, int], Cuts] = field(default_factory=dict)
 
     @property
     def off_device(self) -> dict[str, int]:
@@ -160,12 +163,17 @@ def _trace(
         base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
         short = run_step(few) if step else sent
         other = base - _in_memory(counted) + absent - tables
+        cuts = driver.cuts()
         driver.engine.sharded_model.close()
     here = {name: count for name, count in counted.items() if " on " not in name or not (on_cuda or "file" in name)}
     here["gradients"] -= absent
     kinds = here | {TABLES: tables, "other": other}
     communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose, _ in state.made)
-    return short, StateTrace(kinds, counted, levels, end, sent, elements, communicators)
+    return short, StateTrace(kinds, counted, levels, end, sent, elements, communicators, cuts)
+
+
+def _unnamed(share: Share) -> Share:
+    return replace(share, slot=slot_of(share.slot.info.shape, share.slot.start))
 
 
 def _in_memory(counted: Mapping[str, int]) -> int:
@@ -206,6 +214,18 @@ class _Driver:
     def absent(self) -> int:
         """Gradients that are counted and do not exist."""
         return self.engine.sharded_model.parameters.absent_gradient_bytes()
+
+    def cuts(self) -> dict[tuple[int, int], Cuts]:
+        """By chunk and unit."""
+        units = [((chunk, at), names) for chunk, own in enumerate(self._units) for at, names in enumerate(own)]
+        return {key: found for key, names in units if (found := tuple(self._cuts_of(names)))}
+
+    def _cuts_of(self, names: Mapping[str, tuple[str, ActionKind]]) -> Iterator[tuple[str, tuple[Share, ...]]]:
+        model = self.engine.sharded_model
+        for short, (name, _) in names.items():
+            parts = model.reducer._parts_of[id(model.parameters.by_name[name])]
+            if len(parts) > 1:
+                yield short, tuple(_unnamed(one.shares[index]) for _, one, index in parts)
 
     def run_step(self, actions: Any, micro_batches: int) -> None:
         engine, model = self.engine, self.engine.sharded_model
