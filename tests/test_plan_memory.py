@@ -44,6 +44,11 @@ CASES = [
     (2, "parallel.cp=2 zero.stage=1 training.accumulation=2 precision.dtype=bf16"),
     (2, "parallel.pp=2 parallel.schedule=zb-h1 training.accumulation=4 zero.stage=1 precision.dtype=fp32"),
     (2, "zero.stage=3 zero.bucket_bytes=1048576 training.accumulation=2 precision.dtype=fp32"),  # gradients in parts
+    (
+        2,
+        "zero.stage=2 zero.reduce=step zero.offload.optimizer=cpu zero.bucket_bytes=1048576 training.accumulation=1 "
+        "precision.dtype=fp32 model.ffn_hidden_size=2048 model.vocab_size=128 activations.recompute=full",
+    ),
     (2, f"zero.stage=3 zero.offload.optimizer=nvme zero.offload.parameters=nvme {FILES} precision.dtype=bf16"),
     (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} precision.dtype=bf16"),
 ]

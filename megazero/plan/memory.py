@@ -49,7 +49,7 @@ COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
 ALLOCATOR_SLACK = 0.02
 """Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption."""
 _INT64 = 8
-_NO_LEVEL = Level(0, 0)
+_NO_LEVEL = Level(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _Walk:
                 held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
                 self._gradients = max(self._gradients, level.live)
                 self._note(span.live + beside + held + level.peak - self._gradients, text)
-                self._note(span.peak + beside + held, text)
+                self._note(span.peak + beside + held + max(level.made - self._gradients, 0), text)
             self._ledger.kept += passed.kept + (-moved if is_forward else moved)
             self._ledger.on_host += moved if is_forward else -moved
             self._most_on_host = max(self._most_on_host, self._ledger.on_host)
@@ -239,7 +239,7 @@ class _Walk:
                 continue
             for span, level in self._spans(action, number, passed):
                 gradients = max(gradients, level.live)
-                highest = max(highest, kept + held + max(span.peak, span.live + level.peak - level.live))
+                highest = max(highest, kept + held + max(span.peak + level.made, span.live + level.peak) - level.live)
             kept += passed.kept
         return highest, kept, gradients
 

@@ -13,7 +13,7 @@ What a run keeps in files has its arrays and its buffers, but no file is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -54,6 +54,7 @@ class Level(NamedTuple):
     """Bytes beyond those at the begin of a step, once the gradient of a parameter has come."""
 
     live: int
+    made: int  # while it is made, part by part
     peak: int  # meanwhile
 
 
@@ -217,15 +218,15 @@ class _Driver:
 
     def cuts(self) -> dict[tuple[int, int], Cuts]:
         """By chunk and unit."""
-        units = [((chunk, at), names) for chunk, own in enumerate(self._units) for at, names in enumerate(own)]
-        return {key: found for key, names in units if (found := tuple(self._cuts_of(names)))}
+        return {(chunk, at): self._cuts_of(one) for chunk, own in enumerate(self._units) for at, one in enumerate(own)}
 
-    def _cuts_of(self, names: Mapping[str, tuple[str, ActionKind]]) -> Iterator[tuple[str, tuple[Share, ...]]]:
+    def _cuts_of(self, names: Mapping[str, tuple[str, ActionKind]]) -> Cuts:
         model = self.engine.sharded_model
-        for short, (name, _) in names.items():
-            parts = model.reducer._parts_of[id(model.parameters.by_name[name])]
-            if len(parts) > 1:
-                yield short, tuple(_unnamed(one.shares[index]) for _, one, index in parts)
+        parts = {
+            short: model.reducer._parts_of[id(model.parameters.by_name[name])] for short, (name, _) in names.items()
+        }
+        cut = ((short, [one.shares[at] for _, one, at in own]) for short, own in parts.items() if len(own) > 1)
+        return tuple((short, tuple(map(_unnamed, shares))) for short, shares in cut)
 
     def run_step(self, actions: Any, micro_batches: int) -> None:
         engine, model = self.engine, self.engine.sharded_model
@@ -263,9 +264,9 @@ class _Driver:
                 if kind is not action.kind:
                     continue
                 parameter, self._fake.peak = model.parameters.by_name[name], self._fake.live
-                model.reducer.add(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
-                before = levels.get(short, Level(0, 0))
-                now = self._fake.live - self.base, self._fake.peak - self.base
+                made = max(self._fake.live for _ in model.reducer._open(parameter)) - self.base
+                before = levels.get(short, Level(0, 0, 0))
+                now = self._fake.live - self.base, made, self._fake.peak - self.base
                 levels[short] = Level(*map(max, before, now))
 
     def _names(self, chunk: int, unit: torch.nn.Module, order: Order) -> dict[str, tuple[str, ActionKind]]:

@@ -167,10 +167,6 @@ def slot_of(shape: tuple[int, ...], start: int = 0) -> Slot:
     return Slot(ParamInfo("", shape, whole_spec("", shape), 0), start)
 
 
-def _whole(slot: Slot) -> Share:
-    return Share(slot, (Pieces(0, slot.stop),), 0, slot.run, slot.stop)
-
-
 def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
     """Parameters in the order in which the gradients of a unit come to their buckets, and whether in a weight pass."""
     passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
@@ -425,7 +421,9 @@ class _Gradients(GradientReducer):
     def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:  # noqa: ARG002
         name, total = self.names[id(weight)], self._sums[id(weight)]
         self.marks.arrive(name)
-        for share in self._cuts.get(name) or (_whole(slot_of(tuple(weight.shape))),):
+        slot = slot_of(tuple(weight.shape))
+        uncut = Share(slot, (Pieces(0, slot.stop),), 0, slot.run, slot.stop)
+        for share in self._cuts.get(name, (uncut,)):
             yield share, total[: share.stop - share.start], not self._adds
 
     def _launch(self, weight: Tensor) -> None:
