@@ -6,8 +6,7 @@ Memory is what the allocator counts, at marks of a step; a new start forgets the
              |--- the largest of them ---|
 
 CUDA's allocator knows how much is allocated.  The CPU's reports every allocation and release to torch's profiler: their sum
-up to a mark is what was live.  Only what this thread allocates and frees inside the context is counted: enter it before
-building.  So Python's collector runs at starts alone; in another thread, it would free tensors unseen.
+up to a mark is what was live.  Only what this thread allocates inside the context is counted: enter it before building.
 """
 
 from __future__ import annotations
@@ -274,8 +273,6 @@ def _cuda_memory(device: torch.device) -> Iterator[LiveMemory]:
 @contextmanager
 def _profiled_memory() -> Iterator[LiveMemory]:
     def mark(point: str) -> None:
-        if point == START:
-            gc.collect()
         with torch.profiler.record_function(_MARK + point):
             pass
 
@@ -286,11 +283,9 @@ def _profiled_memory() -> Iterator[LiveMemory]:
     _prepare_profiler(config, activities)
     # `torch.profiler` is this with all operators too, which cost more time than the step.
     _enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]  # missing from torch's stub
-    gc.disable()
     try:
         yield memory
     finally:
-        gc.enable()
         events: list[Any] = _disable_profiler().events()
     now = 0
     for event in sorted(events, key=lambda one: one.start_ns()):
