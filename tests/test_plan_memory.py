@@ -31,7 +31,11 @@ MODEL = """
 FILES = f"zero.offload.nvme_path={gettempdir()} training.accumulation=2"
 CASES = [
     (1, "training.accumulation=1 precision.dtype=bf16 activations.recompute=selective"),
-    (2, "parallel.pp=2 training.accumulation=4 zero.stage=0 precision.dtype=fp32"),
+    (
+        2,
+        "parallel.pp=2 parallel.schedule=zbv data.document_mask=true training.accumulation=4 zero.stage=0 "
+        "precision.dtype=fp32",
+    ),
     (
         2,
         "zero.stage=3 training.accumulation=3 precision.dtype=bf16 activations.recompute=full model.tie_embeddings=true",

@@ -15,7 +15,7 @@ from megazero.plan.activations import EMBEDDING, HEAD, activations_of_ranks, sch
 from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import cpu_kernel_bytes
 from megazero.plan.silent import Alone, make_silent
-from megazero.plan.unit_trace import DY, PassTrace, UnitKey, UnitTrace, trace_units
+from megazero.plan.unit_trace import ADDED, DY, PassTrace, UnitKey, UnitTrace, trace_units
 from megazero.tools.measured_step import START, live_memory
 
 MODEL = """
@@ -83,7 +83,7 @@ def test_a_tensor_parallel_layer_sums_its_stream_twice_in_each_direction() -> No
 
 
 def names_of(passed: PassTrace) -> list[str]:
-    return [span.parameter.removesuffix(".weight") for span in passed.spans if span.parameter != DY]
+    return [span.parameter.removesuffix(".weight") for span in passed.spans if span.parameter not in (DY, ADDED)]
 
 
 def test_each_gradient_of_a_layer_comes_once_the_last_product_first() -> None:

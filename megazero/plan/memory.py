@@ -150,7 +150,9 @@ class _Walk:
         self._ledger, self._gradients = _Ledger(), 0
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
-        tables = max((trace.tables for units in self._units[0] for _, trace in units), default=0)
+        tables = sum(
+            max((trace.tables for _, trace in units), default=0) for units in self._units[0]
+        )  # each chunk's own
         self._tables = tables * (run.accumulation if config.data.document_mask else 1)
         self._base = sum(state.kinds.values()) + self._tokens + self._tables
 

@@ -50,13 +50,15 @@ Cuts: TypeAlias = tuple[tuple[str, tuple[Share, ...]], ...]
 """Of a unit's parameters those whose gradients come in parts, and what each part of a bucket has of them."""
 
 
-DY = "dy"
+DY, ADDED = "dy", "added"
 
 
 class Span(NamedTuple):
     """From a parameter's gradient coming to its bucket until the next one comes; bytes above those at the start."""
 
-    parameter: str  # "" at the start; DY from where nothing of the unit needs dy any more
+    parameter: (
+        str  # "" at the start; DY from where nothing of the unit needs dy any more; ADDED once one is in its bucket
+    )
     live: int  # at that moment
     peak: int
 
@@ -171,7 +173,7 @@ def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], .
     """Parameters in the order in which the gradients of a unit come to their buckets, and whether in a weight pass."""
     passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
     names = ((span.parameter, bool(late)) for late, one in passes for span in one.spans)
-    return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY)))
+    return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY, ADDED)))
 
 
 def policies_by_layer(config: RunConfig, chunks: Sequence[StageLayout], stage: int) -> dict[int, LayerPolicy]:
@@ -417,17 +419,21 @@ class _Gradients(GradientReducer):
         for a, b in factors:  # a kernel that the CPU does not have
             inputs = value(total), value(a.t()), value(b)
             self._fake.operators.append(Operator("aten.addmm.dtype_out", inputs, inputs[:1]))
+        self._launch(weight)
 
-    def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:  # noqa: ARG002
+    def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:
         name, total = self.names[id(weight)], self._sums[id(weight)]
         self.marks.arrive(name)
         slot = slot_of(tuple(weight.shape))
         uncut = Share(slot, (Pieces(0, slot.stop),), 0, slot.run, slot.stop)
         for share in self._cuts.get(name, (uncut,)):
             yield share, total[: share.stop - share.start], not self._adds
+        if launches:
+            self._launch(weight)
 
-    def _launch(self, weight: Tensor) -> None:
+    def _launch(self, weight: Tensor) -> None:  # noqa: ARG002
         """Nothing goes to other ranks."""
+        self.marks.arrive(ADDED)
 
 
 def _axis(name: str, ranks: tuple[int, ...], key: TraceKey, traffic: RecordedTraffic) -> Axis:
