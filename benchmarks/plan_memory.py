@@ -32,7 +32,7 @@ from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.engine import initialize
 from megazero.engine.random_batches import random_batches
 from megazero.layers.counter_rng import _quantiles
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import ParallelState
 from megazero.plan.cluster import Cluster
 from megazero.plan.devices import Device, Link
 from megazero.plan.memory import memory_of
@@ -49,7 +49,7 @@ def cpus(ranks: int) -> Cluster:
     return Cluster(CPU, ranks, ranks, CPU.link, CPU.link, processors=2)
 
 
-def draw(number: int) -> tuple[str, int]:  # noqa: PLR0912  each key may depend on those before it
+def draw(number: int) -> tuple[str, int]:  # noqa: PLR0912, PLR0915  each key may depend on those before it
     """(overrides, ranks) of a shape; not all are valid."""
     of = random.Random(number)
     pick = of.choice
@@ -113,8 +113,16 @@ def draw(number: int) -> tuple[str, int]:  # noqa: PLR0912  each key may depend 
         keys["activations.layers"] = 1
     if of.random() < 0.1:
         keys["optimizer.name"] = pick(["lion", "sgd", "adagrad"])
-    if of.random() < 0.1:
-        keys["zero.offload.optimizer"] = "cpu"
+    if of.random() < 0.15:
+        keys["zero.offload.optimizer"] = pick(["cpu", "nvme"])
+    if keys["zero.stage"] == 3 and of.random() < 0.2:
+        keys["zero.offload.parameters"] = pick(["cpu", "nvme"])
+    if "nvme" in keys.values():
+        keys["zero.offload.nvme_path"] = "/tmp"
+    if ranks // (tp * pp) >= 4 and keys.get("zero.gather_policy") in ("action", "chunk") and of.random() < 0.5:
+        keys["zero.secondary_shard_size"] = 2
+    elif ranks // (tp * pp) > 1 and ranks < 8 and of.random() < 0.3:
+        ranks = ranks // 2 * 3
     return " ".join(f"{key}={value}" for key, value in keys.items()), ranks
 
 
@@ -128,10 +136,8 @@ def run_of(case: str, ranks: int) -> ResolvedRun | None:
 
 def state_of(run: ResolvedRun, rank: int) -> ParallelState:
     """The rank's groups, all on one host."""
-    parallel = run.config.parallel
-    grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp, order=parallel.order)
-    size = run.config.zero.shard_group_size
-    return ParallelState(grid, rank, shard_group_size=size, neighbours=run.world_size, cp_ulysses=parallel.ulysses)
+    size, ulysses = run.config.zero.shard_group_size, run.config.parallel.ulysses
+    return ParallelState(run.grid, rank, shard_group_size=size, neighbours=run.world_size, cp_ulysses=ulysses)
 
 
 Record: TypeAlias = dict[str, Any]
@@ -163,12 +169,9 @@ def measure(rank: int, run: ResolvedRun) -> Record:
         for key, calls in traffic.calls.items()
         if key[1] not in ("gather_objects", "from_first")
     }
-    is_first = (state.at.tp, state.at.cp, state.at.dp) == (
-        0,
-        0,
-        0,
-    )  # of others a shard that ends in padding has less state
-    return {"stage": state.at.pp, "peak": live.peak, "state": kinds, "sent": sent, "is_first": is_first}
+    at = state.at  # of others a shard that ends in padding has less state
+    is_first = not (at.tp or at.cp or at.dp)
+    return {"stage": at.pp, "peak": live.peak, "state": kinds, "sent": sent, "is_first": is_first}
 
 
 def measured_of(run: ResolvedRun) -> Record:

@@ -358,7 +358,7 @@ class ParallelState:
         dp_cp: ranks with the same parameters, whose gradients add up; dp itself where cp is 1.
         shard, replica: dp_cp cut in two: ranks that hold different shards, and ranks that hold the same one.
         groups: its process groups, of which another state may use the same.
-        on_cpu: this rank computes on a CPU, or is the plan of one that does.
+        planned_on: of a plan, whose tensors hold nothing, the type of device that its run would compute on.
 
     Raises:
         ValueError: `shard_group_size` does not divide dp*cp, or `cp_ulysses` cp; the grid does not have as many ranks as
@@ -396,7 +396,7 @@ class ParallelState:
                 f"the process group was made with backend {dist.get_backend_config()}, but checkpoints travel as CPU "
                 'tensors; use init_process_group("cpu:gloo,cuda:nccl")'
             )
-        self.at, self.on_cpu = grid.coordinate(rank), self.device.type == "cpu"
+        self.at, self.planned_on = grid.coordinate(rank), ""
         self.traffic = traffic or Traffic()
         connect_on_demand(os.environ)
         self._timeout_seconds = timeout_seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from megazero.plan.activations import EMBEDDING, HEAD, activations_of_ranks, sch
 from megazero.plan.fake_tensors import FakeTensors, Message
 from megazero.plan.kernel_memory import cpu_kernel_bytes
 from megazero.plan.silent import Alone, make_silent
-from megazero.plan.unit_trace import DY, PassTrace, UnitKey, UnitTrace, trace_units
+from megazero.plan.unit_trace import ADDED, DY, PassTrace, UnitKey, UnitTrace, trace_units
 from megazero.tools.measured_step import START, live_memory
 
 MODEL = """
@@ -82,7 +83,7 @@ def test_a_tensor_parallel_layer_sums_its_stream_twice_in_each_direction() -> No
 
 
 def names_of(passed: PassTrace) -> list[str]:
-    return [span.parameter.removesuffix(".weight") for span in passed.spans if span.parameter != DY]
+    return [span.parameter.removesuffix(".weight") for span in passed.spans if span.parameter not in (DY, ADDED)]
 
 
 def test_each_gradient_of_a_layer_comes_once_the_last_product_first() -> None:
@@ -118,9 +119,17 @@ def test_what_is_sent_lives_until_the_wait() -> None:
 def test_a_product_takes_the_block_that_is_planned() -> None:
     for inner, columns in ((64, 96), (96, 512), (1536, 512), (96, 1536)):
         for weight in (torch.zeros(columns, inner), torch.zeros(inner, columns).t()):
-            x = torch.zeros(64, inner)
-            with live_memory(x.device) as live:
-                live.mark(START)
-                y = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-            inside = cpu_kernel_bytes(torch.ops.mkldnn._linear_pointwise.default, (x, weight), None)
-            assert live.peak == y.nbytes + inside
+            _takes_what_is_planned(
+                torch.ops.mkldnn._linear_pointwise.default, torch.zeros(64, inner), weight, None, "none", [], ""
+            )
+    for rows, inner, columns in ((128, 1024, 128), (320, 512, 96), (96, 1536, 2048), (256, 48, 512), (32, 768, 32)):
+        a, b = (torch.zeros(size, dtype=torch.bfloat16) for size in ((inner, rows), (inner, columns)))
+        for first in (a.t(), a.t().contiguous()):
+            _takes_what_is_planned(torch.ops.aten.mm.default, first, b)
+
+
+def _takes_what_is_planned(operator: Callable[..., torch.Tensor], *args: object) -> None:
+    with live_memory(torch.device("cpu")) as live:
+        live.mark(START)
+        y = operator(*args)
+    assert live.peak == y.nbytes + cpu_kernel_bytes(operator, args, None)

@@ -21,7 +21,7 @@ from megazero.parallel_state import RankGrid
 from megazero.plan.dry_rank import Build, DryRank, build_engine, fewest_micro_batches, run_rank
 from megazero.plan.lockstep import Lockstep
 from megazero.plan.simulated_world import SimulatedWorld
-from megazero.plan.state_trace import without_files
+from megazero.plan.state_trace import without_auto
 
 MOST_COMPARED = 64  # ranks of a world of which all are simulated
 
@@ -126,7 +126,7 @@ def _prepared(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
     if config.training.compile is True or config.training.compile == "auto":
         training = config.training.model_copy(update={"compile": False})
         config = config.model_copy(update={"training": training})
-    without = without_files(config)
+    without = without_auto(config)
     for key in ("optimizer", "parameters"):
         old, new = (getattr(one.zero.offload, key) for one in (config, without))
         if old != new:

@@ -64,12 +64,28 @@ def _linear(args: Any, _: Any) -> int:
 
 
 def _product(args: Any, _: Any) -> int:
-    """16-bit products are oneDNN's."""
+    """oneDNN's product of 16-bit factors [m, k] and [k, n]: 64 columns of a block of k, their sums for a block of rows.
+
+    Of rows that do not lie one after the other a block is copied, and where k has several blocks the sums of all columns
+    wait for the next one.  Blocks are even and have 256 rows, 1,024 columns and 512 of k at most, or 1,024 of a long k.
+    """
     a, b = args[-2], args[-1]
-    if a.dtype not in (torch.bfloat16, torch.float16):
+    if a.dtype not in (torch.bfloat16, torch.float16) or 0 in (*a.shape, *b.shape):
         return 0
-    inner = min(b.shape[0], _LIMIT)
-    return 1024 * (65 + inner // 8) + (544 * inner if a.stride(-1) != 1 else 0)
+    (rows, inner), columns, copies = a.shape, b.shape[1], a.stride(-1) != 1
+    taken = min(_up(inner, 32), _LIMIT if copies or inner <= 2 * _LIMIT else 2 * _LIMIT)
+    columns = _even_block(columns, 1024) if copies and inner > _LIMIT else min(columns, 64)
+    columns = _up(columns, 64 if columns > 64 else 16)
+    copied = 2 * (taken + 32 * (taken == _LIMIT)) if copies else 0
+    return 1024 + 128 * copies + 128 * taken + _even_block(rows, 256) * (4 * columns + copied)
+
+
+def _even_block(size: int, most: int) -> int:
+    return -(-size // -(-size // most))
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _blocks_of(q: Tensor, k: Tensor) -> tuple[int, int]:

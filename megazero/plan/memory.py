@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -26,7 +26,17 @@ from megazero.parallel_state import Coordinate
 from megazero.plan.activations import EMBEDDING, HEAD, PASS_NAMES, message_bytes, schedule_of
 from megazero.plan.cluster import Cluster
 from megazero.plan.state_trace import TABLES, Level, StateTrace, trace_state
-from megazero.plan.unit_trace import DY, PassTrace, Span, UnitKey, UnitTrace, policies_by_layer, trace_units
+from megazero.plan.unit_trace import (
+    DY,
+    PassTrace,
+    Span,
+    TraceKey,
+    UnitKey,
+    UnitTrace,
+    policies_by_layer,
+    trace_key,
+    trace_unit,
+)
 from megazero.schedules.action import Action, ActionKind, Schedule
 from megazero.schedules.executor import steps_of, what_messages_confirm
 from megazero.schedules.proof import Steps, program
@@ -39,7 +49,7 @@ COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
 ALLOCATOR_SLACK = 0.02
 """Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption."""
 _INT64 = 8
-_NO_LEVEL = Level(0, 0)
+_NO_LEVEL = Level(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -70,28 +80,27 @@ def memory_of(run: ResolvedRun, cluster: Cluster, states: Sequence[StateTrace] |
     """
     per_node, on_cuda = cluster.per_node, cluster.processors == 0
     schedule = schedule_of(run)
-    traces = _traces_of(run, on_cuda, per_node, is_quick=states is not None)
+    keys = _keys_of(run, on_cuda, per_node, is_quick=states is not None)
     paths = _paths_of(schedule, on_cuda)
     found = []
     for stage, chunks in enumerate(cut_by_rank(run.config.model, run.config.parallel.layout, schedule.placement)):
         first = run.grid.rank(Coordinate(0, 0, 0, stage))
         state = states[stage] if states else trace_state(run, first, per_node=per_node, on_cuda=on_cuda)
-        walk = _Walk(run, schedule, paths[stage], stage, chunks, traces, state, on_cuda=on_cuda)
+        walk = _Walk(run, schedule, paths[stage], stage, chunks, keys, state, on_cuda=on_cuda)
         found.append(walk.result())
     return tuple(found)
 
 
 _Path: TypeAlias = tuple[Steps, Mapping[Action, Sequence[Action]]]
 """What a rank does, messages included, and the sends that each arriving message confirms."""
-_Traces: TypeAlias = tuple[Mapping[UnitKey, UnitTrace], Mapping[UnitKey, UnitTrace]]
 
 
-def _traces_of(run: ResolvedRun, on_cuda: bool, per_node: int, *, is_quick: bool) -> _Traces:
+def _keys_of(run: ResolvedRun, on_cuda: bool, per_node: int, *, is_quick: bool) -> tuple[TraceKey, TraceKey]:
     """Of the first micro-batch and of the others; of the others alone, which a step's time needs too, where it is quick."""
-    of_others = trace_units(run, on_cuda=on_cuda, per_node=per_node)
+    of_others = trace_key(run, on_cuda=on_cuda, per_node=per_node)
     if is_quick:
         return of_others, of_others
-    of_first = trace_units(run, on_cuda=on_cuda, per_node=per_node, adds=False)
+    of_first = trace_key(run, on_cuda=on_cuda, per_node=per_node, adds=False)
     return of_first, of_others if _adds_up(run) else of_first
 
 
@@ -123,7 +132,7 @@ class _Walk:
         path: _Path,
         stage: int,
         chunks: Sequence[StageLayout],
-        traces: tuple[Mapping[UnitKey, UnitTrace], Mapping[UnitKey, UnitTrace]],
+        keys: tuple[TraceKey, TraceKey],
         state: StateTrace,
         *,
         on_cuda: bool,
@@ -136,20 +145,23 @@ class _Walk:
         self._moves = {f"layer {layer}" for layer, policy in own.items() if policy.offload and on_cuda}
         self._most_on_host = 0
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
-        self._units = [[self._units_of(layout, one) for layout in chunks] for one in traces]
+        self._units = [[self._units_of(chunk, layout, key) for chunk, layout in enumerate(chunks)] for key in keys]
         self._passes: dict[tuple[bool, int, ActionKind, bool], tuple[int, int, int]] = {}
         self._ledger, self._gradients = _Ledger(), 0
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
-        tables = max((trace.tables for units in self._units[0] for _, trace in units), default=0)
+        tables = sum(
+            max((trace.tables for _, trace in units), default=0) for units in self._units[0]
+        )  # each chunk's own
         self._tables = tables * (run.accumulation if config.data.document_mask else 1)
         self._base = sum(state.kinds.values()) + self._tokens + self._tables
 
-    def _units_of(self, layout: StageLayout, traces: Mapping[UnitKey, UnitTrace]) -> list[tuple[str, UnitTrace]]:
-        found: list[tuple[str, UnitTrace]] = [(EMBEDDING, traces[EMBEDDING])] if layout.has_embedding else []
-        for layer in layout.layers:
-            found.append((f"layer {layer}", traces[self._policies[layer]]))
-        return found + ([(HEAD, traces[HEAD])] if layout.has_head else [])
+    def _units_of(self, chunk: int, layout: StageLayout, key: TraceKey) -> list[tuple[str, UnitTrace]]:
+        units: list[tuple[str, UnitKey]] = [(EMBEDDING, EMBEDDING)] if layout.has_embedding else []
+        units += [(f"layer {layer}", self._policies[layer]) for layer in layout.layers]
+        units += [(HEAD, HEAD)] if layout.has_head else []
+        keys = [replace(key, cuts=self._state.cuts.get((chunk, at), ())) for at in range(len(units))]
+        return [(name, trace_unit(own, unit)) for own, (name, unit) in zip(keys, units, strict=True)]
 
     def result(self) -> RankMemory:
         """The fullest moment."""
@@ -198,7 +210,7 @@ class _Walk:
                 held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
                 self._gradients = max(self._gradients, level.live)
                 self._note(span.live + beside + held + level.peak - self._gradients, text)
-                self._note(span.peak + beside + held, text)
+                self._note(span.peak + beside + held + max(level.made - self._gradients, 0), text)
             self._ledger.kept += passed.kept + (-moved if is_forward else moved)
             self._ledger.on_host += moved if is_forward else -moved
             self._most_on_host = max(self._most_on_host, self._ledger.on_host)
@@ -229,7 +241,7 @@ class _Walk:
                 continue
             for span, level in self._spans(action, number, passed):
                 gradients = max(gradients, level.live)
-                highest = max(highest, kept + held + max(span.peak, span.live + level.peak - level.live))
+                highest = max(highest, kept + held + max(span.peak + level.made, span.live + level.peak) - level.live)
             kept += passed.kept
         return highest, kept, gradients
 

@@ -55,7 +55,7 @@ class SilentState(ParallelState):
             cp_ulysses=parallel.ulysses,
             traffic=traffic,
         )
-        self.on_cpu = not on_cuda
+        self.planned_on = "cuda" if on_cuda else "cpu"
 
     def _started(self) -> int:
         return self._whole.world_size

@@ -8,14 +8,13 @@ The second step is measured: buffers exist by then.  Communication moves nothing
 micro-batches repeats itself, so a third, a bit shorter, shows the traffic that a further one adds, which is added as often
 as needed.  Pipeline ranks with as many layers and no end of the model are alike where the order of their actions changes
 neither memory nor traffic, so one is traced for all of them.
-What a run keeps in files lies in host memory here and is counted as in files: no file is made.
+What a run keeps in files has its arrays and its buffers, but no file is made.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,7 +22,6 @@ import torch
 
 from megazero.comm.collectives import all_reduce
 from megazero.config import ResolvedRun, RunConfig
-from megazero.config.schema import OffloadConfig
 from megazero.engine.gpt import Engine
 from megazero.models.stages import cut_by_rank
 from megazero.parallel_state import Traffic
@@ -32,9 +30,9 @@ from megazero.plan.activations import kind_of as schedule_kind_of
 from megazero.plan.fake_tensors import FakeTensors
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent_state import HOST, SilentState
-from megazero.plan.unit_trace import order_of_gradients, trace_units
+from megazero.plan.unit_trace import Cuts, order_of_gradients, slot_of, trace_units
 from megazero.schedules.action import Action, ActionKind
-from megazero.zero.bucket import Bucket
+from megazero.zero.bucket import Share
 from megazero.zero.gather import UnitGatherer
 
 TABLES = "tables"
@@ -56,6 +54,7 @@ class Level(NamedTuple):
     """Bytes beyond those at the begin of a step, once the gradient of a parameter has come."""
 
     live: int
+    made: int  # while it is made, part by part
     peak: int  # meanwhile
 
 
@@ -71,6 +70,7 @@ class StateTrace:
         traffic: of a step, by (axis, operation), but for what layers send and messages of the pipeline.
         elements: parameters, as this rank has them.
         communicators: groups of several ranks that this rank is in.
+        cuts: by chunk and unit of the chunk.
     """
 
     kinds: Mapping[str, int]
@@ -80,6 +80,7 @@ class StateTrace:
     traffic: Mapping[tuple[str, str], Sent]
     elements: int
     communicators: int = 0
+    cuts: Mapping[tuple[int, int], Cuts] = field(default_factory=dict)
 
     @property
     def off_device(self) -> dict[str, int]:
@@ -148,9 +149,9 @@ def _trace(
     with FakeTensors(kernel_bytes=kernel_bytes(on_cuda=on_cuda)) as fake:
         traffic = Traffic()
         state = SilentState(run, rank, per_node, None, traffic, on_cuda=on_cuda)
-        driver = _Driver(Engine(without_files(config), state, kind), fake, order)
+        driver = _Driver(Engine(without_auto(config), state, kind), fake, order)
         built, elements = fake.live, sum(one.layout.numel for one in driver.engine.sharded_model.parameters.buckets)
-        tables = built - sum(driver.counted().values()) + driver.absent()
+        tables = built - _in_memory(driver.counted()) + driver.absent()
 
         def run_step(count: int) -> dict[tuple[str, str], Sent]:
             traffic.reset()
@@ -162,14 +163,22 @@ def _trace(
         sent, counted = run_step(few + step), driver.counted()
         base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
         short = run_step(few) if step else sent
-        other = base - sum(counted.values()) + absent - tables
-        counted = _in_files(counted, config.zero.offload, driver.engine.sharded_model.parameters.buckets)
+        other = base - _in_memory(counted) + absent - tables
+        cuts = driver.cuts()
         driver.engine.sharded_model.close()
     here = {name: count for name, count in counted.items() if " on " not in name or not (on_cuda or "file" in name)}
     here["gradients"] -= absent
     kinds = here | {TABLES: tables, "other": other}
     communicators = sum(len(ranks) > 1 and purpose != HOST for ranks, purpose, _ in state.made)
-    return short, StateTrace(kinds, counted, levels, end, sent, elements, communicators)
+    return short, StateTrace(kinds, counted, levels, end, sent, elements, communicators, cuts)
+
+
+def _unnamed(share: Share) -> Share:
+    return replace(share, slot=slot_of(share.slot.info.shape, share.slot.start))
+
+
+def _in_memory(counted: Mapping[str, int]) -> int:
+    return sum(count for kind, count in counted.items() if not kind.endswith("on file"))
 
 
 def _sent(traffic: Traffic) -> dict[tuple[str, str], Sent]:
@@ -180,33 +189,12 @@ def _sent(traffic: Traffic) -> dict[tuple[str, str], Sent]:
     }
 
 
-def without_files(config: RunConfig) -> RunConfig:
-    """Files become host memory; what `auto` decides by the memory of this machine stays on the device."""
-    offload, stand_ins = config.zero.offload, {"nvme": "cpu", "auto": "none"}
-    update = {key: stand_ins[old] for key in ("optimizer", "parameters") if (old := getattr(offload, key)) in stand_ins}
+def without_auto(config: RunConfig) -> RunConfig:
+    """What `zero.offload` decides by the memory of this machine stays on the device."""
+    offload = config.zero.offload
+    update = {key: "none" for key in ("optimizer", "parameters") if getattr(offload, key) == "auto"}
     zero = config.zero.model_copy(update={"offload": offload.model_copy(update=update)})
     return config.model_copy(update={"zero": zero})
-
-
-def _in_files(counted: Mapping[str, int], offload: OffloadConfig, buckets: Sequence[Bucket]) -> dict[str, int]:
-    """The bytes of a trace without files, by where a run has them."""
-    found = Counter(counted)
-
-    def move(kind: str, nbytes: int) -> None:
-        found[f"{kind} on host"] -= nbytes
-        found[f"{kind} on file"] += nbytes
-
-    if offload.optimizer == "nvme":
-        move("optimizer", found["optimizer on host"])
-    for bucket in buckets if "nvme" in (offload.optimizer, offload.parameters) else ():
-        is_offloaded = bucket.master.location == "host" and offload.optimizer != "none"
-        if is_offloaded and bucket.master is bucket.weight_shard:  # one array only where both are in host memory
-            found["parameters on host"] += bucket.master.nbytes
-        if is_offloaded and offload.optimizer == "nvme":
-            move("parameters", bucket.master.nbytes)
-        if offload.parameters == "nvme" and not bucket.keeps_weights and bucket.weight_shard.location == "host":
-            move("parameters", bucket.weight_shard.nbytes)
-    return {kind: count for kind, count in found.items() if count or (kind in counted and " on " not in kind)}
 
 
 class _Driver:
@@ -227,6 +215,18 @@ class _Driver:
     def absent(self) -> int:
         """Gradients that are counted and do not exist."""
         return self.engine.sharded_model.parameters.absent_gradient_bytes()
+
+    def cuts(self) -> dict[tuple[int, int], Cuts]:
+        """By chunk and unit."""
+        return {(chunk, at): self._cuts_of(one) for chunk, own in enumerate(self._units) for at, one in enumerate(own)}
+
+    def _cuts_of(self, names: Mapping[str, tuple[str, ActionKind]]) -> Cuts:
+        model = self.engine.sharded_model
+        parts = {
+            short: model.reducer._parts_of[id(model.parameters.by_name[name])] for short, (name, _) in names.items()
+        }
+        cut = ((short, [one.shares[at] for _, one, at in own]) for short, own in parts.items() if len(own) > 1)
+        return tuple((short, tuple(map(_unnamed, shares))) for short, shares in cut)
 
     def run_step(self, actions: Any, micro_batches: int) -> None:
         engine, model = self.engine, self.engine.sharded_model
@@ -264,9 +264,9 @@ class _Driver:
                 if kind is not action.kind:
                     continue
                 parameter, self._fake.peak = model.parameters.by_name[name], self._fake.live
-                model.reducer.add(parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
-                before = levels.get(short, Level(0, 0))
-                now = self._fake.live - self.base, self._fake.peak - self.base
+                made = max(self._fake.live for _ in model.reducer._open(parameter)) - self.base
+                before = levels.get(short, Level(0, 0, 0))
+                now = self._fake.live - self.base, made, self._fake.peak - self.base
                 levels[short] = Level(*map(max, before, now))
 
     def _names(self, chunk: int, unit: torch.nn.Module, order: Order) -> dict[str, tuple[str, ActionKind]]:

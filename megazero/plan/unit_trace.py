@@ -15,7 +15,7 @@ of 16-bit factors adds to fp32 gradients without a temporary.  What is offloaded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from megazero.config import ResolvedRun, RunConfig
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.cross_entropy import BLOCK_BYTES, slope_by_blocks, statistics_by_blocks
-from megazero.layers.gemm import add_product
 from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, TokenLayout, _part
+from megazero.layers.spec import whole_spec
 from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.activations import save_by_policy
 from megazero.models.config import ModelConfig
@@ -41,19 +41,24 @@ from megazero.plan.fake_tensors import Event, FakeTensors, Operator
 from megazero.plan.kernel_memory import kernel_bytes
 from megazero.plan.silent import Alone, RecordedTraffic, kind_of, make_silent
 from megazero.schedules.action import Placement
-from megazero.zero.bucket import DTYPES
+from megazero.zero.bucket import DTYPES, ParamInfo, Pieces, Share, Slot
+from megazero.zero.gradients import GradientReducer
 
 UnitKey: TypeAlias = str | LayerPolicy
 """EMBEDDING, HEAD, or of a layer what it keeps: all layers of a family are alike."""
+Cuts: TypeAlias = tuple[tuple[str, tuple[Share, ...]], ...]
+"""Of a unit's parameters those whose gradients come in parts, and what each part of a bucket has of them."""
 
 
-DY = "dy"
+DY, ADDED = "dy", "added"
 
 
 class Span(NamedTuple):
     """From a parameter's gradient coming to its bucket until the next one comes; bytes above those at the start."""
 
-    parameter: str  # "" at the start; DY from where nothing of the unit needs dy any more
+    parameter: (
+        str  # "" at the start; DY from where nothing of the unit needs dy any more; ADDED once one is in its bucket
+    )
     live: int  # at that moment
     peak: int
 
@@ -113,12 +118,25 @@ class TraceKey:
     holds_both_ends: bool  # the stage of the embedding has the head, and their weight may be one
     per_node: int
     on_cuda: bool
+    cuts: Cuts = ()
 
 
-def trace_units(
-    run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool = True
-) -> Mapping[UnitKey, UnitTrace]:
-    """The embedding's, the head's, and those of layers by policy.
+def trace_units(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0) -> Mapping[UnitKey, UnitTrace]:
+    """The embedding's, the head's, and those of layers by policy, of a later micro-batch; `per_node`: as in `trace_key`."""
+    key = trace_key(run, on_cuda=on_cuda, per_node=per_node)
+    units: list[UnitKey] = [EMBEDDING, HEAD, *_policies_of(run.config, schedule_of(run).placement)]
+    return {unit: trace_unit(key, unit) for unit in units}
+
+
+def trace_unit(key: TraceKey, unit: UnitKey) -> UnitTrace:
+    """One of them."""
+    if isinstance(unit, str):
+        return _head(key) if unit == HEAD else _embedding(replace(key, keeps_logits=False))
+    return _layer(replace(key, keeps_logits=False, holds_both_ends=False), unit)
+
+
+def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool = True) -> TraceKey:
+    """Of a run's units.
 
     Args:
         per_node: ranks of a host, 0 for all.
@@ -126,7 +144,7 @@ def trace_units(
     """
     config, schedule = run.config, schedule_of(run)
     parallel, precision, grid = config.parallel, config.precision, run.grid
-    key = TraceKey(
+    return TraceKey(
         config.model.model_copy(update={"num_layers": 1}),
         run.micro_batch_size,
         grid.group_of(0, "tp"),
@@ -144,16 +162,18 @@ def trace_units(
         per_node or run.world_size,
         on_cuda,
     )
-    inner = replace(key, keeps_logits=False, holds_both_ends=False)
-    found: dict[UnitKey, UnitTrace] = {EMBEDDING: _embedding(replace(key, keeps_logits=False)), HEAD: _head(key)}
-    return found | {policy: _layer(inner, policy) for policy in _policies_of(config, schedule.placement)}
+
+
+def slot_of(shape: tuple[int, ...], start: int = 0) -> Slot:
+    """The same for all parameters of a shape."""
+    return Slot(ParamInfo("", shape, whole_spec("", shape), 0), start)
 
 
 def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
     """Parameters in the order in which the gradients of a unit come to their buckets, and whether in a weight pass."""
     passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
     names = ((span.parameter, bool(late)) for late, one in passes for span in one.spans)
-    return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY)))
+    return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY, ADDED)))
 
 
 def policies_by_layer(config: RunConfig, chunks: Sequence[StageLayout], stage: int) -> dict[int, LayerPolicy]:
@@ -358,11 +378,11 @@ class _Output(torch.autograd.Function):
         return gradient, None
 
 
-class _Gradients:
-    """Gradients that add up in buckets, as `zero/gradients.py` has them once a bucket has some; makes the parameters."""
+class _Gradients(GradientReducer):
+    """Gradients that add up in buckets which have some already, and go nowhere; makes the parameters."""
 
     def __init__(self, queue: WeightGradQueue, stage: nn.Module, key: TraceKey, fake: FakeTensors) -> None:
-        self._queue, self._sums, self._fake = queue, dict[int, Tensor](), fake
+        self._queue, self._sums, self._cuts, self._fake = queue, dict[int, Tensor](), dict(key.cuts), fake
         self.names, self.marks = dict[int, str](), _Marks(fake)
         self.holds = False  # what the head gives to a weight that the embedding uses too waits in autograd for the rest
         self._held: Tensor | None = None
@@ -375,10 +395,10 @@ class _Gradients:
                 new = made.setdefault(id(old), nn.Parameter(torch.empty(old.shape, dtype=key.dtype)))
                 module._parameters[name] = new
         for new in made.values():
-            self._sums[id(new)] = torch.empty(new.shape, dtype=key.accumulate_dtype)
-            new.register_post_accumulate_grad_hook(self._take)
+            self._sums[id(new)] = torch.empty(new.numel(), dtype=key.accumulate_dtype)
+            new.register_post_accumulate_grad_hook(self.take)
 
-    def _take(self, parameter: Tensor) -> None:
+    def take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         if self.holds and parameter.dim() > 1:
             self._held = gradient
@@ -390,30 +410,30 @@ class _Gradients:
         else:
             self.add(parameter, gradient)
 
-    def add(self, weight: Tensor, gradient: Tensor) -> None:
-        self._add_to(self._sum(weight), gradient)
-
-    def _add_to(self, total: Tensor, gradient: Tensor) -> None:
-        with torch.no_grad():
-            (total.add_ if self._adds else total.copy_)(gradient)
-
-    def _sum(self, weight: Tensor) -> Tensor:
-        """What the gradient of a weight that comes now is added to."""
-        self.marks.arrive(self.names[id(weight)])
-        return self._sums[id(weight)]
-
     def add_products(self, weight: Tensor, factors: Iterable[tuple[Tensor, Tensor]]) -> None:
-        total, value = self._sum(weight), self._fake.value
-        for a, b in factors:
-            if self._adds_wide:  # a kernel that the CPU does not have
-                inputs = value(total), value(a.t()), value(b)
-                self._fake.operators.append(Operator("aten.addmm.dtype_out", inputs, inputs[:1]))
-            else:
-                add_product(total, a, b, is_first=not self._adds)
+        if not self._adds_wide:
+            super().add_products(weight, factors)
+            return
+        self.marks.arrive(self.names[id(weight)])
+        value, total = self._fake.value, self._sums[id(weight)].view(weight.shape)
+        for a, b in factors:  # a kernel that the CPU does not have
+            inputs = value(total), value(a.t()), value(b)
+            self._fake.operators.append(Operator("aten.addmm.dtype_out", inputs, inputs[:1]))
+        self._launch(weight)
 
-    def add_rows(self, weight: Tensor, rows: Tensor, gradient: Tensor) -> None:
-        total = self._sum(weight)
-        self._add_to(total, torch.ops.aten.embedding_dense_backward(gradient, rows, weight.shape[0], -1, False))
+    def _open(self, weight: Tensor, *, launches: bool = True) -> Iterator[tuple[Share, Tensor, bool]]:
+        name, total = self.names[id(weight)], self._sums[id(weight)]
+        self.marks.arrive(name)
+        slot = slot_of(tuple(weight.shape))
+        uncut = Share(slot, (Pieces(0, slot.stop),), 0, slot.run, slot.stop)
+        for share in self._cuts.get(name, (uncut,)):
+            yield share, total[: share.stop - share.start], not self._adds
+        if launches:
+            self._launch(weight)
+
+    def _launch(self, weight: Tensor) -> None:  # noqa: ARG002
+        """Nothing goes to other ranks."""
+        self.marks.arrive(ADDED)
 
 
 def _axis(name: str, ranks: tuple[int, ...], key: TraceKey, traffic: RecordedTraffic) -> Axis:

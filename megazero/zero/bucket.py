@@ -330,12 +330,12 @@ class ShardingPolicy:
     secondary: Axis | None = (
         None  # neighbours on `shard` that hold a second copy of stage 3's weights; None: there is none
     )
-    is_run_on_cpu: bool | None = None  # a plan's tensors are on the CPU also where the run's are not; None: as `device`
+    planned_on: str = ""  # a plan's tensors are on the CPU also where the run's are not: the type of the run's device
 
     @property
     def on_cpu(self) -> bool:
         """Whether the run's modules compute on a CPU."""
-        return self.device.type == "cpu" if self.is_run_on_cpu is None else self.is_run_on_cpu
+        return (self.planned_on or self.device.type) == "cpu"
 
     @property
     def shards_master(self) -> bool:

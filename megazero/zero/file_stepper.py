@@ -17,6 +17,8 @@ from megazero.zero.bucket import Bucket, Run
 from megazero.zero.offload import Offload
 from megazero.zero.storage import FlatArray, Location, PendingCopy
 
+_SETS = 3
+
 
 @dataclass(eq=False)
 class Part:
@@ -43,13 +45,13 @@ class FileStepper:
     """Reads those of the parts that lie in a file, has them stepped, and writes them back.  `states`: element-wise ones."""
 
     def __init__(self, parts: Sequence[Part], states: Sequence[str], offload: Offload) -> None:
-        self._parts = [part for part in parts if part.location == "file"]
+        # Large ones first: a part that a group's border cuts off a shard then needs little beside the rest of it.
+        self._parts = sorted((part for part in parts if part.location == "file"), key=lambda part: -part.numel)
         self._states = tuple(states)
         for part in self._parts:
             part.arrays = {name: offload.moment(part.numel) for name in states}
-        largest = max((part.numel for part in self._parts), default=0)
-        count = min(3, len(self._parts))
-        self._sets = [{name: torch.zeros(largest) for name in ("master", *states)} for _ in range(count)]
+        names = "master", *states
+        self._sets = [{name: torch.zeros(part.numel) for name in names} for part in self._parts[:_SETS]]
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +89,7 @@ class FileStepper:
 
     def _buffers(self, index: int) -> dict[str, Tensor]:
         numel = self._parts[index].numel
-        return {name: buffer[:numel] for name, buffer in self._sets[index % len(self._sets)].items()}
+        return {name: buffer[:numel] for name, buffer in self._sets[index % _SETS].items()}
 
     def _read(self, index: int) -> list[PendingCopy]:
         part, buffers = self._parts[index], self._buffers(index)

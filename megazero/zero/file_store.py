@@ -82,7 +82,7 @@ class InFile(FlatArray):
     def start_read(self, out: Tensor, start: int) -> PendingCopy:
         check_out(out, self.dtype)
         buffer = torch.empty(out.shape, dtype=self.dtype, pin_memory=True) if out.is_cuda else out
-        run = partial(_move, os.preadv, self.store.descriptor, _memory(buffer), self._byte(start))
+        run = partial(self.store.move, os.preadv, buffer, self._byte(start))
 
         def finish() -> None:
             with torch.no_grad():
@@ -98,14 +98,15 @@ class InFile(FlatArray):
             buffer = torch.empty(values.shape, dtype=self.dtype, pin_memory=True)
             buffer.copy_(values, non_blocking=True)
             copied = torch.cuda.current_stream(values.device).record_event()
-        move = partial(_move, os.pwritev, self.store.descriptor, _memory(buffer), self._byte(start))
+        move = partial(self.store.move, os.pwritev, buffer, self._byte(start))
 
         def run() -> None:
             if copied is not None:
                 copied.synchronize()
             move()
 
-        return PendingCopy(self._start("writing", self.access(start, start + values.numel(), writes=True), run))
+        wait, held = self._start("writing", self.access(start, start + values.numel(), writes=True), run), [buffer]
+        return PendingCopy(wait, held.clear)
 
     def flush(self) -> None:
         sync = partial(os.fdatasync, self.store.descriptor)  # the disk must confirm the writes, too
@@ -154,8 +155,10 @@ Job: TypeAlias = tuple["Future[str | None]", Callable[[], str | None]]
 def _work(queue: SimpleQueue[Job | None]) -> None:
     while (job := queue.get()) is not None:
         future, execute = job
-        future.set_result(execute())
-        del job, future, execute  # while the thread waits, it keeps no buffer alive
+        failure = execute()
+        del job, execute  # who waits has the last reference to a buffer: its thread's allocator sees that it is freed
+        future.set_result(failure)
+        del future
 
 
 def region_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -219,6 +222,10 @@ class FileStore:
         self._arrays.append(array)
         return array
 
+    def move(self, operation: Callable[[int, list[memoryview], int], int], tensor: Tensor, offset: int) -> None:
+        """Read a tensor's elements from the file or write them to it."""
+        _move(operation, self.descriptor, _memory(tensor), offset)
+
     def submit(self, array: InFile, access: Access, what: str, run: Callable[[], None]) -> Future[str | None]:
         """Queue an operation for the workers, behind those that it conflicts with; the result says why it failed."""
         with self._lock:  # an operation must enter the queue after those that it waits for
@@ -246,6 +253,23 @@ class FileStore:
         failures = [array.failure for array in self._arrays if array.failure is not None]
         if failures and not self.is_failure_raised:  # one disk, one error
             raise StorageError(failures[0])
+
+
+class UnmadeFile(FileStore):
+    """A plan's, whose tensors hold nothing: there is no file, and what is asked of it is done at once."""
+
+    def __init__(self, directory: Path, _: int, nbytes: int) -> None:
+        self.path, self.nbytes, self.descriptor = directory, nbytes, -1
+        self._used, self._arrays = 0, []
+
+    def submit(self, *_: object) -> Future[str | None]:
+        """Nothing moves."""
+        done: Future[str | None] = Future()
+        done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        """There is nothing to free."""
 
 
 def _preallocate(descriptor: int, nbytes: int) -> None:

@@ -220,8 +220,8 @@ def _address_of(tensor: Tensor) -> int | None:
 
 
 def _is_on_device(bucket: Bucket) -> bool:
-    tensor = bucket.weight_shard.tensor
-    return tensor is not None and tensor.device == bucket.weights.device
+    location = bucket.weight_shard.location
+    return location == "device" or (location == "host" and bucket.policy.on_cpu)
 
 
 class _Running(NamedTuple):

@@ -75,7 +75,7 @@ class ShardedModel:
         gather, secondary = _gather_axes(state, zero)
         axes, device = (state.shard, state.replica), state.device
         self.policy = ShardingPolicy(
-            zero.stage, dtype, *axes, device, accumulate_dtype, pins, gather, secondary, state.on_cpu
+            zero.stage, dtype, *axes, device, accumulate_dtype, pins, gather, secondary, state.planned_on
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
