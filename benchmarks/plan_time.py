@@ -164,8 +164,8 @@ def stay_on_host(hosts: int, rank: int, world: int) -> None:
 
 
 @dataclass(frozen=True)
-class Probes:
-    """So many processes that measure how fast the machine is now."""
+class Several:
+    """So many processes that measure something else than steps of a shape."""
 
     world: int
 
@@ -175,7 +175,7 @@ class Probes:
 
 
 class Probe:
-    """One of them."""
+    """How fast the machine is now."""
 
     dp_index = 0
 
@@ -221,40 +221,29 @@ def measured(shape: Shape, probes: World) -> list[Part]:
             world.close()
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Ranks over two hosts that measure collectives."""
-
-    world: int
-
-    def batch(self, step: int, dp_index: int) -> tuple[Tensor, ...]:
-        """None."""
-        return ()
-
-
 class Links:
-    """One of them."""
+    """A rank on one of two hosts that measures collectives."""
 
     dp_index = 0
 
-    def __init__(self, hosts: Hosts, rank: int) -> None:
-        stay_on_host(2, rank, hosts.world)
-        self._hosts, self._rank = hosts, rank
+    def __init__(self, ranks: Several, rank: int) -> None:
+        stay_on_host(2, rank, ranks.world)
+        self._per_host, self._rank = ranks.world // 2, rank
 
     def step(self, *_: Tensor) -> None:
         """None."""
 
     def samples(self) -> dict[str, Samples]:
         """Seconds by operation."""
-        return collective_samples(self._rank, self._hosts.world // 2)
+        return collective_samples(self._rank, self._per_host)
 
 
 def between_hosts() -> dict[str, Samples]:
     """Collectives of 2, 4 and 8 ranks over two hosts."""
     found = dict[str, Samples]()
-    for hosts in map(Hosts, (2, 4, 8)):
+    for ranks in map(Several, (2, 4, 8)):
         with network_of(2, MBIT) as network:
-            world = World(f"{hosts.world} ranks", lambda rank, hosts=hosts: Links(hosts, rank), hosts, network)
+            world = World(f"{ranks.world} ranks", lambda rank, ranks=ranks: Links(ranks, rank), ranks, network)
             try:
                 found |= mean_of(world.ask("samples"))
             finally:
@@ -274,7 +263,7 @@ def measure(limit: int | None) -> None:
     bare = calibrate()
     write_calibration(replace(bare, collectives=dict(bare.collectives) | between_hosts()), CALIBRATION)
     every, rounds = list(shapes())[:limit], dict[Shape, list[list[Part]]]()
-    probes = [World("probe", Probe, Probes(count)) for count in (1, bare.processors)]
+    probes = [World("probe", Probe, Several(count)) for count in (1, bare.processors)]
     for number in range(ROUNDS):
         for shape in every[:: -1 if number % 2 else 1]:
             try:
