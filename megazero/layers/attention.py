@@ -248,7 +248,8 @@ class SlidingWindow:
         if seq <= size:
             return attention(q, k, v, kept=kept)
         # The first block has none before it.  It is copied: a view would keep all of q, k and v in memory for the backward.
-        first = attention(*(x[:, :, :size].contiguous() for x in (q, k, v)), kept=kept)
+        own = (x[:, :, :size].clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+        first = attention(*own, kept=kept)
         missing = -seq % size  # zeros that no query sees
         q, k, v = (F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, size)) for x in (q, k, v))
         k, v = (torch.cat([x[:, :, :-1], x[:, :, 1:]], dim=3) for x in (k, v))

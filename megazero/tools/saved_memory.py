@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megazero.comm.identity import storage_of
 from megazero.engine import Engine
 from megazero.layers.attention import Attention
 from megazero.layers.saved_tensors import SavedTensorHooks
@@ -31,7 +32,7 @@ def measure_saved(engine: Engine, batches: Sequence[MicroBatch], units: Iterable
     ]
     places = [batch.part for batch in batches if batch.part is not None]
     known += [tensor for part in places for tensor in (part.rows, part.positions)]
-    known += engine.chunks.parameters()
+    known += [*engine.chunks.parameters(), *(bucket.weights for bucket in engine.sharded_model.parameters.buckets)]
     for module in engine.chunks.modules():
         if isinstance(module, Attention):
             known += [window.mask] if (window := window_of(module)) is not None else []
@@ -56,24 +57,23 @@ class SavedMemory(SavedTensorHooks):
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
         super().__init__()
-        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
+        self._ignored = set(map(storage_of, ignored))
         self._users = Counter[int]()
         self._unit = ""
         self.live = self.peak = 0
         self.units: dict[str, int] = {}
 
     def pack(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage()
-        at = storage.data_ptr()
+        at = storage_of(tensor)
         if at in self._ignored:
             return self.beneath.pack(tensor)
-        return _Counted(self, at, storage.nbytes(), self.beneath.pack(tensor))
+        return _Counted(self, at, tensor.untyped_storage().nbytes(), self.beneath.pack(tensor))
 
     def unpack(self, saved: Any) -> Tensor:
         return self.beneath.unpack(saved.saved if isinstance(saved, _Counted) else saved)
 
     def count(self, at: int, size: int, change: int) -> None:
-        """One user more or less of the storage at an address."""
+        """One user more or less of a storage."""
         before = self._users[at]
         self._users[at] += change
         if not (before and self._users[at]):

@@ -156,6 +156,40 @@ def test_every_zero_stage_keeps_its_bytes_and_no_weight() -> None:
     assert run_world(2, _differences, runs) == [{}] * 2
 
 
+def test_weights_that_a_unit_need_not_share_are_no_activations() -> None:
+    """At stage 3 a unit whose buffer no other takes saves its weights as they are."""
+    policies = product(("action", "chunk", "step"), ("1f1b", "gpipe"), ("none", "full"))
+    runs = {
+        f"{gather}, {schedule}, {policy}": run_of(
+            4,
+            model=_llama(num_layers=4),
+            parallel={"pp": 2, "schedule": schedule},
+            zero={"stage": 3, "gather_policy": gather},
+            activations=POLICIES[policy],
+            precision={"dtype": "bf16"},
+        )
+        for gather, schedule, policy in policies
+    }
+    assert run_world(4, _differences, runs) == [{}] * 4
+
+
+def test_a_window_over_one_sample_and_one_key_head_keeps_its_bytes() -> None:
+    """Which of the blocks' copies are views depends on both, and on whether blocks fill the sample."""
+    runs = {
+        f"{heads} of {kv}, {seq} by {window}, {samples}": run_of(
+            1,
+            model=_llama(family="mistral", num_layers=1, num_heads=heads)
+            | {"num_kv_heads": kv, "seq_len": seq, "sliding_window": window},
+            precision={"dtype": "bf16"},
+            training={"micro_batch_size": samples},
+        )
+        for (heads, kv), (seq, window), samples in product(
+            ((4, 1), (4, 2), (1, 1)), ((24, 8), (24, 5), (12, 8), (16, 11)), (1, 2)
+        )
+    }
+    assert run_world(1, _differences, runs) == [{}]
+
+
 def test_ranks_that_share_a_key_head_keep_it_whole() -> None:
     families = ("llama", "qwen3", "olmo2")
     runs = {family: run_of(4, model=_llama(family=family), parallel={"tp": 4}) for family in families}
