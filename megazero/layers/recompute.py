@@ -96,6 +96,7 @@ class Recomputation(SavedTensorHooks):
         self._dropped: list[weakref.ref[_Dropped]] = []
         self._signature: list[_Saved] = []
         self._weights: list[Any] = []  # that were saved and are kept elsewhere
+        self._leaves: list[Tensor] = []  # that were saved, until the function has ended
         self._has_ended = False
         self._outputs: dict[int, weakref.ref[_Dropped]] = {}
         self._kept_results: list[list[Any]] = []
@@ -113,6 +114,7 @@ class Recomputation(SavedTensorHooks):
             result = self._function(*args)
         finally:
             results = self._kept.stop() if self._kept is not None else []
+            self._leaves.clear()
             self.leave()
         self._has_ended = True
         self._kept_results = [[self.beneath.pack(tensor) for tensor in tensors] for tensors in results]
@@ -120,6 +122,9 @@ class Recomputation(SavedTensorHooks):
         return result
 
     def pack(self, tensor: Tensor) -> Any:
+        base = tensor if tensor._base is None else tensor._base
+        if base.is_leaf and base.requires_grad:
+            self._leaves.append(base)
         weight = self.pack_weight(tensor)
         if weight is not None:
             self._weights.append(weight)
@@ -130,6 +135,9 @@ class Recomputation(SavedTensorHooks):
         return dropped
 
     def unpack(self, saved: Any) -> Tensor:
+        if any(map(_accumulates, self._leaves)):
+            found = "would add up gradients twice, since the function calls backward; torch.autograd.grad adds up none"
+            raise RuntimeError(_failure(self._function, found))
         return saved.tensor() if isinstance(saved, _Dropped) else self.beneath.unpack(saved)
 
     def note_weight(self, weight: Any) -> None:
@@ -201,6 +209,14 @@ class Recomputation(SavedTensorHooks):
     def _kept_argument(self, kept: Any) -> Tensor:
         """What `_keep_argument` kept."""
         return self.beneath.unpack(kept)
+
+
+def _accumulates(leaf: Tensor) -> bool:
+    """Whether the backward that runs now adds to the gradient of a leaf; `torch.autograd.grad` adds to none."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:  # it is the leaf's gradient that is asked for
+        return False
 
 
 class _Argument:
