@@ -275,6 +275,21 @@ def test_reentrance_is_refused() -> None:
         megazero.checkpoint(torch.sin, numbers(3), use_reentrant=True)
 
 
+@pytest.mark.parametrize("inputs", [None, "weight"])
+def test_a_function_that_calls_backward_is_refused(inputs: str | None) -> None:
+    """Its second run would add the same gradients once more; a function that asks for gradients is all right, see above."""
+    layer = nn.Linear(WIDTH, WIDTH)
+
+    def function(x: Tensor) -> Tensor:
+        y = layer(x).sin()
+        y.sum().backward(inputs=None if inputs is None else [layer.weight])
+        return y.detach() * x
+
+    with pytest.raises(RuntimeError, match="the function calls backward"):
+        megazero.checkpoint(function, numbers(3, WIDTH).requires_grad_())
+    assert layer.weight.grad is None
+
+
 # ---- ZeRO-3
 
 
