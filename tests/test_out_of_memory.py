@@ -100,8 +100,12 @@ def test_policies_for_activations_are_told_with_what_they_free_and_cost() -> Non
     head = 6 * model.vocab_size * h
     assert last.again == pytest.approx(2 * block / ((flops - head) / 2 + head))  # of the rank's own step
     assert first.again == pytest.approx(2 * block / ((flops - head) / 2))
-    full = run_of(1, model=LLAMA | {"num_layers": 2}, activations={"recompute": "full"})
-    assert not any(remedy.frees > 0 for remedy in recomputing(full, 0, torch.device("cpu")))
+    sections: dict[str, Any] = {"parallel": {"tp": 2}, "training": {"micro_batch_size": 8}}
+    full = run_of(2, model=LLAMA | {"num_layers": 6}, activations={"recompute": "full"}, **sections)
+    left = {remedy.settings: remedy for remedy in recomputing(full, 0, torch.device("cpu"))}
+    assert set(left) == {"activations.offload=host", "activations.partition=true"}
+    assert left["activations.partition=true"].frees == 6 * tokens * 4 * h / 2
+    assert all(one.again == 0 and one.frees > 0 for one in left.values())
 
 
 @pytest.mark.parametrize("own", ["", "parallel.cp=2", "parallel.cp=4 parallel.cp_method=hybrid parallel.cp_ulysses=2"])

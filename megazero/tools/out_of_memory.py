@@ -38,6 +38,12 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"recompute": "full"},
 )
 """What to recompute, the least first."""
+MOVES: tuple[dict[str, Any], ...] = (
+    {"offload": "host"},
+    {"partition": True},
+    {"recompute": "full", "layers": "all", "keep_attention": False, "offload": "host"},
+)
+"""Where what is left may lie instead, whatever is recomputed; at last both."""
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _MOST_KINDS = 5
 _USABLE = 0.9  # of what a setting frees; an allocator loses some
@@ -52,7 +58,7 @@ class Remedy:
     again: float | None = None
 
     def __str__(self) -> str:
-        more = "" if self.again is None else f", computes {self.again:.1%} more"
+        more = "" if self.again is None else f", computes {abs(self.again):.1%} {'less' if self.again < 0 else 'more'}"
         return f"{self.settings} (frees about {size_text(self.frees)}{more})"
 
 
@@ -93,7 +99,7 @@ def advise(
     """
     found = list(remedies(run, elements, working))
     if rank is not None:
-        found += sorted(recomputing(run, rank, device), key=lambda remedy: remedy.again or 0)
+        found += sorted(dict.fromkeys(recomputing(run, rank, device)), key=lambda remedy: remedy.again or 0)
         found += cutting_samples(run, rank, device)
     enough = [remedy for remedy in found if _USABLE * remedy.frees > missing]
     if enough:
@@ -151,12 +157,12 @@ def _kept(run: ResolvedRun, rank: int, device: torch.device) -> RankActivations 
 
 
 def recomputing(run: ResolvedRun, rank: int, device: torch.device) -> Iterator[Remedy]:
-    """The policies for activations under which a pipeline rank keeps less."""
+    """The policies for activations under which a pipeline rank keeps less on its device."""
     now = _kept(run, rank, device)
     if now is None:
         return
-    for policy in POLICIES:
-        values = _activations(run, rank, {"layers": "all", "keep_attention": False, **policy})
+    for policy in (*({"layers": "all", "keep_attention": False, **one} for one in POLICIES), *MOVES):
+        values = _activations(run, rank, policy)
         changed = _changed(run, activations=values)
         then = None if changed is None else _kept(changed, rank, device)
         if then and now.device > then.device:
@@ -173,7 +179,8 @@ def _activations(run: ResolvedRun, rank: int, wanted: dict[str, Any]) -> dict[st
     if not any(one.stage == rank for one in own.stages):
         return change
     tables = [one.model_dump(exclude_none=True) for one in own.stages]
-    return {"stages": [one | change if one["stage"] == rank else one for one in tables]}
+    of_all = {"partition": change.pop("partition")} if "partition" in change else {}
+    return of_all | ({"stages": [one | change if one["stage"] == rank else one for one in tables]} if change else {})
 
 
 def _changed(run: ResolvedRun, **sections: dict[str, Any]) -> ResolvedRun | None:
