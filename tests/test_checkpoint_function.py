@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -273,6 +274,21 @@ def test_an_argument_that_was_changed_is_refused_as_by_autograd() -> None:
 def test_reentrance_is_refused() -> None:
     with pytest.raises(ValueError, match="runs no backward within a backward"):
         megazero.checkpoint(torch.sin, numbers(3), use_reentrant=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"checkpoint_in_cpu": "no"}, 'cpu_checkpointing = "no": must be true or false'),
+        ({"contiguous_checkpointing": True, "num_checkpoints": -1}, "number_checkpoints = -1: must be an integer >= 1"),
+        ({"num_checkpoints": "4"}, 'number_checkpoints = "4": must be an integer'),
+    ],
+)
+def test_options_of_a_script_are_checked_like_those_of_a_configuration(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        deepspeed.checkpointing.configure(None, **given)
+    with pytest.raises(ValueError, match="set_num_layers"):
+        deepspeed.checkpointing.set_num_layers(0)
 
 
 @pytest.mark.parametrize("inputs", [None, "weight"])

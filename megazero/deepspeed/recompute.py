@@ -23,6 +23,7 @@ from torch import Tensor
 from megazero.comm.arena import Arena, rounded_up
 from megazero.comm.collectives import all_reduce, numbers_of
 from megazero.deepspeed.config import load_deepspeed_config
+from megazero.deepspeed.config_check import check_keys
 from megazero.deepspeed.config_schema import CheckpointingBlock
 from megazero.deepspeed.script_utils import log_dist
 from megazero.deepspeed.topology import PipelineParallelGrid
@@ -37,6 +38,7 @@ from megazero.layers.activation_offload import (
 from megazero.layers.checkpoint import CheckpointedCall
 from megazero.layers.recompute import WHOLE
 from megazero.parallel_state import TIMEOUT, Axis, Group, ParallelState, local_device
+from megazero.settings import ConfigError
 
 
 @dataclass
@@ -103,7 +105,7 @@ def configure(
         partition_activations, ..., profile: the keys of that block; docs/deepspeed_config.md says what they do.
 
     Raises:
-        ConfigError: the configuration is wrong.
+        ConfigError: the configuration, or an option, is wrong.
         TypeError: `mpu_` does not know the tensor-parallel ranks.
         ValueError: options that do not fit together.
     """
@@ -124,7 +126,8 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    block = block.model_copy(update={name: value for name, value in given.items() if value is not None})
+    written = {name: value for name, value in given.items() if value is not None}
+    block = block.model_copy(update=_checked("configure", written))
     if block.contiguous_memory_optimization and not block.number_checkpoints:
         raise ValueError("contiguous_checkpointing needs num_checkpoints, the calls that one buffer has room for")
     _NOW.by_script = True
@@ -161,8 +164,17 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Say how many calls one buffer of contiguous memory has room for."""
-    _NOW.options = _NOW.options.model_copy(update={"number_checkpoints": nlayers})
+    """Say how many calls one buffer of contiguous memory has room for.  Raises: ConfigError: it is no count."""
+    given = _checked("set_num_layers", {"number_checkpoints": nlayers})
+    _NOW.options = _NOW.options.model_copy(update=given)
+
+
+def _checked(call: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Keys of the block as a configuration may have them.  Raises: ConfigError."""
+    config, checked = check_keys({"activation_checkpointing": given})
+    if checked.problems:
+        raise ConfigError(checked.problems, f"deepspeed.checkpointing.{call}")
+    return {name: getattr(config.activation_checkpointing, name) for name in given}
 
 
 class _ConfiguredCall(CheckpointedCall):

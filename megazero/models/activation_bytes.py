@@ -106,7 +106,8 @@ def block_bytes(block: nn.Module, policy: LayerPolicy, size: MicroBatchSize) -> 
     kept = {}
     for one in _saved_by(block, size):
         if not parts & {*one.unless.split()} or (policy.keep_attention and one.what in ATTENDED):
-            kept[one.what] = -(-one.size // (cut if parts & {*one.starts.split()} else 1))
+            divides = one.size // size.itemsize % cut == 0  # what does not stays whole
+            kept[one.what] = one.size // (cut if divides and parts & {*one.starts.split()} else 1)
     return {what: count for what, count in kept.items() if count}
 
 

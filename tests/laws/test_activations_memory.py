@@ -143,6 +143,13 @@ def test_every_schedule_keeps_its_bytes_cut_over_tp_or_not() -> None:
         parallel={"pp": 2, "tp": 2},
         activations={"recompute": ["norms"], "partition": True},
     )
+    runs["an input that cannot be cut"] = run_of(
+        4,
+        model=_llama(hidden_size=33, head_dim=8, seq_len=15),
+        parallel={"tp": 2, "pp": 2},
+        activations={"recompute": "full", "partition": True},
+        training={"micro_batch_size": 1},
+    )
     assert run_world(4, _differences, runs) == [{}] * 4
 
 
