@@ -716,12 +716,16 @@ def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
         ("offload=host stages=[{stage=1,offload='none'}] offload_layers=1", []),
     ],
 )
-def test_a_choice_for_activations_that_no_layer_of_a_rank_takes_is_told_in_one_line(write, overrides, told):
-    words = [f"activations.{word}" for word in overrides.split()]
-    notices = load_config(write(""), ["model.num_layers=4", "parallel.pp=2", "parallel.tp=1", *words], 2).notices
-    found = [notice for notice in notices if notice.startswith("activations.")]
-    assert len(found) == len(told), found
-    assert all(line.startswith(f"activations.{key}") for line, key in zip(found, told, strict=True)), found
+def test_a_choice_for_activations_that_no_layer_of_a_rank_takes_is_told_in_one_line(write, tmp_path, overrides, told):
+    words = ["model.num_layers=4", "parallel.pp=2", "parallel.tp=1", "training.accumulation=2"]
+    words += [f"activations.{word}" for word in overrides.split()]
+    table = tmp_path / "own.csv"
+    table.write_text("F0,F1,B0,B1\n,F0,B0,F1,B1\n")
+    for own in ([], [f"parallel.schedule_file={table}"]):
+        notices = load_config(write(""), [*words, *own], 2).notices
+        found = [notice for notice in notices if notice.startswith("activations.")]
+        assert len(found) == len(told), found
+        assert all(line.startswith(f"activations.{key}") for line, key in zip(found, told, strict=True)), found
 
 
 FAMILY_KEYS = {

@@ -15,9 +15,12 @@ from harness import run_program
 from typer.testing import CliRunner
 
 from megazero.cli import app
+from megazero.config import load_config
+from megazero.models.gpt import Block
+from megazero.models.registry import FAMILIES
 from megazero.plan.state_bytes import StateFormula
 from megazero.tools.measured_step import START, live_memory
-from megazero.tools.memory_report import CHOICES, plan
+from megazero.tools.memory_report import CHOICES, plan, without_formula
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -198,6 +201,35 @@ def test_a_bad_option_is_told_with_exit_code_2(options: list[str], said: str, tm
     assert done.exit_code == 2
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_every_policy_has_a_row_of_its_own_and_is_counted_on_the_device() -> None:
+    """Whatever the run file says of offloading and of single pipeline ranks."""
+    words = ["activations.offload=host", "activations.stages=[{stage=0,recompute='full'}]"]
+    one = {option: choices[:1] for option, choices in CHOICES.items()}
+    _, policies = plan(one, words, policies=["none", "mlp"])
+    found = {name: run.config.activations for name, run in policies.items()}
+    assert {name: (own.offload, own.stages) for name, own in found.items()} == dict.fromkeys(found, ("none", ()))
+    assert [own.recompute for own in found.values()] == ["none", ("mlp",)]
+
+
+def test_layers_that_no_formula_knows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Block):
+        def forward(self, *given: Any) -> Any:
+            return super().forward(*given)
+
+    def blocks(family: Any, *given: Any) -> list[Block]:
+        found = intact(family, *given)
+        for one in found:
+            one.__class__ = Own
+        return found
+
+    run = load_config(os.devnull, ["model.num_layers=1", "launch.device=cpu"], 1)
+    assert without_formula([run]) == ""
+    family = type(FAMILIES[run.config.model.family])
+    intact = family.blocks
+    monkeypatch.setattr(family, "blocks", blocks)
+    assert "forward of its own" in without_formula([run])
 
 
 def test_a_number_of_ranks_that_is_not_the_started_one_is_refused() -> None:

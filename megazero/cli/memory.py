@@ -36,7 +36,7 @@ def memory_report(
     from megazero.config import ConfigError
     from megazero.schedules.table import write_text
     from megazero.tools.memory_chart import draw_course, draw_svg, draw_text
-    from megazero.tools.memory_report import measure, plan
+    from megazero.tools.memory_report import measure, plan, without_formula
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
     prints, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
@@ -51,6 +51,10 @@ def memory_report(
         runs, policies = plan(
             varied, overrides or [], config=config, ranks=ranks, started=started, scratch=out, policies=words
         )
+        if policies and (unknown := without_formula(policies.values())):
+            policies = {}
+            if prints:
+                print(f"activations are not measured: {unknown}", file=sys.stderr)
         out.mkdir(parents=True, exist_ok=True)
     except (ConfigError, ValueError, OSError) as error:
         if prints:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from megazero.config.derive import batch_sizes, fit, micro_batch_multiple, ranks_of_a_sample
@@ -32,6 +33,7 @@ from megazero.models.stages import cut_by_rank, layer_counts
 from megazero.optim.registry import OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of
 from megazero.schedules.registry import SCHEDULES
+from megazero.schedules.table import read_schedule
 from megazero.settings import (
     ActsWhere,
     AtMost,
@@ -126,9 +128,16 @@ def idle_activations(config: RunConfig, told: Collection[str]) -> Iterator[str]:
         told: lines of keys that are known to be idle.
     """
     own, parallel, (pp, chunks) = config.activations, config.parallel, _stages(config)
-    if own == ActivationsConfig() or parallel.schedule_file is not None:  # a table places chunks as it likes
+    if own == ActivationsConfig():
         return
-    layouts = cut_by_rank(config.model, parallel.layout, SCHEDULES[parallel.schedule].placement(pp, chunks))
+    if parallel.schedule_file is None:
+        placement = SCHEDULES[parallel.schedule].placement(pp, chunks)
+    else:
+        try:
+            placement = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement).placement
+        except (ValueError, OSError):  # the start of a run and `megazero check` say why
+            return
+    layouts = cut_by_rank(config.model, parallel.layout, placement)
 
     def kept(choices: ActivationsConfig) -> list[dict[int, LayerPolicy]]:
         layers = [[layer for layout in own for layer in layout.layers] for own in layouts]

@@ -92,7 +92,7 @@ def _activations(report: Report) -> Iterator[str]:
         return
     columns = ("recompute", "a layer, counted", "formula", "rank at most", "formula", "ratio", "live", "computes more")
     table = Table(
-        title="Kept for the backward passes in MiB, on the fullest rank; live: all that a step allocates",
+        title="Kept for the backward passes in MiB, on the fullest rank, nothing offloaded; live: all that a step allocates",
         title_justify="left",
         title_style="",
         box=None,

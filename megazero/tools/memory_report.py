@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import product
@@ -18,6 +18,7 @@ from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
 from megazero.models.activation_config import PRESETS
 from megazero.parallel_state import ParallelState
+from megazero.plan.activations import activations_of_ranks, schedule_of
 from megazero.plan.state_bytes import StateFormula, formula_of
 from megazero.settings import Problem, counted, toml_value
 from megazero.tools.measured_step import ActivationFigures, RankFigures, measure_activations, measure_step
@@ -198,6 +199,7 @@ def plan(
         if run := load(own):
             runs[Combination(precision, int(stage), offload)] = run
     first = [f"{key}={varied[option][0]}" for key, option in _OPTION_OF_KEY.items() if option in varied]
+    first += ["activations.offload=none", "activations.stages=[]"]  # what is kept, wherever it lies; one policy a row
     for policy in policies:
         recompute = policy if policy in PRESETS else toml_value(policy.split("+"))
         if run := load([*first, f"activations.recompute={recompute}"]):
@@ -205,6 +207,16 @@ def plan(
     if problems:
         raise ConfigError(list(problems.values()), str(config or "the report's model and the given keys"))
     return runs, by_policy
+
+
+def without_formula(runs: Iterable[ResolvedRun]) -> str:
+    """Why no formula says what the layers of these runs keep; empty where it does."""
+    try:
+        for run in runs:
+            activations_of_ranks(run, schedule_of(run), on_cuda=False)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def _check_choices(option: str, words: Sequence[str]) -> None:
