@@ -20,8 +20,9 @@ from megazero.parallel_state import Axis
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """What `function(*args, **kwargs)` returns; of what its backward needs only the arguments are kept.
 
-    The function runs once more in the backward, so it must do the same again; what it does beside its result, such as the
-    running averages of a batch norm, it does twice.  Calls may be nested, and modules that ZeRO-3 gathers may be called.
+    The function runs once more in the backward, so it must do the same again, with random numbers of torch's default
+    generators; what it does beside its result, such as the running averages of a batch norm, it does twice.  Calls may be
+    nested, and modules that ZeRO-3 gathers may be called.
 
     Args:
         function: a module, or any other callable.
@@ -32,7 +33,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     Raises:
         ValueError: `use_reentrant` is true.
         RuntimeError: in the backward, the function did not do the same again, or an argument was changed in place; in the
-            function, it runs a backward through itself.
+            function, it calls `backward`; `torch.autograd.grad` is all right.
     """
     if use_reentrant:
         raise ValueError(
