@@ -291,13 +291,14 @@ def test_options_of_a_script_are_checked_like_those_of_a_configuration(given: di
         deepspeed.checkpointing.set_num_layers(0)
 
 
+@pytest.mark.parametrize("within", [PLAIN, megazero.checkpoint])
 @pytest.mark.parametrize("inputs", [None, "weight"])
-def test_a_function_that_calls_backward_is_refused(inputs: str | None) -> None:
+def test_a_function_that_calls_backward_is_refused(inputs: str | None, within: Checkpoint) -> None:
     """Its second run would add the same gradients once more; a function that asks for gradients is all right, see above."""
     layer = nn.Linear(WIDTH, WIDTH)
 
     def function(x: Tensor) -> Tensor:
-        y = layer(x).sin()
+        y = within(lambda x: layer(x).sin(), x)
         y.sum().backward(inputs=None if inputs is None else [layer.weight])
         return y.detach() * x
 

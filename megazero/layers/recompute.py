@@ -124,7 +124,7 @@ class Recomputation(SavedTensorHooks):
     def pack(self, tensor: Tensor) -> Any:
         base = tensor if tensor._base is None else tensor._base
         if base.is_leaf and base.requires_grad:
-            self._leaves.append(base)
+            self.note_leaf(base)
         weight = self.pack_weight(tensor)
         if weight is not None:
             self._weights.append(weight)
@@ -142,6 +142,11 @@ class Recomputation(SavedTensorHooks):
 
     def note_weight(self, weight: Any) -> None:
         self._weights.append(weight)
+
+    def note_leaf(self, leaf: Tensor) -> None:
+        if not self._has_ended:
+            self._leaves.append(leaf)
+        self.beneath.note_leaf(leaf)
 
     def output(self, number: int) -> _Dropped:
         """A result of the function, to be dropped."""

@@ -60,6 +60,10 @@ class SavedTensorHooks:
         """A weight was saved that hooks above keep: what a second run has to save again."""
         self.beneath.note_weight(weight)
 
+    def note_leaf(self, leaf: Tensor) -> None:
+        """A leaf whose gradient adds up was saved, by these hooks or by some above."""
+        self.beneath.note_leaf(leaf)
+
     def drop(self, source: Any, outputs: Sequence[Tensor]) -> None:
         """Results that `source` can make again (`Recomputation.remake`): whoever saves them need not keep them."""
 
@@ -92,6 +96,8 @@ class _Outermost(SavedTensorHooks):
         return None
 
     def note_weight(self, weight: Any) -> None: ...
+
+    def note_leaf(self, leaf: Tensor) -> None: ...
 
     @contextmanager
     def again(self, hooks: SavedTensorHooks) -> Iterator[None]:
