@@ -12,8 +12,10 @@ from harness import run_command as megazero
 from harness import run_world
 from quickstart import QUICKSTART, ROOT, TINY
 from test_any_shape import UNTIED
+from typer.testing import CliRunner
 from worlds import engine_on, run_of
 
+from megazero.cli import app
 from megazero.config import ConfigError, load_config
 from megazero.data.tokenize import tokenize_files
 from megazero.plan.activations import elements_of_stages, kind_of
@@ -333,3 +335,12 @@ def test_a_run_that_cannot_fit_a_named_device_is_told_at_once() -> None:
     assert "of h100: does not fit; " in told["h100"]
     assert "of b200: fits, " in told["b200"]
     assert 18 * 8.030e9 / 2**30 < float(told["b200"].split()[0]) < 18 * 8.030e9 / 2**30 + 6
+
+
+def test_layers_with_a_forward_of_their_own_are_recomputed_as_a_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megazero.models.activations.has_regions", lambda _: False)
+    for word, told in (("none", 0), ("selective", 1), ("full", 0), ('["mlp"]', 1)):
+        done = CliRunner().invoke(app, ["check", str(QUICKSTART), f"activations.recompute={word}"])
+        assert (done.exit_code, done.stderr.count('only as a whole; write "full" or "none"')) == (2 * told, told), word

@@ -24,6 +24,9 @@ from megazero.config.rules import BATCH, WORLD, Rule
 from megazero.data import Corpus, load_tokenizer
 from megazero.data.corpus import PYTHON_STDLIB, repeats
 from megazero.data.indexed import pair_paths
+from megazero.layers.recompute import WHOLE
+from megazero.models.activation_config import ActivationsConfig, layer_policies
+from megazero.models.activations import save_by_policy
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.plan.activations import (
     activations_of_ranks,
@@ -196,6 +199,19 @@ def _pipeline(schedule: Schedule) -> str:
     peak = max(peak_activations(schedule, rank) for rank in range(schedule.pp)) / schedule.chunks
     idle = simulate(schedule).bubble_fraction
     return f"{schedule.name}: ranks idle {idle:.1%} if every pass takes as long; a rank holds {peak:g} micro-batches at most"
+
+
+def recompute_problems(config: RunConfig) -> Iterator[Problem]:
+    """Layers have the parts that are computed again; those with a forward of their own only as a whole."""
+    own, layers = config.activations, range(config.model.num_layers)
+    blocks = [block for stage in stages_of(config) for block in stage.blocks] if own != ActivationsConfig() else []
+    for rank in range(config.parallel.pp) if blocks else ():
+        try:
+            save_by_policy([(blocks[at], policy) for at, policy in layer_policies(own, layers, rank).items()], WHOLE)
+        except ValueError as error:
+            rule, _, hint = str(error).partition(": ")[2].partition("; ")
+            yield Problem("activations.recompute", own.of_stage(rank).recompute, rule, hint)
+            return
 
 
 def _rate(config: RunConfig) -> str:
