@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -388,6 +389,12 @@ def _lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+def _is_asked_to_end(pid: int) -> bool:
+    """Whether a process that is stopped will find a SIGTERM when it goes on."""
+    pending = re.search(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return pending is not None and bool(int(pending[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def _wait_until(agent: Program, is_so: Callable[[], bool], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not is_so():
@@ -462,7 +469,7 @@ def test_a_run_goes_on_with_the_nodes_that_are_left_and_takes_in_a_new_one(
         (rank,) = _children(first.pid)
         os.kill(rank, signal.SIGSTOP)  # so that it has steps left when the new node comes
         with _agent(run_dir, 1, **node, hosts=False) as third:
-            _wait_until(first, lambda: "Detected 1 new nodes" in _log(first))
+            _wait_until(first, lambda: "Detected 1 new nodes" in _log(first) and _is_asked_to_end(rank))
             os.kill(rank, signal.SIGCONT)
             log = _end(first)
             _end(third)
