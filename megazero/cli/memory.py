@@ -51,7 +51,7 @@ def memory_report(
         runs, policies = plan(
             varied, overrides or [], config=config, ranks=ranks, started=started, scratch=out, policies=words
         )
-        if policies and (unknown := without_formula(policies.values())):
+        if policies and (unknown := without_formula(next(iter(policies.values())))):
             policies = {}
             if prints:
                 print(f"activations are not measured: {unknown}", file=sys.stderr)

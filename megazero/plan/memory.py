@@ -150,9 +150,8 @@ class _Walk:
         self._ledger, self._gradients = _Ledger(), 0
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
-        tables = sum(
-            max((trace.tables for _, trace in units), default=0) for units in self._units[0]
-        )  # each chunk's own
+        of_chunks = (max((trace.tables for _, trace in units), default=0) for units in self._units[0])
+        tables = sum(of_chunks)
         self._tables = tables * (run.accumulation if config.data.document_mask else 1)
         self._base = sum(state.kinds.values()) + self._tokens + self._tables
 

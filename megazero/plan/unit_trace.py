@@ -54,11 +54,13 @@ DY, ADDED = "dy", "added"
 
 
 class Span(NamedTuple):
-    """From a parameter's gradient coming to its bucket until the next one comes; bytes above those at the start."""
+    """From a parameter's gradient coming to its bucket until the next one comes; bytes above those at the start.
 
-    parameter: (
-        str  # "" at the start; DY from where nothing of the unit needs dy any more; ADDED once one is in its bucket
-    )
+    In place of a parameter: "" at the start, DY where nothing of the unit needs dy any more, ADDED once a gradient is in its
+    bucket.
+    """
+
+    parameter: str
     live: int  # at that moment
     peak: int
 

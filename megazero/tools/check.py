@@ -204,10 +204,13 @@ def _pipeline(schedule: Schedule) -> str:
 def recompute_problems(config: RunConfig) -> Iterator[Problem]:
     """Layers have the parts that are computed again; those with a forward of their own only as a whole."""
     own, layers = config.activations, range(config.model.num_layers)
-    blocks = [block for stage in stages_of(config) for block in stage.blocks] if own != ActivationsConfig() else []
-    for rank in range(config.parallel.pp) if blocks else ():
+    if own == ActivationsConfig():
+        return
+    blocks = [block for stage in stages_of(config) for block in stage.blocks]
+    ranks = {one: rank for rank in range(config.parallel.pp) for one in layer_policies(own, layers, rank).items()}
+    for (layer, policy), rank in ranks.items():  # those of most pipeline ranks are alike
         try:
-            save_by_policy([(blocks[at], policy) for at, policy in layer_policies(own, layers, rank).items()], WHOLE)
+            save_by_policy([(blocks[layer], policy)], WHOLE)
         except ValueError as error:
             rule, _, hint = str(error).partition(": ")[2].partition("; ")
             yield Problem("activations.recompute", own.of_stage(rank).recompute, rule, hint)

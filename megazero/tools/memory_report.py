@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import product
@@ -209,11 +209,10 @@ def plan(
     return runs, by_policy
 
 
-def without_formula(runs: Iterable[ResolvedRun]) -> str:
-    """Why no formula says what the layers of these runs keep; empty where it does."""
+def without_formula(run: ResolvedRun) -> str:
+    """Why no formula says what the layers of a run keep, whatever their policy; empty where one does."""
     try:
-        for run in runs:
-            activations_of_ranks(run, schedule_of(run), on_cuda=False)
+        activations_of_ranks(run, schedule_of(run), on_cuda=False)
     except TypeError as error:
         return str(error)
     return ""
