@@ -673,6 +673,7 @@ activations.partition=true     activations.recompute=full
 activations.keep_attention=true activations.recompute=["mlp"]
 activations.layers=3
 activations.offload_layers=3
+activations.contiguous=true    activations.offload=host
 logging.straggler_every_steps=5
 logging.straggler_ratio=2.0    logging.straggler_every_steps=0
 lr_schedule.warmup_steps=2000  training.steps=10
@@ -714,6 +715,8 @@ def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
         ("recompute=full layers=[0] stages=[{stage=1,keep_attention=true}]", ["stages[0]"]),
         ("recompute=full layers=[0] keep_attention=true stages=[{stage=1,layers='all'}]", []),
         ("offload=host stages=[{stage=1,offload='none'}] offload_layers=1", []),
+        ("offload=host stages=[{stage=1,offload='none'}] contiguous=true", []),
+        ("stages=[{stage=0,offload='host'}] contiguous=true", []),
     ],
 )
 def test_a_choice_for_activations_that_no_layer_of_a_rank_takes_is_told_in_one_line(write, tmp_path, overrides, told):

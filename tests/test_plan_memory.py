@@ -54,6 +54,11 @@ CASES = [
         "precision.dtype=fp32 model.ffn_hidden_size=2048 model.vocab_size=128 activations.recompute=full",
     ),
     (2, f"zero.stage=3 zero.offload.optimizer=nvme zero.offload.parameters=nvme {FILES} precision.dtype=bf16"),
+    (
+        2,
+        "activations.contiguous=true activations.recompute=full zero.stage=2 training.accumulation=2 precision.dtype=bf16",
+    ),
+    (2, "activations.contiguous=true parallel.pp=2 training.accumulation=4 zero.stage=1 precision.dtype=bf16"),
     (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} precision.dtype=bf16"),
 ]
 WHOLE_KINDS = (*STATE_KINDS, "gather_buffers", "gradient_buffers")

@@ -81,11 +81,12 @@ class Arena:
         taken = free._replace(stop=free.start + needed)
         if taken != free:
             self._give_back(free._replace(start=taken.stop))
-        storage = self._buffers[taken.buffer].untyped_storage()
-        self._taken[storage._cdata, taken.start] = taken
         self.nbytes_in_use += needed
-        # Not a slice, whose changes would count as changes of all others.
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, taken.start, (nbytes,), (1,))
+        memory = self._buffers[taken.buffer][
+            taken.start : taken.start + nbytes
+        ].data  # its changes are not those of others
+        self._taken[address_of(memory)] = taken
+        return memory
 
     def release(self, memory: Tensor) -> None:
         """Take memory back.  Raises: KeyError: it is not taken."""

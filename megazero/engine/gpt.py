@@ -22,6 +22,7 @@ from megazero.checkpoint.index import HF_CONFIG, to_json
 from megazero.checkpoint.load import fills_weights, load_checkpoint
 from megazero.checkpoint.save import save_checkpoint
 from megazero.checkpoint.saver import Saver
+from megazero.comm.arena import Arena
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
 from megazero.engine.action_clock import ActionClock
@@ -29,7 +30,7 @@ from megazero.engine.phases import phases_after
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
 from megazero.engine.trainer_state import Position, check_same_run, trainer_state
-from megazero.layers.activation_offload import HostOffload
+from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
 from megazero.layers.linear import WeightGradQueue
@@ -91,7 +92,7 @@ class Engine:
     """One rank of a training run; see `initialize`.  Every method is called on every rank, in the same order.
 
     Attributes:
-        offload: holds on the host what layers keep; None where none does.
+        offload: holds in an arena what layers keep; None where none does.
         share: what this rank needs of each global batch.
         on_action: called before and after every computed action, for traces.
         wants_stop: called at the end of every step and evaluation; see `StepStatistics.stop`.
@@ -125,6 +126,7 @@ class Engine:
             wgrad_queues=queue_of,
             checks_order=False,
             hides_gathers=True,
+            arena=None if self.offload is None or self.offload.on_host else self.offload.pool,
         )
         if self.offload is not None:
             self.offload.stay(bucket.weights for bucket in self.sharded_model.parameters.buckets)
@@ -327,8 +329,12 @@ class Engine:
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank and of working buffers, by kind; host and disk are named."""
-        on_host = {} if self.offload is None else {"activations on host": self.offload.pool.nbytes}
-        return self.sharded_model.memory_bytes() | on_host
+        found = self.sharded_model.memory_bytes()
+        if self.offload is not None and self.offload.on_host:
+            found["activations on host"] = self.offload.pool.nbytes
+        elif self.offload is not None:  # the buffers are counted already
+            found["activation_arena"] = self.offload.pool.nbytes - self.sharded_model.reducer.buffer_bytes
+        return found
 
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
         """Run the schedule; this rank's sums of losses and of counted tokens, fp64, 0 where another stage has the loss."""
@@ -387,14 +393,17 @@ def _optimizer_of(config: OptimizerConfig) -> OptimizerRecipe:
 
 def _build_chunks(
     config: RunConfig, state: ParallelState, placement: Placement
-) -> tuple[list[GPTStage], list[WeightGradQueue], HostOffload | None]:
+) -> tuple[list[GPTStage], list[WeightGradQueue], ActivationStore | None]:
     """This rank's part of the model on the meta device, for each chunk the queue of its weight gradients, the offload."""
     chunks, queues = [], []
     mine = cut_by_rank(config.model, config.parallel.layout, placement)[state.at.pp]
     whole = WHOLE if config.parallel.sequence_parallel else state.tp
     layers = [layer for layout in mine for layer in layout.layers]
     policies = layer_policies(config.activations, layers, state.at.pp, cuts=whole.size > 1)
-    offload = HostOffload(state.device) if any(policy.offload for policy in policies.values()) else None
+    offload = None
+    if any(policy.moves for policy in policies.values()):
+        in_arena = any(policy.contiguous for policy in policies.values())
+        offload = ActivationStore(state.device, Arena(state.device) if in_arena else None)
     attends = None
     if state.cp.size > 1 or config.data.document_mask:
         attends = ContextAttention(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megazero.layers.activation_offload import HostOffload
+from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Action, ActionKind
@@ -101,7 +101,7 @@ class StageRunner:
         *,
         trains: bool,
         loss_gradient: Callable[[], Tensor],
-        offload: HostOffload | None = None,
+        offload: ActivationStore | None = None,
     ) -> None:
         self._chunks, self._model, self._trains, self._loss_gradient = chunks, model, trains, loss_gradient
         self._offload = offload if trains else None

@@ -1,10 +1,13 @@
-"""What the forward keeps waits for the backward in the memory of the host.
+"""What the forward keeps waits for the backward in an arena: in the memory of the host, or on the device in one piece.
 
     forward     layer i saves     its copies to the host start                 layer i - 2 leaves the device
     backward    layer i begins    the copies of layer i - 1 back to it start   layer i + 1 leaves the device
 
 The layer that is worked on and one neighbour are on the device, in both directions: two layers' worth.  "Leaves" means
 that the computation waits for the copies of that layer, long started, before its memory is given back.
+
+With an arena on the device what is saved leaves its own memory at once, and a layer's copies are there while it runs
+backward.  Nothing is early there: a copy takes its turn on the compute stream, when its tensor is asked for.
 
 [Note: streams]  Copies run on two streams of their own.  A copy starts behind all that the compute stream has been given
 so far: what it reads is computed, and what it overwrites is no longer read.  The compute stream waits for a copy before it
@@ -27,12 +30,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.arena import Arena
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 
-_NEAR = 2  # layers on the device
+_NEAR = 2  # layers on the device, beside an arena on the host
 _REMEDY = "offload fewer layers (activations.offload_layers), or recompute more of them"
 
 
@@ -71,7 +75,8 @@ class KeptStorage:
 
     def __init__(self, tensor: Tensor, pool: Arena, copier: Copier) -> None:
         self._device, self._pool, self._copier = tensor.device, pool, copier
-        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        whole = (tensor.untyped_storage().nbytes() // tensor.itemsize,)
+        memory = tensor.data.as_strided(whole, (1,), 0).view(torch.uint8)
         self._memory: Tensor | None = memory  # on the device, all bytes
         self._original: tuple[Tensor, int] | None = keep(tensor)  # None when that has left the device
         self._error: RuntimeError | None = None
@@ -135,22 +140,25 @@ class KeptView(NamedTuple):
 
     def tensor(self) -> Tensor:
         """The tensor on the device."""
-        memory = self.storage.on_device()
-        view = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return view.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
+        elements = self.storage.on_device().view(self.dtype)
+        return elements.as_strided(
+            self.size, self.stride, self.offset
+        ).data  # whose changes are not those of the others
 
 
 def is_its_memory(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of the bytes of its storage, and nothing more."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+    """Whether a tensor is a view of the bytes of its storage, and nothing more; of all bytes, if it were as long."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
+        return False
+    if tensor.untyped_storage().nbytes() % tensor.itemsize:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
 
 
 class OffloadedLayer(SavedTensorHooks):
-    """The hooks of one forward of a layer; `offloads`: what it keeps goes to the host."""
+    """The hooks of one forward of a layer; `offloads`: what it keeps goes to the arena."""
 
-    def __init__(self, offload: HostOffload, before: OffloadedLayer | None, *, offloads: bool) -> None:
+    def __init__(self, offload: ActivationStore, before: OffloadedLayer | None, *, offloads: bool) -> None:
         super().__init__()
         self.before, self._offload, self._offloads = before, offload, offloads
         self._kept: list[weakref.ref[KeptStorage]] = []
@@ -175,22 +183,26 @@ class OffloadedLayer(SavedTensorHooks):
         return list(dict.fromkeys(one for reference in self._kept if (one := reference()) is not None))
 
 
-class HostOffload:
-    """Keeps what the layers of one rank save on the host.
+class ActivationStore:
+    """Keeps what the layers of one rank save in an arena.
 
     Args:
         device: of the activations.
+        arena: on that device; None makes one on the host.
 
     Attributes:
         pool: where it is kept.
+        on_host: whether that is the host.
         copier: moves it.
-        smallest_bytes: smaller storages stay on the device.
+        smallest_bytes: smaller storages stay where they are.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.copier = StreamCopier(device) if device.type == "cuda" else Copier()
+    def __init__(self, device: torch.device, arena: Arena | None = None) -> None:
+        self.on_host = arena is None
+        self.copier = StreamCopier(device) if self.on_host and device.type == "cuda" else Copier()
         self.smallest_bytes = 1 << 16
-        self.pool, self._device = Arena(torch.device("cpu"), _REMEDY), device
+        self.pool, self._device = arena or Arena(torch.device("cpu"), _REMEDY), device
+        self._most_near = _NEAR if self.on_host else 1
         self._stay: set[int] = set()
         self._near: list[OffloadedLayer] = []  # on the device, or on their way there; the one worked on last is last
         self._last: OffloadedLayer | None = None  # of the pass whose forward runs
@@ -222,12 +234,12 @@ class HostOffload:
     def layer(self, *, offloads: bool = True, is_last: bool = False) -> OffloadedLayer:
         """Hooks for one forward of a layer; all layers of a pass ask for them, in order.
 
-        `offloads`: what it keeps goes to the host.  `is_last`: of its pass.
+        `offloads`: what it keeps goes to the arena.  `is_last`: of its pass.
         """
         layer = OffloadedLayer(self, self._last, offloads=offloads)
         self._last = self._passes[self._pass] = layer
         self._work_on(layer)
-        if is_last:
+        if is_last and self.on_host:
             self._bring(self._passes.get(self._expected))
         return layer
 
@@ -235,24 +247,29 @@ class HostOffload:
         """Have a layer on the device, and start bringing the one that its backward is followed by."""
         if layer is not self._in_backward:
             self._in_backward = layer
-            self._bring(layer)
-            self._bring(layer.before or self._passes.get(self._expected))
+            if self.on_host:
+                self._bring(layer)
+                self._bring(layer.before or self._passes.get(self._expected))
+            else:
+                self._work_on(layer)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor goes to the host."""
+        """Whether a tensor goes to the arena."""
         if tensor.device.type != self._device.type or not is_its_memory(tensor):
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() >= self.smallest_bytes and storage._cdata not in self._stay
 
     def keep(self, tensor: Tensor) -> KeptStorage:
-        """The storage of a tensor on the host; the one that is there if it was saved before and has not changed since."""
+        """The storage of a tensor in the arena; the one that is there if it was saved before and has not changed since."""
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         known, _ = self._storages.get(key, (None, None))
         kept = None if known is None else known()
         if kept is None:
             kept = KeptStorage(tensor, self.pool, self.copier)
+            if not self.on_host:
+                kept.leave()
             self._storages[key] = weakref.ref(kept), StorageWeakRef(storage)
         return kept
 
@@ -263,7 +280,7 @@ class HostOffload:
                 storage.bring()
 
     def _work_on(self, layer: OffloadedLayer) -> None:
-        self._near = work_on(layer, self._near, _NEAR)
+        self._near = work_on(layer, self._near, self._most_near)
 
 
 class Keeper(Protocol):

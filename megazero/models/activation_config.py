@@ -91,6 +91,16 @@ _ATTENDS = _where(
     lambda own: bool({*own.regions} & {"attention", "block"}), "activations.recompute", "attention is not recomputed"
 )
 _OFFLOADS = _where(lambda own: own.offload == "host", "activations.offload", "nothing is offloaded")
+
+
+def _offload_where_some_stay(run: Any) -> tuple[object, ...]:
+    """The value of activations.offload, if what is kept stays on the device of a pipeline rank."""
+    own = run.activations
+    stay = any(own.of_stage(rank).offload == "none" for rank in (-1, *(one.stage for one in own.stages)))
+    return (own.offload,) if stay else ()
+
+
+_STAYS = ActsWhere("activations.offload", _offload_where_some_stay, "all is kept on the host, in one piece", told=True)
 _WHOLE = ActsWhere("parallel.sequence_parallel", (False,), "sequence parallelism has cut it already", told=True)
 _OVER_TP = ActsWhere("parallel.tp", (), "one rank keeps all", above=1)
 
@@ -127,6 +137,8 @@ class ActivationsConfig(Section):
     """Where what is kept waits for the backward: on the device, or in page-locked memory of the host."""
     offload_layers: Annotated[Layers, _OFFLOADS] = "all"
     """Which layers are offloaded, as for `layers`."""
+    contiguous: Annotated[bool, _STAYS] = False
+    """What stays on the device lies in one arena, which is allocated once, with the buffers of gradients on their way."""
     stages: Annotated[tuple[StageActivations, ...], Field(strict=False)] = ()
     """Other choices for some pipeline ranks: { stage, recompute, keep_attention, layers, offload, offload_layers }."""
 
@@ -151,12 +163,19 @@ class LayerPolicy:
         keep_attention: attention's output and log-sum-exp stay.
         partition: what is kept of a region's input is cut over tp.
         offload: what is kept waits on the host.
+        contiguous: what is kept lies in one piece of the device's memory.
     """
 
     recompute: frozenset[Region] = frozenset()
     keep_attention: bool = False
     partition: bool = False
     offload: bool = False
+    contiguous: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether what is kept leaves the memory that it was computed in."""
+        return self.offload or self.contiguous
 
     @property
     def name(self) -> str:
@@ -164,7 +183,8 @@ class LayerPolicy:
         regions = "+".join(region for region in REGIONS if region in self.recompute) or "none"
         parts = [regions + (" but attention" if self.keep_attention else "")]
         parts += ["cut over tp"] if self.partition else []
-        return ", ".join([*parts, "on the host"] if self.offload else parts)
+        parts += ["on the host"] if self.offload else ["in one piece"] if self.contiguous else []
+        return ", ".join(parts)
 
 
 def layer_policies(
@@ -189,6 +209,7 @@ def layer_policies(
             keep_attention=own.keep_attention and bool(here & {"attention", "block"}),
             partition=own.partition and cuts and bool(here - UNCUT),
             offload=own.offload == "host" and layer in offloaded,
+            contiguous=own.offload == "none" and own.contiguous,
         )
     return policies
 

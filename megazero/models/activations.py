@@ -1,6 +1,6 @@
 """Makes the blocks of a stage keep what their policies say.
 
-    Block.forward          -> SavingBlock: within it the results of recomputed regions are dropped, or all goes to the host
+    Block.forward          -> SavingBlock: within it the results of recomputed regions are dropped, or all goes to an arena
       Block.most           -> Recomputed     "block"
         Block.attended     -> Recomputed     "attention"
         Block.joined       -> Recomputed     "residual"
@@ -21,7 +21,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.activation_offload import HostOffload
+from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.attention import Attention
 from megazero.layers.recompute import WHOLE, DroppingOutputs, KeptResults, Recomputed
 from megazero.layers.saved_tensors import SavedTensorHooks
@@ -54,14 +54,14 @@ class SavingBlock:
 def save_by_policy(
     blocks: Iterable[tuple[nn.Module, LayerPolicy]],
     tp: Axis,
-    offload: HostOffload | None = None,
+    offload: ActivationStore | None = None,
 ) -> None:
     """Apply each layer's policy to its block.  A block with a forward of its own is recomputed as a whole, or not at all.
 
     Args:
         blocks: of a chunk, in order, each with its policy.
         tp: over which `partition` cuts; of one rank where sequence parallelism has cut already.
-        offload: takes what is kept to the host; None where no policy of this rank says so.
+        offload: takes what is kept to its arena; None where no policy of this rank says so.
 
     Raises:
         ValueError: a policy recomputes a part of a block that does not have it.
@@ -82,7 +82,7 @@ def save_by_policy(
         hooks = None
         if offload is not None:
             offload.stay(_tables(block))
-            hooks = partial(offload.layer, offloads=policy.offload, is_last=number == len(blocks))
+            hooks = partial(offload.layer, offloads=policy.moves, is_last=number == len(blocks))
         if policy.recompute or hooks is not None:
             if has_regions(block):
                 block.mlp_dropout.remakes_mask = "block" in policy.recompute

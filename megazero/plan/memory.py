@@ -119,7 +119,7 @@ class _Ledger:
 
     kept: int = 0
     messages: int = 0
-    on_host: int = 0
+    moved: int = 0  # to the host, or to an arena
 
 
 class _Walk:
@@ -142,8 +142,9 @@ class _Walk:
         config, self._message = run.config, message_bytes(run, on_cuda=on_cuda)
         self._policies = policies_by_layer(config, chunks, stage)
         own = layer_policies(config.activations, list(self._policies), stage)
+        self._in_arena = any(policy.contiguous for policy in own.values())
         self._moves = {f"layer {layer}" for layer, policy in own.items() if policy.offload and on_cuda}
-        self._most_on_host = 0
+        self._most_moved = 0
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
         self._units = [[self._units_of(chunk, layout, key) for chunk, layout in enumerate(chunks)] for key in keys]
         self._passes: dict[tuple[bool, int, ActionKind, bool], tuple[int, int, int]] = {}
@@ -179,11 +180,14 @@ class _Walk:
                 self._note(0, f"receive for {step.lands}")
         self._note(self._state.end - self._gradients, END_OF_STEP)
         peak, kinds, moment = self._most
+        if self._in_arena:  # it stays as large as it was at its fullest
+            kinds[ACTIVATIONS] = kinds.get(ACTIVATIONS, 0) + self._most_moved
+            peak += self._most_moved
         if self._on_cuda:
             kinds |= {COMMUNICATORS: self._state.communicators * COMMUNICATOR_BYTES, SLACK: int(peak * ALLOCATOR_SLACK)}
             peak = sum(kinds.values())
         away = self._state.off_device
-        away |= {f"{ACTIVATIONS} on host": self._most_on_host} if self._most_on_host else {}
+        away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not self._in_arena else {}
         return RankMemory(self._stage, kinds, away, peak, moment, self._state.counted)
 
     def _compute(self, action: Action) -> None:
@@ -193,7 +197,7 @@ class _Walk:
         if arrives:  # what came is the first unit's
             self._ledger.messages -= self._message
             self._ledger.kept += self._message
-        if not self._moves and self._skip(action, arrives=arrives):  # what moves to the host is walked
+        if not (self._moves or self._in_arena) and self._skip(action, arrives=arrives):  # what moves is walked
             return
         held = 0  # of the gradient that came: who has started a backward has it until the end
         neighbour = 0  # bytes of one more layer, on their way to the host or from it
@@ -211,8 +215,9 @@ class _Walk:
                 self._note(span.live + beside + held + level.peak - self._gradients, text)
                 self._note(span.peak + beside + held + max(level.made - self._gradients, 0), text)
             self._ledger.kept += passed.kept + (-moved if is_forward else moved)
-            self._ledger.on_host += moved if is_forward else -moved
-            self._most_on_host = max(self._most_on_host, self._ledger.on_host)
+            if action.kind is not ActionKind.WEIGHT:
+                self._ledger.moved += (moved + trace.in_arena) * (1 if is_forward else -1)
+            self._most_moved = max(self._most_moved, self._ledger.moved)
             neighbour = moved
 
     def _skip(self, action: Action, *, arrives: bool) -> bool:

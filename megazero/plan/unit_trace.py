@@ -23,7 +23,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from megazero.comm.arena import Arena
 from megazero.config import ResolvedRun, RunConfig
+from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.cross_entropy import BLOCK_BYTES, slope_by_blocks, statistics_by_blocks
 from megazero.layers.linear import WeightGradQueue
@@ -51,6 +53,7 @@ Cuts: TypeAlias = tuple[tuple[str, tuple[Share, ...]], ...]
 
 
 DY, ADDED = "dy", "added"
+_MUCH = 1 << 50  # bytes that hold nothing
 
 
 class Span(NamedTuple):
@@ -92,12 +95,14 @@ class UnitTrace:
     Args:
         weight: None where the backward computes weight gradients.
         tables: bytes that its first forward makes and that live on: angles of a rank's own tokens.
+        in_arena: bytes that its forward leaves in an arena until its backward; no pass counts them.
     """
 
     forward: PassTrace
     backward: PassTrace
     weight: PassTrace | None
     tables: int = 0
+    in_arena: int = 0
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,10 @@ def _policies_of(config: RunConfig, placement: Placement) -> set[LayerPolicy]:
 def _layer(key: TraceKey, policy: LayerPolicy) -> UnitTrace:
     with _Bench(key, StageLayout(range(1), has_embedding=False, has_head=False)) as bench:
         block = bench.stage.blocks[0]
-        save_by_policy([(block, policy)], WHOLE if key.sequence_parallel else bench.tp)
+        store = ActivationStore(torch.device("cpu"), bench.arena) if policy.contiguous else None
+        save_by_policy([(block, policy)], WHOLE if key.sequence_parallel else bench.tp, store)
+        if store is not None:
+            store.stay(block.parameters())
         return bench.trace(block, lambda x: block(x, bench.layout), bench.hidden)
 
 
@@ -236,11 +244,13 @@ class _Bench:
         self._key, self._layout = key, layout
         self._fake = _Tensors(records=True, kernel_bytes=kernel_bytes(on_cuda=key.on_cuda))
         self._queue = WeightGradQueue()
+        self.arena = Arena(torch.device("cpu"))
 
     def __enter__(self) -> _Bench:
         key, cpu = self._key, torch.device("cpu")
         part = self._part()  # made of real tensors: they are cached
         self._fake.__enter__()
+        self.arena.reserve(_MUCH)
         traffic = RecordedTraffic(self._fake.operators)
         of_cp = [key.ranks_of_cp[: key.ulysses], key.ranks_of_cp[:: key.ulysses]]
         self.tp = _axis("tp", key.ranks_of_tp, key, traffic)
@@ -292,7 +302,7 @@ class _Bench:
         del received
         y = run(x)
         del x
-        forward = marks.end()
+        forward, in_arena = marks.end(), self.arena.nbytes_in_use
         loss = _Output.apply(y, marks)
         del y
         queue.defers = key.splits
@@ -300,10 +310,10 @@ class _Bench:
         loss.backward()
         backward = marks.backward or marks.end()
         if not key.splits:
-            return UnitTrace(forward, backward, None)
+            return UnitTrace(forward, backward, None, in_arena=in_arena)
         marks.begin()
         queue.run_oldest()
-        return UnitTrace(forward, backward, marks.end())
+        return UnitTrace(forward, backward, marks.end(), in_arena=in_arena)
 
 
 class _Tensors(FakeTensors):

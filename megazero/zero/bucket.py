@@ -29,6 +29,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from megazero.comm.arena import Arena
 from megazero.layers.spec import ParamSpec, numel
 from megazero.parallel_state import Axis
 from megazero.zero.storage import FlatArray, InMemory, in_host_memory
@@ -330,6 +331,7 @@ class ShardingPolicy:
     secondary: Axis | None = (
         None  # neighbours on `shard` that hold a second copy of stage 3's weights; None: there is none
     )
+    arena: Arena | None = None  # where gradients have their working buffers; None: each in memory of its own
     planned_on: str = ""  # a plan's tensors are on the CPU also where the run's are not: the type of the run's device
 
     @property

@@ -11,16 +11,21 @@ from operator import eq, ge
 import torch
 from torch import Tensor
 
-from megazero.comm.identity import storage_of
+from megazero.comm.arena import Arena
+from megazero.comm.identity import address_of
 
 
 class BufferPool:
-    """Buffers of one device, by size and dtype; `pinned` ones on the host are page-locked, for a GPU to read and write."""
+    """Buffers of one device, by size and dtype; `pinned` ones on the host are page-locked, for a GPU to read and write.
 
-    def __init__(self, device: torch.device, *, pinned: bool = False) -> None:
-        self._device, self._pinned = device, pinned
+    They are parts of `arena`, if there is one, which others use too.
+    """
+
+    def __init__(self, device: torch.device, arena: Arena | None = None, *, pinned: bool = False) -> None:
+        self._device, self._arena, self._pinned = device, arena, pinned
         self._free: list[Tensor] = []
-        self._in_use: dict[int, tuple[int, bool]] = {}  # by storage: bytes, and whether it is free again after its use
+        # By address: bytes, and whether it is free again after its use.
+        self._in_use: dict[tuple[int, int], tuple[int, bool]] = {}
 
     def acquire(self, numel: int, dtype: torch.dtype, *, or_larger: bool = False, reusable: bool = True) -> Tensor:
         """A flat buffer; its content is undefined.  `or_larger`: a larger free one will do.
@@ -33,9 +38,14 @@ class BufferPool:
             buffer = self._free.pop(fitting[-1])
         else:
             with torch.inference_mode(False):  # it is used again, and not only in an evaluation
-                buffer = torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
-        self._in_use[storage_of(buffer)] = (buffer.nbytes, reusable)
+                buffer = self._new(numel, dtype)
+        self._in_use[address_of(buffer)] = (buffer.nbytes, reusable)
         return buffer
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self._arena is not None:
+            return self._arena.acquire(numel * dtype.itemsize).view(dtype)
+        return torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
 
     def bytes_after(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes of all buffers if this one were acquired now."""
@@ -45,13 +55,24 @@ class BufferPool:
     def free_above(self, nbytes: int) -> None:
         """Give free buffers back to the allocator until all have so many bytes at most."""
         while self._free and self.nbytes > nbytes:
-            self._free.pop(0)
+            self._forget(self._free.pop(0))
+
+    def begin_step(self) -> None:
+        """Give what is free back to an arena, which becomes one piece between steps; every step takes the same parts."""
+        if self._arena is not None:
+            self.free_above(0)
 
     def release(self, buffer: Tensor) -> None:
         """Take a buffer back, as `acquire` gave it."""
-        _, is_reusable = self._in_use.pop(storage_of(buffer))
+        _, is_reusable = self._in_use.pop(address_of(buffer))
         if is_reusable:
             self._free.append(buffer)
+        else:
+            self._forget(buffer)
+
+    def _forget(self, buffer: Tensor) -> None:
+        if self._arena is not None:
+            self._arena.release(buffer)
 
     @property
     def nbytes(self) -> int:

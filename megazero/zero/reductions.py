@@ -55,7 +55,11 @@ class ReductionQueue:
     def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, bucket_bytes: int = 0) -> None:
         policy = buckets[0].policy
         self._axis, self._all_reduces = policy.shard, policy.zero_stage == 0 or policy.shard.size == 1
-        self._dtype, self._kept_dtype, self.pool = reduce_dtype, policy.accumulate_dtype, BufferPool(policy.device)
+        self._dtype, self._kept_dtype, self.pool = (
+            reduce_dtype,
+            policy.accumulate_dtype,
+            BufferPool(policy.device, policy.arena),
+        )
         lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
         self._largest = max(lengths) * self._axis.size
         self._scratch_numel = 0 if self._all_reduces else arriving_elements(self._largest, self._axis)
@@ -134,6 +138,7 @@ class ReductionQueue:
     def begin_step(self) -> None:
         """Forget the last step, after its reductions: those of one that was given up must not be added to this one's."""
         self.finish()
+        self.pool.begin_step()
         self.replicas.begin_step()
 
     def reopen(self) -> None:

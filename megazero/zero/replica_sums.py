@@ -35,7 +35,7 @@ class ReplicaSums:
     def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype) -> None:
         policy = buckets[0].policy
         self._axis, self._device, self._dtype = policy.replica, policy.device, reduce_dtype
-        self._pool = BufferPool(policy.device)
+        self._pool = BufferPool(policy.device, policy.arena)
         self._in_flight: deque[tuple[Pending, Tensor, Tensor | None]] = deque()  # with the buffer that travels
         self._on_host: list[Tensor] = []  # to be summed at the end of the step
         self._summed: list[Tensor] = []
@@ -69,6 +69,7 @@ class ReplicaSums:
     def begin_step(self) -> None:
         """Forget what was summed."""
         self.finish()
+        self._pool.begin_step()
         self._summed.clear()
 
     def reopen(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.comm.arena import Arena
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
@@ -42,6 +43,7 @@ class ShardedModel:
         checks_order: ranks that use modules in different orders under stage 3 raise an OrderError; it costs a message for
             each gather between hosts or GPUs.  False where a proved schedule gives the order.
         hides_gathers: see `ShardedParameters`.  False for a script, which may read its parameters at any time.
+        arena: see `ShardingPolicy`.
 
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
@@ -64,6 +66,7 @@ class ShardedModel:
         wgrad_queues: Mapping[str, WeightGradQueue] | None = None,
         checks_order: bool = True,
         hides_gathers: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         self.state, self.ties = state, ties
         agree(lambda: _check_trains(described, state.at.pp), state.world, ValueError)
@@ -75,7 +78,7 @@ class ShardedModel:
         gather, secondary = _gather_axes(state, zero)
         axes, device = (state.shard, state.replica), state.device
         self.policy = ShardingPolicy(
-            zero.stage, dtype, *axes, device, accumulate_dtype, pins, gather, secondary, state.planned_on
+            zero.stage, dtype, *axes, device, accumulate_dtype, pins, gather, secondary, arena, state.planned_on
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)

@@ -57,6 +57,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "selective": {"recompute": "selective"},
     "cut": {"recompute": ["mlp", "norms"], "partition": True},  # where ranks of tp have the same
     "full, on the host": {"recompute": "full", "offload": "host"},
+    "selective, in one piece": {"recompute": "selective", "contiguous": True},
 }
 CASES = pairwise(
     shape=list(SHAPES),
