@@ -199,7 +199,8 @@ def plan(
         if run := load(own):
             runs[Combination(precision, int(stage), offload)] = run
     first = [f"{key}={varied[option][0]}" for key, option in _OPTION_OF_KEY.items() if option in varied]
-    first += ["activations.offload=none", "activations.stages=[]"]  # what is kept, wherever it lies; one policy a row
+    # What is kept, wherever it lies; one policy a row.
+    first += ["activations.offload=none", "activations.contiguous=false", "activations.stages=[]"]
     for policy in policies:
         recompute = policy if policy in PRESETS else toml_value(policy.split("+"))
         if run := load([*first, f"activations.recompute={recompute}"]):

@@ -68,6 +68,7 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
     wanted, free, held, elements = wanted_bytes(error), free_memory_bytes(device), Counter[str](), elements_of(run)
     if engine is not None:
         held.update({kind: count for kind, count in engine.memory_bytes().items() if " on " not in kind})
+        del held["activation_arena"]  # it is no state
         elements = sum(bucket.layout.numel for bucket in engine.sharded_model.parameters.buckets)
     to_come = max(state_bytes(run, elements) - held.total(), 0)
     if device.type == "cuda":
