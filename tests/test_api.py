@@ -16,6 +16,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
 
 import megazero
@@ -41,6 +43,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.spec import NamedRows
 from megazero.parallel_state import ParallelState, RankGrid
 from megazero.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.loss_scaler import LossScaleError
 
 WIDTH, HIDDEN, OUT, BATCH = 6, 10, 3, 8
@@ -443,6 +446,133 @@ def _touch(engine: Any, x: Tensor, uses_second: bool) -> Tensor:
 
 def test_ranks_may_use_different_parameters_in_a_micro_batch_that_no_sync_holds() -> None:
     run_world(2, _uneven_in_no_sync, timeout=30)
+
+
+class Leaky(nn.Module):
+    """Twelve weights of 1 KiB, three in a block, and a head; a batch says which of them it leaves out.
+
+    `order`: of the blocks.  `wraps`: a forward of a block.
+    """
+
+    def __init__(self, order: Sequence[int] = range(4), wraps: Callable[..., Tensor] | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(LeakyBlock() for _ in range(4))
+        self.head = nn.Linear(16, 16, bias=False)
+        self.order, self.wraps = order, wraps
+
+    def forward(self, x: Tensor, left_out: Sequence[int] = ()) -> Tensor:
+        for index in self.order:
+            args = x, [one - 3 * index for one in left_out]
+            x = self.wraps(self.blocks[index], *args) if self.wraps else self.blocks[index](*args)
+        return self.head(x).square().mean()
+
+
+class LeakyBlock(nn.Module):
+    """See `Leaky`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(3))
+
+    def forward(self, x: Tensor, left_out: Sequence[int]) -> Tensor:
+        for index, weight in enumerate(self.weights):
+            x = x if index in left_out else x + torch.tanh(x @ weight)
+        return x
+
+
+# by rank, what its two micro-batches leave out
+LEFT_OUT = {
+    "nothing": [[(), ()], [(), ()]],
+    "what comes first": [[(11,), (11, 10, 9)], [(11,), ()]],
+    "what comes last": [[(), (0, 1, 2)], [(0,), (0,)]],
+    "one of two ranks": [[(), ()], [(4, 10), (5,)]],
+    "almost all": [[range(1, 12), range(11)], [range(3, 12), (8, 7, 6, 5)]],
+}
+
+
+def leaky_x(step: int, rank: int, index: int) -> Tensor:
+    """It requires a gradient, so that a block that leaves all its weights out is still part of the backward."""
+    return torch.randn(2, 16, generator=torch.Generator().manual_seed(100 * step + 10 * rank + index)).requires_grad_()
+
+
+def _leaky(make: Callable[[], Leaky], stage: int, left_out: list[Any], steps: int = 3) -> list[int]:
+    """Two ranks' steps are the plain ones; of each, the bytes of the gradient buffers beyond their limit."""
+    zero = {"stage": stage, "reduce_bucket_size": 512, "stage3_prefetch_bucket_size": 0}
+    zero |= {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    momentum = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+    engine = bring(make, settings(stage, accumulation=2, zero_optimization=zero, train_batch_size=8) | momentum)
+    plain, reducer, beyond = seeded(make), engine.sharded_model.reducer, [0] * steps
+    optimizer, rank = sgd(plain.parameters()), dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        acquire = BufferPool.acquire
+        for step in range(steps):
+
+            def note(self: BufferPool, *args: Any, step: int = step, **rest: Any) -> Tensor:
+                buffer = acquire(self, *args, **rest)
+                beyond[step] = max(beyond[step], reducer.buffer_bytes - reducer.most_buffer_bytes)
+                return buffer
+
+            patch.setattr(BufferPool, "acquire", note)
+            optimizer.zero_grad()
+            for index in range(2):
+                for of_rank in range(2):
+                    (plain(leaky_x(step, of_rank, index), left_out[of_rank][index]) / 4).backward()
+                engine.backward(engine(leaky_x(step, rank, index), left_out[rank][index]))
+                engine.step()
+            optimizer.step()
+    assert_equal(engine, plain, (stage, left_out))
+    return beyond
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradient_buffers_stay_within_two_buckets_whichever_parameters_a_micro_batch_leaves_out(stage: int) -> None:
+    def law(rank: int) -> None:
+        for left_out in LEFT_OUT.values():
+            assert max(_leaky(Leaky, stage, left_out)) <= 0, left_out
+
+    run_world(2, law, timeout=15)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradient_buffers_stay_within_two_buckets_from_the_second_step_in_any_order_of_use(stage: int) -> None:
+    def law(rank: int) -> None:
+        for order, name in (((3, 2, 1, 0), "nothing"), ((2, 0, 3, 1), "nothing"), ((3, 2, 1, 0), "one of two ranks")):
+            first, *others = _leaky(partial(Leaky, order), stage, LEFT_OUT[name])
+            assert first > 0 >= max(others), (order, name)
+
+    run_world(2, law, timeout=15)
+
+
+class BackwardWithin(torch.autograd.Function):
+    """A script's own re-entrant checkpointing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[..., Tensor], *args: Any) -> Tensor:
+        ctx.saved, ctx.call = x.detach(), lambda x: function(x, *args)
+        return ctx.call(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.saved.requires_grad_()
+            ctx.call(x).backward(*gradients)
+        return x.grad, None, None
+
+
+@pytest.mark.parametrize("wraps", ["torch", "own"])
+def test_what_only_a_backward_within_the_backward_reaches_is_not_left_out(wraps: str) -> None:
+    runs = partial(torch_checkpoint, use_reentrant=True)
+
+    def run(block: nn.Module, x: Tensor, left_out: Sequence[int]) -> Tensor:
+        result: Tensor = runs(block, x, left_out) if wraps == "torch" else BackwardWithin.apply(x, block, left_out)
+        return result
+
+    def law(rank: int) -> None:
+        for stage, name in itertools.product(STAGES, ("what comes first", "one of two ranks")):
+            first, second = LEFT_OUT[name]  # at stage 3 other ranks would wait for what this one leaves out
+            _leaky(partial(Leaky, wraps=run), stage, [second, second] if stage == 3 else [first, second], 2)
+
+    run_world(2, law, timeout=15)
 
 
 def test_calls_in_the_wrong_order_are_errors_and_leave_the_engine_usable() -> None:

@@ -80,15 +80,17 @@ class ModuleEngine(TrainingEngine):
         loss = loss.reshape(())
         counted = loss / self.config.accumulation if scale_wrt_gas else loss
         self._begin_pass()
-        self.runs_backward = True
+        self.runs_backward, reducer = True, self.sharded_model.reducer
         try:
             with self._report.timed("backward"):
                 # Divided by dp before the backward: the sum over ranks is the mean.
                 scale = self.sharded_model.scale / self.parallel_state.dp.size
-                (counted.float() * scale).backward(retain_graph=retain_graph)
+                scaled = counted.float() * scale
+                reducer.root = scaled.grad_fn
+                scaled.backward(retain_graph=retain_graph)
                 self._end_pass()
         finally:
-            self.runs_backward = False
+            self.runs_backward, reducer.root = False, None
         self._loss_sum += counted.detach()
         return counted
 
@@ -154,6 +156,7 @@ class ModuleEngine(TrainingEngine):
         self._passes, self._ended, self._wants_step = 0, 0, False
         self.micro_steps += 1  # also where the step fails: whoever goes on begins a whole one
         self._finish_step(loss_sum, self.dp_world_size)
+        self.sharded_model.reducer.learn_order(self.parallel_state.dp_cp)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last of its step."""

@@ -11,9 +11,17 @@ before the next has memory.
 
 [Note: one order]  Collectives pair up by their order, so every rank must start the reductions of a chunk in one order,
 whichever parameters its micro-batch happens to use.  A complete bucket therefore waits for those before it, and at the end
-of a pass what has not come counts as zero.  Under stage 3 a rank that waits for a reduction, for its memory, does not take
-part in the next gather: so there a parameter that a backward does not reach counts as zero when the backward leaves its
-unit, and every rank starts a unit's reduction before it waits for a gather that is two units further.
+of a pass what has not come counts as zero.  A parameter that the backward does not reach need not wait for that: autograd
+says so (`reach`), and a zero is reduced like any other value, so no other rank has to know.  It counts as zero
+
+    when a gradient comes to its part, or to the next part that has one: so the buffers stay within their limit
+    under stage 3 also when the backward leaves its unit: a rank that waits for a reduction, for its memory, does not take
+    part in the next gather, so every rank starts a unit's reduction before it waits for a gather that is two units further
+
+and not before, at stage 3 never before its unit is visited: this rank could then wait for a reduction that another starts
+only after a collective of both.  A backward within the backward may reach more, so the first rule holds only where none can
+run.  The order is the reverse of that in which parameters were registered; a script may use them in another one, which is
+learned in its first step (`learn_order`).
 
 Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
 (Rajbhandari et al. 2020, section 7).
@@ -23,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from weakref import ref
 
 import torch
@@ -30,9 +39,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from megazero.comm.collectives import from_first
 from megazero.layers.gemm import add_product, product_t
 from megazero.layers.linear import WeightGradQueue
+from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Run, Share
+from megazero.zero.reach import Reach, may_run_backward
 from megazero.zero.reductions import ReductionQueue
 
 embedding_dense_backward = torch.ops.aten.embedding_dense_backward
@@ -95,10 +107,15 @@ class BucketGradients:
             if self._missing == 0:
                 self._advance_to(self.complete + 1)
 
-    def skip(self, index: int, round_: int) -> None:
-        """Count a parameter as zero in a round, unless its gradient has come."""
-        if self._counts[index] == round_:
-            self.count(index, round_ + 1)
+    def skip(self, indices: Iterable[int], round_: int) -> None:
+        """Count parameters as zero in a round, those whose gradients have not come."""
+        for index in indices:
+            if self._counts[index] == round_:
+                self.count(index, round_ + 1)
+
+    def has_begun(self, round_: int) -> bool:
+        """Whether a gradient of a round has come, or counts as zero."""
+        return self.complete > round_ or self._missing < len(self.shares)
 
     def close(self, rounds: int) -> None:
         """Count what has not come in the first `rounds` rounds as zero."""
@@ -143,15 +160,32 @@ class BucketGradients:
 
 
 class _LaunchOrder:
-    """The one order in which a chunk's buckets are reduced, round by round: that in which a backward completes them.
+    """The one order in which a chunk's buckets are reduced, round by round: about that in which a backward completes them.
 
     Attributes:
         passes: backward passes of this step that have ended.
+        came: what the first pass has brought gradients to, the last one last; None: no more is noted.
     """
 
     def __init__(self, buckets: Sequence[BucketGradients]) -> None:
         self.buckets = buckets
+        self.came: dict[BucketGradients, None] | None = {}
         self.begin_step()
+
+    def note(self, one: BucketGradients) -> None:
+        """A gradient has come."""
+        if self.came is not None and self.passes == 0:
+            self.came.pop(one, None)
+            self.came[one] = None
+
+    def follow(self, came: Sequence[int]) -> None:
+        """Take the order in which these buckets, by their number, came somewhere; the others stay beside a neighbour."""
+        turn = {number: at for at, number in enumerate(came)}
+        turns, beside = [], turn[min(came)]
+        for number in range(len(self.buckets)):
+            beside = turn.get(number, beside)
+            turns.append((beside, number))
+        self.buckets, self.came = [self.buckets[number] for _, number in sorted(turns)], None
 
     def begin_step(self) -> None:
         """Begin with the first bucket's first round."""
@@ -167,6 +201,14 @@ class _LaunchOrder:
         for one in self.buckets:
             one.close(rounds)
 
+    def is_next(self, one: BucketGradients) -> bool:
+        """Whether no part waits to be launched before this one."""
+        return self.buckets[self._next] is one
+
+    def upcoming(self) -> Iterator[BucketGradients]:
+        """What the pass under way has not launched, in order."""
+        return islice(self.buckets, self._next if self._round == self.passes else len(self.buckets), None)
+
     def due(self, rounds: int) -> Iterator[BucketGradients]:
         """Buckets that are complete and come next, until one is incomplete or `rounds` rounds are launched."""
         while self._round < rounds:
@@ -178,6 +220,20 @@ class _LaunchOrder:
                 yield one
             self._next = (self._next + 1) % len(self.buckets)
             self._round += self._next == 0
+
+
+class _Graph:
+    """What the backward under way does not reach of a chunk's parameters.
+
+    Attributes:
+        task: autograd's number of it.
+        unused: by part, the indices of shares.
+        visited: units of stage 3 that it has come to.
+        is_final: no function of the graph may run a backward within, which would reach more of them.
+    """
+
+    def __init__(self, task: int, unused: dict[BucketGradients, list[int]], *, is_final: bool) -> None:
+        self.task, self.unused, self.visited, self.is_final = task, unused, set[int](), is_final
 
 
 class GradientReducer:
@@ -195,6 +251,7 @@ class GradientReducer:
         admits: says of a gradient whether it is this step's; those of another model's backward are dropped.  None: all are.
         on_close: called at the end of every micro-batch's backward.
         is_in_pass: whether a backward under way is one of this step's.
+        root: the node at which the backward under way has begun; None: not known.
         rounds: how many the step has; the last one starts what is reduced once per step.
     """
 
@@ -212,8 +269,9 @@ class GradientReducer:
         self.admits: Callable[[Tensor], bool] | None = None
         self.on_close: Callable[[], None] = lambda: None
         self.is_in_pass: Callable[[], bool] = lambda: True
-        self._unused: dict[int, tuple[int, list[nn.Parameter], set[int]]] = {}  # by chunk: backward, unused, units
-        self._parameters: dict[int, list[nn.Parameter]] = {}  # by chunk
+        self.root: Node | None = None
+        self._graphs: dict[int, _Graph] = {}  # by chunk
+        self._reach: dict[int, Reach] = {}  # by chunk
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
         for bucket in sorted(self.buckets, key=lambda bucket: -bucket.layout.unit):
@@ -243,7 +301,7 @@ class GradientReducer:
                 for index, share in enumerate(one.shares):
                     parameter = parameters[share.slot.info.name]
                     if id(parameter) not in self._parts_of:
-                        self._parameters.setdefault(one.bucket.layout.chunk, []).append(parameter)
+                        self._reach.setdefault(one.bucket.layout.chunk, Reach()).parameters.append(parameter)
                         if parameter.dim() == 1:
                             self._deferring[id(parameter)] = wgrad_queues.get(share.slot.info.name)
                         hook = parameter.register_post_accumulate_grad_hook(partial(_hand_over, ref(self)))
@@ -283,6 +341,20 @@ class GradientReducer:
             for one in order.buckets:
                 one.reopen()
 
+    def learn_order(self, axis: Axis) -> None:
+        """Between steps: reduce in the order of the last step's first pass on the first rank.  Once; a collective call.
+
+        Until then it is the reverse of the order in which parameters were registered.
+        """
+        learning = [order for order in self._orders.values() if order.came is not None]
+        if not learning:
+            return
+        numbers = [{one: number for number, one in enumerate(order.buckets)} for order in learning]
+        mine = [[of[one] for one in order.came or ()] for order, of in zip(learning, numbers, strict=True)]
+        for order, came in zip(learning, from_first(mine, axis), strict=True):
+            if came:  # else the next step's
+                order.follow(came)
+
     def add(self, weight: Tensor, gradient: Tensor) -> None:
         """Add one micro-batch's gradient of a parameter; its memory may be used again afterwards."""
         for share, view, is_first in self._open(weight):
@@ -320,26 +392,43 @@ class GradientReducer:
         """Count what the backward under way does not reach as zero, of the units it has left; see [Note: one order]."""
         if (order := self._orders.get(chunk)) is None or not self.is_in_pass():
             return
-        task = torch._C._current_graph_task_id()
-        if self._unused.get(chunk, (None,))[0] != task:
-            self._unused[chunk] = task, self._not_reached(chunk), set()
-        _, unused, visited = self._unused[chunk]
-        for parameter in unused:
-            for _, one, index in self._parts_of[id(parameter)]:
-                if one.bucket.layout.unit in visited:
-                    one.skip(index, order.passes)
-        visited.add(
-            unit
-        )  # its own come until the next unit's turn: torch's re-entrant checkpointing runs a backward within
+        graph = self._graph(chunk)
+        for one, indices in graph.unused.items():
+            if one.bucket.layout.unit in graph.visited:
+                one.skip(indices, order.passes)
+        graph.visited.add(unit)  # its own may come until the next unit's turn, of a backward within
         self._reduce_due(order)
 
-    def _not_reached(self, chunk: int) -> list[nn.Parameter]:
-        every = self._parameters[chunk]
-        try:
-            found = [one for one in every if not torch._C._will_engine_execute_node(_node_of(one))]
-        except RuntimeError:  # torch.autograd.grad of parameters
-            return []
-        return found if len(found) < len(every) else []  # it adds to none: torch.autograd.grad
+    def _leave_out(self, order: _LaunchOrder, until: BucketGradients) -> None:
+        """Count what the backward under way does not reach as zero, up to this part's turn; see [Note: one order]."""
+        graph, turns = self._graph(until.bucket.layout.chunk), list[BucketGradients]()
+        if not graph.is_final:
+            return
+        for one in order.upcoming():
+            if graph.visited and one.bucket.layout.unit not in graph.visited:
+                break  # another rank may gather before it comes to this unit
+            turns.append(one)
+            if len(graph.unused.get(one, ())) == len(one.shares):
+                continue  # its turn is that of the next part that has any
+            if one is not until and not one.has_begun(order.passes):
+                break
+            while turns:
+                left_out = turns.pop()
+                left_out.skip(graph.unused.get(left_out, ()), order.passes)
+            if one is until or one.complete == order.passes:
+                break
+        self._reduce_due(order)
+
+    def _graph(self, chunk: int) -> _Graph:
+        task = torch._C._current_graph_task_id()
+        if (graph := self._graphs.get(chunk)) is None or graph.task != task:
+            unused: dict[BucketGradients, list[int]] = {}
+            for parameter in self._reach[chunk].missing():
+                for _, one, index in self._parts_of[id(parameter)]:
+                    unused.setdefault(one, []).append(index)
+            is_final = bool(unused) and self.root is not None and not may_run_backward(self.root)
+            graph = self._graphs[chunk] = _Graph(task, unused, is_final=is_final)
+        return graph
 
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
@@ -364,7 +453,10 @@ class GradientReducer:
         A part that is complete after its use is reduced before the next one is opened, if `launches`.
         """
         for order, one, index in self._parts_of[id(weight)]:
+            if launches and self.root is not None and not order.is_next(one):
+                self._leave_out(order, one)
             one.count(index, self.rounds)
+            order.note(one)
             one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
             yield one.shares[index], *one.view(index)
             if launches and one.complete > one.launched:
@@ -392,11 +484,6 @@ def _hand_over(reducer: ref[GradientReducer], parameter: Tensor) -> None:
     """Autograd's hook.  Python's collector cannot follow it, so what it held would never be freed."""
     if (taker := reducer()) is not None:
         taker.take(parameter)
-
-
-def _node_of(parameter: Tensor) -> Node:
-    """The node of autograd's graphs that adds a gradient to a parameter."""
-    return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def _add_elements(share: Share, view: Tensor, gradient: Tensor, *, is_first: bool) -> None:
