@@ -14,13 +14,13 @@ whichever parameters its micro-batch happens to use.  A complete bucket therefor
 of a pass what has not come counts as zero.  A parameter that the backward does not reach need not wait for that: autograd
 says so (`reach`), and a zero is reduced like any other value, so no other rank has to know.  It counts as zero
 
-    when a gradient comes to its part, or to the next part that has one: so the buffers stay within their limit
-    under stage 3 also when the backward leaves its unit: a rank that waits for a reduction, for its memory, does not take
-    part in the next gather, so every rank starts a unit's reduction before it waits for a gather that is two units further
+    at stage 2   with the first gradient that would have to wait, so the buffers stay within their limit.  A backward within
+                 the backward may reach more: so only where none can run
+    at stage 3   when the backward leaves its unit: a rank that waits for a reduction, for its memory, does not take part in
+                 the next gather, so every rank starts a unit's reduction before it waits for a gather that is two units
+                 further; and none starts it while other ranks have yet to come to the unit
 
-and not before, at stage 3 never before its unit is visited: this rank could then wait for a reduction that another starts
-only after a collective of both.  A backward within the backward may reach more, so the first rule holds only where none can
-run.  The order is the reverse of that in which parameters were registered; a script may use them in another one, which is
+The order is the reverse of that in which parameters were registered; a script may use them in another one, which is
 learned in its first step (`learn_order`).
 
 Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from weakref import ref
 
 import torch
@@ -112,10 +111,6 @@ class BucketGradients:
         for index in indices:
             if self._counts[index] == round_:
                 self.count(index, round_ + 1)
-
-    def has_begun(self, round_: int) -> bool:
-        """Whether a gradient of a round has come, or counts as zero."""
-        return self.complete > round_ or self._missing < len(self.shares)
 
     def close(self, rounds: int) -> None:
         """Count what has not come in the first `rounds` rounds as zero."""
@@ -205,10 +200,6 @@ class _LaunchOrder:
         """Whether no part waits to be launched before this one."""
         return self.buckets[self._next] is one
 
-    def upcoming(self) -> Iterator[BucketGradients]:
-        """What the pass under way has not launched, in order."""
-        return islice(self.buckets, self._next if self._round == self.passes else len(self.buckets), None)
-
     def due(self, rounds: int) -> Iterator[BucketGradients]:
         """Buckets that are complete and come next, until one is incomplete or `rounds` rounds are launched."""
         while self._round < rounds:
@@ -229,7 +220,8 @@ class _Graph:
         task: autograd's number of it.
         unused: by part, the indices of shares.
         visited: units of stage 3 that it has come to.
-        is_final: no function of the graph may run a backward within, which would reach more of them.
+        is_final: no function of the graph may run a backward within, which would reach more of them; False where that is
+            not asked.
     """
 
     def __init__(self, task: int, unused: dict[BucketGradients, list[int]], *, is_final: bool) -> None:
@@ -250,6 +242,7 @@ class GradientReducer:
         accumulate_only: while set, rounds add up in the buffers and nothing is sent.
         admits: says of a gradient whether it is this step's; those of another model's backward are dropped.  None: all are.
         on_close: called at the end of every micro-batch's backward.
+        leaves_out_by_unit: a parameter that no gradient comes to counts as zero when the backward leaves its unit.
         is_in_pass: whether a backward under way is one of this step's.
         root: the node at which the backward under way has begun; None: not known.
         rounds: how many the step has; the last one starts what is reduced once per step.
@@ -270,6 +263,7 @@ class GradientReducer:
         self.on_close: Callable[[], None] = lambda: None
         self.is_in_pass: Callable[[], bool] = lambda: True
         self.root: Node | None = None
+        self.leaves_out_by_unit = False
         self._graphs: dict[int, _Graph] = {}  # by chunk
         self._reach: dict[int, Reach] = {}  # by chunk
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
@@ -399,24 +393,14 @@ class GradientReducer:
         graph.visited.add(unit)  # its own may come until the next unit's turn, of a backward within
         self._reduce_due(order)
 
-    def _leave_out(self, order: _LaunchOrder, until: BucketGradients) -> None:
-        """Count what the backward under way does not reach as zero, up to this part's turn; see [Note: one order]."""
-        graph, turns = self._graph(until.bucket.layout.chunk), list[BucketGradients]()
+    def _leave_out(self, order: _LaunchOrder, chunk: int) -> None:
+        """Count all that the backward under way does not reach as zero; see [Note: one order]."""
+        graph = self._graph(chunk)
         if not graph.is_final:
             return
-        for one in order.upcoming():
-            if graph.visited and one.bucket.layout.unit not in graph.visited:
-                break  # another rank may gather before it comes to this unit
-            turns.append(one)
-            if len(graph.unused.get(one, ())) == len(one.shares):
-                continue  # its turn is that of the next part that has any
-            if one is not until and not one.has_begun(order.passes):
-                break
-            while turns:
-                left_out = turns.pop()
-                left_out.skip(graph.unused.get(left_out, ()), order.passes)
-            if one is until or one.complete == order.passes:
-                break
+        for one, indices in graph.unused.items():
+            one.skip(indices, order.passes)
+        graph.unused.clear()
         self._reduce_due(order)
 
     def _graph(self, chunk: int) -> _Graph:
@@ -426,7 +410,9 @@ class GradientReducer:
             for parameter in self._reach[chunk].missing():
                 for _, one, index in self._parts_of[id(parameter)]:
                     unused.setdefault(one, []).append(index)
-            is_final = bool(unused) and self.root is not None and not may_run_backward(self.root)
+            is_final = False
+            if unused and self.root is not None and not self.leaves_out_by_unit:
+                is_final = not may_run_backward(self.root)
             graph = self._graphs[chunk] = _Graph(task, unused, is_final=is_final)
         return graph
 
@@ -453,8 +439,8 @@ class GradientReducer:
         A part that is complete after its use is reduced before the next one is opened, if `launches`.
         """
         for order, one, index in self._parts_of[id(weight)]:
-            if launches and self.root is not None and not order.is_next(one):
-                self._leave_out(order, one)
+            if self._every_round and launches and self.root is not None and not order.is_next(one):
+                self._leave_out(order, one.bucket.layout.chunk)
             one.count(index, self.rounds)
             order.note(one)
             one.open(is_reduced_soon=self._every_round and not self.accumulate_only)

@@ -105,6 +105,7 @@ class ShardedModel:
             self.reducer.on_close = self.parameters.gatherer.mark_end_of_pass
             if checks_order and self.state.shard.size > 1:  # else all ranks use the same parameters
                 self.parameters.gatherer.on_backward = self.reducer.close_unused
+                self.reducer.leaves_out_by_unit = True
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
         self.sharded_state = ShardedState(buckets, self.optimizer)
         self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
