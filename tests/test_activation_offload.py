@@ -442,4 +442,3 @@ def test_one_arena_serves_steps_of_varying_size(stage: int) -> None:
     for found in run_world(2, _vary, run):
         assert len(set(found[1:])) == 1, found
         assert found[1][0] == 1
-        assert found[1][1] == found[0][1]

@@ -26,13 +26,13 @@ ACTIONS = st.lists(
 )
 
 
-def _run(arena: Arena, actions: list[tuple[int, int]]) -> int:
+def _run(arena: Arena, actions: list[tuple[int, int]], line: int = 0) -> int:
     """Play the actions and give everything back; every tensor keeps what was written.  Returns: most bytes taken at once."""
     taken: list[tuple[Tensor, int]] = []
     most = 0
     for mark, (numel, what) in enumerate(actions):
         if numel >= 0:
-            memory = arena.acquire(numel)
+            memory = arena.acquire(numel, line=line * mark % 2)
             assert (memory.dtype, memory.shape) == (torch.uint8, (numel,))
             assert memory.storage_offset() % ALIGNMENT == 0
             taken.append((memory.fill_(mark), mark))
@@ -48,17 +48,36 @@ def _run(arena: Arena, actions: list[tuple[int, int]]) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(ACTIONS)
-def test_tensors_never_overlap_and_all_memory_comes_back(actions: list[tuple[int, int]]) -> None:
+@given(ACTIONS, st.integers(0, 1))
+def test_tensors_never_overlap_and_a_step_that_was_before_fits(actions: list[tuple[int, int]], line: int) -> None:
     arena = _arena()
-    most = _run(arena, actions)
+    most = _run(arena, actions, line)
     assert most <= arena.nbytes
-    assert arena.nbytes_in_use == 0
-    if arena.nbytes:  # free neighbours have merged: the whole fits again, in one buffer
-        nbytes = arena.nbytes
+    arena.reserve()
+    nbytes = arena.nbytes
+    assert most <= nbytes
+    for _ in range(3):  # not one byte more, and no second buffer
+        _run(arena, actions, line)
         arena.reserve()
-        whole = arena.acquire(nbytes)
-        assert (whole.numel(), arena.nbytes) == (nbytes, nbytes)
+        assert (arena.nbytes, arena.nbytes_in_use) == (nbytes, 0)
+    if nbytes and not line:  # free neighbours have merged: the whole fits
+        assert (arena.acquire(nbytes).numel(), arena.nbytes) == (nbytes, nbytes)
+
+
+def test_what_stays_leaves_no_gap_among_what_comes_and_goes() -> None:
+    """Three tensors, a buffer after the first has gone, and three tensors again: as much as both lines at their fullest."""
+    arena = _arena()
+    for step in range(3):
+        arena.reserve()
+        tensors, buffers = [arena.acquire(size * ALIGNMENT) for size in (2, 3, 4)], []
+        for _ in range(2):
+            buffers.append(arena.acquire(ALIGNMENT, line=1))
+            for tensor in reversed(tensors):
+                arena.release(tensor)
+            tensors = [arena.acquire(size * ALIGNMENT) for size in (2, 3, 4)]
+        for memory in tensors + buffers:
+            arena.release(memory)
+        assert arena.nbytes == 11 * ALIGNMENT, step
 
 
 def test_steps_of_varying_size_ask_for_no_more_once_the_largest_was_there() -> None:

@@ -1,9 +1,12 @@
 """Memory for tensors of many sizes that come and go, allocated once, so that the device's allocator keeps no gaps.
 
-    buffer   [ taken |  free  | taken |    free     ]      the smallest free part that is large enough is taken
+    buffer   [ taken |  free  | taken |    free    |  taken  |  free  ]
+               line 0: comes and goes                 line 1: stays until the step ends
 
-What does not fit gets a further buffer of its size.  `reserve`, called while nothing is taken, puts one buffer in place of
-all, where free parts are neighbours: sizes that vary from step to step then share memory.
+A tensor takes the smallest free part of its line that is large enough.  Lines have no end: what lies beyond the buffer gets
+memory of its own, and `reserve`, called while nothing is taken, makes a buffer as long as the lines have become.  A step
+that takes and gives back in the order of one before finds the same parts, so it fits.  What stays until the step's end has a
+line of its own, since it would leave gaps among what comes and goes.
 
 [Note: page-locked]  Locking pages may wait for the device, and so for a message that a rank sends only after it has locked
 its own.  So on the host only `reserve` locks pages; it is called where no message under way waits for one of this rank's.
@@ -27,6 +30,9 @@ ALIGNMENT = 512
 """Bytes at whose multiples tensors begin, as with torch's CUDA allocator."""
 
 
+_ENDLESS = 1 << 62
+
+
 class _Part(NamedTuple):
     """Bytes [start, stop) of a buffer."""
 
@@ -37,6 +43,49 @@ class _Part(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
+
+
+class _FreeParts:
+    """What is free of some buffers.
+
+    Attributes:
+        end: of the part that lay furthest from its buffer's begin.
+    """
+
+    def __init__(self, *free: _Part) -> None:
+        self._free = list(free)  # sorted; no two are neighbours
+        self.end = 0
+
+    def take(self, nbytes: int) -> _Part | None:
+        """So many bytes of the smallest part that has them."""
+        fitting = [part for part in self._free if part.nbytes >= nbytes]
+        if not fitting:
+            return None
+        free = min(fitting, key=lambda part: part.nbytes)
+        self._free.remove(free)
+        taken = free._replace(stop=free.start + nbytes)
+        if taken != free:
+            self.give_back(free._replace(start=taken.stop))
+        self.end = max(self.end, taken.stop)
+        return taken
+
+    def give_back(self, part: _Part) -> None:
+        """Make a part free, as one with its free neighbours."""
+        at = bisect(self._free, part)
+        if at < len(self._free) and self._free[at][:2] == (part.buffer, part.stop):
+            part = part._replace(stop=self._free.pop(at).stop)
+        if at and (self._free[at - 1].buffer, self._free[at - 1].stop) == part[:2]:
+            at -= 1
+            part = part._replace(start=self._free.pop(at).start)
+        self._free.insert(at, part)
+
+
+class _Taken(NamedTuple):
+    """A tensor's part of its line and, where that lies beyond the buffer, of the further memory."""
+
+    line: int
+    part: _Part
+    further: _Part | None
 
 
 class Arena:
@@ -54,55 +103,54 @@ class Arena:
 
     def __init__(self, device: torch.device, remedy: str | None = None) -> None:
         self._device, self._remedy = device, remedy
-        self._buffers: list[Tensor] = []
-        self._taken: dict[tuple[int, int], _Part] = {}  # by `address_of` its memory
-        self._free: list[_Part] = []  # sorted; no two are neighbours
-        self._has_grown = False
+        self._buffers: list[Tensor] = []  # the buffer, if `reserve` has made one, and further memory
+        self._reserved = [0, 0]  # bytes of the buffer, by line
+        self._lines = [_FreeParts(_Part(0, 0, _ENDLESS)) for _ in self._reserved]
+        self._further = _FreeParts()
+        self._taken: dict[tuple[int, int], _Taken] = {}  # by `address_of` its memory
         self.nbytes = self.nbytes_in_use = 0
 
     def reserve(self, nbytes: int = 0) -> None:
-        """Have one buffer of at least so much memory and of all there is, unless some is taken.  Raises: StorageError."""
-        if not self._taken and (self._has_grown or self.nbytes < nbytes):
-            nbytes = max(nbytes, self.nbytes)
-            self._buffers.clear()  # before the new one is allocated
-            self._free.clear()
-            self.nbytes, self._has_grown = 0, False
-            self._free.append(self._allocate(nbytes, pin=True))
+        """Have one buffer for all that was ever taken at once, and at least so many bytes; not while any is taken.
 
-    def acquire(self, nbytes: int) -> Tensor:
-        """Memory, uint8 [nbytes], with undefined content.  Raises: StorageError."""
+        Raises: StorageError.
+        """
+        wanted = [max(line.end, had) for line, had in zip(self._lines, self._reserved, strict=True)]
+        wanted[0] = max(wanted[0], rounded_up(nbytes) if nbytes else 0)
+        if not self._taken and wanted != self._reserved:
+            self._buffers.clear()  # before the new one is allocated
+            self._further, self._reserved, self.nbytes = _FreeParts(), [0, 0], 0
+            self._allocate(sum(wanted), pin=True)
+            self._reserved = wanted
+
+    def acquire(self, nbytes: int, *, line: int = 0) -> Tensor:
+        """Memory, uint8 [nbytes], with undefined content.  Raises: StorageError.
+
+        `line`: 1 for what is taken once in a step and given back at its end.
+        """
         needed = rounded_up(nbytes)
-        fitting = [part for part in self._free if part.nbytes >= needed]
-        if fitting:
-            free = min(fitting, key=lambda part: part.nbytes)
-            self._free.remove(free)
-        else:
-            free, self._has_grown = self._allocate(needed, pin=False), True
-        taken = free._replace(stop=free.start + needed)
-        if taken != free:
-            self._give_back(free._replace(start=taken.stop))
+        part, further = self._lines[line].take(needed), None
+        assert part is not None  # a line has no end
+        buffer, start = 0, part.start + self._reserved[0] * line
+        if part.stop > self._reserved[line]:
+            try:
+                further = self._further.take(needed) or self._allocate(needed, pin=False)
+            except BaseException:
+                self._lines[line].give_back(part)
+                raise
+            buffer, start = further.buffer, further.start
+        memory = self._buffers[buffer][start : start + nbytes].data  # changes of it are not those of others
+        self._taken[address_of(memory)] = _Taken(line, part, further)
         self.nbytes_in_use += needed
-        memory = self._buffers[taken.buffer][
-            taken.start : taken.start + nbytes
-        ].data  # its changes are not those of others
-        self._taken[address_of(memory)] = taken
         return memory
 
     def release(self, memory: Tensor) -> None:
         """Take memory back.  Raises: KeyError: it is not taken."""
-        taken = self._taken.pop(address_of(memory))
-        self.nbytes_in_use -= taken.nbytes
-        self._give_back(taken)
-
-    def _give_back(self, part: _Part) -> None:
-        """Make a part free, as one with its free neighbours."""
-        at = bisect(self._free, part)
-        if at < len(self._free) and self._free[at][:2] == (part.buffer, part.stop):
-            part = part._replace(stop=self._free.pop(at).stop)
-        if at and (self._free[at - 1].buffer, self._free[at - 1].stop) == part[:2]:
-            at -= 1
-            part = part._replace(start=self._free.pop(at).start)
-        self._free.insert(at, part)
+        line, part, further = self._taken.pop(address_of(memory))
+        self.nbytes_in_use -= part.nbytes
+        self._lines[line].give_back(part)
+        if further is not None:
+            self._further.give_back(further)
 
     def _allocate(self, nbytes: int, *, pin: bool) -> _Part:
         """A further buffer, whole."""

@@ -44,7 +44,7 @@ class BufferPool:
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self._arena is not None:
-            return self._arena.acquire(numel * dtype.itemsize).view(dtype)
+            return self._arena.acquire(numel * dtype.itemsize, line=1).view(dtype)
         return torch.empty(numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
 
     def bytes_after(self, numel: int, dtype: torch.dtype) -> int:

@@ -364,10 +364,10 @@ class _CountingArena(Arena):
 
     now = most = 0
 
-    def acquire(self, nbytes: int) -> Tensor:
+    def acquire(self, nbytes: int, *, line: int = 0) -> Tensor:
         self.now += nbytes
         self.most = max(self.most, self.now)
-        return super().acquire(nbytes)
+        return super().acquire(nbytes, line=line)
 
     def release(self, memory: Tensor) -> None:
         self.now -= memory.numel()
