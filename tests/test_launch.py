@@ -9,6 +9,7 @@ import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from megazero.config import RunConfig, resolve
 from megazero.config.document import to_toml
 from megazero.engine import Position
 from megazero.settings import without_passwords
-from megazero.training.world import meet
+from megazero.training.world import choices_of, meet
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -57,6 +58,30 @@ def test_a_device_that_is_not_there_is_refused_like_a_wrong_key(ranks: int, tmp_
     assert f"launch.device=cuda needs a CUDA device for each of {ranks} ranks" in done.stderr
     assert "the run ended early" not in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def _meet_with(rank: int, folder: Path, overrides: dict[int, dict[str, Any]]) -> list[str]:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3"}
+    store = dist.PrefixStore("start", dist.FileStore(str(folder / "meeting"), 3))
+    config = RunConfig.model_validate(overrides.get(rank, {}))
+    return meet(store, timedelta(seconds=60), None, choices_of(config))
+
+
+def test_ranks_with_different_runs_do_not_start(tmp_path: Path) -> None:
+    """Each would wait for the other in another operation; paths and what is printed may differ."""
+    alike: dict[int, dict[str, Any]] = {1: {"training": {"run_dir": "/elsewhere"}, "logging": {"every_steps": 7}}}
+    other: dict[int, dict[str, Any]] = {2: {"activations": {"partition": True}, "zero": {"offload": {"ratio": 0.5}}}}
+    for name, overrides in (("alike", alike), ("other", other)):
+        (tmp_path / name).mkdir()
+        told = run_world(3, _meet_with, tmp_path / name, overrides)
+        assert told[0] == told[1] == told[2]
+        if name == "alike":
+            assert told[0] == []
+            continue
+        (text,) = told[0]
+        assert "activations.partition is " in text
+        assert "; zero.offload.ratio is " in text
+        assert f"0.5 on rank 2 on {socket.gethostname()}" in text
 
 
 def _alone(rank: int, folder: Path) -> str:

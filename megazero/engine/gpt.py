@@ -56,6 +56,8 @@ from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
 
+_WITHOUT_ARENA = "set activations.contiguous=false"
+
 
 @dataclass(frozen=True)
 class BatchShare:
@@ -169,6 +171,7 @@ class Engine:
 
         Raises:
             NonFiniteError: on every rank, before any weight has changed; under fp16 such a step is skipped instead.
+            RuntimeError: gradients are switched off.
             LossScaleError: an overflow at the smallest loss scale.
             LostPeerError: a rank has died.
         """
@@ -184,6 +187,10 @@ class Engine:
         return check_finite(self._compute_gradients(batches))
 
     def _compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                "a training step within torch.no_grad or inference_mode has no gradients; use evaluate there"
+            )
         if not self._chunks.training:  # it walks all modules
             self._chunks.train()
         self.sharded_model.begin_step(len(batches))
@@ -403,7 +410,7 @@ def _build_chunks(
     offload = None
     if any(policy.moves for policy in policies.values()):
         in_arena = any(policy.contiguous for policy in policies.values())
-        offload = ActivationStore(state.device, Arena(state.device) if in_arena else None)
+        offload = ActivationStore(state.device, Arena(state.device, _WITHOUT_ARENA) if in_arena else None)
     attends = None
     if state.cp.size > 1 or config.data.document_mask:
         attends = ContextAttention(

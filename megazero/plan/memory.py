@@ -186,9 +186,12 @@ class _Walk:
         if self._on_cuda:
             kinds |= {COMMUNICATORS: self._state.communicators * COMMUNICATOR_BYTES, SLACK: int(peak * ALLOCATOR_SLACK)}
             peak = sum(kinds.values())
+        counted = dict(self._state.counted)
+        if self._in_arena:
+            counted["activation_arena"] += self._most_moved
         away = self._state.off_device
         away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not self._in_arena else {}
-        return RankMemory(self._stage, kinds, away, peak, moment, self._state.counted)
+        return RankMemory(self._stage, kinds, away, peak, moment, counted)
 
     def _compute(self, action: Action) -> None:
         units = list(enumerate(self._units[action.microbatch > 0][action.chunk]))

@@ -39,6 +39,7 @@ from megazero.training.world import (
     LAUNCH_FOLDER,
     DeviceError,
     SpareRankError,
+    choices_of,
     device_type,
     join_world,
     leave_world,
@@ -132,7 +133,12 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
     try:
         problem, timeout = _what_keeps_from_starting(run), timedelta(seconds=run.config.parallel.timeout_seconds)
         store = open_store(timeout)
-        if store is not None and LAUNCH_FOLDER not in os.environ and (problems := meet(store, timeout, problem)):
+        choices = choices_of(run.config)
+        if (
+            store is not None
+            and LAUNCH_FOLDER not in os.environ
+            and (problems := meet(store, timeout, problem, choices))
+        ):
             return refuse(problems)
         if problem is not None:
             _report(problem, is_cause=True)

@@ -13,9 +13,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,9 @@ from megazero.training.signals import EXIT_FAILED, die_of_signals
 LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `launch` starts meet and write their errors
 
 _PROBLEMS, _MET, _ALL_MET, _READ, _ALL_READ = "problems", "met", "all met", "read", "all read"
+_CHOICES = "choices"
+_ALIKE = {"model", "parallel", "activations", "zero", "precision", "optimizer", "lr_schedule", "training"}
+_PATHS = ("zero.offload.nvme_path", "parallel.schedule_file", "training.run_dir")
 _MOST_PROBLEMS = 64  # that a rank reads
 _ENDED = "megazero/ended"
 _LOOK_SECONDS = 0.5  # between two looks of a spare rank at the store
@@ -97,7 +102,26 @@ def open_store(timeout: timedelta) -> Store | None:
     return PrefixStore(f"megazero/start{count}", store)
 
 
-def meet(store: Store, timeout: timedelta, problem: str | None = None) -> list[str]:
+def choices_of(config: RunConfig) -> dict[str, str]:
+    """By key what every rank must have alike; paths may differ between hosts."""
+    own = config.model_dump(include=_ALIKE)
+    own["data"] = {"document_mask": config.data.document_mask}
+    found: dict[str, str] = {}
+
+    def add(prefix: str, table: Mapping[str, Any]) -> None:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{key}.", value)
+            elif f"{prefix}{key}" not in _PATHS:
+                found[prefix + key] = str(value)
+
+    add("", own)
+    return found
+
+
+def meet(
+    store: Store, timeout: timedelta, problem: str | None = None, choices: Mapping[str, str] | None = None
+) -> list[str]:
     """What keeps ranks from starting, as all of them report it; called once by every started rank, spare ones too.
 
     Nobody waits for a rank that ends before the process group exists: here the others learn why it ends.
@@ -105,6 +129,7 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None) -> list[s
     Args:
         timeout: how long to wait for the other ranks.
         problem: what keeps this rank from starting.
+        choices: of `choices_of`; ranks that differ in one would wait for one another, each in another operation.
 
     Returns: each problem once, with the ranks and hosts that have it; empty where every rank can start.
 
@@ -113,6 +138,10 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None) -> list[s
     world = started_ranks()
     if problem is not None:
         store.set(f"{_PROBLEMS}/{store.add(_PROBLEMS, 1)}", json.dumps([this_place(), problem]))
+    if choices is not None:
+        mine = json.dumps(dict(sorted(choices.items())))
+        if store.add(f"{_CHOICES}/{sha256(mine.encode()).hexdigest()}", 1) == 1:  # the first of those alike
+            store.set(f"{_CHOICES}/{store.add(_CHOICES, 1)}", json.dumps([this_place(), mine]))
     if store.add(_MET, 1) == world:
         store.set(_ALL_MET, "")
     try:
@@ -120,16 +149,29 @@ def meet(store: Store, timeout: timedelta, problem: str | None = None) -> list[s
     except RuntimeError as error:
         come = store.add(_MET, 0)
         raise RuntimeError(f"only {come} of {world} ranks have started within {timeout.total_seconds():g} s") from error
+    kinds = store.add(_CHOICES, 0)
+    differing = [_differing(*(json.loads(store.get(f"{_CHOICES}/{one}")) for one in (1, 2)))] if kinds > 1 else []
     count, places = store.add(_PROBLEMS, 0), dict[str, list[str]]()
     for number in range(1, min(count, _MOST_PROBLEMS) + 1):
         place, text = json.loads(store.get(f"{_PROBLEMS}/{number}"))
         places.setdefault(text, []).append(place)
-    if count:  # rank 0 may hold the store: it ends last
+    if count or differing:  # rank 0 may hold the store: it ends last
         if store.add(_READ, 1) == world:
             store.set(_ALL_READ, "")
         with contextlib.suppress(RuntimeError):
             store.wait([_ALL_READ], timedelta(seconds=_FAREWELL_SECONDS if this_rank() == 0 else 0.001))
-    return [text if count == len(some) == world else f"{_listed(some)}: {text}" for text, some in places.items()]
+    told = [text if count == len(some) == world else f"{_listed(some)}: {text}" for text, some in places.items()]
+    return told + differing
+
+
+def _differing(one: tuple[str, str], other: tuple[str, str]) -> str:
+    (place, first), (elsewhere, second) = ((where, json.loads(text)) for where, text in (one, other))
+    keys = [key for key in {**first, **second} if first.get(key) != second.get(key)]
+    pairs = [f"{key} is {first.get(key)} on {place} and {second.get(key)} on {elsewhere}" for key in keys[:4]]
+    more = f"; and {len(keys) - 4} more keys" if len(keys) > 4 else ""
+    return (
+        f"the ranks have different runs: {'; '.join(pairs)}{more}; start all with one run file and the same overrides"
+    )
 
 
 def _listed(places: Sequence[str]) -> str:

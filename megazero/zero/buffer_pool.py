@@ -24,8 +24,8 @@ class BufferPool:
     def __init__(self, device: torch.device, arena: Arena | None = None, *, pinned: bool = False) -> None:
         self._device, self._arena, self._pinned = device, arena, pinned
         self._free: list[Tensor] = []
-        # By address: bytes, and whether it is free again after its use.
-        self._in_use: dict[tuple[int, int], tuple[int, bool]] = {}
+        # By address, and whether it is free again after its use.
+        self._in_use: dict[tuple[int, int], tuple[Tensor, bool]] = {}
 
     def acquire(self, numel: int, dtype: torch.dtype, *, or_larger: bool = False, reusable: bool = True) -> Tensor:
         """A flat buffer; its content is undefined.  `or_larger`: a larger free one will do.
@@ -39,7 +39,7 @@ class BufferPool:
         else:
             with torch.inference_mode(False):  # it is used again, and not only in an evaluation
                 buffer = self._new(numel, dtype)
-        self._in_use[address_of(buffer)] = (buffer.nbytes, reusable)
+        self._in_use[address_of(buffer)] = (buffer, reusable)
         return buffer
 
     def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -58,7 +58,9 @@ class BufferPool:
             self._forget(self._free.pop(0))
 
     def begin_step(self) -> None:
-        """Give what is free back to an arena, which becomes one piece between steps; every step takes the same parts."""
+        """Take back what a step that failed has not released; an arena, which becomes one piece between steps, gets all."""
+        for buffer, _ in list(self._in_use.values()):
+            self.release(buffer)
         if self._arena is not None:
             self.free_above(0)
 
@@ -77,4 +79,4 @@ class BufferPool:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, free and in use."""
-        return sum(buffer.nbytes for buffer in self._free) + sum(nbytes for nbytes, _ in self._in_use.values())
+        return sum(buffer.nbytes for buffer in self._free) + sum(buffer.nbytes for buffer, _ in self._in_use.values())

@@ -326,6 +326,7 @@ class GradientReducer:
             order.begin_step()
             for one in order.buckets:  # with more, gradients lie there in all forwards but one
                 one.begin_step(frees=micro_batches == 1)
+        self._reductions.pool.begin_step()
         self.rounds = micro_batches
 
     def reopen(self) -> None:

@@ -138,7 +138,6 @@ class ReductionQueue:
     def begin_step(self) -> None:
         """Forget the last step, after its reductions: those of one that was given up must not be added to this one's."""
         self.finish()
-        self.pool.begin_step()
         self.replicas.begin_step()
 
     def reopen(self) -> None:
