@@ -59,6 +59,7 @@ CASES = [
         "activations.contiguous=true activations.recompute=full zero.stage=2 training.accumulation=2 precision.dtype=bf16",
     ),
     (2, "activations.contiguous=true parallel.pp=2 training.accumulation=4 zero.stage=1 precision.dtype=bf16"),
+    (2, "activations.contiguous=true data.document_mask=true zero.stage=2 precision.dtype=bf16 model.seq_len=512"),
     (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} precision.dtype=bf16"),
 ]
 WHOLE_KINDS = (*STATE_KINDS, "gather_buffers", "gradient_buffers")
@@ -161,6 +162,16 @@ def test_a_plan_makes_no_file_and_does_not_look_at_this_machines_memory(monkeypa
     away["optimizer_buffers on host"] = 12 * count  # two parts of one bucket, of which three could be under way
     assert found["nvme"].off_device == pytest.approx(away, rel=1e-3)
     assert found["auto"].off_device == {}
+
+
+def test_a_plan_locks_no_memory_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def locks(*_: object) -> None:
+        raise AssertionError
+
+    run = load_config(os.devnull, [*MODEL.split(), "activations.contiguous=true", "precision.dtype=fp16"], 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("megazero.comm.host_memory.page_lock", locks)
+    assert memory_of(run, cluster_of("h100", 1))
 
 
 def test_activations_on_the_host_are_in_no_peak_of_a_gpu() -> None:

@@ -94,15 +94,16 @@ class Arena:
     Memory that was given back may be taken again at once: whoever uses it on another CUDA stream waits for that first.
 
     Args:
-        device: of the memory; the host's is page-locked where there is CUDA.
+        device: of the memory.
         remedy: how to need less memory on the host, for the error when there is too little.
+        pins: page-lock it, on the host, where there is CUDA.
 
     Attributes:
         nbytes, nbytes_in_use: bytes from the allocator, and those taken, each part rounded up to `ALIGNMENT`.
     """
 
-    def __init__(self, device: torch.device, remedy: str | None = None) -> None:
-        self._device, self._remedy = device, remedy
+    def __init__(self, device: torch.device, remedy: str | None = None, *, pins: bool = False) -> None:
+        self._device, self._remedy, self._pins = device, remedy, pins
         self._buffers: list[Tensor] = []  # the buffer, if `reserve` has made one, and further memory
         self._reserved = [0, 0]  # bytes of the buffer, by line
         self._lines = [_FreeParts(_Part(0, 0, _ENDLESS)) for _ in self._reserved]
@@ -120,7 +121,7 @@ class Arena:
         if not self._taken and wanted != self._reserved:
             self._buffers.clear()  # before the new one is allocated
             self._further, self._reserved, self.nbytes = _FreeParts(), [0, 0], 0
-            self._allocate(sum(wanted), pin=True)
+            self._allocate(sum(wanted), pin=self._pins)
             self._reserved = wanted
 
     def acquire(self, nbytes: int, *, line: int = 0) -> Tensor:

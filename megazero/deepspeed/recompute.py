@@ -258,7 +258,8 @@ class _Store:
 
     def __init__(self, device: torch.device, options: CheckpointingBlock) -> None:
         self._on_host, self._count = options.cpu_checkpointing, options.number_checkpoints or 1
-        self.arena = Arena(torch.device("cpu") if self._on_host else device, "keep fewer arguments (cpu_checkpointing)")
+        where, remedy = torch.device("cpu") if self._on_host else device, "keep fewer arguments (cpu_checkpointing)"
+        self.arena = Arena(where, remedy, pins=self._on_host)
         self.copier = StreamCopier(device) if self._on_host and device.type == "cuda" else Copier()
         self._near: list[weakref.ref[_ConfiguredCall]] = []
 

@@ -36,6 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megazero.comm.arena import Arena
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 
+PLAIN_TENSORS = (Tensor, FakeTensor)
 _NEAR = 2  # layers on the device, beside an arena on the host
 _REMEDY = "offload fewer layers (activations.offload_layers), or recompute more of them"
 
@@ -148,7 +149,7 @@ class KeptView(NamedTuple):
 
 def is_its_memory(tensor: Tensor) -> bool:
     """Whether a tensor is a view of the bytes of its storage, and nothing more; of all bytes, if it were as long."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
+    if type(tensor) not in (*PLAIN_TENSORS, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     if tensor.untyped_storage().nbytes() % tensor.itemsize:
         return False
@@ -195,15 +196,17 @@ class ActivationStore:
         on_host: whether that is the host.
         copier: moves it.
         smallest_bytes: smaller storages stay where they are.
+        shared: by identity, sets of storages that micro-batches hold for all their layers; they stay, too.
     """
 
     def __init__(self, device: torch.device, arena: Arena | None = None) -> None:
         self.on_host = arena is None
         self.copier = StreamCopier(device) if self.on_host and device.type == "cuda" else Copier()
         self.smallest_bytes = 1 << 16
-        self.pool, self._device = arena or Arena(torch.device("cpu"), _REMEDY), device
+        self.pool, self._device = arena or Arena(torch.device("cpu"), _REMEDY, pins=True), device
         self._most_near = _NEAR if self.on_host else 1
         self._stay: set[int] = set()
+        self.shared: dict[int, set[int]] = {}
         self._near: list[OffloadedLayer] = []  # on the device, or on their way there; the one worked on last is last
         self._last: OffloadedLayer | None = None  # of the pass whose forward runs
         self._in_backward: OffloadedLayer | None = None
@@ -258,7 +261,8 @@ class ActivationStore:
         if tensor.device.type != self._device.type or not is_its_memory(tensor):
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= self.smallest_bytes and storage._cdata not in self._stay
+        stays = storage._cdata in self._stay or any(storage._cdata in held for held in self.shared.values())
+        return storage.nbytes() >= self.smallest_bytes and not stays
 
     def keep(self, tensor: Tensor) -> KeptStorage:
         """The storage of a tensor in the arena; the one that is there if it was saved before and has not changed since."""

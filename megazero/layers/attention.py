@@ -12,7 +12,7 @@ So no weight is held or multiplied twice, and storage, norms and checkpoints see
 from __future__ import annotations
 
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from megazero.comm.autograd import gather_sequence
+from megazero.comm.identity import storage_of
 from megazero.layers.attention_kernels import attention, uncompiled
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -56,6 +57,9 @@ class RotaryEmbedding:
         seq_len: of whole samples.
         theta: the base of the wavelengths.
         by_parts: every micro-batch has a `SamplePart`, so tables of positions 0 ... seq_len - 1 wait for one without.
+
+    Attributes:
+        held: the storages of tables of parts, which live as long as their parts.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class RotaryEmbedding:
         self._seq_len, self._device, self._on_device = seq_len, device, self._frequency.to(device)
         # Not the part has its tables: that of whole samples outlives the model.
         self._of_parts: WeakKeyDictionary[SamplePart, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+        self.held: set[int] = set()
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
         if not by_parts:
@@ -101,7 +106,10 @@ class RotaryEmbedding:
         """cos and sin of a part's positions, [1 or batch, 1, seq, head_size]: once for all layers."""
         if part not in self._of_parts:
             with torch.inference_mode(False):  # whoever is the first to ask
-                self._of_parts[part] = self._tables(part.positions.t().unsqueeze(1), self._on_device)
+                self._of_parts[part] = tables = self._tables(part.positions.t().unsqueeze(1), self._on_device)
+            storages = set(map(storage_of, tables))
+            self.held |= storages
+            finalize(part, self.held.difference_update, storages)
         return self._of_parts[part]
 
     def _hold_all(self) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.activation_offload import ActivationStore
-from megazero.layers.attention import Attention
+from megazero.layers.activation_offload import PLAIN_TENSORS, ActivationStore
+from megazero.layers.attention import Attention, RotaryEmbedding
 from megazero.layers.recompute import WHOLE, DroppingOutputs, KeptResults, Recomputed
 from megazero.layers.saved_tensors import SavedTensorHooks
 from megazero.models.activation_config import UNCUT, LayerPolicy, Region
@@ -82,6 +82,7 @@ def save_by_policy(
         hooks = None
         if offload is not None:
             offload.stay(_tables(block))
+            offload.shared |= {id(held): held for held in _tables_of_parts(block)}
             hooks = partial(offload.layer, offloads=policy.moves, is_last=number == len(blocks))
         if policy.recompute or hooks is not None:
             if has_regions(block):
@@ -95,7 +96,12 @@ def _tables(block: nn.Module) -> Iterator[Tensor]:
         yield from part.buffers(recurse=False)
         for held in vars(part).values():
             owner = getattr(held, "__self__", held)  # of a method
-            yield from (one for one in (owner, *getattr(owner, "__dict__", {}).values()) if type(one) is Tensor)
+            yield from (one for one in (owner, *getattr(owner, "__dict__", {}).values()) if type(one) in PLAIN_TENSORS)
+
+
+def _tables_of_parts(block: nn.Module) -> list[set[int]]:
+    """The storages of the tables that each rotary embedding of a block holds for micro-batches under way."""
+    return [held.held for part in block.modules() for held in vars(part).values() if isinstance(held, RotaryEmbedding)]
 
 
 def has_regions(block: nn.Module) -> TypeGuard[Block]:
