@@ -121,6 +121,8 @@ class Arena:
         if not self._taken and wanted != self._reserved:
             self._buffers.clear()  # before the new one is allocated
             self._further, self._reserved, self.nbytes = _FreeParts(), [0, 0], 0
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # else what was further memory would stay reserved beside the buffer
             self._allocate(sum(wanted), pin=self._pins)
             self._reserved = wanted
 
