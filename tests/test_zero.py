@@ -186,7 +186,7 @@ def test_a_gradient_that_comes_too_often_is_refused() -> None:
     model = _Model(0, 1, 1)
     model.reducer.begin_step(1)
     model.forward(_input(0, 0)).backward()
-    with pytest.raises(RuntimeError, match="came more than 1 times in a step of 1 micro-batches"):
+    with pytest.raises(RuntimeError, match="came more than 1 times in 1 backward passes"):
         model.forward(_input(0, 1)).backward()
 
 

@@ -50,6 +50,7 @@ class ModuleEngine(TrainingEngine):
         admits = WeakMethod(self._admits)  # the parameters' hooks must not keep the engine alive
         model.reducer.admits = lambda gradient: (own := admits()) is not None and own(gradient)
         in_pass = WeakMethod(self._is_in_pass)
+        model.reducer.comes_once = True
         model.reducer.is_in_pass = lambda: (own := in_pass()) is not None and own()
         model.begin_step(config.accumulation)
 
@@ -86,11 +87,12 @@ class ModuleEngine(TrainingEngine):
                 # Divided by dp before the backward: the sum over ranks is the mean.
                 scale = self.sharded_model.scale / self.parallel_state.dp.size
                 scaled = counted.float() * scale
-                reducer.root = scaled.grad_fn
+                root = scaled.grad_fn
+                scaled.register_hook(lambda _: None if root is None else reducer.leave_out(0, root))
                 scaled.backward(retain_graph=retain_graph)
                 self._end_pass()
         finally:
-            self.runs_backward, reducer.root = False, None
+            self.runs_backward = False
         self._loss_sum += counted.detach()
         return counted
 

@@ -404,10 +404,14 @@ class UnitGatherer:
                 part._parameters[key] = proxy
 
     def visit(self, direction: str, index: int) -> None:
+        closes = direction == "backward"
+        if closes and not self.is_unsharded(index):  # before a wait for ranks that may wait for its reductions
+            self.on_backward(self._chunk_of[index], index)
+            closes = False
         self.wait_for_unshard(index)
         self._history.record((direction, index))
         self.unshard_next(index)
-        if direction == "backward":
+        if closes:
             self.on_backward(self._chunk_of[index], index)
 
     def _before_forward(self, index: int) -> Any:  # a function, since a deep copy of the module must not copy `self`

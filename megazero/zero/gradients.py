@@ -14,8 +14,8 @@ whichever parameters its micro-batch happens to use.  A complete bucket therefor
 of a pass what has not come counts as zero.  A parameter that the backward does not reach need not wait for that: autograd
 says so (`reach`), and a zero is reduced like any other value, so no other rank has to know.  It counts as zero
 
-    at stage 2   with the first gradient that would have to wait, so the buffers stay within their limit.  A backward within
-                 the backward may reach more: so only where none can run
+    at stage 2   when the backward begins, so the buffers stay within their limit.  A backward within the backward may reach
+                 more: so only where no function of the graph can run one
     at stage 3   when the backward leaves its unit: a rank that waits for a reduction, for its memory, does not take part in
                  the next gather, so every rank starts a unit's reduction before it waits for a gather that is two units
                  further; and none starts it while other ranks have yet to come to the unit
@@ -96,9 +96,9 @@ class BucketGradients:
         """Count a gradient.  Raises: RuntimeError, it came more than `expected` times."""
         if self._counts[index] == expected:
             raise RuntimeError(
-                f"gradient of {self.shares[index].slot.info.name} came more than {expected} times in a step of "
-                f"{expected} micro-batches: backward ran more often than that, or within itself (checkpointing needs "
-                "use_reentrant=False)"
+                f"gradient of {self.shares[index].slot.info.name} came more than {expected} times in {expected} backward "
+                "passes of a step: backward ran more often than that, or within itself, in a hook or a checkpoint with "
+                "use_reentrant=True (megazero.checkpoint runs none)"
             )
         self._counts[index] += 1
         if self._counts[index] == self.complete + 1:
@@ -196,10 +196,6 @@ class _LaunchOrder:
         for one in self.buckets:
             one.close(rounds)
 
-    def is_next(self, one: BucketGradients) -> bool:
-        """Whether no part waits to be launched before this one."""
-        return self.buckets[self._next] is one
-
     def due(self, rounds: int) -> Iterator[BucketGradients]:
         """Buckets that are complete and come next, until one is incomplete or `rounds` rounds are launched."""
         while self._round < rounds:
@@ -217,15 +213,12 @@ class _Graph:
     """What the backward under way does not reach of a chunk's parameters.
 
     Attributes:
-        task: autograd's number of it.
         unused: by part, the indices of shares.
         visited: units of stage 3 that it has come to.
-        is_final: no function of the graph may run a backward within, which would reach more of them; False where that is
-            not asked.
     """
 
-    def __init__(self, task: int, unused: dict[BucketGradients, list[int]], *, is_final: bool) -> None:
-        self.task, self.unused, self.visited, self.is_final = task, unused, set[int](), is_final
+    def __init__(self, unused: dict[BucketGradients, list[int]]) -> None:
+        self.unused, self.visited = unused, set[int]()
 
 
 class GradientReducer:
@@ -244,7 +237,7 @@ class GradientReducer:
         on_close: called at the end of every micro-batch's backward.
         leaves_out_by_unit: a parameter that no gradient comes to counts as zero when the backward leaves its unit.
         is_in_pass: whether a backward under way is one of this step's.
-        root: the node at which the backward under way has begun; None: not known.
+        comes_once: a gradient comes once in a pass, and its pass ends before the next one begins.
         rounds: how many the step has; the last one starts what is reduced once per step.
     """
 
@@ -262,9 +255,9 @@ class GradientReducer:
         self.admits: Callable[[Tensor], bool] | None = None
         self.on_close: Callable[[], None] = lambda: None
         self.is_in_pass: Callable[[], bool] = lambda: True
-        self.root: Node | None = None
+        self.comes_once = False
         self.leaves_out_by_unit = False
-        self._graphs: dict[int, _Graph] = {}  # by chunk
+        self._graphs: dict[tuple[int, int], _Graph] = {}  # by chunk, and autograd's number of the backward
         self._reach: dict[int, Reach] = {}  # by chunk
         # A backward runs the units in reverse; a bucket is complete with the gradients of its first unit.
         order: dict[int, list[BucketGradients]] = {}
@@ -394,32 +387,32 @@ class GradientReducer:
         graph.visited.add(unit)  # its own may come until the next unit's turn, of a backward within
         self._reduce_due(order)
 
-    def _leave_out(self, order: _LaunchOrder, chunk: int) -> None:
-        """Count all that the backward under way does not reach as zero; see [Note: one order]."""
-        graph = self._graph(chunk)
-        if not graph.is_final:
+    def leave_out(self, chunk: int, root: Node) -> None:
+        """At stage 2: what the backward that begins at `root` now does not reach counts as zero; see [Note: one order]."""
+        order = self._orders.get(chunk)
+        if order is None or not self._every_round or self.leaves_out_by_unit:
             return
-        for one, indices in graph.unused.items():
-            one.skip(indices, order.passes)
-        graph.unused.clear()
-        self._reduce_due(order)
+        unused = self._graph(chunk).unused
+        if unused and not may_run_backward(root):
+            for one, indices in unused.items():
+                if not one.bucket.keeps_gradients:
+                    one.skip(indices, order.passes)
+            self._reduce_due(order)
 
     def _graph(self, chunk: int) -> _Graph:
-        task = torch._C._current_graph_task_id()
-        if (graph := self._graphs.get(chunk)) is None or graph.task != task:
+        key = chunk, torch._C._current_graph_task_id()  # a backward within has a graph of its own
+        if key not in self._graphs:
             unused: dict[BucketGradients, list[int]] = {}
             for parameter in self._reach[chunk].missing():
                 for _, one, index in self._parts_of[id(parameter)]:
                     unused.setdefault(one, []).append(index)
-            is_final = False
-            if unused and self.root is not None and not self.leaves_out_by_unit:
-                is_final = not may_run_backward(self.root)
-            graph = self._graphs[chunk] = _Graph(task, unused, is_final=is_final)
-        return graph
+            self._graphs[key] = _Graph(unused)
+        return self._graphs[key]
 
     def close_pass(self, chunk: int) -> None:
         """Count the gradients of one micro-batch of a chunk that have not come as zero; see [Note: one order]."""
         self.on_close()
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != chunk}
         if (order := self._orders.get(chunk)) is not None:
             order.close_pass()
             self._reduce_due(order)
@@ -440,9 +433,7 @@ class GradientReducer:
         A part that is complete after its use is reduced before the next one is opened, if `launches`.
         """
         for order, one, index in self._parts_of[id(weight)]:
-            if self._every_round and launches and self.root is not None and not order.is_next(one):
-                self._leave_out(order, one.bucket.layout.chunk)
-            one.count(index, self.rounds)
+            one.count(index, order.passes + 1 if self.comes_once else self.rounds)
             order.note(one)
             one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
             yield one.shares[index], *one.view(index)
