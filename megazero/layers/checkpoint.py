@@ -6,8 +6,8 @@ both as the first did.  States of generators are kept only where the function dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -59,41 +59,15 @@ class CheckpointedCall(Recomputation):
             return function(*args, **kwargs)
 
         call.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
-        self._drawn: list[tuple[torch.Generator, torch.Tensor]] = []  # where the function drew: state before it
         self._autocast = _autocast_states()
-        super().__init__(call, (tuple(args), dict(kwargs)), cut=cut)
-
-    def run(self) -> Any:
-        self._drawn = [(generator, generator.get_state()) for generator in _generators()]
-        result = super().run()
-        self._drawn = [(one, state) for one, state in self._drawn if not torch.equal(one.get_state(), state)]
-        return result
+        super().__init__(call, (tuple(args), dict(kwargs)), cut=cut, draws=True)
 
     def run_again(self) -> None:
-        with _random_states(self._drawn), ExitStack() as contexts:
+        with ExitStack() as contexts:
             for (device, enabled, dtype), now in zip(self._autocast, _autocast_states(), strict=True):
                 if (device, enabled, dtype) != now:
                     contexts.enter_context(torch.autocast(device, dtype, enabled))
             super().run_again()
-
-
-def _generators() -> list[torch.Generator]:
-    """torch's default generators: the CPU's, and that of the current device."""
-    on_device = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
-    return [torch.default_generator, *on_device]
-
-
-@contextmanager
-def _random_states(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> Iterator[None]:
-    """A context in which generators begin with these states; afterwards they are as they were."""
-    before = [(generator, generator.get_state()) for generator, _ in states]
-    for generator, state in states:
-        generator.set_state(state)
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            generator.set_state(state)
 
 
 def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:

@@ -14,7 +14,8 @@ hooks is that of torch.utils.checkpoint without re-entrance.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -81,13 +82,22 @@ class Recomputation(SavedTensorHooks):
         args: its arguments, nested in any way; their tensors are kept.
         kept: results within the function that are kept instead of computed twice.
         cut: the tensors among `args` are equal on all ranks of this axis, and each keeps its part only.
+        draws: it may use torch's default generators, whose states are kept where it did.
     """
 
     def __init__(
-        self, function: Callable[..., Any], args: Any, kept: KeptResults | None = None, cut: Axis = WHOLE
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kept: KeptResults | None = None,
+        cut: Axis = WHOLE,
+        *,
+        draws: bool = False,
     ) -> None:
         super().__init__()
         self._function, self._kept, self._cut = function, kept, cut
+        self._generators = default_generators() if draws else []
+        self._drawn: list[tuple[torch.Generator, Tensor]] = []  # where it drew: state before
         leaves, self._structure = tree_flatten(args)
         # One that is passed twice is one tensor in both runs, and kept once.
         tensors = {id(one): one for one in leaves if isinstance(one, Tensor)}
@@ -107,11 +117,13 @@ class Recomputation(SavedTensorHooks):
         for one in self._args:
             if isinstance(one, _Argument):
                 one.given = None
+        self._drawn = [(one, one.get_state()) for one in self._generators]  # a backward within may need them already
         self.enter()
         try:
             if self._kept is not None:
                 self._kept.record()
             result = self._function(*args)
+            self._drawn = [(one, state) for one, state in self._drawn if not torch.equal(one.get_state(), state)]
         finally:
             results = self._kept.stop() if self._kept is not None else []
             self._leaves.clear()
@@ -163,7 +175,7 @@ class Recomputation(SavedTensorHooks):
         given = {one: self._unpack_argument(one) for one in arguments}
         args = [given[one] if isinstance(one, _Argument) else one for one in self._args]
         collected = _Collection()
-        with self.beneath.again(collected), torch.enable_grad():
+        with self.beneath.again(collected), torch.enable_grad(), _random_states(self._drawn):
             try:
                 if self._kept is not None:
                     self._kept.replay([[self.beneath.unpack(one) for one in results] for results in self._kept_results])
@@ -214,6 +226,25 @@ class Recomputation(SavedTensorHooks):
     def _kept_argument(self, kept: Any) -> Tensor:
         """What `_keep_argument` kept."""
         return self.beneath.unpack(kept)
+
+
+def default_generators() -> list[torch.Generator]:
+    """torch's own: the CPU's, and that of the current device."""
+    on_device = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
+    return [torch.default_generator, *on_device]
+
+
+@contextmanager
+def _random_states(states: Sequence[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
+    """A context in which generators begin with these states; afterwards they are as they were."""
+    before = [(generator, generator.get_state()) for generator, _ in states]
+    for generator, state in states:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
 
 
 def _accumulates(leaf: Tensor) -> bool:
@@ -330,14 +361,16 @@ class Recomputed:
         function: what runs; `models/compiled.py` compiles it.
     """
 
-    def __init__(self, function: Callable[..., Any], kept: KeptResults | None = None, cut: Axis = WHOLE) -> None:
-        self.function, self._kept, self._cut = function, kept, cut
+    def __init__(
+        self, function: Callable[..., Any], kept: KeptResults | None = None, cut: Axis = WHOLE, *, draws: bool = False
+    ) -> None:
+        self.function, self._kept, self._cut, self._draws = function, kept, cut, draws
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*args)
-        return Recomputation(self.function, args, self._kept, self._cut).run()
+        return Recomputation(self.function, args, self._kept, self._cut, draws=self._draws).run()
 
 
 def _describe_difference(function: object, first: Sequence[_Saved], second: Sequence[_Saved]) -> str:

@@ -78,7 +78,8 @@ def save_by_policy(
                 )
             cut = tp if policy.partition and region not in UNCUT else WHOLE
             attends = region in ("attention", "block")
-            owner.__dict__[name] = Recomputed(getattr(owner, name), kept if attends else None, cut)
+            own = Recomputed(getattr(owner, name), kept if attends else None, cut, draws=_may_draw(block))
+            owner.__dict__[name] = own
         hooks = None
         if offload is not None:
             offload.stay(_tables(block))
@@ -88,6 +89,11 @@ def save_by_policy(
             if has_regions(block):
                 block.mlp_dropout.remakes_mask = "block" in policy.recompute
             block.__dict__["forward"] = SavingBlock(block.forward, hooks)
+
+
+def _may_draw(block: nn.Module) -> bool:
+    """Whether a block may use torch's generators: the package's own modules draw by position."""
+    return any(not type(part).__module__.startswith("megazero.") for part in block.modules())
 
 
 def _tables(block: nn.Module) -> Iterator[Tensor]:
