@@ -530,7 +530,7 @@ def test_gradient_buffers_stay_within_two_buckets_whichever_parameters_a_micro_b
         for left_out in LEFT_OUT.values():
             assert max(_leaky(Leaky, stage, left_out)) <= 0, left_out
 
-    run_world(2, law, timeout=15)
+    run_world(2, law)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -540,7 +540,51 @@ def test_gradient_buffers_stay_within_two_buckets_from_the_second_step_in_any_or
             first, *others = _leaky(partial(Leaky, order), stage, LEFT_OUT[name])
             assert first > 0 >= max(others), (order, name)
 
-    run_world(2, law, timeout=15)
+    run_world(2, law)
+
+
+def test_no_rank_waits_in_a_gather_for_what_it_has_left_out() -> None:
+    """Units that share a buffer cannot be gathered ahead; forces from an energy run a backward graph of their own."""
+
+    def forces(block: nn.Module, x: Tensor, left_out: Sequence[int]) -> Tensor:
+        def call(x: Tensor) -> Tensor:
+            y = block(x, left_out)
+            (force,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            return y + 0.1 * force
+
+        result: Tensor = megazero.checkpoint(call, x)
+        return result
+
+    def law(rank: int) -> None:
+        _leaky(partial(Leaky, (0, 3, 1, 2)), 3, LEFT_OUT["one of two ranks"])
+        _leaky(partial(Leaky, wraps=forces), 3, LEFT_OUT["one of two ranks"], 2)
+
+    run_world(2, law, timeout=60)
+
+
+class TwiceThenNever(nn.Module):
+    """Uses a weight in two re-entrant checkpoints in one micro-batch, and not at all in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Linear(16, 16, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = torch_checkpoint(self.one, x, use_reentrant=True)
+        return self.two(x).square().mean()
+
+
+def test_a_gradient_that_comes_twice_in_a_pass_is_refused() -> None:
+    """Ranks would start different numbers of reductions: wrong gradients at stage 1, a hang at stages 2 and 3."""
+
+    def law(rank: int) -> None:
+        for stage in (1, 2, 3):
+            engine = bring(TwiceThenNever, settings(stage, accumulation=2, train_batch_size=8))
+            with pytest.raises(RuntimeError, match=r"one.weight came more than 1 times in 1 backward passes"):
+                engine.backward(engine(leaky_x(0, rank, 0), 2))
+
+    run_world(2, law, timeout=60)
 
 
 class BackwardWithin(torch.autograd.Function):
@@ -572,7 +616,7 @@ def test_what_only_a_backward_within_the_backward_reaches_is_not_left_out(wraps:
             first, second = LEFT_OUT[name]  # at stage 3 other ranks would wait for what this one leaves out
             _leaky(partial(Leaky, wraps=run), stage, [second, second] if stage == 3 else [first, second], 2)
 
-    run_world(2, law, timeout=15)
+    run_world(2, law)
 
 
 def test_calls_in_the_wrong_order_are_errors_and_leave_the_engine_usable() -> None:

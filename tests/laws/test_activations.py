@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
-from torch import Tensor
+from torch import Tensor, nn
 from worlds import GPT2, LLAMA, LR, counted, engine_on, micro_batches, on_one_state, pairwise, run_of, state_on
 
 from megazero.config import ResolvedRun
 from megazero.engine import Engine, Position, initialize
+from megazero.models.gpt import Block, BuildContext
+from megazero.models.llama.family import LlamaFamily
+from megazero.models.registry import FAMILIES as FAMILIES_BY_NAME
 from megazero.schedules.action import Action, ActionKind, Schedule, loop
 
 pytestmark = pytest.mark.slow  # starts whole runs
@@ -247,3 +250,50 @@ def test_a_run_resumes_under_another_policy(tmp_path: Path) -> None:
     runs = [run_of(1, model=LLAMA, zero={"stage": 3}, activations={"recompute": one}) for one in ("none", "full")]
     ((first, *others),) = run_world(1, _resumed, runs, tmp_path)
     assert all(one == first for one in others)
+
+
+class _TorchsDropout(nn.Module):
+    """An MLP as a script may write it: its random numbers are torch's."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(nn.functional.dropout(x, 0.3))
+
+
+class _OwnFamily(LlamaFamily):
+    def blocks(self, context: BuildContext, layers: Sequence[int]) -> list[Block]:
+        blocks = super().blocks(context, layers)
+        for block in blocks:
+            block.mlp = _TorchsDropout(block.mlp)
+        return blocks
+
+
+def _drawn_bits(rank: int, policies: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    llama = FAMILIES_BY_NAME["llama"]
+    assert isinstance(llama, LlamaFamily)
+    FAMILIES_BY_NAME.register("drawing", _OwnFamily(llama.variant, llama.hugging_face))
+    model = LLAMA | {"family": "drawing", "num_layers": 2}
+    runs = [run_of(1, model=model, activations=policy) for policy in policies]
+    found, state = [], state_on(rank, runs[0])
+    for run in runs:
+        engine = engine_on(rank, run, state=state)
+        torch.manual_seed(3)
+        found.append(_steps_of(engine, run))
+    return found
+
+
+def _steps_of(engine: Engine, run: ResolvedRun) -> list[Any]:
+    numbers: list[Any] = []
+    for step in range(2):
+        done = engine.try_step(micro_batches(run, engine.state, step), LR)
+        numbers += [done.loss, repr(done.grad_norm)]
+    return numbers + [_digest(bucket.gradient) for bucket in engine.sharded_model.reducer.buckets]
+
+
+def test_a_family_of_a_scripts_own_may_use_torchs_random_numbers() -> None:
+    policies: list[dict[str, Any]] = [{}, {"recompute": ["mlp"]}, {"recompute": "full", "contiguous": True}]
+    for found in run_world(1, _drawn_bits, policies):
+        assert found[1:] == [found[0]] * 2
