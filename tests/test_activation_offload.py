@@ -21,10 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 sys.path.insert(0, str(Path(__file__).parent / "laws"))
 from worlds import LLAMA, engine_on, micro_batches, run_of, state_on
 
-from megazero.comm.arena import ALIGNMENT
+from megazero.comm.arena import ALIGNMENT, Arena
 from megazero.comm.identity import storage_of
 from megazero.config import ResolvedRun
-from megazero.layers.activation_offload import ActivationStore, Copier, StreamCopier
+from megazero.layers.activation_offload import ActivationStore, Copier, KeptStorage, KeptView, StreamCopier
 from megazero.models.activation_config import PRESETS
 
 NUMEL = 256
@@ -226,6 +226,59 @@ def test_a_change_in_place_is_refused_as_autograd_refuses_it() -> None:
 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             _forward(offload, _leaf(), layers, run).backward()
+
+
+def test_what_was_refused_is_let_go() -> None:
+    offload = _offload(Copier())
+    y = _forward(offload, _leaf(), 1, lambda x: x.exp().mul_(2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    del y
+    assert offload.pool.nbytes_in_use == 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_copy_that_fails_gives_its_memory_back_and_may_be_tried_again(number: int) -> None:
+    class Failing(Copier):
+        fails_at, started = 0, 0
+
+        def start(self, target: Tensor, source: Tensor) -> None:
+            self.started += 1
+            if self.started == self.fails_at:
+                raise MemoryError
+            target.copy_(source)
+
+    copier, tensor = Failing(), torch.arange(64.0)
+    pool = Arena(torch.device("cpu"))
+    copier.fails_at = number
+    if number == 1:
+        with pytest.raises(MemoryError):
+            KeptStorage(tensor, pool, copier)
+        assert pool.nbytes_in_use == 0
+    view = KeptView.of(tensor, KeptStorage(tensor, pool, copier))
+    view.storage.leave()
+    if number == 2:
+        with pytest.raises(MemoryError):
+            view.tensor()
+    assert torch.equal(view.tensor(), tensor)
+    del view
+    assert pool.nbytes_in_use == 0
+
+
+def test_the_next_step_begins_without_what_a_failed_backward_has_kept() -> None:
+    def fail(_: Tensor) -> None:
+        raise KeyError
+
+    offload, weight = _offload(Copier()), _leaf()
+    weight.register_post_accumulate_grad_hook(fail)
+    y = _forward(offload, _leaf(), 2) * weight  # autograd takes the leaf first
+    with pytest.raises(KeyError):
+        y.sum().backward()
+    del y
+    gc.collect()
+    assert offload.pool.nbytes_in_use > 0  # torch's queue has the layers
+    offload.begin_step()
+    assert offload.pool.nbytes_in_use == 0
 
 
 def test_a_storage_that_has_changed_is_kept_anew() -> None:

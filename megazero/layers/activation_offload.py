@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.arena import Arena
-from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
+from megazero.layers.saved_tensors import SavedTensorHooks, forget_failed_backward, keep, kept_tensor
 
 PLAIN_TENSORS = (Tensor, FakeTensor)
 _NEAR = 2  # layers on the device, beside an arena on the host
@@ -80,21 +80,23 @@ class KeptStorage:
         memory = tensor.data.as_strided(whole, (1,), 0).view(torch.uint8)
         self._memory: Tensor | None = memory  # on the device, all bytes
         self._original: tuple[Tensor, int] | None = keep(tensor)  # None when that has left the device
-        self._error: RuntimeError | None = None
+        self._error: str | None = None  # without the traceback, which would hold this object
+        self._mark: Any | None = None  # of the copy that reads or writes the memory
         self._host = pool.acquire(memory.numel())
-        self._mark = copier.start(self._host, memory)  # of the copy that reads or writes the memory
+        self._mark = copier.start(self._host, memory)
 
     def bring(self) -> None:
         """Start copying it to the device, unless it is there."""
         if self._memory is None:
-            self._memory = torch.empty_like(self._host, device=self._device)
-            self._mark = self._copier.start(self._memory, self._host)
+            memory = torch.empty_like(self._host, device=self._device)
+            self._mark = self._copier.start(memory, self._host)
+            self._memory = memory  # not if the copy has failed
 
     def on_device(self) -> Tensor:
         """Its bytes.  Raises: RuntimeError: they were changed between the operation that saved them and their copy."""
         self._check()
         if self._error is not None:
-            raise self._error
+            raise RuntimeError(self._error)
         self.bring()
         if self._original is None:
             self._wait()
@@ -117,10 +119,10 @@ class KeptStorage:
             try:
                 kept_tensor(self._original)
             except RuntimeError as error:
-                self._error = error
+                self._error = str(error)
 
     def __del__(self) -> None:
-        if hasattr(self, "_mark"):  # else there was no buffer for it
+        if hasattr(self, "_host"):  # else there was no buffer for it
             self._wait()
             self._pool.release(self._host)
 
@@ -221,6 +223,7 @@ class ActivationStore:
 
     def begin_step(self) -> None:
         """Called where no messages are under way; see [Note: the first step].  Raises: StorageError."""
+        forget_failed_backward()
         self.pool.reserve()
         self._expected = self._in_backward = None
         self._near.clear()

@@ -112,6 +112,14 @@ def innermost() -> SavedTensorHooks:
     return owner if isinstance(owner, SavedTensorHooks) else _Outermost(found)
 
 
+def forget_failed_backward() -> None:
+    """Let go of the graph of a backward on the host that has raised, and so of what it saved.
+
+    torch leaves the operations that were to run next in a queue of the thread; its next backward there drops them.
+    """
+    torch.zeros((), device="cpu", requires_grad=True).backward()
+
+
 def keep(tensor: Tensor) -> tuple[Tensor, int]:
     """A tensor as it is now."""
     return tensor.detach(), tensor._version  # detached: a result that its own node holds would never be freed
