@@ -562,6 +562,13 @@ def test_no_rank_waits_in_a_gather_for_what_it_has_left_out() -> None:
     run_world(2, law, timeout=60)
 
 
+def test_a_module_may_be_compiled_before_stage_3_gathers_it() -> None:
+    def law(rank: int) -> None:
+        _leaky(lambda: torch.compile(Leaky(), backend="eager"), 3, LEFT_OUT["nothing"], 2)  # type: ignore[return-value]
+
+    run_world(2, law)
+
+
 class TwiceThenNever(nn.Module):
     """Uses a weight in two re-entrant checkpoints in one micro-batch, and not at all in another."""
 

@@ -287,7 +287,8 @@ class UnitGatherer:
             self._shares.append(any(users[storage_of(bucket.weights)] > 1 for bucket in buckets))
             self._attributes.append(attributes)
             if buckets:
-                before, after = self._before_forward(index), self._after_forward(index)
+                # A module that torch.compile runs breaks its graph here: what gathers is not traced.
+                before, after = map(torch.compiler.disable, (self._before_forward(index), self._after_forward(index)))
                 self._hooks.append(unit.module.register_forward_pre_hook(before))
                 self._hooks.append(unit.module.register_forward_hook(after, always_call=True))
         self._bytes_of = [sum(bucket.weights.nbytes for bucket in buckets) for buckets in self._buckets]
