@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.arena import Arena, rounded_up
-from megazero.comm.collectives import all_reduce, numbers_of
 from megazero.deepspeed.config import load_deepspeed_config
 from megazero.deepspeed.config_check import check_keys
 from megazero.deepspeed.config_schema import CheckpointingBlock
+from megazero.deepspeed.equal_arguments import EqualArguments
 from megazero.deepspeed.script_utils import log_dist
 from megazero.deepspeed.topology import PipelineParallelGrid
 from megazero.layers.activation_offload import (
@@ -43,13 +43,13 @@ from megazero.settings import ConfigError
 
 @dataclass
 class _Configured:
-    """What holds for the calls of this process."""
+    """What holds for the calls of this process; for those that a recomputation makes again, what held in their forward."""
 
     options: CheckpointingBlock = field(default_factory=CheckpointingBlock)
     axis: Axis = WHOLE
     by_script: bool = False
     stores: dict[torch.device, _Store] = field(default_factory=dict)
-    checked: set[Any] = field(default_factory=set)  # calls whose arguments are equal on all ranks
+    equal: EqualArguments = field(default_factory=EqualArguments)
 
     def store(self, device: torch.device) -> _Store:
         """Where arguments that are on a device are kept."""
@@ -130,8 +130,8 @@ def configure(
     block = block.model_copy(update=_checked("configure", written))
     if block.contiguous_memory_optimization and not block.number_checkpoints:
         raise ValueError("contiguous_checkpointing needs num_checkpoints, the calls that one buffer has room for")
-    _NOW.by_script = True
     _let_hold(block, axis)
+    _NOW.by_script = True
 
 
 def configure_by_block(block: CheckpointingBlock, axis: Axis) -> None:
@@ -141,8 +141,7 @@ def configure_by_block(block: CheckpointingBlock, axis: Axis) -> None:
 
 
 def _let_hold(block: CheckpointingBlock, axis: Axis) -> None:
-    _NOW.options, _NOW.axis = block, axis
-    reset()
+    _hold(_Configured(block, axis, _NOW.by_script))
     if block.partition_activations and axis.size == 1:
         log_dist("partition_activations changes nothing: no mpu with more than one tensor-parallel rank is given", [0])
 
@@ -155,18 +154,26 @@ def is_configured() -> bool:
 def reset() -> None:
     """Let go of the buffers; what lies in them stays until its backward."""
     _NOW.stores.clear()
-    _NOW.checked.clear()
+    _NOW.equal.clear()
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Say whether tensor-parallel ranks share what is kept."""
-    _NOW.options = _NOW.options.model_copy(update={"partition_activations": partition_activation})
+    _change_options({"partition_activations": partition_activation})
 
 
 def set_num_layers(nlayers: int) -> None:
     """Say how many calls one buffer of contiguous memory has room for.  Raises: ConfigError: it is no count."""
-    given = _checked("set_num_layers", {"number_checkpoints": nlayers})
-    _NOW.options = _NOW.options.model_copy(update=given)
+    _change_options(_checked("set_num_layers", {"number_checkpoints": nlayers}))
+
+
+def _change_options(given: dict[str, Any]) -> None:
+    _hold(replace(_NOW, options=_NOW.options.model_copy(update=given)))
+
+
+def _hold(configured: _Configured) -> None:
+    global _NOW  # noqa: PLW0603
+    _NOW = configured
 
 
 def _checked(call: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -189,8 +196,9 @@ class _ConfiguredCall(CheckpointedCall):
         self._cut_arguments: list[Tensor] = []
         self.views: list[KeptView] = []
         self.before: weakref.ref[_ConfiguredCall] | None = None
+        self._configured = _NOW
         super().__init__(function, args, kwargs, cut)
-        _check_equal(self._function.__qualname__, self._cut_arguments, cut)
+        _NOW.equal.check(self._function.__qualname__, function, self._args, self._cut_arguments, cut)
         if self._parts:
             self._store = _NOW.store(self._parts[0].device)
             self._store.keep(self, self._parts)
@@ -209,7 +217,12 @@ class _ConfiguredCall(CheckpointedCall):
         with _boundary("recomputation"):
             if self.views:
                 self._store.begin_backward(self)
-            super().run_again()
+            now = _NOW
+            _hold(self._configured)
+            try:
+                super().run_again()
+            finally:
+                _hold(now)
 
     def _pack_argument(self, tensor: Tensor) -> Any:
         argument = super()._pack_argument(tensor)
@@ -289,26 +302,6 @@ class _Store:
     def _work_on(self, call: _ConfiguredCall) -> None:
         near = [one for reference in self._near if (one := reference()) is not None]
         self._near = [weakref.ref(one) for one in work_on(call, near, _NEAR if self._on_host else 0)]
-
-
-def _check_equal(name: str, tensors: list[Tensor], axis: Axis) -> None:
-    """Check, at the first call of a function with such shapes, that arguments are equal on all ranks of an axis."""
-    call = name, tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-    if not tensors or call in _NOW.checked:
-        return
-    _NOW.checked.add(call)
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [one.contiguous().view(bits[one.itemsize]).sum(dtype=torch.int64) % 2**50 for one in tensors]
-    extremes = torch.stack([torch.stack(sums), -torch.stack(sums)])
-    all_reduce(extremes, axis, "max").wait()
-    numbers = numbers_of(extremes.view(-1), axis)
-    for number, (most, least) in enumerate(zip(numbers[: len(sums)], numbers[len(sums) :], strict=True)):
-        if most != -least:
-            raise ValueError(
-                f"partition_activations: argument {number} of {name}, of shape {list(tensors[number].shape)}, differs "
-                f"between the ranks {list(axis.ranks)} of tensor parallelism, so they cannot share it; set "
-                "partition_activations to false, or mark the tensor with no_checkpointing = True"
-            )
 
 
 @contextmanager
