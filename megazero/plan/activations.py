@@ -52,9 +52,9 @@ class RankActivations:
         units: bytes of one micro-batch by "embedding", "layer 3" and "head", by tensor.
         micro_batches: most that are kept at once; a chunk is a part of one.
         saved: most bytes of saved tensors at once, on the device.
-        device: the same, what waits for weight gradients, and two offloaded layers on their way with their chunk's input;
-            host: most bytes there.
-            Storages under 64 KiB, which stay on the device, count as moved.
+        device: most bytes on the device: `saved`, what waits for weight gradients, and of offloading two layers on their
+            way and their chunk's input.
+        host: most bytes there. Storages under 64 KiB, which stay on the device, count as moved.
         again: FLOPs that recomputation adds, over those of the rank's own step without it: a pipeline waits for its slowest.
     """
 
@@ -83,7 +83,7 @@ def size_text(count: float) -> str:
 
 
 def micro_batch_size(run: ResolvedRun, *, on_cuda: bool) -> MicroBatchSize:
-    """Of a run."""
+    """Size of one micro-batch of a run."""
     config = run.config
     itemsize, tp, cp = DTYPES[config.precision.dtype].itemsize, config.parallel.tp, config.parallel.cp
     return MicroBatchSize(
