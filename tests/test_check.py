@@ -63,6 +63,10 @@ def test_the_command_says_what_64_gpus_would_do() -> None:
     wide = megazero("check", QUICKSTART, "--world-size", "64").stdout
     assert wide.endswith("can run on 64 ranks\n")
     assert "nproc_per_node" not in wide
+    small = megazero("check", QUICKSTART, "--world-size", "8", "--device-gib", "0.001", "launch.device=cpu").stdout
+    assert small.endswith("quickstart.toml is right for 8 ranks, but does not fit the device\n"), small
+    assert "counting on 90% of what it frees; the most is " in small
+    assert "offload" not in small  # a CPU's memory is the host's
     alone = megazero("check", ROOT / "examples" / "llama_70b_512gpu.toml")
     assert alone.returncode == 2
     assert "torchrun" not in alone.stderr
@@ -87,10 +91,12 @@ def test_what_each_pipeline_rank_keeps_is_told_and_the_fullest_named() -> None:
     first, last = [text for subject, text in describe(run, 8) if "keeps for its backward" in text]
     head = s * (2 * h + 4 + 2 * h + 18 + 2 * 512)
     counts = [2 * 2 * s * 2 * h, 2 * s * (12 * h + 4 * k + 6 * f + 4 * a + 8) + head]
-    told = [float(re.search(r"at most ([0-9.]+) MiB: ", text)[1]) for text in (first, last)]  # type: ignore[index]
+    told = [float(re.search(r"at most ([0-9.]+) MiB, ", text)[1]) for text in (first, last)]  # type: ignore[index]
     assert told == pytest.approx([count / 2**20 for count in counts], abs=0.051)
-    assert re.search("rank 0 keeps.*: block of 2 layers, 2 micro-batches; [0-9.]+% more to compute$", first)
-    assert re.search("rank 1 keeps.*: nothing recomputed of 2 layers, 1 micro-batch, the fullest$", last)
+    assert re.search(
+        "rank 0 keeps.* MiB, 2 micro-batches; 2 layers: block recomputed; [0-9.]+% more to compute$", first
+    )
+    assert re.search("rank 1 keeps.* MiB, 1 micro-batch; 2 layers: nothing recomputed; the fullest$", last)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +104,13 @@ def test_what_each_pipeline_rank_keeps_is_told_and_the_fullest_named() -> None:
     [
         (
             "launch.device=cpu activations.recompute=full activations.partition=true",
-            "passes at most .*: block of 2 layers,",
+            "passes at most .*; 2 layers: block recomputed;",
         ),
-        ("activations.offload=host", "passes on CUDA at most .* on the host: all kept on the host of 2 layers,"),
+        ("activations.contiguous=true", "passes .*; 2 layers: nothing recomputed, in one arena$"),
+        (
+            "activations.offload=host",
+            "passes on CUDA at most .* on the host, 1 .*; 2 layers: nothing recomputed, on the host$",
+        ),
     ],
 )
 def test_the_line_of_a_policy_says_what_is_done_and_for_which_device_it_is_counted(own: str, told: str) -> None:

@@ -355,11 +355,20 @@ _NAMES = ", ".join(f'"{name}"' for name in _NAMES)
         (
             "activations.recompute=['norm']",
             'activations.recompute = ["norm"]: must list regions of a layer, which are norms, activation, residual, '
-            'attention, mlp, block; did you mean norms?; the default is "none"',
+            'attention, mlp, block; write ["norms"]',
         ),
         (
             "activations.recompute=['mlp', 'mlp']",
-            'activations.recompute = ["mlp", "mlp"]: must name each region once; the default is "none"',
+            'activations.recompute = ["mlp", "mlp"]: must name each region once; write ["mlp"]',
+        ),
+        (
+            "activations.recompute=['selective', 'mlp']",
+            'activations.recompute = ["selective", "mlp"]: must list regions of a layer, which are norms, activation, '
+            'residual, attention, mlp, block; selective is a preset; write ["norms", "activation", "mlp"]',
+        ),
+        (
+            "activations.stages=[{stage=0, contiguous=true}]",
+            "activations.stages[0].contiguous = true: unknown key; it is a key of [activations], for every stage",
         ),
         (
             "activations.stages=[{stage=0, recomput='full'}]",

@@ -6,19 +6,21 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from harness import run_program
+from harness import run_program, run_world
 from typer.testing import CliRunner
+from worlds import run_of, state_on
 
 from megazero.cli import app
-from megazero.config import load_config
+from megazero.config import ResolvedRun, load_config
 from megazero.plan.state_bytes import StateFormula
-from megazero.tools.measured_step import START, live_memory
-from megazero.tools.memory_report import CHOICES, plan, without_formula
+from megazero.tools.measured_step import START, ActivationFigures, live_memory, measure_activations
+from megazero.tools.memory_report import CHOICES, not_measured, plan, without_formula
 
 pytestmark = pytest.mark.slow  # starts whole runs
 
@@ -184,7 +186,7 @@ def test_the_table_says_what_was_run(measured: tuple[str, Path]) -> None:
         (["--stages", "0,7"], "'7' is none of 0, 1, 2, 3"),
         (["--precision", "bf61"], "did you mean bf16?"),
         (["--offload", "none,none"], "each once"),
-        (["--activations", "mpl"], "did you mean mlp?"),
+        (["--activations", "mpl"], 'write ["mlp"]'),
         (["activations.recompute=full"], "use --activations"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
         (["--iterations", "0"], "--iterations 0 must be at least 1"),
@@ -209,6 +211,56 @@ def test_every_policy_has_a_row_of_its_own_and_is_counted_on_the_device() -> Non
     found = {name: run.config.activations for name, run in policies.items()}
     assert {name: (own.offload, own.stages) for name, own in found.items()} == dict.fromkeys(found, ("none", ()))
     assert [own.recompute for own in found.values()] == ["none", ("mlp",)]
+
+
+def test_a_row_is_named_by_what_acts_on_its_policy_and_what_is_not_measured_is_told() -> None:
+    one = {option: choices[:1] for option, choices in CHOICES.items()}
+    words = ["activations.contiguous=true", "activations.stages=[{stage=0,layers=1}]"]
+    runs, policies = plan(one, ["activations.keep_attention=true", *words], policies=["mlp", "full"])
+    assert [*policies] == ["mlp", "block but attention"]
+    assert not_measured(next(iter(runs.values()))) == ["activations.contiguous", "activations.stages"]
+
+
+def _activations_of(rank: int, run: ResolvedRun) -> ActivationFigures:
+    return measure_activations(run, state_on(rank, run))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_a_step_allocates_holds_what_it_keeps(accumulation: int) -> None:
+    """One micro-batch alone lets the step begin with the memory of the last gradients freed: they are allocated anew."""
+    model = {
+        "hidden_size": 64,
+        "num_layers": 4,
+        "num_heads": 2,
+        "ffn_hidden_size": 256,
+        "vocab_size": 61,
+        "seq_len": 16,
+    }
+    run = run_of(1, model=model, training={"micro_batch_size": 1, "global_batch_size": accumulation})
+    (figures,) = run_world(1, _activations_of, run)
+    assert figures.counted == figures.formula <= figures.live
+    assert min(count for _, count in figures.course) >= -4096  # nothing of before is freed
+
+
+def test_what_cannot_be_written_is_told_before_measuring_and_behind_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory.json").mkdir()
+    done = CliRunner().invoke(app, ["memory-report", "--out", str(tmp_path)])
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"error: {tmp_path}/memory.json is a directory; remove it, or name another --out\n",
+    )
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megazero.training.launch.run_ranks", lambda *_: SimpleNamespace(as_json=dict))
+    monkeypatch.setattr("megazero.tools.memory_chart.draw_text", lambda _: "the tables")
+    monkeypatch.setattr("megazero.schedules.table.write_text", full)
+    done = CliRunner().invoke(app, ["memory-report", "--out", str(tmp_path / "other"), *ODD])
+    assert (done.exit_code, done.stdout) == (2, "the tables\n")
+    assert done.stderr.endswith("error: [Errno 28] No space left on device\n")
 
 
 def test_layers_that_no_formula_knows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from megazero.tools.out_of_memory import cutting_samples, recomputing, remedies,
 from megazero.training.loop import train
 from megazero.training.out_of_memory import OutOfMemoryError, explained
 
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 OF_CUDA = (
     "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 3.12 GiB is free. "
@@ -40,42 +41,52 @@ def test_what_was_wanted_is_read_from_the_allocators_text() -> None:
 
 
 def _device_bytes(rank: int, run: ResolvedRun) -> tuple[int, int]:
-    """Model state on the device after a step, and this rank's parameters."""
+    """Model state on the device after a step with ZeRO's buffers at most, and this rank's parameters."""
     engine = engine_on(rank, run)
     engine.train_step(micro_batches(run, engine.state, 0), LR)
-    kinds = ("parameters", "gradients", "optimizer")
+    kinds = ("parameters", "gradients", "optimizer", "gather_buffers")
     elements = sum(bucket.layout.numel for bucket in engine.sharded_model.parameters.buckets)
-    return sum(engine.memory_bytes().get(kind, 0) for kind in kinds), elements
+    most = engine.sharded_model.reducer.most_buffer_bytes if run.config.zero.stage >= 2 else 0
+    return sum(engine.memory_bytes().get(kind, 0) for kind in kinds) + most, elements
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_setting_frees_what_it_is_said_to_free(dtype: str) -> None:
     sections: dict[str, Any] = {"model": LLAMA, "precision": {"dtype": dtype}}
-    run = run_of(2, zero={"stage": 0}, **sections)
+    zero = {"bucket_bytes": 16384}
+    run = run_of(2, zero=zero | {"stage": 0}, **sections)
     ((before, elements), _) = run_world(2, _device_bytes, run)
-    said = {remedy.settings: remedy.frees for remedy in remedies(run, elements, 0)}
+    said = {remedy.settings: remedy.frees for remedy in remedies(run, elements, 0, CUDA)}
     for settings, changed in (
         ("zero.stage=1", {"stage": 1}),
         ("zero.stage=3", {"stage": 3}),
         ("zero.offload.optimizer=cpu zero.stage=2", {"stage": 2, "offload": {"optimizer": "cpu"}}),
     ):
-        after, _ = run_world(2, _device_bytes, run_of(2, zero=changed, **sections))[0]
+        after, _ = run_world(2, _device_bytes, run_of(2, zero=zero | changed, **sections))[0]
         assert said[settings] == pytest.approx(before - after, rel=0.03)  # but for padding
+
+
+def test_on_a_cpu_nothing_is_offloaded_to_the_host() -> None:
+    """Its memory is the host's: what is offloaded takes as much, and the copies on their way come on top."""
+    run = run_of(2, model=LLAMA, training={"micro_batch_size": 2})
+    for device, offers in ((CUDA, True), (CPU, False)):
+        said = " ".join(map(str, [*remedies(run, 1000, 600, device), *recomputing(run, 0, device)]))
+        assert ("offload=host" in said, "offload.optimizer=cpu" in said) == (offers, offers), said
 
 
 def test_smaller_micro_batches_are_more_of_them_and_free_half_of_the_activations() -> None:
     run = run_of(2, model=LLAMA, training={"micro_batch_size": 4})
-    said = {remedy.settings: remedy.frees for remedy in remedies(run, 1000, 600)}
+    said = {remedy.settings: remedy.frees for remedy in remedies(run, 1000, 600, CUDA)}
     assert said["training.micro_batch_size=2 training.accumulation=2"] == 300
     one = run_of(2, model=LLAMA, training={"micro_batch_size": 1})
-    assert not any("micro_batch" in remedy.settings for remedy in remedies(one, 1000, 600))
+    assert not any("micro_batch" in remedy.settings for remedy in remedies(one, 1000, 600, CUDA))
 
 
 def test_policies_for_activations_are_told_with_what_they_free_and_cost() -> None:
     """By the table of docs/activations.md, for 8 samples of 16 tokens in two layers; and by 2 FLOPs a multiplication."""
     h, k, f, a, tokens = 32, 16, 64, 4, 8 * 16
     run = run_of(1, model=LLAMA | {"num_layers": 2}, precision={"dtype": "bf16"}, training={"micro_batch_size": 8})
-    said = {remedy.settings: remedy for remedy in recomputing(run, 0, torch.device("cpu"))}
+    said = {remedy.settings: remedy for remedy in recomputing(run, 0, CPU)}
     none = 12 * h + 4 * k + 6 * f + 4 * a + 8
     left = {
         "selective": 8 * h + 4 * k + 4 * f + 4 * a,
@@ -102,7 +113,8 @@ def test_policies_for_activations_are_told_with_what_they_free_and_cost() -> Non
     assert first.again == pytest.approx(2 * block / ((flops - head) / 2))
     sections: dict[str, Any] = {"parallel": {"tp": 2}, "training": {"micro_batch_size": 8}}
     full = run_of(2, model=LLAMA | {"num_layers": 6}, activations={"recompute": "full"}, **sections)
-    left = {remedy.settings: remedy for remedy in recomputing(full, 0, torch.device("cpu"))}
+    assert [remedy.settings for remedy in recomputing(full, 0, CPU)] == ["activations.partition=true"]
+    left = {remedy.settings: remedy for remedy in recomputing(full, 0, CUDA)}
     assert set(left) == {"activations.offload=host", "activations.partition=true"}
     assert left["activations.partition=true"].frees == 6 * tokens * 4 * h / 2
     assert all(one.again == 0 and one.frees > 0 for one in left.values())
@@ -118,11 +130,11 @@ def test_a_sample_over_twice_the_ranks_frees_what_it_is_said_to(own: str) -> Non
         return run, activations_of_ranks(run, schedule_of(run), on_cuda=False)[0].device
 
     run, now = kept()
-    (remedy,) = cutting_samples(run, 0, torch.device("cpu"))
+    (remedy,) = cutting_samples(run, 0, CPU)
     assert remedy.frees == now - kept(*shlex.split(remedy.settings))[1]
     assert remedy.frees == pytest.approx(now / 2, rel=0.1)
     run, _ = kept("training.micro_batch_size=2")
-    assert not list(cutting_samples(run, 0, torch.device("cpu")))
+    assert not list(cutting_samples(run, 0, CPU))
 
 
 @pytest.mark.parametrize(
@@ -141,10 +153,11 @@ def test_a_policy_frees_what_it_is_said_to_free_where_it_is_typed_behind_the_run
 
     def kept(*more: str) -> tuple[ResolvedRun, RankActivations]:
         run = load_config(QUICKSTART, [*words, *more], 2)
-        return run, activations_of_ranks(run, schedule_of(run), on_cuda=False)[0]
+        return run, activations_of_ranks(run, schedule_of(run), on_cuda=True)[0]
 
     run, now = kept()
-    found = list(recomputing(run, 0, torch.device("cpu")))
+    assert not any("host" in str(remedy) for remedy in recomputing(run, 0, CPU) if "host" not in own)
+    found = list(recomputing(run, 0, CUDA))
     assert found
     for remedy in found:
         then = kept(*shlex.split(remedy.settings))[1]

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from megazero.cli._common import callback_rule
+from megazero.settings import counted
 from megazero.training.signals import EXIT_REFUSED
 
 
@@ -30,7 +31,7 @@ def check(
     """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
     from megazero.config import ConfigError, load_config
     from megazero.plan.cluster import cluster_of, with_memory
-    from megazero.tools.check import FILE_RULES, describe, not_here, recompute_problems
+    from megazero.tools.check import FILE_RULES, NO_FIT, describe, not_here, recompute_problems
 
     try:
         run = load_config(
@@ -50,7 +51,11 @@ def check(
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
+    fits = True
     for subject, text in describe(run, min(nproc_per_node, run.world_size), cluster):
         print(f"{subject:<9} {text}")
+        fits &= subject != "plan" or NO_FIT not in text
     condition = ", if what was not checked is there" if not_here(run.config) else ""
-    print(f"{os.fspath(config)} can run on {run.world_size} ranks{condition}")
+    ranks = counted(run.world_size, "rank")
+    can = f"can run on {ranks}" if fits else f"is right for {ranks}, but does not fit the device"
+    print(f"{os.fspath(config)} {can}{condition}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megazero.cli._common import fail
 from megazero.training.signals import EXIT_REFUSED
 
 
@@ -36,7 +38,7 @@ def memory_report(
     from megazero.config import ConfigError
     from megazero.schedules.table import write_text
     from megazero.tools.memory_chart import draw_course, draw_svg, draw_text
-    from megazero.tools.memory_report import measure, plan, without_formula
+    from megazero.tools.memory_report import measure, not_measured, plan, without_formula
     from megazero.training.launch import Failed, leave_at_once, run_ranks
 
     prints, world = os.environ.get("RANK", "0") == "0", os.environ.get("WORLD_SIZE")
@@ -55,7 +57,10 @@ def memory_report(
             policies = {}
             if prints:
                 print(f"activations are not measured: {unknown}", file=sys.stderr)
-        out.mkdir(parents=True, exist_ok=True)
+        if prints and policies and (keys := not_measured(next(iter(runs.values())))):
+            print(f"the rows of activations are measured without {', '.join(keys)}", file=sys.stderr)
+        written = [out / name for name in ("memory.json", "memory.svg", "activations.svg")[: 2 + bool(policies)]]
+        _try_to_write(out, written)
     except (ConfigError, ValueError, OSError) as error:
         if prints:
             print(f"error: {error}", file=sys.stderr)
@@ -66,8 +71,20 @@ def memory_report(
         leave_at_once(report.status)
     if prints:
         print(draw_text(report))
-        write_text(out / "memory.json", json.dumps(report.as_json(), indent=1) + "\n")
-        write_text(out / "memory.svg", draw_svg(report))
-        if policies:
-            write_text(out / "activations.svg", draw_course(report))
-        print(f"every rank's figures: {out / 'memory.json'}   picture: {out / 'memory.svg'}")
+        try:
+            write_text(written[0], json.dumps(report.as_json(), indent=1) + "\n")
+            for path, draw in zip(written[1:], (draw_svg, draw_course), strict=False):
+                write_text(path, draw(report))
+        except OSError as error:
+            fail(str(error), EXIT_REFUSED)
+        print(f"every rank's figures: {written[0]}   pictures: {', '.join(map(str, written[1:]))}")
+
+
+def _try_to_write(folder: Path, files: list[Path]) -> None:
+    """Before minutes of measuring: make the folder and write into it.  Raises: OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory; remove it, or name another --out")
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(2**16))

@@ -163,6 +163,8 @@ def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
             yield bool(value)
         numbers = [int(number) for text in expected for number in re.findall(r"\b\d+\b", text)]
         yield from sorted(numbers, key=lambda number: abs(number - value))[:1]
+    elif isinstance(value, list):
+        yield from (context["listed"] for context in contexts if context.get("listed"))
     if "tuple_type" in kinds:
         yield [value]
     if "string_type" in kinds:
@@ -193,16 +195,16 @@ def _all_keys() -> list[str]:
 
 def _unknown(key: str, home: str, last: str, value: object) -> list[tuple[Problem, list[str]]]:
     """Describe a name that does not exist; an unknown section has a problem for each key below it."""
-    known, every = sections(), _all_keys()
+    known, paths = sections(), _all_keys()
     choices = f"the sections are {', '.join(known)}"
     if home and home not in known:
         name, item = _ITEMS[home.partition("[")[0]]
-        hint = did_you_mean(
-            closest(last, item.model_fields), f"the keys of a {name} are {', '.join(item.model_fields)}"
-        )
+        section, meant = home.partition("[")[0].rpartition(".")[0], closest(last, item.model_fields)
+        every = f"it is a key of [{section}], for every {name}" if last in keys().get(section, ()) else ""
+        hint = every or did_you_mean(meant, f"the keys of a {name} are {', '.join(item.model_fields)}")
         return [(Problem(key, value, "unknown key", hint), [])]
     if not isinstance(value, dict):
-        meant = likely_keys(last, home, keys().get(home, ()), every)
+        meant = likely_keys(last, home, keys().get(home, ()), paths)
         if not home:
             return [(Problem(key, value, "a key outside any section", did_you_mean(meant, choices)), meant)]
         elsewhere = meant and all(name.rpartition(".")[0] != home for name in meant)
@@ -214,7 +216,7 @@ def _unknown(key: str, home: str, last: str, value: object) -> list[tuple[Proble
     found = []
     for name, item in value.items():
         same = f"{section}.{name}"
-        meant = [same] if same in every else likely_keys(name, section, keys().get(section, ()), every)
+        meant = [same] if same in paths else likely_keys(name, section, keys().get(section, ()), paths)
         hint = did_you_mean(meant, _keys_of(section) if section else choices)
         found.append((Problem(f"{key}.{name}", item, f"unknown section [{key}]", hint), meant))
     return found

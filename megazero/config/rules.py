@@ -138,16 +138,26 @@ def idle_activations(config: RunConfig, told: Collection[str]) -> Iterator[str]:
         except (ValueError, OSError):  # the start of a run and `megazero check` say why
             return
     layouts = cut_by_rank(config.model, parallel.layout, placement)
+    layers = [[layer for layout in own for layer in layout.layers] for own in layouts]
 
     def kept(choices: ActivationsConfig) -> list[dict[int, LayerPolicy]]:
-        layers = [[layer for layout in own for layer in layout.layers] for own in layouts]
         return [layer_policies(choices, layers[rank], rank) for rank in range(pp)]
 
     now, idle = kept(own), [line.partition(" = ")[0] for line in told]
     for key, value, without in _without_each(own):
         if not any(f"{key}.".startswith(f"{known}.") for known in idle) and kept(without) == now:
             idle.append(key)
-            yield f"{key} = {toml_value(value)} has no effect: without it every layer of the model keeps the same"
+            written = f"{key} = {toml_value(value)}"
+            has = f"; {_layers_of(key, own, layers)}" if "layers" in written else ""
+            yield f"{written} has no effect: without it every layer of the model keeps the same{has}"
+
+
+def _layers_of(key: str, own: ActivationsConfig, layers: list[list[int]]) -> str:
+    """Which layers a choice could have named: those of its pipeline rank, or as many as a rank has."""
+    if not key.startswith("activations.stages["):
+        return f"no pipeline rank has more than {counted(max(map(len, layers)), 'layer')}"
+    rank = own.stages[int(key.split("[")[1].partition("]")[0])].stage
+    return f"pipeline rank {rank} has layers {', '.join(map(str, layers[rank]))}"
 
 
 def _without_each(own: ActivationsConfig) -> Iterator[tuple[str, object, ActivationsConfig]]:

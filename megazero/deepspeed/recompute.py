@@ -135,7 +135,7 @@ def configure(
 
 
 def configure_by_block(block: CheckpointingBlock, axis: Axis) -> None:
-    """Let a configuration's block hold, unless the script has called `configure`; `axis`: tensor parallelism."""
+    """Apply the JSON's `activation_checkpointing` block, unless the script called `configure`; `axis`: of tp."""
     if not _NOW.by_script:
         _let_hold(block, axis)
 
@@ -263,7 +263,7 @@ class _InStore(NamedTuple):
 
 
 class _Store:
-    """Arguments of calls in one buffer: on the host, or, in the order of the device's work, on the device.
+    """Keeps the arguments of checkpointed calls in one buffer, on the host or on the device, until their backward.
 
     Those on the host are on the device too while they are copied there, and from shortly before their backward: the
     arguments of the call that is worked on, and of one neighbour; see `layers/activation_offload.py`.

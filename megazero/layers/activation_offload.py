@@ -6,8 +6,8 @@
 The layer that is worked on and one neighbour are on the device, in both directions: two layers' worth.  "Leaves" means
 that the computation waits for the copies of that layer, long started, before its memory is given back.
 
-With an arena on the device what is saved leaves its own memory at once, and a layer's copies are there while it runs
-backward.  Nothing is early there: a copy takes its turn on the compute stream, when its tensor is asked for.
+With an arena on the device a saved tensor is copied there at once, and its own memory is free.  The backward of a layer
+copies it out again.  Nothing is prefetched: each copy runs on the compute stream when its tensor is asked for.
 
 [Note: streams]  Copies run on two streams of their own.  A copy starts behind all that the compute stream has been given
 so far: what it reads is computed, and what it overwrites is no longer read.  The compute stream waits for a copy before it

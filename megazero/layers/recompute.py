@@ -57,7 +57,7 @@ class _View(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """What tells one saved tensor from another; of a parameter, where it lies and how often it was changed."""
+    """What both runs must save alike: shape and dtype; of a parameter also its address and how often it was changed."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class _Saved(NamedTuple):
 
 
 class Recomputation(SavedTensorHooks):
-    """One run of a function; see above.
+    """One run of a function whose saved tensors are dropped and made again in the backward.
 
     Args:
         function: with the same arguments it must do the same again.
@@ -302,12 +302,12 @@ class KeptResults:
         self._recorded, self._replayed = None, list(results)
 
     def stop(self) -> list[Sequence[Tensor]]:
-        """Compute again from now on; what was recorded."""
+        """Stop recording or replaying, and return what was recorded."""
         recorded, self._recorded, self._replayed = self._recorded or [], None, []
         return recorded
 
     def through(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What `compute` returns, or returned in the first run."""
+        """Call `compute`; in the second run return its first result instead."""
         if self._replayed:
             return tuple(tensor.detach() for tensor in self._replayed.pop(0))
         results = compute()
@@ -350,7 +350,7 @@ class DroppingOutputs(SavedTensorHooks):
 
 
 def _shows(tensor: Tensor, output: Tensor, version: int) -> bool:
-    """Whether a tensor in an output's memory shows it as it was made; what was changed in place cannot be made again."""
+    """Whether a view of an output still has its dtype and first values: what was changed in place cannot be made again."""
     return tensor.dtype == output.dtype and output._version == version
 
 

@@ -35,7 +35,7 @@ ATTENDED = "attention's output", "log-sum-exp"
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """Of one micro-batch on a rank.
+    """Sizes of one micro-batch on a rank, in tokens.
 
     Args:
         samples, seq_len: of the whole micro-batch; under context parallelism a sample's tokens of this rank.
@@ -58,19 +58,22 @@ class MicroBatchSize:
 
     @property
     def tokens(self) -> int:
-        """Of the whole micro-batch, or of the rank's part of it."""
+        """Tokens of the whole micro-batch, or of the rank's part of it."""
         return self.samples * self.seq_len
 
     @property
     def own_tokens(self) -> int:
-        """Of the rank, between the tensor-parallel regions."""
+        """Tokens that a rank holds outside the tensor-parallel regions."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """Something that a block's forward saves; recomputing one of the parts `unless` makes it again, and one of those that
-    `starts` names starts from it, so that `partition` may cut it."""
+    """A tensor that a block's forward saves: its name and bytes.
+
+    It is not kept where one of the parts named in `unless` is recomputed.  Recomputing a part named in `starts` reads it,
+    so `partition` may cut it.
+    """
 
     what: str
     size: int
@@ -112,7 +115,7 @@ def block_bytes(block: nn.Module, policy: LayerPolicy, size: MicroBatchSize) -> 
 
 
 def _saved_by(block: Block, size: MicroBatchSize) -> Iterator[_Saved]:
-    """In the order of the forward, where nothing is recomputed."""
+    """Every tensor that a block saves where nothing is recomputed, in the order of the forward."""
     hidden, inner = block.mlp.down.weight.shape
     stream, whole = size.own_tokens * hidden * size.itemsize, size.tokens * size.itemsize
     norms = [norm_bytes(norm, size) for norm in (block.attention_norm, block.mlp_norm)]
@@ -146,7 +149,7 @@ def _saved_by(block: Block, size: MicroBatchSize) -> Iterator[_Saved]:
 
 
 def _entry(mlp: SwiGLU | GELU) -> ColumnParallelLinear:
-    """The projection into an MLP."""
+    """The first projection of an MLP, from the hidden size to the inner one."""
     return mlp.gate_up if isinstance(mlp, SwiGLU) else mlp.up
 
 
@@ -163,8 +166,8 @@ def window_of(attention: Attention) -> SlidingWindow | None:
 
 
 def _attention_bytes(attention: Attention, size: MicroBatchSize) -> tuple[int, int, int, int]:
-    """Of queries, keys and values with what their norm keeps; of the output; of the log-sum-exp; of the output that the
-    projection reads, where that is another tensor: of several windows, or back from the ranks that exchange heads."""
+    """Bytes of four tensors: q, k and v with what their norm keeps; the output; the log-sum-exp; the output as the
+    projection reads it, 0 where that is the same tensor.  With several windows or with Ulysses it is another one."""
     q, k = (heads * attention.head_size for heads in (attention.num_heads, attention.num_kv_heads))
     shares, normed = attention.shared_head is not None, attention.width_norm or attention.head_norm
     window, tokens = None if size.by_parts else window_of(attention), size.tokens

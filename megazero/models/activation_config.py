@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from megazero.registry import closest, did_you_mean
+from megazero.registry import closest
 from megazero.settings import ActsWhere, CountOrZero, Section, Spelling
 
 Region = Literal["norms", "activation", "residual", "attention", "mlp", "block"]
@@ -39,14 +39,25 @@ def _recompute(value: object) -> object:
     if not isinstance(value, list):  # the name in a log line, or a list without quotes, is a list of regions
         parts = [part.strip() for part in re.split(r"[+,]", value.strip("[] "))] if isinstance(value, str) else []
         raise PydanticCustomError("recompute", f"be {_TAKES}", {"choices": [*PRESETS], "listed": parts})
-    for region in value:
-        if region not in REGIONS:
-            meant = did_you_mean(closest(region, REGIONS)) if isinstance(region, str) else ""
-            given = {"text": f"; {meant}" if meant else "", "regions": ", ".join(REGIONS)}
-            raise PydanticCustomError("regions", "list regions of a layer, which are {regions}{text}", given)
+    if wrong := [one for one in value if one not in REGIONS]:
+        presets = [one for one in wrong if isinstance(one, str) and one in PRESETS]
+        given = {"regions": ", ".join(REGIONS), "text": "".join(f"; {one} is a preset" for one in presets)}
+        listed = (
+            presets[0] if presets == value else [*dict.fromkeys(near for one in value for near in _regions_near(one))]
+        )
+        raise PydanticCustomError(
+            "regions", "list regions of a layer, which are {regions}{text}", given | {"listed": listed}
+        )
     if len(set(value)) < len(value):
-        raise PydanticCustomError("regions", "name each region once")
+        raise PydanticCustomError("regions", "name each region once", {"listed": [*dict.fromkeys(value)]})
     return tuple(value)
+
+
+def _regions_near(word: object) -> Sequence[str]:
+    """The regions that a word in a list was meant for: those of a preset, or the most similar one."""
+    if not isinstance(word, str):
+        return ()
+    return (word,) if word in REGIONS else PRESETS.get(word) or closest(word, REGIONS)
 
 
 def _layers(value: object) -> object:
@@ -100,7 +111,12 @@ def _offload_where_some_stay(run: Any) -> tuple[object, ...]:
     return (own.offload,) if stay else ()
 
 
-_STAYS = ActsWhere("activations.offload", _offload_where_some_stay, "all is kept on the host, in one piece", told=True)
+_STAYS = ActsWhere(
+    "activations.offload",
+    _offload_where_some_stay,
+    "a pipeline rank that offloads has the arena on the host alone",
+    told=True,
+)
 _WHOLE = ActsWhere("parallel.sequence_parallel", (False,), "sequence parallelism has cut it already", told=True)
 _OVER_TP = ActsWhere("parallel.tp", (), "one rank keeps all", above=1)
 
@@ -163,7 +179,7 @@ class LayerPolicy:
         keep_attention: attention's output and log-sum-exp stay.
         partition: what is kept of a region's input is cut over tp.
         offload: what is kept waits on the host.
-        contiguous: what is kept lies in one piece of the device's memory.
+        contiguous: what is kept lies in one arena of the device's memory.
     """
 
     recompute: frozenset[Region] = frozenset()
@@ -183,7 +199,7 @@ class LayerPolicy:
         regions = "+".join(region for region in REGIONS if region in self.recompute) or "none"
         parts = [regions + (" but attention" if self.keep_attention else "")]
         parts += ["cut over tp"] if self.partition else []
-        parts += ["on the host"] if self.offload else ["in one piece"] if self.contiguous else []
+        parts += ["on the host"] if self.offload else ["in one arena"] if self.contiguous else []
         return ", ".join(parts)
 
 

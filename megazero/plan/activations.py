@@ -39,7 +39,6 @@ from megazero.zero.bucket import DTYPES
 
 EMBEDDING, HEAD = "embedding", "head"
 PASS_NAMES = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "weight gradients"}
-_NOTHING = {"none": "nothing recomputed", "none, on the host": "all kept on the host"}
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class RankActivations:
         units: bytes of one micro-batch by "embedding", "layer 3" and "head", by tensor.
         micro_batches: most that are kept at once; a chunk is a part of one.
         saved: most bytes of saved tensors at once, on the device.
-        device: the same, what waits for weight gradients, and two offloaded layers on their way with their chunk's input;
-            host: most bytes there.
-            Storages under 64 KiB, which stay on the device, count as moved.
+        device: most bytes on the device: `saved`, what waits for weight gradients, and of offloading two layers on their
+            way and their chunk's input.
+        host: most bytes there. Storages under 64 KiB, which stay on the device, count as moved.
         again: FLOPs that recomputation adds, over those of the rank's own step without it: a pipeline waits for its slowest.
     """
 
@@ -68,13 +67,17 @@ class RankActivations:
     again: float
 
     def __str__(self) -> str:
-        """`12.0 MiB: norms+activation of 32 layers, 4 micro-batches`."""
+        """`12.0 MiB, 4 micro-batches; 32 layers: norms+activation recomputed`."""
         names = sorted(policy.name for policy in self.policies.values())
-        layers = ", ".join(
-            f"{_NOTHING.get(name, name)} of {counted(len(list(same)), 'layer')}" for name, same in groupby(names)
-        )
+        layers = "".join(f"; {counted(len(list(same)), 'layer')}: {_in_words(name)}" for name, same in groupby(names))
         host = f" and {size_text(self.host)} on the host" if self.host else ""
-        return f"{size_text(self.device)}{host}: {layers or 'no layer'}, {counted(self.micro_batches, 'micro-batch')}"
+        return f"{size_text(self.device)}{host}, {counted(self.micro_batches, 'micro-batch')}{layers or '; no layer'}"
+
+
+def _in_words(name: str) -> str:
+    """Of a policy: `nothing recomputed, on the host`."""
+    regions, comma, rest = name.partition(", ")
+    return f"{'nothing' if regions == 'none' else regions} recomputed{comma}{rest}"
 
 
 def size_text(count: float) -> str:
@@ -83,7 +86,7 @@ def size_text(count: float) -> str:
 
 
 def micro_batch_size(run: ResolvedRun, *, on_cuda: bool) -> MicroBatchSize:
-    """Of a run."""
+    """Size of one micro-batch of a run."""
     config = run.config
     itemsize, tp, cp = DTYPES[config.precision.dtype].itemsize, config.parallel.tp, config.parallel.cp
     return MicroBatchSize(

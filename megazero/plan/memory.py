@@ -54,7 +54,7 @@ _NO_LEVEL = Level(0, 0, 0)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of the ranks of one pipeline rank.
+    """Memory of one pipeline rank at its fullest moment, by kind.
 
     Args:
         stage: the pipeline rank.
@@ -239,7 +239,7 @@ class _Walk:
         return True
 
     def _extent(self, action: Action, *, arrives: bool) -> tuple[int, int, int]:
-        """Of a pass: most bytes above those at its begin, those that it leaves, and of gradients that have come."""
+        """Bytes of one pass: the most above those at its start, those that stay after it, and the most of gradients."""
         units, kept, highest, gradients = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0, 0
         held = self._message if arrives and action.kind is not ActionKind.FORWARD else 0
         for number, (_, trace) in units if action.kind is ActionKind.FORWARD else reversed(units):
@@ -286,7 +286,7 @@ def _pass_of(trace: UnitTrace, kind: ActionKind) -> PassTrace | None:
 
 
 def _batch_bytes(run: ResolvedRun, chunks: Sequence[StageLayout]) -> int:
-    """Tokens and labels of a step's micro-batches, one array of both, or one each of a rank's own part; sample numbers."""
+    """Bytes of a step's tokens and labels, in one array, or in one each where a rank has its own part; and of sample ids."""
     config, ids = run.config, run.micro_batch_size * _INT64
     uses = [any(one.has_embedding for one in chunks), any(one.has_head for one in chunks)]
     cp, by_parts = config.parallel.cp, config.parallel.cp > 1 or config.data.document_mask

@@ -74,7 +74,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     fullest = plan.fullest
     unit, size = ("GiB", 2**30) if fullest.peak >= 2**30 else ("MiB", 2**20)
     kinds = shown_kinds(plan)
-    rows = [[unit, *kinds, "rest", "in all", "off the device", "fullest in"]]
+    rows = [[unit, *(kind.replace("_", " ") for kind in kinds), "rest", "in all", "off the device", "fullest in"]]
     shown = plan.memory
     if len(shown) > _SHOWN_RANKS:
         shown = tuple(one for one in shown if one.stage in (0, len(shown) - 1) or one is fullest)

@@ -90,7 +90,7 @@ class PassTrace:
 
 @dataclass(frozen=True)
 class UnitTrace:
-    """Of the embedding, a layer or the head.
+    """Memory of the passes of one unit: the embedding, a layer or the head.
 
     Args:
         weight: None where the backward computes weight gradients.
@@ -129,21 +129,21 @@ class TraceKey:
 
 
 def trace_units(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0) -> Mapping[UnitKey, UnitTrace]:
-    """The embedding's, the head's, and those of layers by policy, of a later micro-batch; `per_node`: as in `trace_key`."""
+    """Traces of the embedding, the head and a layer of each policy, in a later micro-batch; `per_node`: see `trace_key`."""
     key = trace_key(run, on_cuda=on_cuda, per_node=per_node)
     units: list[UnitKey] = [EMBEDDING, HEAD, *_policies_of(run.config, schedule_of(run).placement)]
     return {unit: trace_unit(key, unit) for unit in units}
 
 
 def trace_unit(key: TraceKey, unit: UnitKey) -> UnitTrace:
-    """One of them."""
+    """What the passes of one unit keep and need: the embedding, the head, or a layer with a policy."""
     if isinstance(unit, str):
         return _head(key) if unit == HEAD else _embedding(replace(key, keeps_logits=False))
     return _layer(replace(key, keeps_logits=False, holds_both_ends=False), unit)
 
 
 def trace_key(run: ResolvedRun, *, on_cuda: bool, per_node: int = 0, adds: bool = True) -> TraceKey:
-    """Of a run's units.
+    """What the traces of a run's units depend on.
 
     Args:
         per_node: ranks of a host, 0 for all.
@@ -177,7 +177,7 @@ def slot_of(shape: tuple[int, ...], start: int = 0) -> Slot:
 
 
 def order_of_gradients(traces: Iterable[UnitTrace]) -> tuple[tuple[str, bool], ...]:
-    """Parameters in the order in which the gradients of a unit come to their buckets, and whether in a weight pass."""
+    """Each parameter in the order in which its gradient is ready, and whether a weight pass computes it."""
     passes = [(late, one) for trace in traces for late, one in enumerate((trace.backward, trace.weight)) if one]
     names = ((span.parameter, bool(late)) for late, one in passes for span in one.spans)
     return tuple(dict.fromkeys(one for one in names if one[0] not in ("", DY, ADDED)))
@@ -238,7 +238,7 @@ def _head(key: TraceKey) -> UnitTrace:
 
 
 class _Bench:
-    """A stage with fake parameters and silent axes, and what runs a part of it."""
+    """Runs a unit of a stage whose tensors hold no data and whose collectives send nothing."""
 
     def __init__(self, key: TraceKey, layout: StageLayout) -> None:
         self._key, self._layout = key, layout
@@ -285,7 +285,7 @@ class _Bench:
     def trace(
         self, unit: nn.Module, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None
     ) -> UnitTrace:
-        """The passes of a unit whose input has a shape; None for one whose input are tokens."""
+        """Run forward and backward of a unit.  `shape`: of its input; None where it reads tokens."""
         self.gradients.names = {id(one): name for name, one in unit.named_parameters()}
         before = self._fake.live
         with torch.no_grad():

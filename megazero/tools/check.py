@@ -48,6 +48,8 @@ from megazero.settings import Problem
 from megazero.tools.context_report import describe_context
 from megazero.tools.out_of_memory import advise
 
+NO_FIT = "does not fit"
+
 
 def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
     """The tokenizer is one, and the model has a row for each of its ids."""
@@ -235,7 +237,7 @@ def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:
     fullest = max(ranks, key=lambda one: one.device)
     for one in ranks:
         where = f"pipeline rank {one.rank}" if len(ranks) > 1 else "a rank"
-        most = ", the fullest" if len(ranks) > 1 and one is fullest else ""
+        most = "; the fullest" if len(ranks) > 1 and one is fullest else ""
         again = f"; {one.again:.1%} more to compute" if one.again else ""
         yield f"{where} keeps for its backward passes{' on CUDA' if on_cuda else ''} at most {one}{again}{most}"
 
@@ -258,7 +260,7 @@ def _plan(run: ResolvedRun, cluster: Cluster, elements: list[int]) -> str:
     kept = fullest.kinds.get(ACTIVATIONS, 0)
     missing = fullest.peak - has
     advice = advise(run, elements[fullest.stage], missing, working=kept, rank=fullest.stage, device=device)
-    return f"{text}: does not fit; {advice}"
+    return f"{text}: {NO_FIT}; {advice}"
 
 
 def _memory(run: ResolvedRun, elements: list[int]) -> Iterator[str]:

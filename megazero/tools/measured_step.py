@@ -149,6 +149,7 @@ def measure_activations(run: ResolvedRun, state: ParallelState) -> ActivationFig
         engine.try_step(batches, _LR)
         memory = measure_saved(engine, batches, formula.units)
         gc.collect()
+        engine.sharded_model.reducer.begin_step(len(batches))  # frees the gradients that the step will allocate anew
         live.mark(START)
         engine.try_step(batches, _LR)
     start = live.live[START]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 
 from megazero.comm.collectives import gather_objects
 from megazero.config import ConfigError, ResolvedRun, load_config
-from megazero.models.activation_config import PRESETS
+from megazero.models.activation_config import PRESETS, ActivationsConfig, layer_policies
 from megazero.parallel_state import ParallelState
 from megazero.plan.activations import activations_of_ranks, schedule_of
 from megazero.plan.state_bytes import StateFormula, formula_of
@@ -39,6 +40,11 @@ _OPTION_OF_KEY = {
     "zero.offload.optimizer": "offload",
     "precision.dtype": "precision",
 }
+_ON_DEVICE = {
+    f"activations.{key}": ActivationsConfig.model_fields[key].default
+    for key in ("offload", "offload_layers", "contiguous", "stages")
+}
+"""Keys at which a policy is measured: what is kept, wherever it lies; one policy a row."""
 
 
 class Combination(NamedTuple):
@@ -199,15 +205,26 @@ def plan(
         if run := load(own):
             runs[Combination(precision, int(stage), offload)] = run
     first = [f"{key}={varied[option][0]}" for key, option in _OPTION_OF_KEY.items() if option in varied]
-    # What is kept, wherever it lies; one policy a row.
-    first += ["activations.offload=none", "activations.contiguous=false", "activations.stages=[]"]
+    first += [f"{key}={toml_value(default)}" for key, default in _ON_DEVICE.items()]
     for policy in policies:
         recompute = policy if policy in PRESETS else toml_value(policy.split("+"))
         if run := load([*first, f"activations.recompute={recompute}"]):
-            by_policy[policy] = run
+            by_policy[_row_name(policy, run)] = run
     if problems:
         raise ConfigError(list(problems.values()), str(config or "the report's model and the given keys"))
     return runs, by_policy
+
+
+def _row_name(policy: str, run: ResolvedRun) -> str:
+    """A policy as it is written; in the words of a log line where other keys act on it."""
+    parallel, every = run.config.parallel, run.config.activations.model_copy(update={"layers": "all"})
+    (own,) = layer_policies(every, [0], 0, cuts=parallel.tp > 1 and not parallel.sequence_parallel).values()
+    return own.name if own.keep_attention or own.partition else policy
+
+
+def not_measured(run: ResolvedRun) -> list[str]:
+    """The keys that a run sets and its rows of activations leave out."""
+    return [key for key, default in _ON_DEVICE.items() if attrgetter(key)(run.config) != default]
 
 
 def without_formula(run: ResolvedRun) -> str:

@@ -13,7 +13,7 @@ import shlex
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,11 @@ from megazero.engine import Engine
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import ParallelState
 from megazero.plan.activations import RankActivations, activations_of_ranks, schedule_of, size_text
-from megazero.plan.state_bytes import formula_of
+from megazero.plan.state_bytes import FP32_BYTES, formula_of
+from megazero.plan.step_time import unit_elements
 from megazero.settings import toml_value
+from megazero.zero.bucket import DTYPES
+from megazero.zero.bucket_sizes import DEFAULT_BYTES
 from megazero.zero.offload import free_memory_bytes
 
 POLICIES: tuple[dict[str, Any], ...] = (
@@ -98,7 +101,7 @@ def advise(
         elements, working: as in `remedies`.
         rank: of the pipeline; None where activations are not what is too much.
     """
-    found = list(remedies(run, elements, working))
+    found = list(remedies(run, elements, working, device))
     if rank is not None:
         found += sorted(dict.fromkeys(recomputing(run, rank, device)), key=lambda remedy: remedy.again or 0)
         found += cutting_samples(run, rank, device)
@@ -107,31 +110,36 @@ def advise(
         return "would fit, by the formulas: " + ", or ".join(map(str, enough))
     return (
         f"no one setting frees the {size_text(missing)} that are missing"
-        + (f"; the most is {max(found, key=lambda remedy: remedy.frees)}" if found else "")
+        + (
+            f", counting on {_USABLE:.0%} of what it frees; the most is {max(found, key=lambda one: one.frees)}"
+            if found
+            else ""
+        )
         + "; more ranks for parallel.tp, parallel.cp, parallel.pp or dp make each rank's part smaller"
     )
 
 
-def remedies(run: ResolvedRun, elements: int, working: int) -> Iterator[Remedy]:
+def remedies(run: ResolvedRun, elements: int, working: int, device: torch.device) -> Iterator[Remedy]:
     """What a run of this shape may change, the cheapest first; each is valid for this run.
 
     Args:
         elements: parameters of this rank's part of the model.
         working: bytes of activations and working memory.
+        device: of the rank; a CPU's memory is the host's, so nothing is offloaded there.
     """
-    now, zero, batch = state_bytes(run, elements), run.config.zero, run.micro_batch_size
+    now, zero, batch = _held(run, elements), run.config.zero, run.micro_batch_size
     for stage in range(zero.stage + 1, 4):
         if changed := _changed(run, zero={"stage": stage}):
-            yield Remedy(f"zero.stage={stage}", now - state_bytes(changed, elements))
+            yield Remedy(f"zero.stage={stage}", now - _held(changed, elements))
     if batch > 1 and working:
         smaller = {"micro_batch_size": batch // 2, "accumulation": run.accumulation * 2}
         if batch % 2 == 0 and _changed(run, training=smaller):
             yield Remedy(" ".join(f"training.{key}={value}" for key, value in smaller.items()), working / 2)
-    if zero.offload.optimizer == "none":
+    if zero.offload.optimizer == "none" and device.type != "cpu":
         for stage in range(zero.stage, 4):
             if changed := _changed(run, zero={"stage": stage, "offload": {"optimizer": "cpu"}}):
                 settings = "zero.offload.optimizer=cpu" + (f" zero.stage={stage}" if stage > zero.stage else "")
-                yield Remedy(settings, now - state_bytes(changed, elements))
+                yield Remedy(settings, now - _held(changed, elements))
 
 
 def cutting_samples(run: ResolvedRun, rank: int, device: torch.device) -> Iterator[Remedy]:
@@ -152,9 +160,10 @@ def cutting_samples(run: ResolvedRun, rank: int, device: torch.device) -> Iterat
 def _kept(run: ResolvedRun, rank: int, device: torch.device) -> RankActivations | None:
     """What a pipeline rank keeps for its backward passes; None where layers are a script's own."""
     try:
-        return activations_of_ranks(run, schedule_of(run), on_cuda=device.type == "cuda")[rank]
+        kept = activations_of_ranks(run, schedule_of(run), on_cuda=device.type == "cuda")[rank]
     except TypeError:
         return None
+    return kept if device.type != "cpu" else replace(kept, device=kept.device + kept.host)
 
 
 def recomputing(run: ResolvedRun, rank: int, device: torch.device) -> Iterator[Remedy]:
@@ -162,7 +171,8 @@ def recomputing(run: ResolvedRun, rank: int, device: torch.device) -> Iterator[R
     now = _kept(run, rank, device)
     if now is None:
         return
-    for policy in (*({"layers": "all", "keep_attention": False, **one} for one in POLICIES), *MOVES):
+    moves = (one for one in MOVES if device.type != "cpu" or "offload" not in one)
+    for policy in (*({"layers": "all", "keep_attention": False, **one} for one in POLICIES), *moves):
         values = _activations(run, rank, policy)
         changed = _changed(run, activations=values)
         then = None if changed is None else _kept(changed, rank, device)
@@ -200,6 +210,18 @@ def state_bytes(run: ResolvedRun, elements: int) -> float:
     """Model state of so many parameters on the device."""
     offloads = run.config.zero.offload.optimizer != "none"
     return formula_of(run, run.shards).device_bytes(elements, offloads=offloads)
+
+
+def _held(run: ResolvedRun, elements: int) -> float:
+    """Model state and ZeRO's buffers at most: two buckets of gradients; at stage 3 two units of gradients and of weights."""
+    zero, unit, state = run.config.zero, 0, state_bytes(run, elements)
+    if zero.stage < 2 or run.shards == 1:
+        return state
+    if zero.stage == 3:
+        unit = min(2 * max(unit_elements(run.config, is_one_stage=run.config.parallel.pp == 1)), elements)
+    buckets = 2 * (DEFAULT_BYTES if zero.bucket_bytes == "auto" else zero.bucket_bytes)
+    gradients = FP32_BYTES * min(max(buckets // FP32_BYTES, unit), elements)
+    return state + gradients + DTYPES[run.config.precision.dtype].itemsize * unit
 
 
 def wanted_bytes(error: str) -> int:

@@ -158,7 +158,7 @@ class ReductionQueue:
 
 
 class HostGradientCopies:
-    """Copies results to where the optimizer steps them; from a GPU to the host, they run behind the host's back.
+    """Copies results to where the optimizer steps them; from a GPU to the host they run asynchronously.
 
     A copy that adds goes through page-locked memory.  It is added only when later copies are under way, so that the host
     does not wait for the device.
