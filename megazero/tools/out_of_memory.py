@@ -67,11 +67,11 @@ class Remedy:
 
 def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine | None) -> str:
     """The message for a rank whose allocator says `error`; without an engine, while that was being built."""
-    device, working = state.device, 0
+    device, working, arena = state.device, 0, 0
     wanted, free, held, elements = wanted_bytes(error), free_memory_bytes(device), Counter[str](), elements_of(run)
     if engine is not None:
         held.update({kind: count for kind, count in engine.memory_bytes().items() if " on " not in kind})
-        del held["activation_arena"]  # it is no state
+        arena = held.pop("activation_arena", 0)  # it is no state
         elements = sum(bucket.layout.numel for bucket in engine.sharded_model.parameters.buckets)
     to_come = max(state_bytes(run, elements) - held.total(), 0)
     if device.type == "cuda":
@@ -79,6 +79,8 @@ def explain(error: str, run: ResolvedRun, state: ParallelState, engine: Engine |
         free += torch.cuda.memory_reserved(device) - allocated
         if engine is not None:
             held["activations and working memory"] = working = max(allocated - held.total(), 0)
+    elif arena:
+        held["activation_arena"] = arena
     lines = [f"out of memory on {device} of rank {state.rank} ({socket.gethostname()}): wanted {size_text(wanted)}"]
     lines[0] += f", free {size_text(free)}" + (
         f"; {size_text(to_come)} of model state are still to come" if to_come else ""
