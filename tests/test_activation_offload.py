@@ -265,22 +265,6 @@ def test_a_copy_that_fails_gives_its_memory_back_and_may_be_tried_again(number: 
     assert pool.nbytes_in_use == 0
 
 
-def test_the_next_step_begins_without_what_a_failed_backward_has_kept() -> None:
-    def fail(_: Tensor) -> None:
-        raise KeyError
-
-    offload, weight = _offload(Copier()), _leaf()
-    weight.register_post_accumulate_grad_hook(fail)
-    y = _forward(offload, _leaf(), 2) * weight  # autograd takes the leaf first
-    with pytest.raises(KeyError):
-        y.sum().backward()
-    del y
-    gc.collect()
-    assert offload.pool.nbytes_in_use > 0  # torch's queue has the layers
-    offload.begin_step()
-    assert offload.pool.nbytes_in_use == 0
-
-
 def test_a_storage_that_has_changed_is_kept_anew() -> None:
     x, plain, unused = _leaf(), _leaf(), []
 

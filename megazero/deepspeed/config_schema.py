@@ -158,7 +158,7 @@ class CheckpointingBlock(Section):
     """What calls of `deepspeed.checkpointing.checkpoint`, and layers that a pipeline recomputes, keep for the backward."""
 
     partition_activations: bool = False
-    """each tensor-parallel rank keeps its part of an argument, equal on all of them: the first call checks it"""
+    """each tensor-parallel rank keeps its part of an argument, equal on all of them: each layer's first call checks it"""
     cpu_checkpointing: bool = False
     """arguments are kept in host memory, in one buffer, and copied beside the computation"""
     contiguous_memory_optimization: bool = False

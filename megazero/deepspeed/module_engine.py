@@ -26,6 +26,7 @@ from megazero.checkpoint.index import CheckpointError
 from megazero.comm.collectives import agree
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
+from megazero.layers.saved_tensors import forget_failed_backward
 from megazero.zero.sharded_model import ShardedModel
 
 
@@ -91,6 +92,9 @@ class ModuleEngine(TrainingEngine):
                 scaled.register_hook(lambda _: None if root is None else reducer.leave_out(0, root))
                 scaled.backward(retain_graph=retain_graph)
                 self._end_pass()
+        except BaseException:
+            forget_failed_backward()
+            raise
         finally:
             self.runs_backward = False
         self._loss_sum += counted.detach()

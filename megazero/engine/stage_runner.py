@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.linear import WeightGradQueue
+from megazero.layers.saved_tensors import forget_failed_backward
 from megazero.parallel_state import ParallelState
 from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.connections import connect
@@ -139,7 +140,11 @@ class StageRunner:
         paired = [(edge, one) for edge, one in zip(edges, grads, strict=True) if edge is not None]
         wgrad_queue = self._chunks[chunk].wgrad_queue
         wgrad_queue.begin_pass()
-        torch.autograd.backward([edge for edge, _ in paired], [one for _, one in paired])
+        try:
+            torch.autograd.backward([edge for edge, _ in paired], [one for _, one in paired])
+        except BaseException:
+            forget_failed_backward()  # else what it has saved stays until the next backward
+            raise
         if not wgrad_queue.defers:
             self._model.reducer.close_pass(chunk)
         device = self._model.policy.device

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megazero.comm.arena import Arena
-from megazero.layers.saved_tensors import SavedTensorHooks, forget_failed_backward, keep, kept_tensor
+from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 
 PLAIN_TENSORS = (Tensor, FakeTensor)
 _NEAR = 2  # layers on the device, beside an arena on the host
@@ -223,7 +223,6 @@ class ActivationStore:
 
     def begin_step(self) -> None:
         """Called where no messages are under way; see [Note: the first step].  Raises: StorageError."""
-        forget_failed_backward()
         self.pool.reserve()
         self._expected = self._in_backward = None
         self._near.clear()
