@@ -703,6 +703,18 @@ def test_a_key_that_another_choice_does_not_read_is_refused(write, overrides):
     assert overrides[-1 if key != "training.accumulation" else 1].split("=")[0] in idle[0]
 
 
+def test_a_choice_of_layers_that_changes_nothing_is_told_with_the_layers_that_there_are(write):
+    words = ["model.num_layers=4", "parallel.pp=2", "training.accumulation=2", "training.global_batch_size=auto"]
+
+    def told(*own):
+        return [one for one in load_config(write(""), [*words, *own], 2).notices if one.startswith("activations.")]
+
+    (one,) = told("activations.stages=[{stage=1, recompute='full', layers=[0]}]")
+    assert one.endswith("without it every layer of the model keeps the same; pipeline rank 1 has layers 2, 3")
+    (one,) = told("activations.recompute=full", "activations.layers=3")
+    assert one.endswith("without it every layer of the model keeps the same; no pipeline rank has more than 2 layers")
+
+
 @pytest.mark.parametrize("overrides", _lines(TOLD), ids=" ".join)
 def test_a_key_that_a_number_or_a_switch_makes_idle_is_told(write, overrides):
     key = overrides[0].split("=")[0]

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from itertools import product
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +39,8 @@ _OPTION_OF_KEY = {
     "zero.offload.optimizer": "offload",
     "precision.dtype": "precision",
 }
-_ON_DEVICE = {
-    f"activations.{key}": ActivationsConfig.model_fields[key].default
-    for key in ("offload", "offload_layers", "contiguous", "stages")
-}
-"""Keys at which a policy is measured: what is kept, wherever it lies; one policy a row."""
+_ON_DEVICE = ("offload", "offload_layers", "contiguous", "stages")
+"""Keys of [activations] that stay at their default while policies are measured: what is kept, wherever it lies."""
 
 
 class Combination(NamedTuple):
@@ -205,7 +201,7 @@ def plan(
         if run := load(own):
             runs[Combination(precision, int(stage), offload)] = run
     first = [f"{key}={varied[option][0]}" for key, option in _OPTION_OF_KEY.items() if option in varied]
-    first += [f"{key}={toml_value(default)}" for key, default in _ON_DEVICE.items()]
+    first += [f"activations.{key}={toml_value(getattr(ActivationsConfig(), key))}" for key in _ON_DEVICE]
     for policy in policies:
         recompute = policy if policy in PRESETS else toml_value(policy.split("+"))
         if run := load([*first, f"activations.recompute={recompute}"]):
@@ -224,7 +220,8 @@ def _row_name(policy: str, run: ResolvedRun) -> str:
 
 def not_measured(run: ResolvedRun) -> list[str]:
     """The keys that a run sets and its rows of activations leave out."""
-    return [key for key, default in _ON_DEVICE.items() if attrgetter(key)(run.config) != default]
+    own, default = run.config.activations, ActivationsConfig()
+    return [f"activations.{key}" for key in _ON_DEVICE if getattr(own, key) != getattr(default, key)]
 
 
 def without_formula(run: ResolvedRun) -> str:
