@@ -143,8 +143,8 @@ class _Walk:
         self._policies = policies_by_layer(config, chunks, stage)
         own = layer_policies(config.activations, list(self._policies), stage)
         self._in_arena = any(policy.contiguous for policy in own.values())
-        self._moves = {f"layer {layer}" for layer, policy in own.items() if policy.offload and on_cuda}
-        self._most_moved = 0
+        self._moves = {f"layer {layer}" for layer, policy in own.items() if policy.offload}
+        self._most_moved, self._near = 0, list[int]()  # bytes of offloaded layers on the device, the last one last
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
         self._units = [[self._units_of(chunk, layout, key) for chunk, layout in enumerate(chunks)] for key in keys]
         self._passes: dict[tuple[bool, int, ActionKind, bool], tuple[int, int, int]] = {}
@@ -180,7 +180,8 @@ class _Walk:
                 self._note(0, f"receive for {step.lands}")
         self._note(self._state.end - self._gradients, END_OF_STEP)
         peak, kinds, moment = self._most
-        if self._in_arena:  # it stays as large as it was at its fullest
+        on_device = self._in_arena or not self._on_cuda
+        if on_device:  # the arena stays as large as it was at its fullest
             kinds[ACTIVATIONS] = kinds.get(ACTIVATIONS, 0) + self._most_moved
             peak += self._most_moved
         if self._on_cuda:
@@ -190,7 +191,7 @@ class _Walk:
         if self._in_arena:
             counted["activation_arena"] += self._most_moved
         away = self._state.off_device
-        away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not self._in_arena else {}
+        away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not on_device else {}
         return RankMemory(self._stage, kinds, away, peak, moment, counted)
 
     def _compute(self, action: Action) -> None:
@@ -203,7 +204,6 @@ class _Walk:
         if not (self._moves or self._in_arena) and self._skip(action, arrives=arrives):  # what moves is walked
             return
         held = 0  # of the gradient that came: who has started a backward has it until the end
-        neighbour = 0  # bytes of one more layer, on their way to the host or from it
         for number, (name, trace) in units if is_forward else reversed(units):
             passed = _pass_of(trace, action.kind)
             if passed is None:
@@ -211,7 +211,13 @@ class _Walk:
             text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {action.microbatch}"
             moves = name in self._moves and action.kind is not ActionKind.WEIGHT
             moved = trace.forward.kept if moves else 0
-            beside = neighbour + (0 if is_forward else moved)
+            if moves and is_forward:
+                beside, near = sum(self._near[-1:]), [*self._near[-1:], moved]
+            elif moves:  # the layer before it, or the last one of another pass, is on its way
+                near = [moved] if self._ledger.moved > moved else []
+                beside = moved + sum(near)
+            else:
+                beside, near = sum(self._near), self._near
             for span, level in self._spans(action, number, passed):
                 held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
                 self._gradients = max(self._gradients, level.live)
@@ -221,7 +227,7 @@ class _Walk:
             if action.kind is not ActionKind.WEIGHT:
                 self._ledger.moved += (moved + trace.in_arena) * (1 if is_forward else -1)
             self._most_moved = max(self._most_moved, self._ledger.moved)
-            neighbour = moved
+            self._near = near
 
     def _skip(self, action: Action, *, arrives: bool) -> bool:
         """Go over a whole pass, where its fullest unit cannot be fuller than what was before."""
