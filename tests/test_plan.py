@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -70,6 +71,10 @@ def test_a_plan_says_memory_step_traffic_and_run(file: Path, tmp_path: Path) -> 
     for one in written["memory"]:
         assert sum(one["kinds"].values()) == one["peak"]
     _check_page(page.read_text())
+    words = ["--gpu", "h100", "--gpus", 4, "parallel.tp=1", "zero.stage=2", "--html", page]
+    out = _plan(Path(__file__).parents[1] / "examples" / "quickstart.toml", *words)[1]
+    assert re.search("^memory .* gradient buffers  ", out, re.MULTILINE), out
+    assert "gradient_buffers" not in page.read_text()
 
 
 def _check_page(text: str) -> None:

@@ -18,7 +18,7 @@ from megazero.plan.report import Plan
 from megazero.plan.search import Candidate, Found
 from megazero.plan.step_time import Span
 from megazero.plan.svg import rect, text, ticks
-from megazero.plan.text import NAMES, duration, fit_text, shape_text, shown_kinds
+from megazero.plan.text import NAMES, duration, fit_text, plain, shape_text, shown_kinds
 
 _ROW, _GAP = 22, 6  # pixels
 _MOST_TITLES = 4000  # spans; of more, a row is one path for each kind
@@ -77,7 +77,7 @@ def _memory(plan: Plan) -> str:
         for kind in kinds:
             wide = one.kinds.get(kind, 0) * scale
             if wide > 0:
-                about = f"{kind}: {size_text(one.kinds[kind])}"
+                about = f"{plain(kind)}: {size_text(one.kinds[kind])}"
                 body.append(rect(x, y, wide, _ROW, f'style="fill:var(--{_paint(kind)})"', about))
             x += wide
         rest = one.peak - sum(one.kinds.get(kind, 0) for kind in kinds)
@@ -89,10 +89,10 @@ def _memory(plan: Plan) -> str:
     body.append(f'<path class="limit" d="M{at:.1f} 0v{height + 6}"/>')
     body += list(axis(most / 2**30, scale * 2**30, height + 6, "GiB"))
     picture = svg(height + 34, body)
-    paints = [(_paint(kind), kind) for kind in kinds]
+    paints = [(_paint(kind), plain(kind)) for kind in kinds]
     colours = legend([*paints, ("other", "rest"), ("mark", "memory of the device")])
     away = ["off the device"] if any(one.off_device for one in plan.memory) else []
-    heads = ["GiB", *kinds, "in all", *away, "fullest in"]
+    heads = ["GiB", *map(plain, kinds), "in all", *away, "fullest in"]
     rows = [
         [
             f"pipeline rank {one.stage}",

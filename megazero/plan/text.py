@@ -74,7 +74,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     fullest = plan.fullest
     unit, size = ("GiB", 2**30) if fullest.peak >= 2**30 else ("MiB", 2**20)
     kinds = shown_kinds(plan)
-    rows = [[unit, *(kind.replace("_", " ") for kind in kinds), "rest", "in all", "off the device", "fullest in"]]
+    rows = [[unit, *map(plain, kinds), "rest", "in all", "off the device", "fullest in"]]
     shown = plan.memory
     if len(shown) > _SHOWN_RANKS:
         shown = tuple(one for one in shown if one.stage in (0, len(shown) - 1) or one is fullest)
@@ -87,6 +87,11 @@ def _memory(plan: Plan) -> Iterator[str]:
         rows.append([name, *columns, f"{away:.2f}" if away else "-", one.moment + mark])
     yield from _table("memory", rows, left=(0, len(kinds) + 4))
     yield f"         {fit_text(plan)}"
+
+
+def plain(kind: str) -> str:
+    """The name of a kind of memory, `gradient buffers`."""
+    return kind.replace("_", " ")
 
 
 def shown_kinds(plan: Plan) -> list[str]:
