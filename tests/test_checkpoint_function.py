@@ -801,3 +801,18 @@ def test_initialize_configures_what_no_call_has() -> None:
     with contextlib.closing(engine):
         assert recompute._NOW.options.cpu_checkpointing
         assert not deepspeed.checkpointing.is_configured()
+
+
+def test_a_pipeline_locks_pages_between_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a call other ranks may wait for a message that this one sends after it."""
+    locked: list[bool] = []
+    make = arena_module.host_tensor
+    monkeypatch.setattr(
+        arena_module, "host_tensor", lambda *args, pin, remedy: (locked.append(pin), make(*args, pin=False))[1]
+    )
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
+    for wanted in ([False] * 3, [True], []):
+        recompute.begin_pipeline_step()
+        _kept()
+        assert locked == wanted
+        locked.clear()

@@ -50,6 +50,7 @@ class _Configured:
     by_script: bool = False
     stores: dict[torch.device, _Store] = field(default_factory=dict)
     equal: EqualArguments = field(default_factory=EqualArguments)
+    locks_in_calls: bool = True  # the host's pages; False where a pipeline's messages may be under way in a call
 
     def store(self, device: torch.device) -> _Store:
         """Where arguments that are on a device are kept."""
@@ -255,6 +256,13 @@ class _ConfiguredCall(CheckpointedCall):
         return tensor
 
 
+def begin_pipeline_step() -> None:
+    """Lock the host memory of arguments here, between steps, and in no call: see [Note: page-locked] of `comm/arena.py`."""
+    _NOW.locks_in_calls = False
+    for store in _NOW.stores.values():
+        store.arena.reserve()
+
+
 class _InStore(NamedTuple):
     """An argument in a store: its number among those of its call, and how it lay in memory."""
 
@@ -278,8 +286,9 @@ class _Store:
 
     def keep(self, call: _ConfiguredCall, tensors: list[Tensor]) -> None:
         """Start copying the arguments of a call."""
-        is_new, nbytes = not self.arena.nbytes, sum(rounded_up(one.untyped_storage().nbytes()) for one in tensors)
-        self.arena.reserve(self._count * nbytes if is_new else 0)
+        if _NOW.locks_in_calls or not self._on_host:
+            is_new, nbytes = not self.arena.nbytes, sum(rounded_up(one.untyped_storage().nbytes()) for one in tensors)
+            self.arena.reserve(self._count * nbytes if is_new else 0)
         call.views = [KeptView.of(one, KeptStorage(one, self.arena, self.copier)) for one in tensors]
         call.before = self._near[-1] if self._near else None
         self._work_on(call)
