@@ -594,6 +594,24 @@ def test_a_gradient_that_comes_twice_in_a_pass_is_refused() -> None:
     run_world(2, law, timeout=60)
 
 
+def test_a_backward_that_the_engine_cannot_count_is_refused() -> None:
+    """Its gradients were wrong: reduced a micro-batch too early at stages 0 and 1, and divided twice."""
+
+    def law(rank: int) -> None:
+        runs = partial(torch_checkpoint, use_reentrant=True)
+        for stage in (0, 1):
+            engine = bring(partial(Leaky, wraps=runs), settings(stage, accumulation=2, train_batch_size=8))
+            with pytest.raises(RuntimeError, match=r"call engine.backward\(loss\), or use megazero.checkpoint"):
+                engine(leaky_x(0, rank, 0)).backward()
+        engine = bring(Leaky, settings(2, accumulation=1, train_batch_size=4))
+        y = engine.module.blocks[0](leaky_x(0, rank, 0), ())
+        y.register_hook(lambda _: engine.backward(engine(leaky_x(1, rank, 0))))
+        with pytest.raises(RuntimeError, match=r"engine.backward within a backward"):
+            engine.backward(y.sum())
+
+    run_world(2, law, timeout=60)
+
+
 class BackwardWithin(torch.autograd.Function):
     """A script's own re-entrant checkpointing."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from megazero.comm import arena as arena_module
 from megazero.comm.arena import ALIGNMENT, Arena, rounded_up
+from megazero.comm.host_memory import StorageError
 
 
 def _arena() -> Arena:
@@ -99,6 +102,31 @@ def test_what_is_given_back_is_taken_first() -> None:
     address = first.data_ptr()
     arena.release(first)
     assert arena.acquire(360).data_ptr() == address
+
+
+def test_what_could_not_be_had_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, make = _arena(), arena_module.host_tensor
+
+    def host_tensor(numel: int, *args: Any, **more: Any) -> Tensor:
+        if numel > 4 * ALIGNMENT:
+            raise StorageError("too much")
+        return make(numel, *args, **more)
+
+    monkeypatch.setattr(arena_module, "host_tensor", host_tensor)
+    with pytest.raises(StorageError):
+        arena.acquire(1 << 40)
+    for _ in range(3):
+        arena.reserve()
+        for memory in [arena.acquire(ALIGNMENT), arena.acquire(2 * ALIGNMENT)]:
+            arena.release(memory)
+        assert arena.nbytes == 3 * ALIGNMENT
+    first, *others = [arena.acquire(2 * ALIGNMENT) for _ in range(3)]  # a buffer for all is more than can be had
+    for memory in (first, *others):
+        arena.release(memory)
+    for _ in range(3):
+        arena.reserve()
+        for memory in [arena.acquire(2 * ALIGNMENT) for _ in range(3)]:
+            arena.release(memory)
 
 
 def test_memory_that_is_not_taken_is_refused() -> None:

@@ -812,7 +812,7 @@ def test_a_pipeline_locks_pages_between_its_steps(monkeypatch: pytest.MonkeyPatc
     )
     deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
     for wanted in ([False] * 3, [True], []):
-        recompute.begin_pipeline_step()
-        _kept()
+        with recompute.pipeline_step():
+            _kept()
         assert locked == wanted
         locked.clear()

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megazero.comm.host_memory import host_tensor
+from megazero.comm.host_memory import StorageError, host_tensor
 from megazero.comm.identity import address_of
 
 ALIGNMENT = 512
@@ -114,7 +114,7 @@ class Arena:
     def reserve(self, nbytes: int = 0) -> None:
         """Have one buffer for all that was ever taken at once, and at least so many bytes; not while any is taken.
 
-        Raises: StorageError.
+        Raises: StorageError: there is not so much memory to lock.
         """
         wanted = [max(line.end, had) for line, had in zip(self._lines, self._reserved, strict=True)]
         wanted[0] = max(wanted[0], rounded_up(nbytes) if nbytes else 0)
@@ -123,7 +123,12 @@ class Arena:
             self._further, self._reserved, self.nbytes = _FreeParts(), [0, 0], 0
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # else what was further memory would stay reserved beside the buffer
-            self._allocate(sum(wanted), pin=self._pins)
+            try:
+                self._allocate(sum(wanted), pin=self._pins)
+            except (StorageError, torch.OutOfMemoryError):
+                if self._pins:
+                    raise
+                return  # the lines may be longer than what was taken at once: further memory, as in the first step
             self._reserved = wanted
 
     def acquire(self, nbytes: int, *, line: int = 0) -> Tensor:
@@ -131,7 +136,7 @@ class Arena:
 
         `line`: 1 for what is taken once in a step and given back at its end.
         """
-        needed = rounded_up(nbytes)
+        needed, end = rounded_up(nbytes), self._lines[line].end
         part, further = self._lines[line].take(needed), None
         assert part is not None  # a line has no end
         buffer, start = 0, part.start + self._reserved[0] * line
@@ -140,6 +145,7 @@ class Arena:
                 further = self._further.take(needed) or self._allocate(needed, pin=False)
             except BaseException:
                 self._lines[line].give_back(part)
+                self._lines[line].end = end  # else every later `reserve` would ask for what cannot be had
                 raise
             buffer, start = further.buffer, further.start
         memory = self._buffers[buffer][start : start + nbytes].data  # changes of it are not those of others

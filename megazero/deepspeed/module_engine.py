@@ -10,9 +10,12 @@ parameters from another engine's backward, as a discriminator's from its generat
 from __future__ import annotations
 
 import io
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import WeakMethod
 
@@ -28,6 +31,19 @@ from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.saved_tensors import forget_failed_backward
 from megazero.zero.sharded_model import ShardedModel
+
+_NO_BACKWARD = -1  # torch's number of the backward under way
+
+
+def _is_within_backward() -> bool:
+    """Whether the backward under way was called within another one, by this thread's frames."""
+    frame: FrameType | None = sys._getframe()
+    count = 0
+    while frame is not None:
+        count += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back
+    own_thread = isinstance(threading.current_thread(), threading._DummyThread)  # autograd's, of a device
+    return count > (0 if own_thread else 1)
 
 
 class ModuleEngine(TrainingEngine):
@@ -76,9 +92,12 @@ class ModuleEngine(TrainingEngine):
 
         Raises:
             ValueError: the loss is no scalar.
+            RuntimeError: a backward runs already.
         """
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {list(loss.shape)}; backward takes a scalar, such as loss.mean()")
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            raise RuntimeError("engine.backward within a backward, as in a hook: call it after the one that runs")
         loss = loss.reshape(())
         counted = loss / self.config.accumulation if scale_wrt_gas else loss
         self._begin_pass()
@@ -89,7 +108,8 @@ class ModuleEngine(TrainingEngine):
                 scale = self.sharded_model.scale / self.parallel_state.dp.size
                 scaled = counted.float() * scale
                 root = scaled.grad_fn
-                scaled.register_hook(lambda _: None if root is None else reducer.leave_out(0, root))
+                if root is not None:
+                    scaled.register_hook(lambda _: reducer.leave_out(0, root))
                 scaled.backward(retain_graph=retain_graph)
                 self._end_pass()
         except BaseException:
@@ -130,6 +150,12 @@ class ModuleEngine(TrainingEngine):
                 raise RuntimeError(
                     "loss.backward() under fp16 lacks the loss scale; call engine.backward(loss), or "
                     "engine.scale(loss).backward()"
+                )
+            if self.config.accumulation > 1 and self.sharded_model.policy.zero_stage < 2 and _is_within_backward():
+                raise RuntimeError(
+                    "a backward within the script's own loss.backward(), as of a checkpoint with use_reentrant=True: at "
+                    "ZeRO stages 0 and 1 its micro-batches cannot be counted; call engine.backward(loss), or use "
+                    "megazero.checkpoint"
                 )
             if not self._is_scaled:
                 self._loss_sum += torch.nan  # the engine has not seen the loss

@@ -18,7 +18,7 @@ from megazero.comm.collectives import all_reduce, gather_objects
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.pipeline_module import PipelineModule
-from megazero.deepspeed.recompute import begin_pipeline_step
+from megazero.deepspeed.recompute import pipeline_step
 from megazero.deepspeed.script_checkpoints import refuses
 from megazero.deepspeed.training_engine import TrainingEngine
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
@@ -88,8 +88,7 @@ class PipelineEngine(TrainingEngine):
         self.train()
         batches = self._on_every_rank(lambda: self._read(data_iter, trains=True))
         self.sharded_model.begin_step(self.config.accumulation)
-        begin_pipeline_step()
-        with self._report.timed("forward and backward"):
+        with self._report.timed("forward and backward"), pipeline_step():
             loss_sum = self._run(batches, trains=True)
         loss = self._finish_step(loss_sum, self.config.accumulation * self.dp_world_size)
         self.micro_steps += self.config.accumulation

@@ -174,6 +174,7 @@ def _change_options(given: dict[str, Any]) -> None:
 
 def _hold(configured: _Configured) -> None:
     global _NOW  # noqa: PLW0603
+    configured.locks_in_calls = _NOW.locks_in_calls
     _NOW = configured
 
 
@@ -256,11 +257,16 @@ class _ConfiguredCall(CheckpointedCall):
         return tensor
 
 
-def begin_pipeline_step() -> None:
-    """Lock the host memory of arguments here, between steps, and in no call: see [Note: page-locked] of `comm/arena.py`."""
-    _NOW.locks_in_calls = False
+@contextmanager
+def pipeline_step() -> Iterator[None]:
+    """Lock the host memory of arguments at its begin, and in no call: see [Note: page-locked] of `comm/arena.py`."""
     for store in _NOW.stores.values():
         store.arena.reserve()
+    _NOW.locks_in_calls = False
+    try:
+        yield
+    finally:
+        _NOW.locks_in_calls = True
 
 
 class _InStore(NamedTuple):

@@ -32,8 +32,16 @@ LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `laun
 
 _PROBLEMS, _MET, _ALL_MET, _READ, _ALL_READ = "problems", "met", "all met", "read", "all read"
 _CHOICES = "choices"
-_ALIKE = {"model", "parallel", "activations", "zero", "precision", "optimizer", "lr_schedule", "training"}
-_PATHS = ("zero.offload.nvme_path", "parallel.schedule_file", "training.run_dir")
+_SECTIONS = "model parallel activations zero precision optimizer lr_schedule training checkpoint elastic"
+_ALIKE: Any = dict.fromkeys(_SECTIONS.split(), True) | {
+    "data": {"document_mask", "validation_fraction"},
+    "logging": {"every_steps", "straggler_every_steps", "pipeline_trace_step"},
+}
+# Of a host, and of no operation that ranks do together.
+_OF_A_HOST = (
+    *("zero.offload.nvme_path", "zero.offload.pin_memory", "parallel.schedule_file", "parallel.timeout_seconds"),
+    *("training.run_dir", "checkpoint.directory", "checkpoint.host_memory_bytes"),
+)
 _MOST_PROBLEMS = 64  # that a rank reads
 _ENDED = "megazero/ended"
 _LOOK_SECONDS = 0.5  # between two looks of a spare rank at the store
@@ -103,16 +111,15 @@ def open_store(timeout: timedelta) -> Store | None:
 
 
 def choices_of(config: RunConfig) -> dict[str, str]:
-    """By key what every rank must have alike; paths may differ between hosts."""
+    """By key what every rank must have alike: else some would wait for others, sooner or later."""
     own = config.model_dump(include=_ALIKE)
-    own["data"] = {"document_mask": config.data.document_mask}
     found: dict[str, str] = {}
 
     def add(prefix: str, table: Mapping[str, Any]) -> None:
         for key, value in table.items():
             if isinstance(value, dict):
                 add(f"{prefix}{key}.", value)
-            elif f"{prefix}{key}" not in _PATHS:
+            elif f"{prefix}{key}" not in _OF_A_HOST:
                 found[prefix + key] = str(value)
 
     add("", own)
