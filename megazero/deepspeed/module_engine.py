@@ -30,9 +30,8 @@ from megazero.comm.collectives import agree
 from megazero.deepspeed.config import DeepSpeedConfig
 from megazero.deepspeed.training_engine import ENGINES, TrainingEngine
 from megazero.layers.saved_tensors import forget_failed_backward
+from megazero.zero.reach import in_backward
 from megazero.zero.sharded_model import ShardedModel
-
-_NO_BACKWARD = -1  # torch's number of the backward under way
 
 
 def _is_within_backward() -> bool:
@@ -96,7 +95,7 @@ class ModuleEngine(TrainingEngine):
         """
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {list(loss.shape)}; backward takes a scalar, such as loss.mean()")
-        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+        if in_backward():
             raise RuntimeError("engine.backward within a backward, as in a hook: call it after the one that runs")
         loss = loss.reshape(())
         counted = loss / self.config.accumulation if scale_wrt_gas else loss

@@ -144,9 +144,8 @@ class KeptView(NamedTuple):
     def tensor(self) -> Tensor:
         """The tensor on the device."""
         elements = self.storage.on_device().view(self.dtype)
-        return elements.as_strided(
-            self.size, self.stride, self.offset
-        ).data  # whose changes are not those of the others
+        view = elements.as_strided(self.size, self.stride, self.offset)
+        return view.data  # whose changes are not those of the others
 
 
 def is_its_memory(tensor: Tensor) -> bool:

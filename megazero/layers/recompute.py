@@ -96,7 +96,7 @@ class Recomputation(SavedTensorHooks):
     ) -> None:
         super().__init__()
         self._function, self._kept, self._cut = function, kept, cut
-        self._generators = default_generators() if draws else []
+        self._generators = _default_generators() if draws else []
         self._drawn: list[tuple[torch.Generator, Tensor]] = []  # where it drew: state before
         leaves, self._structure = tree_flatten(args)
         # One that is passed twice is one tensor in both runs, and kept once.
@@ -228,7 +228,7 @@ class Recomputation(SavedTensorHooks):
         return self.beneath.unpack(kept)
 
 
-def default_generators() -> list[torch.Generator]:
+def _default_generators() -> list[torch.Generator]:
     """torch's own: the CPU's, and that of the current device."""
     on_device = [torch.cuda.default_generators[torch.cuda.current_device()]] if torch.cuda.is_initialized() else []
     return [torch.default_generator, *on_device]

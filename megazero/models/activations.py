@@ -68,7 +68,7 @@ def save_by_policy(
     """
     blocks = list(blocks)
     for number, (block, policy) in enumerate(blocks, 1):
-        kept = KeptResults() if policy.keep_attention else None
+        kept, draws = KeptResults() if policy.keep_attention else None, _may_draw(block)
         if kept is not None and isinstance(block, Block) and isinstance(block.attention, Attention):
             block.attention.kept = kept
         for owner, name, region in _parts_of(block, policy):
@@ -78,8 +78,7 @@ def save_by_policy(
                 )
             cut = tp if policy.partition and region not in UNCUT else WHOLE
             attends = region in ("attention", "block")
-            own = Recomputed(getattr(owner, name), kept if attends else None, cut, draws=_may_draw(block))
-            owner.__dict__[name] = own
+            owner.__dict__[name] = Recomputed(getattr(owner, name), kept if attends else None, cut, draws=draws)
         hooks = None
         if offload is not None:
             offload.stay(_tables(block))

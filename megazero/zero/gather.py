@@ -39,6 +39,7 @@ from megazero.comm.identity import storage_of
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
+from megazero.zero.reach import in_backward
 from megazero.zero.saved_weights import SavingForward
 from megazero.zero.second_copy import SecondCopy
 from megazero.zero.storage import PendingCopy
@@ -47,7 +48,6 @@ from megazero.zero.visit_history import VisitHistory
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_NO_BACKWARD = -1  # torch's number of the backward under way, where there is none
 
 
 def _beneath_modes(function: Callable[P, R]) -> Callable[P, R]:
@@ -417,7 +417,7 @@ class UnitGatherer:
 
     def _before_forward(self, index: int) -> Any:  # a function, since a deep copy of the module must not copy `self`
         def hook(module: nn.Module, args: Any) -> None:
-            if torch._C._current_graph_task_id() == _NO_BACKWARD:
+            if not in_backward():
                 self.visit("forward" if torch.is_grad_enabled() else "evaluation", index)
             elif self._history.is_in_backward_of(index):  # what follows has been started
                 self.wait_for_unshard(index)

@@ -433,8 +433,11 @@ class GradientReducer:
         A part that is complete after its use is reduced before the next one is opened, if `launches`.
         """
         for order, one, index in self._parts_of[id(weight)]:
-            one.count(index, order.passes + 1 if self.comes_once else self.rounds)
-            order.note(one)
+            if self.comes_once:
+                one.count(index, order.passes + 1)
+                order.note(one)
+            else:  # a pipeline, where weight gradients may wait for a later pass
+                one.count(index, self.rounds)
             one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
             yield one.shares[index], *one.view(index)
             if launches and one.complete > one.launched:

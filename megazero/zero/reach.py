@@ -11,8 +11,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+_NO_TASK = -1  # torch's number of the backward under way, where there is none
 # Modules whose autograd.Functions run no backward of their own; compiled graphs are of the last.
 _RUN_NO_BACKWARD = ("megazero.", "torch.nn.", "torch.distributed.", "torch._functorch._aot_autograd.")
+
+
+def in_backward() -> bool:
+    """Whether this thread runs in a backward, as hooks do."""
+    return torch._C._current_graph_task_id() != _NO_TASK
 
 
 class Reach:

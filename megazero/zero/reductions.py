@@ -55,11 +55,8 @@ class ReductionQueue:
     def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, bucket_bytes: int = 0) -> None:
         policy = buckets[0].policy
         self._axis, self._all_reduces = policy.shard, policy.zero_stage == 0 or policy.shard.size == 1
-        self._dtype, self._kept_dtype, self.pool = (
-            reduce_dtype,
-            policy.accumulate_dtype,
-            BufferPool(policy.device, policy.arena),
-        )
+        self._dtype, self._kept_dtype = reduce_dtype, policy.accumulate_dtype
+        self.pool = BufferPool(policy.device, policy.arena)
         lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
         self._largest = max(lengths) * self._axis.size
         self._scratch_numel = 0 if self._all_reduces else arriving_elements(self._largest, self._axis)
