@@ -56,7 +56,12 @@ class LateBackend:
         return self._late(self._inner.reduce_scatter(arrived, full.clone(), axis), arrived, out, full)
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return self._inner.all_to_all(out, x, axis)
+        arrived = torch.empty_like(out)
+        return self._late(self._inner.all_to_all(arrived, x.clone(), axis), arrived, out, x)
+
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        arrived = torch.empty_like(out)
+        return self._late(self._inner.ring_shift(arrived, x.clone(), axis), arrived, out, x)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -1,16 +1,18 @@
-"""All-to-all: who gets which part, from any memory, and the exchange of heads for sequence that Ulysses makes of it."""
+"""All-to-all: who gets which part, from any memory, and the exchange of heads for sequence that Ulysses makes of it.
+
+What attention makes of that: test_context_attention.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from harness import run_world
 from torch import Tensor
 
-from megazero.comm.autograd import all_heads_for_sequence, heads_for_sequence, sequence_for_heads
 from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import LostPeerError, Pending, all_reduce, all_to_all
+from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
 from megazero.comm.labels import OrderError
 from megazero.comm.shared_memory import HALF_BYTES, SharedMemoryBackend
 from megazero.parallel_state import Axis, ParallelState, RankGrid
@@ -132,24 +134,34 @@ def _whole(heads: int, seed: int) -> Tensor:
     return torch.randn(SEQ, BATCH, heads, SIZE, generator=generator, dtype=torch.float64).permute(1, 2, 0, 3)
 
 
+def _heads_for_sequence(x: Tensor, axis: Axis, heads: slice) -> Tensor:
+    result, pending = start_heads_for_sequence(x, axis, heads)
+    pending.wait()
+    return result
+
+
 def _moved(rank: int, world: int, shares: bool) -> None:
-    axis, whole = _axis(rank, world, shares), _whole(2 * world, 0)
+    """All heads of a rank at once, then in two exchanges that are under way together."""
+    axis, whole = _axis(rank, world, shares), _whole(3 * world, 0)
     for dtype in (torch.float32, torch.bfloat16):
         for memory in (whole.to(dtype), whole.to(dtype).contiguous()):
             mine, of_heads = memory.chunk(world, dim=2)[rank], memory.chunk(world, dim=1)[rank]
-            got = heads_for_sequence(mine, axis)
-            assert torch.equal(got, of_heads)
-            assert got.stride(-1) == 1
-            back = sequence_for_heads(got, axis)
-            assert torch.equal(back, mine)
-            assert back.permute(2, 0, 1, 3).is_contiguous()
+            for pieces in ([slice(0, 3)], [slice(0, 1), slice(1, 3)]):
+                back = SequenceForHeads(axis, 3)
+                for heads in pieces:
+                    got = _heads_for_sequence(mine, axis, heads)
+                    assert torch.equal(got, of_heads[:, heads])
+                    assert got.stride(-1) == 1
+                    back.start(got, heads)
+                assert torch.equal(back.result(), mine)
+                assert back.result().permute(2, 0, 1, 3).is_contiguous()
     calls, sent = axis.traffic.calls["cp", "all_to_all"], axis.traffic.sent_bytes["cp", "all_to_all"]
-    assert calls == 8
-    assert sent == 4 * (4 + 2) * whole.numel() // world * (world - 1) // world
+    assert calls == 4 * (2 + 4)
+    assert sent == 2 * 4 * (4 + 2) * whole.numel() // world * (world - 1) // world
     with pytest.raises(ValueError, match="heads cannot be divided among the"):
-        heads_for_sequence(whole[:, 1:], axis)
+        start_heads_for_sequence(whole[:, 1:], axis, slice(0, 1))
     with pytest.raises(ValueError, match="positions cannot be divided among the"):
-        sequence_for_heads(whole[:, :, 1:], axis)
+        SequenceForHeads(axis, 3).start(whole[:, :3, 1:], slice(0, 3))
 
 
 @worlds
@@ -157,34 +169,9 @@ def test_rank_i_has_the_ith_piece_of_the_sequence_and_gets_the_ith_group_of_head
     run_world(world, _moved, world, shares)
 
 
-def _gradients(rank: int, world: int, shares: bool, kv_heads: int) -> None:
-    """Attention by heads of a rank equals attention of one process; so do gradients, with replicated kv heads, too."""
-    axis, heads = _axis(rank, world, shares), 2 * world
-    wholes = [_whole(number, seed) for seed, number in enumerate((heads, kv_heads, kv_heads))]
-    weight = _whole(heads, 3)
-
-    plain = [one.detach().clone().requires_grad_() for one in wholes]
-    wanted = F.scaled_dot_product_attention(*plain, is_causal=True, enable_gqa=True)
-    (wanted * weight).sum().backward()
-
-    parts = [one.chunk(world, dim=2)[rank].detach().requires_grad_() for one in wholes]
-    repeated = [one.repeat_interleave(max(1, world // one.shape[1]), dim=1) for one in parts]
-    q, k, v = all_heads_for_sequence(repeated, axis)
-    out = sequence_for_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), axis)
-    assert torch.allclose(out, wanted.chunk(world, dim=2)[rank], rtol=0, atol=1e-12)
-    (out * weight.chunk(world, dim=2)[rank]).sum().backward()
-    for part, one in zip(parts, plain, strict=True):
-        assert torch.allclose(part.grad, one.grad.chunk(world, dim=2)[rank], rtol=0, atol=1e-12)
-    assert axis.traffic.calls["cp", "all_to_all"] == 8  # q, k, v and out; forward and backward
-
-
-@pytest.mark.parametrize("kv_heads", ["each", "fewer", "one"])
-@pytest.mark.parametrize(("world", "shares"), [(2, True), (4, True), (2, False)])
-def test_attention_of_exchanged_heads_has_the_gradients_of_one_process(world: int, shares: bool, kv_heads: str) -> None:
-    run_world(world, _gradients, world, shares, {"each": 2 * world, "fewer": world, "one": 1}[kv_heads])
-
-
 def test_an_axis_of_one_rank_returns_what_it_got() -> None:
     axis, x = Axis("cp"), _whole(2, 0)
-    assert heads_for_sequence(x, axis) is x
-    assert sequence_for_heads(x, axis) is x
+    every, back = slice(0, 2), SequenceForHeads(axis, 2)
+    assert _heads_for_sequence(x, axis, every) is x
+    back.start(x, every)
+    assert back.result() is x

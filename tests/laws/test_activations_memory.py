@@ -276,9 +276,10 @@ class _Alive(TorchDispatchMode):
         self._bytes -= size
 
 
-def _buffers_of_ring(rank: int, cp: int, rows: int) -> list[tuple[int, int, int]]:
+def _buffers_of_ring(rank: int, cp: int, rows: int, shares_memory: bool) -> list[tuple[int, int, int]]:
     """Of the forward and of the backward: chunks of keys and values, the same of gradients, most bytes."""
-    state = state_on(rank, run_of(cp, model=_llama(seq_len=cp * rows), parallel={"cp": cp, "cp_method": "ring"}))
+    run = run_of(cp, model=_llama(seq_len=cp * rows), parallel={"cp": cp, "cp_method": "ring"})
+    state = state_on(rank, run, shares_memory=shares_memory)
     part = part_of(None, cp * rows, state.cp_ulysses, state.cp_ring, state.device)
     assert part is not None
     q, k, v = (torch.randn(1, heads, rows, 16).bfloat16().requires_grad_() for heads in (6, 2, 2))
@@ -286,8 +287,8 @@ def _buffers_of_ring(rank: int, cp: int, rows: int) -> list[tuple[int, int, int]
     chunk, found = torch.Size([2, *k.shape]), []
     number = torch.zeros(1)
     ring_shift(number.clone(), number, state.cp_ring).wait()  # maps the memory that the ranks share
-    shared = [area for half in state.cp_ring.group.backends["cpu"].reduce._halves for area in half]
-    given = (q, k, v, grad, *shared)
+    channel = getattr(state.cp_ring.group.backends["cpu"], "reduce", None)
+    given = (q, k, v, grad, *(area for half in channel._halves for area in half)) if channel else (q, k, v, grad)
     with _Alive(given) as forward:
         out = attention.attend(q, k, v, part)
     with _Alive((*given, out)) as backward:
@@ -297,9 +298,10 @@ def _buffers_of_ring(rank: int, cp: int, rows: int) -> list[tuple[int, int, int]
     return found
 
 
-def test_a_ring_of_any_size_has_two_chunks_of_keys_and_values_and_two_of_gradients() -> None:
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "gloo"])
+def test_a_ring_of_any_size_has_two_chunks_of_keys_and_values_and_two_of_gradients(shares_memory: bool) -> None:
     """Beside q, k, v and out; of a chunk as long, a ring of 5 takes no byte more than one of 4."""
-    by_ring = [run_world(cp, _buffers_of_ring, cp, 64) for cp in (4, 5)]
+    by_ring = [run_world(cp, _buffers_of_ring, cp, 64, shares_memory) for cp in (4, 5)]
     for ranks in by_ring:
         for forward, backward in ranks:
             assert (forward[:2], backward[:2]) == ((2, 0), (2, 2))

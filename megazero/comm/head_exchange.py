@@ -1,0 +1,80 @@
+"""Ulysses' exchanges (Jacobs et al. 2023, section 3): all heads of a part of the sequence for some heads of all of it.
+
+                     rank 0's sequence | rank 1's             rank 0's sequence | rank 1's
+             rank 0:  all heads        |             rank 0:  its heads         | its heads
+             rank 1:                   | all heads   rank 1:  its heads         | its heads
+
+Heads may go a few at a time, so that attention to the first ones hides the exchange of the others: `heads` counts among
+those that a rank has after the exchange.  The sequence is dimension 0 in memory: attention's [batch, heads, seq, size] is a
+view of [seq, batch, heads, size], and remains one.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, all_to_all
+from megazero.parallel_state import Axis
+
+
+def start_heads_for_sequence(x: Tensor, axis: Axis, heads: slice) -> tuple[Tensor, Pending]:
+    """Begin exchanging [batch, heads, seq, size] for the chosen ones of [batch, heads / n, seq * n, size].
+
+    Args:
+        x: of any strides; rank i has the i-th piece of the sequence, and gets the i-th group of heads.
+        axis: of n ranks.
+        heads: with a start and a stop, among the heads of a group.
+
+    Returns: the result, a view of [seq * n, batch, chosen heads, size], and the wait after which it may be used.
+    """
+    if axis.size == 1:
+        return (x if heads == slice(0, x.shape[1]) else x[:, heads]), Pending()
+    _check_divides("heads", x.shape[1], axis)
+    chosen = x.unflatten(1, (axis.size, x.shape[1] // axis.size))[:, :, heads]
+    parts = chosen.permute(1, 3, 0, 2, 4)  # [n, seq, batch, chosen heads, size]
+    whole = x.new_empty(parts.shape)
+    return whole.flatten(0, 1).permute(1, 2, 0, 3), all_to_all(whole, parts, axis)
+
+
+class SequenceForHeads:
+    """Exchanges [batch, heads / n, seq * n, size] back to [batch, heads, seq, size], some heads at a time.
+
+    Args:
+        axis: of n ranks.
+        heads: of a rank, heads / n.
+    """
+
+    def __init__(self, axis: Axis, heads: int) -> None:
+        self._axis, self._heads = axis, heads
+        self._whole: Tensor | None = None
+        self._under_way: list[Pending] = []
+
+    def start(self, x: Tensor, heads: slice) -> None:
+        """Begin with some heads; with all of them where the axis has one rank.
+
+        Args:
+            x: [batch, chosen heads, seq * n, size], of any strides.
+            heads: with a start and a stop, where these are among the heads of a rank.
+        """
+        ranks = self._axis.size
+        if ranks == 1:
+            self._whole = x
+            return
+        _check_divides("positions", x.shape[2], self._axis)
+        parts = x.unflatten(2, (ranks, x.shape[2] // ranks)).permute(2, 3, 0, 1, 4)  # [n, seq, batch, chosen, size]
+        if self._whole is None:
+            self._whole = x.new_empty((*parts.shape[1:3], ranks, self._heads, x.shape[3]))
+        self._under_way.append(all_to_all(self._whole[:, :, :, heads].movedim(2, 0), parts, self._axis))
+
+    def result(self) -> Tensor:
+        """All heads, a view of [seq, batch, heads, size], when they have arrived.  Raises: LostPeerError."""
+        if self._whole is None:
+            raise ValueError("no heads have been exchanged")
+        for pending in self._under_way:
+            pending.wait()
+        return self._whole if self._axis.size == 1 else self._whole.flatten(2, 3).permute(1, 2, 0, 3)
+
+
+def _check_divides(what: str, number: int, axis: Axis) -> None:
+    if number % axis.size:
+        raise ValueError(f"{number} {what} cannot be divided among the {axis.size} ranks of {axis.name}")

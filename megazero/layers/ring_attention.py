@@ -1,0 +1,263 @@
+"""Ring attention: queries stay, keys and values go round the ranks (Liu et al. 2023).
+
+    step on rank 0 of 4              0         1        2        3         while a rank computes, the next keys travel
+    it has the keys of rank          0         3        2        1
+    queries that see some of them    all       those of its later chunk    see `tiles` in token_layout.py
+
+Each step gives a part of the result with its log-sum-exp, and parts are merged in fp32.  In the backward the gradients
+of keys and values follow them round the ring, and end on the rank that the keys belong to.  What that rank's own queries
+add to them is never sent.
+
+    backward of rank 0 of 2     own keys, some heads | keys of rank 1 | own keys, other heads
+    on the link                 keys ->              |                | <- their gradients
+
+So each message has something to hide behind, the last one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, ring_shift, runs_by_itself
+from megazero.layers.sample_part import SamplePart
+from megazero.layers.tile_calls import EVERYTHING, Rows, calls
+from megazero.parallel_state import Axis
+
+_KeyPart: TypeAlias = tuple[Rows, Tensor, Tensor]  # of a call: where its keys are, gradients of keys and of values
+_EVERY_HEAD = slice(None)
+
+
+class HeadPiece(NamedTuple):
+    """Some heads of queries, and the heads of keys and values that they read."""
+
+    queries: slice
+    keys: slice
+
+
+def head_pieces(heads: int, kv_heads: int, most: int, *, shares_keys: bool) -> list[HeadPiece]:
+    """All heads, in `most` pieces of about one size or fewer.  4 heads, 2 of keys, at most 4: (0, 0) (1, 0) (2, 1) (3, 1).
+
+    shares_keys: pieces may read the same heads of keys; these pieces follow one another.
+    """
+    each, found = heads // kv_heads, []
+    parts = min(kv_heads, most)
+    cuts = max(1, min(each, most // parts)) if shares_keys else 1  # of the queries of a key head, where it is alone
+    for start, stop in _ranges(kv_heads, parts):
+        for first, last in _ranges((stop - start) * each, cuts):
+            found.append(HeadPiece(slice(start * each + first, start * each + last), slice(start, stop)))
+    return found
+
+
+def _ranges(count: int, parts: int) -> list[tuple[int, int]]:
+    return list(pairwise(count * number // parts for number in range(parts + 1)))
+
+
+class Ring:
+    """Causal attention within documents of a rank's queries to the keys of all ring ranks.
+
+    Args:
+        axis: the ring.
+        window: how many positions a query sees, its own included; None for all of its document up to itself.
+        gradient_dtype: in which the gradients of keys and values travel, where keys have 16 bits.
+    """
+
+    def __init__(self, axis: Axis, window: int | None, gradient_dtype: torch.dtype) -> None:
+        self.axis, self.window, self.gradient_dtype = axis, window, gradient_dtype
+
+    @cached_property
+    def _hides_last(self) -> bool:
+        return runs_by_itself(self.axis)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart) -> tuple[Tensor, Tensor]:
+        """out, as q, and for each query the log-sum-exp, fp32 [batch, heads, seq].
+
+        Args:
+            q: [batch, heads, seq of a ring rank, size].
+            k, v: [batch, kv heads, seq of a ring rank, size].
+            part: what the queries see.
+        """
+        result: _Merged | None = None
+        for source, keys, values in _visits(k, v, self.axis):
+            for call in calls(part, source, self.window, q):
+                found = call.forward(q, keys, values)
+                if result is None and found[0].shape == q.shape:
+                    result = _Merged(*found)
+                    continue
+                result = result or _Merged.empty(q)
+                result.add(call.queries, *found)
+        if result is None:
+            raise ValueError("no query sees a key")
+        return result.out.to(q.dtype), result.lse
+
+    def key_gradients(self, k: Tensor, v: Tensor) -> KeyGradients:
+        """Where `backward` adds the gradients of these keys and values."""
+        return KeyGradients(k, v, self.axis, self.gradient_dtype)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        part: SamplePart,
+        of_keys: KeyGradients,
+    ) -> Tensor:
+        """Gradients of q; those of k and v go to `of_keys`, on a ring of several ranks once.
+
+        Args:
+            grad, out: as q.
+            lse: of the forward; other arguments as there.
+        """
+        here, dq = self.axis.index, _Sum(q)
+        own = head_pieces(q.shape[1], k.shape[1], 2 if self._hides_last else 1, shares_keys=True)
+
+        def use_own_keys(heads: HeadPiece) -> None:
+            its_grad, its_q, its_out, its_lse = (x[:, heads.queries] for x in (grad, q, out, lse))
+            its_k, its_v = (x[:, heads.keys] for x in (k, v))
+            for call in calls(part, here, self.window, q):
+                of_queries, of_own, of_values = call.backward(its_grad, its_q, its_k, its_v, its_out, its_lse)
+                dq.add(call.queries, of_queries, heads.queries)
+                of_keys.add_own(call.keys, of_own, of_values, heads=heads.keys)
+
+        def use_keys_of(source: int, keys: Tensor, values: Tensor) -> None:
+            parts: list[_KeyPart] = []
+            for call in calls(part, source, self.window, q):
+                of_queries, of_these, of_values = call.backward(grad, q, keys, values, out, lse)
+                dq.add(call.queries, of_queries)
+                parts.append((call.keys, of_these, of_values))
+            of_keys.add_and_pass_on(parts)
+
+        for visit in _visits(k, v, self.axis):
+            if visit[0] == here:
+                use_own_keys(own[0])
+            else:
+                use_keys_of(*visit)
+            del visit  # with the buffer of keys that are used no more
+        for heads in own[1:]:
+            use_own_keys(heads)
+        return dq.total()
+
+
+def fp32_or_wider(x: Tensor) -> torch.dtype:
+    """fp32, or the type of the tensor where that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _Merged:
+    """The result of attention over the keys that have been used so far.
+
+    Args:
+        out: [batch, heads, seq, size]; in fp32 from the second part on.
+        lse: fp32 [batch, heads, seq].
+    """
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self.out, self.lse = out, lse
+
+    @staticmethod
+    def empty(q: Tensor) -> _Merged:
+        """Of queries that have seen no key."""
+        out = torch.zeros_like(q, dtype=fp32_or_wider(q))
+        return _Merged(out, torch.full_like(out[..., 0], -torch.inf))
+
+    def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
+        """Add the result of some queries over further keys, each of which sees one at least.
+
+        out - s (out - more), with s = sigmoid(lse of more - lse): no exponential of a large number.
+        """
+        self.out = self.out.to(fp32_or_wider(self.out))
+        mine, before = self.out[rows], self.lse[rows]
+        self.out[rows] = mine.lerp_(out.to(mine.dtype), torch.sigmoid(lse - before).unsqueeze(-1))
+        self.lse[rows] = torch.logaddexp(before, lse)
+
+
+class _Sum:
+    """A sum of parts of a tensor, in fp32 where it has several."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._total: Tensor | None = None
+
+    def add(self, rows: Rows, part: Tensor, heads: slice = _EVERY_HEAD) -> None:
+        """Add to some rows of some heads."""
+        if self._total is None and part.shape == self._like.shape:
+            self._total = part
+            return
+        if self._total is None:
+            self._total = torch.zeros_like(self._like, dtype=fp32_or_wider(self._like))
+        self._total = self._total.to(fp32_or_wider(self._like))
+        self._total[:, heads][rows] += part
+
+    def total(self) -> Tensor:
+        """In the type of the tensor."""
+        return torch.zeros_like(self._like) if self._total is None else self._total.to(self._like.dtype)
+
+
+def _visits(k: Tensor, v: Tensor, ring: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(ring rank, its keys, its values) for every rank, this one first.  The next keys travel while these are used."""
+    size, here = ring.size, ring.index
+    if size == 1:
+        yield here, k, v
+        return
+    used, leaving = (k, v), torch.stack((k, v))
+    arriving = torch.empty_like(leaving)
+    for step in range(size - 1):
+        pending = ring_shift(arriving, leaving, ring)
+        yield (here - step) % size, *used
+        pending.wait()
+        arriving, leaving = leaving, arriving
+        used = leaving[0], leaving[1]
+    del arriving, leaving  # while the last keys are used, theirs is the only buffer
+    yield (here + 1) % size, *used
+
+
+class KeyGradients:
+    """The gradients of keys and values, each on its way to the rank that the keys belong to.
+
+    Those of rank j's keys start on rank j + 1, and each rank adds its part after it has used j's keys: size - 1 messages.
+
+    Args:
+        k, v: keys and values of this rank.
+        ring: the axis.
+        gradient_dtype: of the messages, where keys have 16 bits.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, ring: Axis, gradient_dtype: torch.dtype) -> None:
+        self._ring, self._like = ring, k
+        self._dtype = fp32_or_wider(k) if k.dtype == fp32_or_wider(k) else gradient_dtype
+        self._own = _Sum(k), _Sum(v)
+        self._arriving: Tensor | None = None
+        self._leaving: Tensor | None = None
+        self._pending = Pending()
+
+    def add_own(self, seen: Rows, of_keys: Tensor, of_values: Tensor, *, heads: slice = _EVERY_HEAD) -> None:
+        """Add what this rank's queries give to some of its own keys and values."""
+        for own, part in zip(self._own, (of_keys, of_values), strict=True):
+            own.add(seen, part, heads)
+
+    def add_and_pass_on(self, parts: list[_KeyPart]) -> None:
+        """Add what this rank's queries give to the keys and values of another rank."""
+        self._pending.wait()
+        if self._arriving is None:
+            self._arriving = self._like.new_zeros((2, *self._like.shape), dtype=self._dtype)
+        for seen, *of_tile in parts:
+            for travelling, part in zip(self._arriving, of_tile, strict=True):
+                travelling[seen] += part
+        free = torch.empty_like(self._arriving) if self._leaving is None else self._leaving
+        self._pending = ring_shift(free, self._arriving, self._ring)
+        self._leaving, self._arriving = self._arriving, free
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Gradients of this rank's keys and values."""
+        self._pending.wait()
+        if self._arriving is not None:
+            self.add_own(EVERYTHING, *self._arriving)
+        return self._own[0].total(), self._own[1].total()

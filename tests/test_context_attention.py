@@ -1,0 +1,162 @@
+"""Attention over ranks whose messages travel while they compute: its numbers, and what each message hides behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from harness import run_world
+from late_backend import late_collectives
+from torch import Tensor
+
+from megazero.comm import head_exchange
+from megazero.comm.collectives import Pending
+from megazero.layers import context_attention, ring_attention, tile_calls
+from megazero.layers.context_attention import ContextAttention
+from megazero.layers.ring_attention import head_pieces
+from megazero.layers.sample_part import part_of
+from megazero.parallel_state import ParallelState, RankGrid
+
+SIZE, SEQ, CPU = 4, 24, torch.device("cpu")
+HEADS = ((8, 8), (8, 2), (4, 1), (12, 6), (16, 4), (20, 10))  # of queries and of keys
+DOCUMENTS: list[list[list[int]] | None] = [None, [[24], [5, 1, 18]]]
+SHAPES = {"ulysses 2": (2, 2), "ring 2": (2, 1), "ring 3": (3, 1), "2 x 2": (4, 2)}  # ranks, of which Ulysses
+
+
+@pytest.mark.parametrize("shares_keys", [True, False])
+def test_pieces_have_every_head_once_with_the_key_head_that_it_reads(shares_keys: bool) -> None:
+    for kv_heads, each, most in product(range(1, 9), range(1, 6), range(1, 6)):
+        pieces = head_pieces(kv_heads * each, kv_heads, most, shares_keys=shares_keys)
+        assert [head for piece in pieces for head in range(kv_heads * each)[piece.queries]] == [*range(kv_heads * each)]
+        for piece in pieces:
+            assert {head // each for head in range(kv_heads * each)[piece.queries]} == {*range(kv_heads)[piece.keys]}
+        assert min(most, kv_heads) <= len(pieces) <= most
+        assert shares_keys or len({piece.keys.start for piece in pieces}) == len(pieces)
+        if shares_keys and kv_heads == 1:
+            assert len(pieces) == min(most, each)
+
+
+def _inputs(heads: int, kv_heads: int, batch: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output, as a layer has them: [batch, heads, seq, size], seq first in memory."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(SEQ, batch, n, SIZE, dtype=torch.float64, generator=generator) for n in (heads, kv_heads) * 2)
+    q, k, grad, v = (x.permute(1, 2, 0, 3) for x in drawn)
+    return [q, k, v, grad]
+
+
+def _formula(heads: int, kv_heads: int, lengths: list[list[int]], window: int | None) -> list[Tensor]:
+    """out, dq, dk and dv of softmax(q k^T / sqrt(size)) v in one piece, with a mask."""
+    q, k, v, grad = _inputs(heads, kv_heads, len(lengths))
+    document = torch.stack([torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in lengths])
+    behind = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
+    seen = (document[:, :, None] == document[:, None]) & (behind >= 0) & (behind < (window or SEQ))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    of_heads = (x.repeat_interleave(heads // kv_heads, dim=1) for x in leaves[1:])
+    k, v = of_heads
+    scores = (q @ k.transpose(2, 3) * SIZE**-0.5).masked_fill(~seen[:, None], -torch.inf)
+    out = scores.softmax(-1) @ v
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def _state(rank: int, world: int, ulysses: int) -> ParallelState:
+    return ParallelState(RankGrid(cp=world), rank, timeout_seconds=60, shares_memory=False, cp_ulysses=ulysses)
+
+
+def _attend(
+    state: ParallelState, heads: int, kv_heads: int, lengths: list[list[int]] | None, window: int | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Which tokens this rank has, and their part of `_formula`."""
+    part = part_of(lengths, SEQ, state.cp_ulysses, state.cp_ring, CPU)
+    assert part is not None
+    rows = part.rows.t()[:, None, :, None]
+    q, k, v, grad = (x.take_along_dim(rows, 2) for x in _inputs(heads, kv_heads, len(lengths or [0])))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = ContextAttention(state.cp_ulysses, state.cp_ring, window, torch.float32).attend(*leaves, part)
+    return rows, [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def _compare(rank: int, world: int, ulysses: int) -> None:
+    state = _state(rank, world, ulysses)
+    with late_collectives(rank):
+        for (heads, kv_heads), lengths, window in product(HEADS, DOCUMENTS, (None, 7)):
+            rows, found = _attend(state, heads, kv_heads, lengths, window)
+            wanted = _formula(heads, kv_heads, lengths or [[SEQ]], window)
+            for name, got, whole in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+                worst = float((got - whole.take_along_dim(rows, 2)).abs().max())
+                assert worst < 1e-12, (name, heads, kv_heads, lengths, window)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_messages_that_arrive_late_give_the_numbers_of_the_formula(shape: str) -> None:
+    """Keys that each, some or all query heads of a rank share, in as many pieces as there may be."""
+    run_world(SHAPES[shape][0], _compare, *SHAPES[shape])
+
+
+@contextmanager
+def _events(into: list[str]) -> Any:
+    """Notes when messages start, when they are waited for, and when a kernel runs, each by the name of what it is for."""
+
+    def noted(name: str, start: Callable[..., Pending]) -> Callable[..., Pending]:
+        def begin(*args: Any) -> Pending:
+            into.append(f"{name} starts")
+            return Pending(start(*args).wait, lambda: into.append(f"{name} waits"))
+
+        return begin
+
+    def kernel(run: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any) -> Any:
+            into.append("kernel")
+            return run(*args)
+
+        return compute
+
+    exchanged, passed = noted("exchange", head_exchange.all_to_all), noted("shift", ring_attention.ring_shift)
+    with (
+        patch.object(head_exchange, "all_to_all", exchanged),
+        patch.object(ring_attention, "ring_shift", passed),
+        patch.object(tile_calls, "tile_forward", kernel(tile_calls.tile_forward)),
+        patch.object(tile_calls, "tile_backward", kernel(tile_calls.tile_backward)),
+    ):
+        yield
+
+
+def _order(rank: int, world: int, ulysses: int, heads: int, kv_heads: int) -> list[str]:
+    state, found = _state(rank, world, ulysses), list[str]()
+    with _events(found):
+        _attend(state, heads, kv_heads, None, None)
+    return found
+
+
+def test_attention_waits_for_the_first_heads_and_computes_while_the_others_travel() -> None:
+    for order in run_world(2, _order, 2, 2, 8, 2):  # on a rank 4 heads that share one of keys
+        kernel, (starts, waits) = "kernel", ("exchange starts", "exchange waits")
+        forward = [starts] * 6 + [waits] * 3 + [kernel, starts] + [waits, kernel, starts] * 3 + [waits] * 4
+        backward = [starts] * 4 + [waits, kernel, starts] * 4 + [starts] * 2 + [waits] * 6
+        assert order == forward + backward
+
+
+def test_the_last_gradients_of_a_ring_travel_while_its_own_keys_are_used() -> None:
+    for order in run_world(2, _order, 2, 1, 4, 2):
+        starts = [number for number, event in enumerate(order) if event == "shift starts"]
+        waits = [number for number, event in enumerate(order) if event == "shift waits"]
+        assert len(starts) == len(waits) == 3  # keys forward and backward, and their gradients
+        for start, wait in zip(starts, waits, strict=True):
+            assert "kernel" in order[start:wait]
+
+
+def test_ranks_that_exchange_when_they_wait_do_so_once() -> None:
+    """In the memory of one host nothing travels by itself: pieces would only wait more often."""
+    assert context_attention._MOST_PIECES > 1
+    found = run_world(2, _calls_in_shared_memory)
+    assert found == [8] * 2  # q, k, v and out, forward and backward
+
+
+def _calls_in_shared_memory(rank: int) -> int:
+    state = ParallelState(RankGrid(cp=2), rank, timeout_seconds=60, cp_ulysses=2)
+    _attend(state, 8, 2, None, None)
+    return state.traffic.calls["cp", "all_to_all"]
