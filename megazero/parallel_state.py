@@ -171,7 +171,15 @@ class Traffic:
         """The host makes progress without a collective."""
         self.advanced = time.perf_counter()
 
-    def add(self, axis: str, operation: str, sent_bytes: int, link_bytes: int = 0) -> None:
+    def add(
+        self,
+        axis: str,
+        operation: str,
+        sent_bytes: int,
+        link_bytes: int = 0,
+        filled: Sequence[Tensor] = (),  # noqa: ARG002
+    ) -> None:
+        """Count an operation that begins; `filled`: what it writes, which only a plan looks at."""
         self.sent_bytes[axis, operation] += sent_bytes
         self.link_bytes[axis, operation] += link_bytes
         self.calls[axis, operation] += 1

@@ -13,6 +13,7 @@ import torch
 from harness import run_world
 from late_backend import late_collectives
 from torch import Tensor
+from worlds import LLAMA, run_of
 
 from megazero.comm import head_exchange
 from megazero.comm.collectives import Pending
@@ -21,6 +22,9 @@ from megazero.layers.context_attention import ContextAttention
 from megazero.layers.ring_attention import head_pieces
 from megazero.layers.sample_part import part_of
 from megazero.parallel_state import ParallelState, RankGrid
+from megazero.plan.dry_run import dry_run
+from megazero.plan.fake_tensors import Message
+from megazero.plan.unit_trace import trace_units
 
 SIZE, SEQ, CPU = 4, 24, torch.device("cpu")
 HEADS = ((8, 8), (8, 2), (4, 1), (12, 6), (16, 4), (20, 10))  # of queries and of keys
@@ -63,8 +67,12 @@ def _formula(heads: int, kv_heads: int, lengths: list[list[int]], window: int | 
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _state(rank: int, world: int, ulysses: int) -> ParallelState:
-    return ParallelState(RankGrid(cp=world), rank, timeout_seconds=60, shares_memory=False, cp_ulysses=ulysses)
+def _state(rank: int, world: int, ulysses: int, neighbours: int = 0) -> ParallelState:
+    """neighbours: ranks of a host, which share memory; none does without."""
+    grid, shares = RankGrid(cp=world), neighbours > 0
+    return ParallelState(
+        grid, rank, timeout_seconds=60, shares_memory=shares, neighbours=neighbours or 1, cp_ulysses=ulysses
+    )
 
 
 def _attend(
@@ -80,10 +88,10 @@ def _attend(
     return rows, [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def _compare(rank: int, world: int, ulysses: int) -> None:
-    state = _state(rank, world, ulysses)
+def _compare(rank: int, world: int, ulysses: int, neighbours: int = 0) -> None:
+    state = _state(rank, world, ulysses, neighbours)
     with late_collectives(rank):
-        for (heads, kv_heads), lengths, window in product(HEADS, DOCUMENTS, (None, 7)):
+        for (heads, kv_heads), lengths, window in product(HEADS[:: neighbours or 1], DOCUMENTS, (None, 7)):
             rows, found = _attend(state, heads, kv_heads, lengths, window)
             wanted = _formula(heads, kv_heads, lengths or [[SEQ]], window)
             for name, got, whole in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
@@ -95,6 +103,31 @@ def _compare(rank: int, world: int, ulysses: int) -> None:
 def test_messages_that_arrive_late_give_the_numbers_of_the_formula(shape: str) -> None:
     """Keys that each, some or all query heads of a rank share, in as many pieces as there may be."""
     run_world(SHAPES[shape][0], _compare, *SHAPES[shape])
+
+
+def test_hosts_that_cut_some_groups_of_ulysses_and_not_others_agree_on_the_pieces() -> None:
+    """Two hosts of three ranks: 0 and 1 share memory, 2 and 3 do not, and both send keys round the same ring."""
+    run_world(6, _compare, 6, 2, 3)
+
+
+def test_a_dry_run_finds_all_ranks_of_such_hosts_with_the_same_messages() -> None:
+    model = LLAMA | {"num_layers": 1, "num_heads": 8, "num_kv_heads": 8, "hidden_size": 64, "seq_len": 48}
+    run = run_of(6, model=model, parallel={"cp": 6, "cp_ulysses": 2, "cp_method": "hybrid"})
+    assert not dry_run(run, per_node=3, on_cuda=False).problems
+
+
+@pytest.mark.parametrize("seq_len", [1024, 4096])
+def test_a_plan_has_the_pieces_of_the_device_that_it_is_for(seq_len: int) -> None:
+    """On CUDA a piece has 2^15 rows of queries at least: of 8 samples and 4 heads 1,024 tokens are one, 4,096 make four."""
+    model = LLAMA | {"num_heads": 8, "num_kv_heads": 8, "hidden_size": 64, "seq_len": seq_len}
+    run = run_of(2, model=model, parallel={"cp": 2, "cp_method": "ulysses"})
+    assert run.micro_batch_size == 8
+    for on_cuda, per_node, pieces in ((True, 2, seq_len // 1024), (False, 2, 1), (False, 1, 4)):
+        layer = next(
+            one for key, one in trace_units(run, on_cuda=on_cuda, per_node=per_node).items() if not isinstance(key, str)
+        )
+        exchanges = [one for one in layer.forward.events if isinstance(one, Message) and one.operation == "all_to_all"]
+        assert len(exchanges) == 4 * pieces
 
 
 @contextmanager

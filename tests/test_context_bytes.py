@@ -225,7 +225,7 @@ SMALL = {"num_heads": 12, "num_kv_heads": 4, "head_dim": 8, "seq_len": 960}
             {"cp": 12, "cp_method": "hybrid", "cp_ulysses": 6},
             [
                 "parallel.cp_ulysses = 6: must divide the 12 heads of a tensor-parallel rank, and divide or multiply its 4 "
-                'key/value heads; the nearest is 4, or parallel.cp_method = "ring"'
+                'key/value heads; the nearest is 4, or write parallel.cp_method = "ring"'
             ],
         ),
         (
@@ -233,7 +233,7 @@ SMALL = {"num_heads": 12, "num_kv_heads": 4, "head_dim": 8, "seq_len": 960}
             {"cp": 15, "cp_method": "hybrid", "cp_ulysses": 5},
             [
                 "parallel.cp_ulysses = 5: must divide the 12 heads of a tensor-parallel rank, and divide or multiply its 4 "
-                'key/value heads; parallel.cp_method = "ring"'
+                'key/value heads; no degree does, so write parallel.cp_method = "ring"'
             ],
         ),
         (
@@ -277,8 +277,8 @@ SMALL = {"num_heads": 12, "num_kv_heads": 4, "head_dim": 8, "seq_len": 960}
             4,
             {"cp": 4, "cp_ulysses": 2},
             [
-                'parallel.cp_ulysses = 2: must be unset where parallel.cp_method = "auto", which picks it; leave it out, or '
-                'parallel.cp_method = "hybrid"'
+                'parallel.cp_ulysses = 2: must be unset where parallel.cp_method = "auto", which picks it; leave it out '
+                '(parallel.cp_ulysses=unset on the command line), or parallel.cp_method = "hybrid"'
             ],
         ),
     ],

@@ -123,7 +123,8 @@ def test_a_collective_is_exposed_until_the_first_operator_that_reads_it() -> Non
         return Operator("aten.mm.default", (value[a], value[b]), (value[out],))
 
     taken = Operator("aten.new_empty.default", (value[0],), (value[1],))
-    events = (taken, Message("all_gather", "tp", 1_000_000), product(0, 2, 3), product(1, 2, 4))
+    gather = Message("all_gather", "tp", 1_000_000, fills=frozenset([1]))
+    events = (taken, gather, product(0, 2, 3), product(1, 2, 4))
     links = {"tp": GroupLink(cluster, 2, 2, 1)}
     found = pass_time(PassTrace(events), cluster, links, is_compiled=True)
     beside = found.compute / 2
@@ -164,6 +165,23 @@ def test_copies_to_a_type_that_only_a_cpu_needs_are_left_out() -> None:
     found = events_on_cuda([copied, attention, Operator("aten._to_copy.default", (out,), (back,)), after])
     assert [one.name for one in found if isinstance(one, Operator)] == [attention.name, after.name]
     assert [value.storage for value in found[0].inputs] == [1, 1, 1]  # type: ignore[union-attr]
+
+
+def test_tiles_of_the_same_queries_are_one_call_and_those_of_other_queries_another() -> None:
+    """What lies between the first and the last tile merges them; what lies between two pieces of heads is work."""
+    values = [Value(storage, (1, 2, 8, 4), torch.bfloat16) for storage in range(8)]
+
+    def tile(q: int, out: int) -> Operator:
+        name = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+        return Operator(name, (values[q], values[2], values[3]), (values[out],), True)
+
+    def other(name: str) -> Operator:
+        return Operator(name, (values[4],), (values[6],))
+
+    events = [tile(0, 4), other("aten.lerp_.Scalar"), tile(0, 5), other("aten.clone.default"), tile(1, 7)]
+    left = [one for one in events_on_cuda(events) if isinstance(one, Operator)]
+    assert [one.name.split(".")[1] for one in left if "attention" not in one.name] == ["clone"]
+    assert len(left) == 4
 
 
 def test_the_last_wave_of_tiles_leaves_multiprocessors_without_work() -> None:

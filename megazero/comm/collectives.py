@@ -88,11 +88,12 @@ def _start(
     axis: Axis,
     sent_bytes: int,
     link_bytes: int,
+    filled: Tensor,
     start: Callable[[], Wait],
     finish: Callable[[], object] | None = None,
     label: str = "",
 ) -> Pending:
-    axis.traffic.add(axis.name, operation, sent_bytes, link_bytes)
+    axis.traffic.add(axis.name, operation, sent_bytes, link_bytes, (filled,))
     named = f"{operation} of {label}" if label else operation
     return Pending(partial(_guarded, named, axis, _guarded(named, axis, start)), finish)
 
@@ -140,7 +141,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
         return Pending(begun.wait, finish)
     backend, sent = _backend(axis, tensor.device), 2 * tensor.nbytes * (axis.size - 1) // axis.size
     linked = backend.link_bytes("all_reduce", tensor, axis)
-    return _start("all_reduce", axis, sent, linked, lambda: backend.all_reduce(tensor, axis, op))
+    return _start("all_reduce", axis, sent, linked, tensor, lambda: backend.all_reduce(tensor, axis, op))
 
 
 def numbers_of(reduced: Tensor, axis: Axis) -> list[float]:
@@ -158,7 +159,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     if axis.size == 1:
         return Pending()
     sent, start = tensor.nbytes * (axis.index == source), partial(_messages(axis).broadcast, tensor, axis, source)
-    return _start("broadcast", axis, sent, sent * any(map(axis.is_apart, range(axis.size))), start)
+    return _start("broadcast", axis, sent, sent * any(map(axis.is_apart, range(axis.size))), tensor, start)
 
 
 def _check_parts(whole: Tensor, part: Tensor, axis: Axis) -> None:
@@ -184,7 +185,9 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
         return Pending()
     backend = _backend(axis, shard.device)
     sent, linked = shard.nbytes * (axis.size - 1), backend.link_bytes("all_gather", out, axis)
-    return _start("all_gather", axis, sent, linked, lambda: backend.all_gather(out, shard, axis, label), label=label)
+    return _start(
+        "all_gather", axis, sent, linked, out, lambda: backend.all_gather(out, shard, axis, label), label=label
+    )
 
 
 def check_order(axis: Axis) -> None:
@@ -217,11 +220,12 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
     backend, sent = _backend(axis, full.device), full.nbytes * (axis.size - 1) // axis.size
     linked = backend.link_bytes("reduce_scatter", full, axis)
     if not backend.needs_scratch:
-        return _start("reduce_scatter", axis, sent, linked, lambda: backend.reduce_scatter(out, full, axis))
+        return _start("reduce_scatter", axis, sent, linked, out, lambda: backend.reduce_scatter(out, full, axis))
     arriving = torch.empty_like(full) if scratch is None else scratch[: full.numel()].view_as(full)
     parts = arriving.view(axis.size, *out.shape).unbind(0)
     sum_parts = partial(combine, out, parts, torch.add)  # in rank order
-    return _start("reduce_scatter", axis, sent, linked, lambda: backend.reduce_scatter(arriving, full, axis), sum_parts)
+    start = partial(backend.reduce_scatter, arriving, full, axis)
+    return _start("reduce_scatter", axis, sent, linked, arriving, start, sum_parts)
 
 
 def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -245,10 +249,11 @@ def all_to_all(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     backend, sent = _backend(axis, x.device), x.nbytes * (axis.size - 1) // axis.size
     linked = backend.link_bytes("all_to_all", x, axis)
     if not backend.needs_contiguous:
-        return _start("all_to_all", axis, sent, linked, lambda: backend.all_to_all(out, x, axis))
+        return _start("all_to_all", axis, sent, linked, out, lambda: backend.all_to_all(out, x, axis))
     parts, arriving = x.contiguous(), out if out.is_contiguous() else out.new_empty(out.shape)
     finish = None if arriving is out else partial(out.copy_, arriving)
-    return _start("all_to_all", axis, sent, linked, lambda: backend.all_to_all(arriving, parts, axis), finish)
+    start = partial(backend.all_to_all, arriving, parts, axis)
+    return _start("all_to_all", axis, sent, linked, arriving, start, finish)
 
 
 def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
@@ -273,7 +278,7 @@ def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
 
         return wait
 
-    return _start("ring_shift", axis, x.nbytes, linked, start)
+    return _start("ring_shift", axis, x.nbytes, linked, out, start)
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
@@ -345,7 +350,8 @@ def exchange(sends: Transfers, receives: Transfers, axis: Axis) -> list[Pending]
 
     _progress(axis)
     linked = sum(tensor.nbytes for tensor, peer in sends if axis.is_apart(axis.ranks.index(peer)))
-    axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends), linked)
+    arriving = [buffer for buffer, _ in receives]
+    axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends), linked, arriving)
     waits = _guarded("send_recv", axis, lambda: _messages(axis).exchange(sends, receives, axis))
     return [Pending(partial(_guarded, "send_recv", axis, partial(wait, one))) for one in waits]
 

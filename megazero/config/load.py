@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from megazero.config.derive import batch_sizes, fit, ranks_of_a_sample
 from megazero.config.problems import validate
 from megazero.config.rules import Rule, broken_rules, idle_activations, idle_keys
-from megazero.config.schema import RunConfig, sections
+from megazero.config.schema import RunConfig, keys, sections
 from megazero.models.registry import FAMILIES
 from megazero.registry import closest, did_you_mean
 from megazero.settings import ConfigError, Problem, file_error, read_text
@@ -38,6 +38,8 @@ _RANKS_OF_A_MACHINE = 8
 _LAUNCHERS = (
     "on several machines start the ranks with torchrun (examples/launch_torchrun.sh) or srun (examples/pretrain.slurm)"
 )
+
+_UNSET = "unset"  # written on the command line, as docs/config.md says: the key is left out
 
 # Run files may still have the old name of a key.
 RENAMED = {"zero.resident_elements": "zero.persistent_elements"}
@@ -126,7 +128,8 @@ def load_config(
             whole = each * (1 if config.parallel.dp == "auto" else config.parallel.dp)
             more = f"for more ranks say {asks} {whole}, or as many as there are" if asks else _LAUNCHERS
             is_large = each > _RANKS_OF_A_MACHINE
-            hint = more if is_large and key == source else f"{hint}; {more}"
+            if whole > ranks:
+                hint = more if is_large and key == source else f"{hint}; {more}"
         problems.append(replace(problem, key=key, hint=hint))
     if problems:
         raise ConfigError(problems, str(path))
@@ -243,7 +246,10 @@ def _override(tables: Tables, text: str) -> Problem | None:
             home = ".".join(outer[:depth])
             # If the file makes a section a value, the schema reports it.
             return None if home in sections() else Problem("override", text, f"{home} is no section")
-    table[key] = _override_value(written)
+    if written == _UNSET and key in keys().get(".".join(outer), {}):
+        table.pop(key, None)
+    else:
+        table[key] = _override_value(written)
     return None
 
 

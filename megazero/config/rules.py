@@ -239,14 +239,18 @@ def _context_degrees_agree(config: RunConfig, _: int) -> Iterator[Problem]:
         rule = f'must be "ulysses" or "ring" where parallel.cp = {cp}, which is no product of two degrees above 1'
         yield Problem("parallel.cp_method", method, rule)
     elif method == "hybrid" and ulysses is None:
-        yield Problem(key, None, f"must be set {where}", f"write {' or '.join(map(str, between))}")
+        heads = heads_of_rank(config.model.num_heads, config.model.num_kv_heads, config.parallel.tp)
+        fitting = [str(degree) for degree in between if degree in ulysses_degrees(*heads)]
+        hint = (
+            f"write {' or '.join(fitting)}" if fitting else 'no degree fits the heads, so parallel.cp_method = "ring"'
+        )
+        yield Problem(key, None, f"must be set {where}", hint)
     elif method == "hybrid" and ulysses not in between:
         rule = f"must divide parallel.cp={cp} and be neither 1 nor {cp} {where}"
         yield Problem(key, ulysses, rule, nearest_text(nearest_of(ulysses or 1, between)))
     elif method == "auto" and ulysses is not None:
-        yield Problem(
-            key, ulysses, f"must be unset {where}, which picks it", 'leave it out, or parallel.cp_method = "hybrid"'
-        )
+        hint = f'leave it out ({key}=unset on the command line), or parallel.cp_method = "hybrid"'
+        yield Problem(key, ulysses, f"must be unset {where}, which picks it", hint)
     elif method in ("ulysses", "ring") and ulysses not in (None, degree := cp if method == "ulysses" else 1):
         yield Problem(key, ulysses, f"must be {degree} {where}", 'leave it out, or parallel.cp_method = "hybrid"')
 
@@ -273,8 +277,8 @@ def _ulysses_splits_heads(config: RunConfig, _: int) -> Iterator[Problem]:
         hint += 'parallel.cp_method = "ring"' + (' or "hybrid"' if others else "")
         yield Problem("parallel.cp", degree, f'{rule}, where parallel.cp_method = "ulysses"', hint)
         return
-    hint = f"{nearest_text(nearest_of(degree, others))}, or " if others else ""
-    yield Problem("parallel.cp_ulysses", degree, rule, f'{hint}parallel.cp_method = "ring"')
+    hint = f"{nearest_text(nearest_of(degree, others))}, or write" if others else "no degree does, so write"
+    yield Problem("parallel.cp_ulysses", degree, rule, f'{hint} parallel.cp_method = "ring"')
 
 
 def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:

@@ -97,6 +97,16 @@ def open_corpus(
     return Corpus(SampleStream(training, weights, seed), held_out, fingerprint, by_source)
 
 
+def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:
+    """A line where a mask of documents would change nothing.  `samples`: lengths of the documents of some."""
+    if not samples or any(len(lengths) > 1 for lengths in samples):
+        return []
+    return [
+        f"data.document_mask = true changes nothing in the first {len(samples)} samples, each of which is one document: are "
+        "documents longer, or does the .idx not tell them apart? See docs/data.md"
+    ]
+
+
 def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[str]:
     """A line for each named source that a run of so many samples reads more than once."""
     read = zip(names, stream.epochs(samples), strict=True)

@@ -13,6 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import ArrayLike, NDArray
 
+from megazero.registry import closest, did_you_mean
+
 END_OF_DOCUMENT_TOKENS: Final = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -127,5 +129,6 @@ def load_tokenizer(name: str | Path, eod_token: str | None = None) -> Tokenizer:
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():
-        raise FileNotFoundError(f'tokenizer {str(name)!r} is neither "byte" nor a tokenizer.json file: no {path}')
+        meant = did_you_mean([f'"{one}"' for one in closest(str(name), ["byte"])], f"there is no file {path}")
+        raise FileNotFoundError(f'tokenizer {str(name)!r} is neither "byte" nor a tokenizer.json file: {meant}')
     return FileTokenizer(path, eod_token)

@@ -414,7 +414,11 @@ def _build_chunks(
     attends = None
     if state.cp.size > 1 or config.data.document_mask:
         attends = ContextAttention(
-            state.cp_ulysses, state.cp_ring, config.model.sliding_window, DTYPES[config.precision.reduce_dtype]
+            state.cp_ulysses,
+            state.cp_ring,
+            config.model.sliding_window,
+            DTYPES[config.precision.reduce_dtype],
+            on_cuda=(state.planned_on or state.device.type) == "cuda",
         )
     for layout in mine:
         queues.append(WeightGradQueue())

@@ -10,22 +10,22 @@ Where the ranks of Ulysses communicate while they compute, heads are exchanged a
     link          k v q0 | q1 | q2 | q3 |      | out0 | out1 | out2 | out3
     computing            | q0   | q1   | q2   | q3   |
 
-So attention waits for the first piece's arrival, and whoever reads its output for the last one's.  The backward does the
-same with gradients.
+So attention waits for the first piece's arrival, and whoever reads its output for the last one's.  Keys and values go with
+the first piece that reads them.  The backward does the same with gradients.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, runs_by_itself
+from megazero.comm.collectives import Pending, largest, runs_by_itself
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
 from megazero.layers.recompute import KeptResults
 from megazero.layers.ring_attention import HeadPiece, KeyGradients, Ring, head_pieces
@@ -37,16 +37,22 @@ _LEAST_CUDA_ROWS = 1 << 15  # of queries in a piece: 256 blocks of flash attenti
 
 
 class ContextAttention:
-    """Causal attention within documents, over all ranks of context parallelism.
+    """Causal attention within documents, over all ranks of context parallelism, which make it together.
 
     Args:
         ulysses, ring: the two axes.
         window: how many positions a query sees, its own included; None for all of its document up to itself.
         gradient_dtype: in which the gradients of keys and values travel, where keys have 16 bits.
+        on_cuda: whether the run computes there; a plan's tensors do not say so.
     """
 
-    def __init__(self, ulysses: Axis, ring: Axis, window: int | None, gradient_dtype: torch.dtype) -> None:
+    def __init__(
+        self, ulysses: Axis, ring: Axis, window: int | None, gradient_dtype: torch.dtype, *, on_cuda: bool = False
+    ) -> None:
         self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype)
+        # Each message of a ring is of one piece, so all its ranks need one answer; their exchanges are in other groups.
+        (waits,) = largest([float(not runs_by_itself(ulysses))], ring)
+        self._most_pieces, self._least_rows = 1 if waits else _MOST_PIECES, _LEAST_CUDA_ROWS if on_cuda else 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart, *, kept: KeptResults | None = None) -> Tensor:
         """q: [batch, heads, seq of the rank, size], k and v: [batch, kv heads, ...] -> as q.
@@ -64,16 +70,11 @@ class ContextAttention:
         out: Tensor = _Attention.apply(q, k, v, self, part, kept)
         return out
 
-    @cached_property
-    def _hides_exchanges(self) -> bool:
-        return runs_by_itself(self.ulysses)
-
     def pieces(self, q: Tensor, k: Tensor) -> list[HeadPiece]:
         """The pieces in which the heads that a rank attends with are exchanged and used.  q, k: as in `attend`."""
         heads, kv_heads = q.shape[1] // self.ulysses.size, k.shape[1] // self.ulysses.size
-        most = _MOST_PIECES if self._hides_exchanges else 1
-        if q.is_cuda:
-            most = max(1, min(most, q.shape[0] * q.shape[2] * q.shape[1] // _LEAST_CUDA_ROWS))
+        rows = q.shape[0] * q.shape[1] * q.shape[2]
+        most = max(1, min(self._most_pieces, rows // self._least_rows))
         # pieces that share keys would send them round a ring each
         return head_pieces(heads, kv_heads, most, shares_keys=self.ring.axis.size == 1)
 

@@ -41,9 +41,17 @@ class HeadPiece(NamedTuple):
 
 
 def head_pieces(heads: int, kv_heads: int, most: int, *, shares_keys: bool) -> list[HeadPiece]:
-    """All heads, in `most` pieces of about one size or fewer.  4 heads, 2 of keys, at most 4: (0, 0) (1, 0) (2, 1) (3, 1).
+    """All heads, in at most `most` pieces of about one size.
 
-    shares_keys: pieces may read the same heads of keys; these pieces follow one another.
+    4 heads of queries, 2 of keys, at most 4 pieces:    query head 0 | 1 | 2 | 3    where pieces may share keys
+                                         key head   0 | 0 | 1 | 1
+                                         query heads 0 1 | 2 3          where they may not
+                                         key head      0 |   1
+
+    Args:
+        heads, kv_heads: how many there are; the former is a multiple of the latter.
+        most: at least 1.
+        shares_keys: pieces may read the same heads of keys; these pieces follow one another.
     """
     each, found = heads // kv_heads, []
     parts = min(kv_heads, most)
@@ -75,7 +83,7 @@ class Ring:
         return runs_by_itself(self.axis)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart) -> tuple[Tensor, Tensor]:
-        """out, as q, and for each query the log-sum-exp, fp32 [batch, heads, seq].
+        """out, as q, and for each query the log-sum-exp, [batch, heads, seq] in fp32, or in fp64 for fp64.
 
         Args:
             q: [batch, heads, seq of a ring rank, size].
@@ -156,7 +164,7 @@ class _Merged:
 
     Args:
         out: [batch, heads, seq, size]; in fp32 from the second part on.
-        lse: fp32 [batch, heads, seq].
+        lse: [batch, heads, seq], in fp32 or wider.
     """
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:

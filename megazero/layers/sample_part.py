@@ -47,7 +47,10 @@ class AttentionPlan:
         self._tables: dict[tuple[int, int | None, bool], list[Ints]] = {}
 
     def tables(self, source: int, window: int | None, *, masked: bool = True) -> list[Ints]:
-        """The `tile_table` of this rank's queries with the keys of ring rank `source`: of each sample, or one of all."""
+        """The `tile_table` of this rank's queries with the keys of ring rank `source`: of each sample, or one of all.
+
+        masked: the kernel takes a window as a mask, see `tile_table`.
+        """
         key = source, window, masked
         if key not in self._tables:
             runs = zip(self._own, self._samples, strict=True)
@@ -141,7 +144,10 @@ def _part(
 
 
 def copied_to(device: torch.device, array: NDArray[Any]) -> Tensor:
-    """The array on a device, of use in training whoever calls this.  CUDA takes it without the host waiting for it."""
-    with torch.inference_mode(False):  # an evaluation may be the first to ask for what is kept, and training the next
+    """The array on a device; on CUDA the host does not wait for the copy.
+
+    No inference tensor, also where an evaluation is the first to ask: training uses what is kept.
+    """
+    with torch.inference_mode(False):
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -59,12 +59,14 @@ class Operator:
 
 @dataclass(frozen=True)
 class Message:
-    """A collective call or a message that begins here; bytes that this rank sends, and of them to other hosts."""
+    """A collective call or a message that begins here; bytes that this rank sends, and of them to other hosts; the
+    storages that it fills."""
 
     operation: str
     axis: str
     sent_bytes: int
     link_bytes: int = 0
+    fills: frozenset[int] = frozenset()
 
 
 Event: TypeAlias = Operator | Message
@@ -98,9 +100,10 @@ class FakeTensors:
 
     def value(self, tensor: Tensor) -> Value:
         """What is recorded of a tensor, whose storage lives from now on if it was not known."""
-        return Value(self._number(tensor), tuple(tensor.shape), tensor.dtype)
+        return Value(self.number(tensor), tuple(tensor.shape), tensor.dtype)
 
-    def _number(self, tensor: Tensor) -> int:
+    def number(self, tensor: Tensor) -> int:
+        """Of the storage of a tensor, which lives from now on if it was not known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._storages:

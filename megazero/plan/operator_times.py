@@ -122,33 +122,33 @@ def moved_bytes(operator: Operator) -> float:
 def events_on_cuda(events: Sequence[Event]) -> list[Event]:
     """A pass as a GPU runs it: a trace runs as on a CPU, whose attention takes fp32 and tiles of its own.
 
-    Copies in front of attention and behind it go; of several tiles only what communicates lies between the first and the
-    last, since a GPU has a call for many tiles, which also merges them.
+    Copies in front of attention and behind it go; of several tiles of the same queries only what communicates lies between
+    the first and the last, since a GPU has a call for many tiles, which also merges them.
     """
-    at = [index for index, one in enumerate(events) if isinstance(one, Operator) and attention_flops(one) is not None]
-    if not at:
-        return list(events)
-    seen = [events[index] for index in at]
-    read = {value.storage for one in seen if isinstance(one, Operator) for value in one.inputs}
-    made = {value.storage for one in seen if isinstance(one, Operator) for value in one.outputs}
-    same: dict[int, int] = {}
+    seen = {at: one for at, one in enumerate(events) if isinstance(one, Operator) and attention_flops(one) is not None}
+    read = {value.storage for one in seen.values() for value in one.inputs}
+    made = {value.storage for one in seen.values() for value in one.outputs}
+    same: dict[int, int] = {}  # storage of a copy: that of what was copied
+    left_out = set[int]()
+    for at, one in enumerate(events):
+        if isinstance(one, Operator) and one.name.startswith("aten._to_copy") and one.inputs:
+            source = one.inputs[0].storage
+            if one.outputs[0].storage in read or source in made:
+                same[one.outputs[0].storage] = same.get(source, source)
+                left_out.add(at)
+    tiles: dict[tuple[bool, int], list[int]] = {}  # by direction and queries
+    for at, one in seen.items():
+        is_backward = "backward" in one.name
+        query = one.inputs[1 if is_backward else 0].storage
+        tiles.setdefault((is_backward, same.get(query, query)), []).append(at)
+    left_out |= {at for of_queries in tiles.values() for at in range(of_queries[0], of_queries[-1])} - seen.keys()
     found: list[Event] = []
-    for index, one in enumerate(events):
+    for at, one in enumerate(events):
         if isinstance(one, Message):
-            found.append(one)
-            continue
-        if at[0] < index < at[-1] and index not in at:
-            continue
-        source = one.inputs[0].storage if one.inputs else -1
-        if one.name.startswith("aten._to_copy") and (one.outputs[0].storage in read or source in made):
-            same[one.outputs[0].storage] = same.get(source, source)
-            continue
-        found.append(
-            replace(
-                one,
-                inputs=tuple(value._replace(storage=same.get(value.storage, value.storage)) for value in one.inputs),
-            )
-        )
+            found.append(replace(one, fills=frozenset(same.get(storage, storage) for storage in one.fills)))
+        elif at not in left_out:
+            inputs = tuple(value._replace(storage=same.get(value.storage, value.storage)) for value in one.inputs)
+            found.append(replace(one, inputs=inputs))
     return found
 
 

@@ -16,11 +16,9 @@ from dataclasses import dataclass, field
 from megazero.config import ResolvedRun
 from megazero.plan.cluster import Cluster
 from megazero.plan.collective_times import GroupLink
-from megazero.plan.fake_tensors import Event, Message, Operator
+from megazero.plan.fake_tensors import Event, Message
 from megazero.plan.operator_times import Kernel, events_on_cuda, kernels_of, operator_seconds
 from megazero.plan.unit_trace import PassTrace, UnitKey, UnitTrace, trace_units
-
-_TAKES_MEMORY = ("aten.empty", "aten.new_empty", "aten.clone")
 
 
 @dataclass(frozen=True)
@@ -98,10 +96,9 @@ def pass_time(
         return _on_calibrated(trace.events, cluster, links)
     device = cluster.device
     events, clock = events_on_cuda(trace.events), _Clock(links)
-    results = results_of(events)
     for step in kernels_of(events, device, later, is_compiled=is_compiled):
         if isinstance(step, Message):
-            clock.start(step, results.pop(0))
+            clock.start(step)
         else:
             clock.run(step)
     clock.wait()
@@ -121,22 +118,6 @@ def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str
     return PassTime(compute, exposed)
 
 
-def results_of(events: Sequence[Event]) -> list[frozenset[int]]:
-    """For each message the storages that it fills: those taken directly before it, or what the operator before it made."""
-    found = []
-    for at, event in enumerate(events):
-        if isinstance(event, Message):
-            storages: set[int] = set()
-            before = at - 1
-            while before >= 0 and isinstance(one := events[before], Operator) and one.name.startswith(_TAKES_MEMORY):
-                storages |= {value.storage for value in one.outputs}
-                before -= 1
-            if not storages and before >= 0 and isinstance(one := events[before], Operator):
-                storages = {value.storage for value in one.outputs}
-            found.append(frozenset(storages))
-    return found
-
-
 class _Clock:
     """Walks through a pass: one stream computes, one for each axis communicates."""
 
@@ -148,12 +129,12 @@ class _Clock:
         self.compute, self.operators = 0.0, 0
         self.exposed, self.hidden = Counter[str](), Counter[str]()
 
-    def start(self, message: Message, results: frozenset[int]) -> None:
+    def start(self, message: Message) -> None:
         """Begin a collective."""
         seconds = self._links[message.axis].seconds(message.operation, message.sent_bytes)
         end = max(self._now, self._free[message.axis]) + seconds
         self._free[message.axis] = end  # type: ignore[assignment]
-        self._under_way.append((results, message.axis, seconds, end))
+        self._under_way.append((message.fills, message.axis, seconds, end))
 
     def run(self, kernel: Kernel) -> None:
         """Wait for what a kernel reads, then run it."""

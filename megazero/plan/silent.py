@@ -33,15 +33,23 @@ _REAL: dict[Kind, type[TorchBackend | TwoLevelBackend | SharedMemoryBackend]] = 
 
 
 class RecordedTraffic(Traffic):
-    """Traffic that is also told as events, in order."""
+    """Traffic that is also told as events, in order.
 
-    def __init__(self, events: list[Event]) -> None:
+    Args:
+        events: takes them.
+        number_of: numbers the storage of a tensor that an operation fills; None leaves these out.
+    """
+
+    def __init__(self, events: list[Event], number_of: Callable[[Tensor], int] | None = None) -> None:
         super().__init__()
-        self._events = events
+        self._events, self._number_of = events, number_of
 
-    def add(self, axis: str, operation: str, sent_bytes: int, link_bytes: int = 0) -> None:
+    def add(
+        self, axis: str, operation: str, sent_bytes: int, link_bytes: int = 0, filled: Sequence[Tensor] = ()
+    ) -> None:
         super().add(axis, operation, sent_bytes, link_bytes)
-        self._events.append(Message(operation, axis, sent_bytes, link_bytes))
+        numbers = frozenset(map(self._number_of, filled)) if self._number_of is not None else frozenset[int]()
+        self._events.append(Message(operation, axis, sent_bytes, link_bytes, numbers))
 
 
 class Meeting(Protocol):

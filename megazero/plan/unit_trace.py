@@ -251,13 +251,13 @@ class _Bench:
         part = self._part()  # made of real tensors: they are cached
         self._fake.__enter__()
         self.arena.reserve(_MUCH)
-        traffic = RecordedTraffic(self._fake.operators)
+        traffic = RecordedTraffic(self._fake.operators, self._fake.number)
         of_cp = [key.ranks_of_cp[: key.ulysses], key.ranks_of_cp[:: key.ulysses]]
         self.tp = _axis("tp", key.ranks_of_tp, key, traffic)
         ulysses, ring = (_axis("cp", ranks, key, traffic) for ranks in of_cp)  # as a run's state names both
         attends = None
         if part is not None:
-            attends = ContextAttention(ulysses, ring, key.model.sliding_window, key.reduce_dtype)
+            attends = ContextAttention(ulysses, ring, key.model.sliding_window, key.reduce_dtype, on_cuda=key.on_cuda)
         context = BuildContext(key.model, self.tp, key.sequence_parallel, 0, cpu, self._queue, key.dtype, attends)
         with torch.device("meta"):
             self.stage = GPTStage(context, self._layout)

@@ -9,17 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from megazero.config import ResolvedRun
 from megazero.config.derive import sent_by_attention
+from megazero.data.corpus import without_borders
 from megazero.layers.token_layout import balance, shards, work
 from megazero.settings import counted
 
-_WITHOUT_BORDERS = (
-    "; each is one document, so the mask changes nothing in them: are the data's documents longer, or not told apart in its "
-    ".idx (docs/data.md)?"
-)
-
 
 def describe_context(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) -> Iterator[str]:
-    """A line on context parallelism, where there is any, and one on documents, where attention stays within them.
+    """A line on context parallelism, where there is any, and lines on documents, where attention stays within them.
 
     Args:
         samples: lengths of the documents of some samples; None where the data is not on this machine.
@@ -30,6 +26,7 @@ def describe_context(run: ResolvedRun, samples: Sequence[Sequence[int]] | None) 
         yield _sent(run) + _balance(run, samples if masks else whole)
     if masks:
         yield "documents: not known, the data is not on this machine" if samples is None else _documents(run, samples)
+        yield from without_borders(samples or ())
 
 
 def _sent(run: ResolvedRun) -> str:
@@ -65,4 +62,4 @@ def _documents(run: ResolvedRun, samples: Sequence[Sequence[int]]) -> str:
         f"documents: {len(every) / len(samples):.1f} in a sample, of {sum(every) / len(every):,.0f} tokens on average and "
         f"{max(every):,} at most; attention sees {seen:.1%} of the pairs of whole samples "
         f"(the first {counted(len(samples), 'sample')})"
-    ) + _WITHOUT_BORDERS * (len(every) == len(samples))
+    )

@@ -19,7 +19,7 @@ from pathlib import Path
 from megazero.comm.collectives import agree
 from megazero.config import ResolvedRun, save_config
 from megazero.config.derive import micro_batch_multiple
-from megazero.data.corpus import repeats
+from megazero.data.corpus import repeats, without_borders
 from megazero.engine import NonFiniteError, Position, initialize
 from megazero.engine.phases import learning_rate
 from megazero.parallel_state import ParallelState
@@ -103,6 +103,9 @@ def train(
         samples += (config.training.steps - start.step) * run.global_batch_size
         for line in repeats([source.path for source in config.data.sources], corpus.train, samples):
             say(line)
+        if config.data.document_mask and state.rank == 0:
+            for line in without_borders(corpus.train.first_documents()):
+                say(line)
         with explained(run, state, engine):
             return _Loop(context, made, checkpointing, watchdog).run_to_end()
 
