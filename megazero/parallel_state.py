@@ -273,7 +273,7 @@ class Group:
     host: dist.ProcessGroup | None = None  # of gloo, with at least these ranks: carries their messages of host memory
     backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; `comm` chooses them
     messages: Messages | None = None  # None: the process groups carry them
-    # Of operations under way whose owner is gone.  gloo stops reading from a peer if a message's memory is gone, too.
+    # Of operations under way that nobody waits for.  gloo stops reading from a peer if a message's memory is gone, too.
     unfinished: list[Wait] = field(default_factory=list)
 
     def close(self) -> None:

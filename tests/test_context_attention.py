@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -193,3 +193,44 @@ def _calls_in_shared_memory(rank: int) -> int:
     state = ParallelState(RankGrid(cp=2), rank, timeout_seconds=60, cp_ulysses=2)
     _attend(state, 8, 2, None, None)
     return state.traffic.calls["cp", "all_to_all"]
+
+
+def _fails_and_goes_on(rank: int, ulysses: int, failing: str, calls: Sequence[int]) -> None:
+    state, kernel = _state(rank, 2, ulysses), getattr(tile_calls, failing)
+    _, wanted = _attend(state, 8, 2, None, None)
+    for last in calls:
+        count = 0
+
+        def fails(*args: Any, last: int = last) -> Any:
+            nonlocal count
+            count += 1
+            if count == last:
+                raise torch.OutOfMemoryError("planned")
+            return kernel(*args)
+
+        with patch.object(tile_calls, failing, fails), pytest.raises(torch.OutOfMemoryError):
+            _attend(state, 8, 2, None, None)
+        _, found = _attend(state, 8, 2, None, None)
+        assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("failing", ["tile_forward", "tile_backward"])
+@pytest.mark.parametrize("ulysses", [2, 1])
+def test_a_step_after_one_that_failed_on_all_ranks_has_its_messages(ulysses: int, failing: str) -> None:
+    """What the failed one has left travels to its end; gloo would lose the peer."""
+    run_world(2, _fails_and_goes_on, ulysses, failing, (1, 2, 1, 2))
+
+
+def _second_derivative(rank: int, ulysses: int) -> None:
+    state = _state(rank, 2, ulysses)
+    part = part_of(None, SEQ, state.cp_ulysses, state.cp_ring, CPU)
+    assert part is not None
+    q, k, v = (x[:, :, :12].clone().requires_grad_() for x in _inputs(4, 2, 1)[:3])
+    out = ContextAttention(state.cp_ulysses, state.cp_ring, None, torch.float32).attend(q, k, v, part)
+    with pytest.raises(RuntimeError, match="has no second derivative: do not use create_graph with it"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("ulysses", [2, 1])
+def test_a_second_derivative_is_refused(ulysses: int) -> None:
+    run_world(2, _second_derivative, ulysses)

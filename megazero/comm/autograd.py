@@ -68,6 +68,15 @@ def _sum(x: Tensor, tp: Axis) -> Tensor:
     return _sum_in_place(x.clone(memory_format=torch.contiguous_format), tp)
 
 
+def refuse_second_derivative(what: str) -> None:
+    """Raise where a backward pass is recorded: one that is written by hand would be taken for a constant.
+
+    Raises: RuntimeError.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{what} has no second derivative: do not use create_graph with it")
+
+
 class _Differentiable(torch.autograd.Function):
     """One collective forward and another backward."""
 
@@ -81,6 +90,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a collective")
         return ctx.collective(grad, ctx.tp), None, None, None
 
 

@@ -20,7 +20,7 @@ from megazero.comm.identity import address_of
 from megazero.comm.labels import OrderError
 from megazero.comm.process_groups import ProcessGroups
 from megazero.comm.shared_memory import combine
-from megazero.parallel_state import Axis, Backend, Messages, Transfers, Wait
+from megazero.parallel_state import Axis, Backend, Group, Messages, Transfers, Wait
 
 T = TypeVar("T")
 _PROCESS_GROUPS = ProcessGroups()
@@ -53,19 +53,38 @@ class LostPeerError(RuntimeError):
 
 
 class Pending:
-    """An operation under way; done already when made without `wait`.  `finish` is this rank's own work after the wait."""
+    """An operation under way; done already when made without `wait`.
 
-    def __init__(self, wait: Wait | None = None, finish: Callable[[], object] | None = None) -> None:
-        self._wait, self._finish = wait, finish
+    What is dropped before its end, as by a step that fails, goes on: `Group.unfinished` keeps it and its memory until the
+    group's next operation.
+
+    Args:
+        wait: for the operation.
+        finish: this rank's own work after the wait.
+        group: of the operation.
+    """
+
+    def __init__(
+        self, wait: Wait | None = None, finish: Callable[[], object] | None = None, group: Group | None = None
+    ) -> None:
+        self._wait, self._finish, self._group = wait, finish, group
 
     def wait(self) -> None:
         """Wait until the result may be used; more than once is harmless.  Raises: LostPeerError."""
         if self._wait is not None:
-            self._wait()
+            try:
+                self._wait()
+            except RuntimeError:  # it has ended
+                self._group = None
+                raise
             self._wait = None
         if self._finish is not None:
             self._finish()
             self._finish = None
+
+    def __del__(self) -> None:
+        if self._wait is not None and self._group is not None:
+            self._group.unfinished.append(self._wait)
 
 
 def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
@@ -94,8 +113,17 @@ def _start(
     label: str = "",
 ) -> Pending:
     axis.traffic.add(axis.name, operation, sent_bytes, link_bytes, (filled,))
+    _end_unfinished(axis)
     named = f"{operation} of {label}" if label else operation
-    return Pending(partial(_guarded, named, axis, _guarded(named, axis, start)), finish)
+    return Pending(partial(_guarded, named, axis, _guarded(named, axis, start)), finish, axis.group)
+
+
+def _end_unfinished(axis: Axis) -> None:
+    """Wait for what others have left under way in the group."""
+    unfinished = axis.group.unfinished if axis.group is not None else []
+    while unfinished:
+        unfinished[-1]()
+        unfinished.pop()
 
 
 def _backend(axis: Axis, device: torch.device) -> Backend:
@@ -348,12 +376,13 @@ def exchange(sends: Transfers, receives: Transfers, axis: Axis) -> list[Pending]
         _progress(axis)
         arrived()
 
+    _end_unfinished(axis)
     _progress(axis)
     linked = sum(tensor.nbytes for tensor, peer in sends if axis.is_apart(axis.ranks.index(peer)))
     arriving = [buffer for buffer, _ in receives]
     axis.traffic.add(axis.name, "send_recv", sum(tensor.nbytes for tensor, _ in sends), linked, arriving)
     waits = _guarded("send_recv", axis, lambda: _messages(axis).exchange(sends, receives, axis))
-    return [Pending(partial(_guarded, "send_recv", axis, partial(wait, one))) for one in waits]
+    return [Pending(partial(_guarded, "send_recv", axis, partial(wait, one)), group=axis.group) for one in waits]
 
 
 def _progress(axis: Axis) -> None:

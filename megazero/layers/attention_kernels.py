@@ -22,6 +22,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from megazero.comm.autograd import refuse_second_derivative
 from megazero.layers.recompute import KeptResults
 from megazero.layers.token_layout import Tile
 
@@ -91,6 +92,7 @@ class _KeptAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("attention whose results are kept")
         q, k, v, mask, *outputs = ctx.saved_tensors
         return *_backward(ctx.kernel, grad, q, k, v, mask, mask is None, *outputs), None, None, None
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megazero.comm.autograd import refuse_second_derivative
 from megazero.comm.collectives import Pending, largest, runs_by_itself
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
 from megazero.layers.recompute import KeptResults
@@ -138,6 +139,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("attention over ranks or documents")
         ulysses, ring, kv_heads, part = ctx.attention.ulysses, ctx.attention.ring, ctx.kv_heads, ctx.part
         saved = deque(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # so that each is freed when it has been used, before all gradients have arrived

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence
+from megazero.comm.autograd import copy_to_tp, gather_features, gather_sequence, refuse_second_derivative
 from megazero.comm.collectives import all_gather
 from megazero.layers.embedding import check_ids
 from megazero.layers.gemm import product_t
@@ -131,6 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("the loss")
         saved = ctx.saved_tensors  # once: under recomputation every access computes them again
         x, weight, *_ = saved
         grad_x = torch.empty_like(x)

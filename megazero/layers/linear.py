@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from megazero.comm.autograd import (
     gather_features,
     reduce_from_tp,
+    refuse_second_derivative,
     scatter_sequence,
     split_features,
     start_gather_sequence,
@@ -171,6 +172,7 @@ class _ParallelLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a parallel linear layer")
         x, weight = (
             tensor.detach() for tensor in ctx.saved_tensors
         )  # a queue must not keep the graph that x came from

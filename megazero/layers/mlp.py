@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megazero.comm.autograd import refuse_second_derivative
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -26,8 +27,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            raise RuntimeError("a gated unit has no second derivative: do not use create_graph with it")
+        refuse_second_derivative("a gated unit")
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         grad_both = torch.empty_like(gate_up)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.comm.autograd import reduce_from_tp
+from megazero.comm.autograd import reduce_from_tp, refuse_second_derivative
 from megazero.layers.spec import Initializer, drawn_parameter, vector_spec
 from megazero.parallel_state import Axis
 
@@ -45,8 +45,7 @@ class _NormedParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("a norm has no second derivative: do not use create_graph with it")
+        refuse_second_derivative("a norm")
         x, weight, *scales = ctx.saved_tensors
         exact, slope = x.to(scales[0].dtype), grad.to(scales[0].dtype)
         parts, slopes = _cut(exact, ctx.sizes, ctx.dim), _cut(slope, ctx.sizes, ctx.dim)

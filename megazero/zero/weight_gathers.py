@@ -14,32 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-from weakref import finalize
 
 from torch.utils.hooks import RemovableHandle
 
 from megazero.comm.collectives import LostPeerError, Pending, all_gather
-from megazero.parallel_state import Axis, Wait
+from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.units import Unit
 
 
 class WeightGathers:
-    """Gathers of whole weights over `axis` that are under way, by bucket.
-
-    What is under way when a model is dropped goes on: the group keeps it until the next model is made over it.
-    """
+    """Gathers of whole weights over `axis` that are under way, by bucket."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._under_way: dict[Bucket, Pending] = {}
         self._hooks: list[RemovableHandle] = []
-        if axis.group is not None:
-            unfinished = axis.group.unfinished
-            while unfinished:
-                unfinished[-1]()
-                unfinished.pop()
-            finalize(self, _hand_over, self._under_way, unfinished).atexit = False
 
     def attach(self, units: Sequence[Unit], home: Mapping[int, Bucket]) -> None:
         """Have every unit wait for its weights before its forward.  `home`: bucket by identity of a parameter."""
@@ -78,7 +68,3 @@ class WeightGathers:
     def wait(self) -> None:
         """Wait until all weights are here."""
         self.wait_for(list(self._under_way))
-
-
-def _hand_over(under_way: Mapping[Bucket, Pending], unfinished: list[Wait]) -> None:
-    unfinished += [pending.wait for pending in under_way.values()]
