@@ -70,7 +70,13 @@ class GroupLink:
             own = (here or 0.0) * min(1.0, calibration.processors / inner)  # the ranks were slowed by one another
             return own + self.link_seconds(sent_bytes) if self.crosses else own
         rounds = 2 if operation == "all_reduce" else 1
-        return rounds * self.latency_seconds + sent_bytes / self.bytes_per_second
+        wire = sent_bytes / self.bytes_per_second
+        if (
+            operation == "all_to_all" and self.crosses
+        ):  # what is for another node's ranks goes through the rank's own card
+            apart = sent_bytes * (self.ranks - self.per_node) / (self.ranks - 1)
+            wire = max(wire, apart / self.cluster.between.rate(self.side_by_side * self.per_node))
+        return rounds * self.latency_seconds + wire
 
     def work_seconds(self, operation: str, sent_bytes: float) -> float:
         """Of a rank's processor for a collective that is not waited for."""

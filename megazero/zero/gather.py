@@ -39,7 +39,7 @@ from megazero.comm.identity import storage_of
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
-from megazero.zero.quantized import QuantizedGather
+from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather
 from megazero.zero.reach import in_backward
 from megazero.zero.saved_weights import SavingForward
 from megazero.zero.second_copy import SecondCopy
@@ -93,7 +93,8 @@ class BucketGatherer:
         self._all_gather: Callable[..., Pending] = self._exactly
         self._is_exact = not policy.quantizes_weights or self._axis.size == 1
         if not self._is_exact:
-            self._all_gather = QuantizedGather(self._axis, self._staging, self._largest_shard).start
+            blocks = BlockFormat.on(policy, WEIGHT_BITS)
+            self._all_gather = QuantizedGather(blocks, self._axis, self._staging, self._largest_shard).start
 
     @property
     def nbytes(self) -> int:

@@ -66,7 +66,9 @@ class ReductionQueue:
     def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, bucket_bytes: int = 0) -> None:
         policy, self.step = buckets[0].policy, 0
         self._axis, self._all_reduces = policy.shard, policy.zero_stage == 0 or policy.shard.size == 1
-        self._blocks = BlockFormat(policy.gradient_bits) if policy.gradient_bits and not self._all_reduces else None
+        self._blocks = (
+            BlockFormat.on(policy, policy.gradient_bits) if policy.gradient_bits and not self._all_reduces else None
+        )
         self._dtype, self._kept_dtype = reduce_dtype, policy.accumulate_dtype
         self.pool = BufferPool(policy.device, policy.arena)
         lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
@@ -160,17 +162,15 @@ class ReductionQueue:
         ranks, layout, usual = self._axis.size, bucket.layout, self._shared(full.numel())
         held = [self._acquire_exactly(self._blocks.nbytes(usual) // 4, torch.float32) for _ in range(2)]
         sent, arrived = (one.view(torch.uint8)[: self._blocks.nbytes(full.numel())].view(ranks, -1) for one in held)
-        for rank, (values, packed) in enumerate(zip(full.view(ranks, -1), sent, strict=True)):
-            first = layout.shard(rank).start + part.start
-            noise = noise_of(self.step, reduced, self._axis.index, layout.name, first)
-            self._blocks.quantize(values, packed, noise)
+        noise = noise_of(self.step, reduced, self._axis.index, layout.name, part.start, layout.shard_numel)
+        self._blocks.quantize(full.view(ranks, -1), sent, noise)
         for one in buffers:  # what comes next on this device comes after this
             self.pool.release(one)
         result = None
         if reduced or gradient.device != full.device:
             held.append(self._acquire_exactly(usual // ranks, torch.float32))
             result = held[-1][: gradient.numel()]
-        add_up = partial(self._blocks.sum, list(arrived), gradient if result is None else result)
+        add_up = partial(self._blocks.sum, arrived, gradient if result is None else result)
         return Pending(all_to_all(arrived, sent, self._axis).wait, add_up), result, held
 
     def finish(self) -> None:

@@ -27,10 +27,14 @@ BOTH = {"quantized_weights": True, "quantized_gradients": 8}
 
 def _there_and_back(x: Tensor, bits: int, noise: Noise | None = None) -> Tensor:
     blocks, back = BlockFormat(bits), torch.empty(x.numel())
-    packed = torch.full((blocks.nbytes(x.numel()),), 77, dtype=torch.uint8)
-    blocks.quantize(x, packed, noise)
-    blocks.dequantize(packed, back)
+    packed = torch.full((1, blocks.nbytes(x.numel())), 77, dtype=torch.uint8)
+    blocks.quantize(x.view(1, -1), packed, noise)
+    blocks.dequantize(packed, back.view(1, -1))
     return back
+
+
+def _noise(step: int, first: int = 0) -> Noise:
+    return noise_of(step, 0, 1, "a", first, 0)
 
 
 def _plainly(x: Tensor, bits: int = 8) -> Tensor:
@@ -69,22 +73,23 @@ def test_rounding_at_random_is_unbiased_and_a_function_of_the_element_alone(bits
     scale = (x.view(2, BLOCK).abs().amax(1) / (2 ** (bits - 1) - 1)).repeat_interleave(BLOCK)
     total = torch.zeros(2 * BLOCK, dtype=torch.float64)
     for step in range(times):
-        got = _there_and_back(x, bits, noise_of(step, 0, 1, "bucket", 0))
+        got = _there_and_back(x, bits, _noise(step))
         assert ((got - x).abs() <= scale * 1.0001).all()
         total += got
     assert ((total / times - x).abs() <= 6 * scale / 2 / times**0.5).all()
     assert abs(((total / times - x) / scale).mean()) < 6 / 2 / (times * 2 * BLOCK) ** 0.5
-    noises = [
-        noise_of(*which) for which in ((3, 0, 1, "a", 0), (4, 0, 1, "a", 0), (3, 1, 1, "a", 0), (3, 0, 0, "a", 0))
-    ]
+    noises = [_noise(3), _noise(4), noise_of(3, 1, 1, "a", 0, 0), noise_of(3, 0, 0, "a", 0, 0)]
     whole, *others = (_there_and_back(x, bits, noise) for noise in noises)
-    assert torch.equal(whole[BLOCK:], _there_and_back(x[BLOCK:], bits, noise_of(3, 0, 1, "a", BLOCK)))
+    assert torch.equal(whole[BLOCK:], _there_and_back(x[BLOCK:], bits, _noise(3, BLOCK)))
     assert not any(torch.equal(whole, other) for other in others)
     long = numbers(5 * 2**18 // 4)  # rounded in several pieces
-    pieces = [
-        _there_and_back(part, bits, noise_of(3, 0, 1, "a", at * 2**16)) for at, part in enumerate(long.split(2**16))
-    ]
+    pieces = [_there_and_back(part, bits, _noise(3, at * 2**16)) for at, part in enumerate(long.split(2**16))]
     assert torch.equal(_there_and_back(long, bits, noises[0]), torch.cat(pieces))
+    blocks, rows = BlockFormat(bits), torch.stack(long.split(2**16))
+    packed, total = torch.empty(5, blocks.nbytes(2**16), dtype=torch.uint8), torch.empty(2**16)
+    blocks.quantize(rows, packed, noise_of(3, 0, 1, "a", 0, 2**16))
+    blocks.sum(packed, total)
+    torch.testing.assert_close(total, torch.stack(pieces).sum(0))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -92,7 +97,7 @@ def test_rounding_at_random_is_unbiased_and_a_function_of_the_element_alone(bits
 def test_what_is_not_finite_is_not_hidden_and_stays_in_its_block(bits: int, wrong: float) -> None:
     x = numbers(3 * BLOCK)
     x[BLOCK + 5] = wrong
-    for noise in (None, noise_of(1, 0, 0, "a", 0)):
+    for noise in (None, _noise(1)):
         finite = _there_and_back(x, bits, noise).isfinite()
         assert not finite[BLOCK : 2 * BLOCK].any()
         assert finite[:BLOCK].all()
