@@ -95,11 +95,6 @@ class StateFormula:
         return " + ".join(parts)
 
     @property
-    def scatters(self) -> tuple[str, float]:
-        """The collective of stages 1 to 3's gradients, and the bytes of one in it."""
-        return ("all_to_all", self.block_bytes) if self.block_bytes else ("reduce_scatter", self.reduce_bytes)
-
-    @property
     def gathered_bytes(self) -> float:
         """Of a weight in the gathers over all ranks that share the state."""
         return self.gather_bytes or self.weight_bytes
@@ -107,7 +102,8 @@ class StateFormula:
     def sent_per_parameter(self) -> dict[str, float]:
         """Bytes per parameter that pass through each collective of the sharding axis in a step; (d - 1)/d of them are sent.
 
-        Stage 3's all-gather is an upper bound: weights that are still in a buffer are not gathered again.
+        Stage 3's all-gather is an upper bound: weights that are still in a buffer are not gathered again.  Quantized
+        gradients are those of one host, or of hosts of one rank.
         """
         if self.shards == 1:
             return {}
@@ -115,8 +111,10 @@ class StateFormula:
             return {"all_reduce": 2 * self.reduce_bytes}
         reductions = self.micro_batches if self.reduces_each and self.stage >= 2 else 1
         gathers = 2 * self.micro_batches if self.gathers_each and not self.second_copy and self.stage == 3 else 1
-        scatter, nbytes = self.scatters
-        return {"all_gather": gathers * self.gathered_bytes, scatter: reductions * nbytes}
+        found: dict[str, float] = {"all_gather": gathers * self.gathered_bytes}
+        if self.block_bytes:
+            return found | {"all_to_all": reductions * self.block_bytes}
+        return found | {"reduce_scatter": reductions * self.reduce_bytes}
 
     def sent_bytes(self, elements: int) -> float:
         """Bytes that a rank sends in a step for so many parameters."""

@@ -205,8 +205,13 @@ def _reduction(
     shards, same, size = run.shards, run.dp * run.config.parallel.cp, elements * formula.reduce_bytes
     if run.config.zero.stage == 0:
         return _pieces(links["shard"], "all_reduce", 2 * size, pieces)
-    scatter, nbytes = formula.scatters
-    shared = _pieces(links["shard"], scatter, elements * nbytes, pieces)
+    shared = _pieces(links["shard"], "reduce_scatter", size, pieces)
+    if formula.block_bytes:
+        host = links["host"]
+        shared = _pieces(links["hosts"], "all_to_all", elements / host.ranks * formula.block_bytes, pieces)
+        if host.ranks > 1:
+            inner = _pieces(host, "reduce_scatter", elements * _FP32, pieces)
+            shared = Cost(shared.wire + inner.wire, shared.work + inner.work)
     if same == shards:
         return shared
     summed = _pieces(links["replica"], "all_reduce", 2 * size / shards, pieces)

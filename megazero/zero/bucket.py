@@ -350,6 +350,7 @@ class ShardingPolicy:
     planned_on: str = ""  # a plan's tensors are on the CPU also where the run's are not: the type of the run's device
     quantizes_weights: bool = False  # stage 3 gathers them in blocks of 8 bits
     gradient_bits: int = 0  # of the blocks in which gradients are reduced over `shard`; 0: they are not quantized
+    levels: tuple[Axis, Axis] | None = None  # `shard` within a host and between hosts: only there are they quantized
 
     @property
     def on_cpu(self) -> bool:

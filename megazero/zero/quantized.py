@@ -15,13 +15,18 @@ itself, from which masters are stepped or which is the master, stays as it is.
 [Note: blocks]  Blocks begin at multiples of 256 elements of a bucket, and so do shards and what is split over tp (`bucket`):
 no block holds parts of two shards, and what all ranks of tp hold has the same blocks, integers and gradients on each.
 
-[Note: one sum]  A gradient is sent once, by an all-to-all, and added up in fp32.  The random numbers are a function of step,
-micro-batch, sender, bucket and element: the same run, interrupted or not, has the same bits.
+[Note: one sum]  A gradient is sent once, by an all-to-all, and added up in fp32.  Where there are several hosts with several
+ranks, a host's ranks sum theirs first, as they are, so that only one of them sends an element to each other host:
+
+    full [hosts, ranks of one, part] --reduce-scatter within the host--> [hosts, part] --all-to-all--> [part]
+
+The second step begins when the next bucket is reduced, while the backward goes on.  The random numbers are a function of
+step, micro-batch, sender, bucket and element: the same run, interrupted or not, has the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -124,6 +129,24 @@ class BlockFormat:
         for start in range(0, min(stop, count), each):
             at = slice(start, min(start + each, count))
             yield at, scales[:, at], integers[:, at]
+
+
+class InTwo:
+    """An operation that another follows, which `advance` starts when the first has ended; waited for as a `Pending`."""
+
+    def __init__(self, first: Pending, then: Callable[[], Pending]) -> None:
+        self._pending, self._then = first, [then]
+
+    def advance(self) -> None:
+        """Wait for the first operation and start the second, once."""
+        if self._then:
+            self._pending.wait()
+            self._pending = self._then.pop()()
+
+    def wait(self) -> None:
+        """Wait for both."""
+        self.advance()
+        self._pending.wait()
 
 
 class QuantizedGather:

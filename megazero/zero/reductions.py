@@ -29,7 +29,7 @@ from megazero.comm.collectives import (
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.buffer_pool import BufferPool
-from megazero.zero.quantized import BlockFormat, noise_of
+from megazero.zero.quantized import BlockFormat, InTwo, noise_of
 from megazero.zero.replica_sums import ReplicaSums
 
 _NORM_BLOCK = 256  # as fast as longer blocks here, and 30 times closer
@@ -37,7 +37,7 @@ _IN_FLIGHT = 2  # where results are copied to the host, or this rank must help: 
 
 
 class _Reduction(NamedTuple):
-    pending: Pending
+    pending: Pending | InTwo
     gradient: Tensor
     bucket: Bucket
     result: Tensor | None  # still to be copied to the bucket's gradient; None where the collective writes there
@@ -73,14 +73,17 @@ class ReductionQueue:
         self.pool = BufferPool(policy.device, policy.arena)
         lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
         self._largest = max(lengths) * self._axis.size
-        does_scatter = not self._all_reduces and self._blocks is None
-        self._scratch_numel = arriving_elements(self._largest, self._axis) if does_scatter else 0
+        self._host, self._hosts = policy.levels or (Axis("host"), policy.shard)  # of quantized gradients
+        self._newest: InTwo | None = None
+        scatters = self._axis if self._blocks is None else self._host
+        self._scratch_numel = 0 if self._all_reduces else arriving_elements(self._largest, scatters)
         shared = [part.stop - part.start for one in buckets if len(one.layout.slots) > 1 for part in one.gradient_parts]
         self._usual = max(shared, default=max(lengths)) * self._axis.size
         is_cast = reduce_dtype != policy.accumulate_dtype and self._axis.size > 1
         sent = (is_cast * self._largest + self._scratch_numel) * reduce_dtype.itemsize  # beside what has filled
-        if self._blocks is not None:  # what leaves, what arrives, and their sum
-            sent = 2 * self._blocks.nbytes(self._largest) + self._largest // self._axis.size * torch.float32.itemsize
+        if self._blocks is not None:  # within the host; what leaves, what arrives, and their sum
+            within = (self._largest if policy.levels else 0) + self._scratch_numel + self._largest // self._axis.size
+            sent = within * torch.float32.itemsize + 2 * self._blocks.nbytes(self._largest // self._host.size)
         kept, itemsize = policy.accumulate_dtype.itemsize, max(reduce_dtype.itemsize, policy.accumulate_dtype.itemsize)
         self._fills = not all(bucket.keeps_gradients for bucket in buckets)
         stays = all(bucket.master.location == "device" for bucket in buckets)
@@ -134,7 +137,7 @@ class ReductionQueue:
 
     def _send(
         self, bucket: Bucket, _: Run, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
-    ) -> tuple[Pending, Tensor | None, list[Tensor]]:
+    ) -> tuple[Pending | InTwo, Tensor | None, list[Tensor]]:
         """What is under way, its result if it must be copied, and the buffers that it needs."""
         sent, result = full, None
         if self._dtype != full.dtype and self._axis.size > 1:
@@ -156,22 +159,42 @@ class ReductionQueue:
 
     def _send_blocks(
         self, bucket: Bucket, part: Run, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
-    ) -> tuple[Pending, Tensor | None, list[Tensor]]:
+    ) -> tuple[Pending | InTwo, Tensor | None, list[Tensor]]:
         """As `_send`, quantized; see `quantized`, [Note: one sum]."""
-        assert self._blocks is not None
-        ranks, layout, usual = self._axis.size, bucket.layout, self._shared(full.numel())
-        held = [self._acquire_exactly(self._blocks.nbytes(usual) // 4, torch.float32) for _ in range(2)]
-        sent, arrived = (one.view(torch.uint8)[: self._blocks.nbytes(full.numel())].view(ranks, -1) for one in held)
-        noise = noise_of(self.step, reduced, self._axis.index, layout.name, part.start, layout.shard_numel)
-        self._blocks.quantize(full.view(ranks, -1), sent, noise)
+        blocks, host, hosts, usual = self._blocks, self._host, self._hosts, self._shared(full.numel())
+        assert blocks is not None
+        if self._newest is not None:
+            self._newest.advance()
+        held = [self._acquire_exactly(blocks.nbytes(usual // host.size) // 4, torch.float32) for _ in range(2)]
+        nbytes = blocks.nbytes(full.numel() // host.size)
+        sent, arrived = (one.view(torch.uint8)[:nbytes].view(hosts.size, -1) for one in held)
+        result, shard = None, bucket.layout.shard_numel
+        if reduced or gradient.device != full.device:
+            held.append(self._acquire_exactly(usual // self._axis.size, torch.float32))
+            result = held[-1][: gradient.numel()]
+        first = part.start + host.index * shard
+        noise = noise_of(self.step, reduced, hosts.index, bucket.layout.name, first, host.size * shard)
+        add_up = partial(blocks.sum, arrived, gradient if result is None else result)
+
+        def send(mine: Tensor) -> Pending:
+            blocks.quantize(mine.view(hosts.size, -1), sent, noise)
+            return Pending(all_to_all(arrived, sent, hosts).wait, add_up)
+
+        if host.size == 1:
+            pending: Pending | InTwo = send(full)
+        else:
+            of_hosts = full.view(hosts.size, host.size, -1).transpose(0, 1)
+            held.append(self._acquire(full.numel(), torch.float32))
+            whole = held[-1][: full.numel()].view(host.size, -1)
+            whole.view(of_hosts.shape).copy_(of_hosts)
+            mine, scratch = whole[host.index], None
+            if self._scratch_numel:
+                held.append(scratch := self._acquire(full.numel(), torch.float32))
+            summed = reduce_scatter(mine, whole.view(-1), host, scratch)
+            pending = self._newest = InTwo(summed, partial(send, mine))
         for one in buffers:  # what comes next on this device comes after this
             self.pool.release(one)
-        result = None
-        if reduced or gradient.device != full.device:
-            held.append(self._acquire_exactly(usual // ranks, torch.float32))
-            result = held[-1][: gradient.numel()]
-        add_up = partial(self._blocks.sum, arrived, gradient if result is None else result)
-        return Pending(all_to_all(arrived, sent, self._axis).wait, add_up), result, held
+        return pending, result, held
 
     def finish(self) -> None:
         """Wait for all reductions, and for their results on the host."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megazero.comm.arena import Arena
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
+from megazero.comm.two_level import hosts_of
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
@@ -91,6 +92,7 @@ class ShardedModel:
             state.planned_on,
             zero.quantized_weights,
             zero.quantized_gradients,
+            _levels(state) if zero.quantized_gradients else None,
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
@@ -265,6 +267,15 @@ def _gather_axes(state: ParallelState, zero: ZeroConfig) -> tuple[Axis | None, A
     # Operations on one communicator of NCCL run in their order: a gather would wait for the reductions before it.
     gather = state.apart(state.shard, "gathers") if state.device.type == "cuda" else None
     return gather, state.neighbours_on(state.shard, size, "secondary", "gathers") if size else None
+
+
+def _levels(state: ParallelState) -> tuple[Axis, Axis] | None:
+    """`shard` within a host and between hosts, where there are several, each with as many ranks of it; None elsewhere."""
+    hosts = hosts_of([str(rank // state.neighbours) for rank in state.shard.ranks], state.shard.index)
+    size = hosts.size if hosts is not None and hosts.count > 1 else 1
+    if set(gather_objects(size, state.world)) != {size} or size == 1:
+        return None
+    return state.cut(state.shard, size, "host", "hosts", "reductions")
 
 
 def _check_trains(described: Sequence[Described], stage: int) -> None:

@@ -183,26 +183,38 @@ def test_every_rank_computes_with_the_same_quantized_weights_and_masters_stay_ex
 GRADIENTS = [(1, 8, {}), (2, 4, {}), (3, 8, {}), (2, 4, {"shard_group_size": 2}), (3, 4, {"reduce": "step"})]
 
 
-@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared memory", "gloo"])
-def test_quantized_gradients_are_the_plain_sum_up_to_a_step_of_each_senders_blocks(shares_memory: bool) -> None:
-    """Two micro-batches of four ranks; the same step again has the same bits, another step has others."""
+WHERE = [(True, 4), (False, 4), (True, 2), (False, 2)]
+
+
+@pytest.mark.parametrize(("shares_memory", "neighbours"), WHERE, ids=["a host", "gloo", "two hosts", "two over gloo"])
+def test_quantized_gradients_are_the_plain_sum_up_to_a_step_of_each_senders_blocks(
+    shares_memory: bool, neighbours: int
+) -> None:
+    """Two micro-batches of four ranks; the same step again has the same bits, another step has others.
+
+    A sender's step is at most the largest number over the most of an integer: of two ranks' sums twice that, from half as
+    many senders.
+    """
 
     def law(rank: int) -> None:
         step = random_batches(1, 4, 2, 3, 16)[0]
         exact = plain_gradients(seeded(_Mixed), step)
         for stage, bits, zero in GRADIENTS:
             given = {"quantized_gradients": bits} | zero
-            shards = zero.get("shard_group_size", 0)
+            shards = int(zero.get("shard_group_size", 0))
             sharded = Sharded(
                 seeded(_Mixed),
                 stage,
                 rank,
                 4,
-                shard_group_size=int(shards),
+                shard_group_size=shards,
                 shares_memory=shares_memory,
+                neighbours=neighbours,
                 **{key: value for key, value in given.items() if key != "shard_group_size"},
             )
-            found = []
+            found, layouts = [], [bucket.layout for bucket in sharded.reducer.buckets]
+            psi = sum(layout.padded_numel for layout in layouts) * (1 if stage == 1 or "reduce" in zero else 2)
+            sharded.state.traffic.reset()
             for number in (3, 3, 4):
                 sharded.zero.steps = number
                 sharded.accumulate(step[rank])
@@ -215,6 +227,14 @@ def test_quantized_gradients_are_the_plain_sum_up_to_a_step_of_each_senders_bloc
             for name, one in exact.items():
                 if name in found[0]:
                     assert (found[0][name] - one).abs().max() <= 8 * largest / (2 ** (bits - 1) - 1), (stage, name)
+            sent, block = sharded.state.traffic.sent_bytes, BLOCK * bits // 8 + 4
+            if neighbours == 2 and not shards:
+                assert sent["host", "reduce_scatter"] == 3 * psi * 4 // 2
+                assert sent["hosts", "all_to_all"] == 3 * psi // 2 * block // BLOCK // 2
+                assert sharded.state.traffic.link_bytes["hosts", "all_to_all"] == sent["hosts", "all_to_all"]
+            else:
+                axis, ranks = ("shard", shards) if shards else ("dp", 4)
+                assert sent[axis, "all_to_all"] == 3 * psi * block // BLOCK * (ranks - 1) // ranks
             assert_same(found[1], found[0], rtol=0.0, atol=0.0)
             assert any(not torch.equal(found[2][name], one) for name, one in found[0].items())
             assert sharded.reducer.buffer_bytes <= sharded.reducer.most_buffer_bytes
