@@ -419,11 +419,11 @@ class ParallelState:
         # Messages down and up the pipeline have communicators of their own, so that neither waits for the other.
         self.pp_up = replace(self.pp, group=self._group(self.pp.ranks, "up"))
         # Where dp is 1, ZeRO reduces over the ranks of cp: attention must not wait for its buckets.
-        self.cp_ulysses, self.cp_ring = self._cut(self.cp, cp_ulysses, "cp", "cp", "attention")
+        self.cp_ulysses, self.cp_ring = self.cut(self.cp, cp_ulysses, "cp", "cp", "attention")
         self.dp_cp = self.dp if is_whole else self._axis("dp_cp", grid.group_of(rank, "dp", "cp"))
         self.shard, self.replica = self.dp_cp, Axis("replica", (rank,), traffic=self.traffic)
         if 0 < shard_group_size < same:
-            self.shard, self.replica = self._cut(self.dp_cp, shard_group_size, "shard", "replica")
+            self.shard, self.replica = self.cut(self.dp_cp, shard_group_size, "shard", "replica")
         self.model = self._host_axis("stage", grid.group_of(rank, "tp", "cp", "dp"))
         self.world = self._world()
 
@@ -485,8 +485,11 @@ class ParallelState:
         group = self._group(ranks, purpose) if communicates else None
         return Axis(name, ranks, ranks.index(self.rank), group, self.traffic)
 
-    def _cut(self, axis: Axis, size: int, inner: str, outer: str, purpose: str = "") -> tuple[Axis, Axis]:
-        """This rank's axes over `size` neighbours of `axis`, and over those at its place among their neighbours."""
+    def cut(self, axis: Axis, size: int, inner: str, outer: str, purpose: str = "") -> tuple[Axis, Axis]:
+        """This rank's axes over `size` neighbours of `axis`, and over those at its place among their neighbours.
+
+        Every rank makes them, in the same order.
+        """
         others = axis.ranks[axis.index % size :: size]
         return self.neighbours_on(axis, size, inner, purpose), self._axis(outer, others, purpose)
 

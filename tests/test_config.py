@@ -260,7 +260,8 @@ def test_the_message_is_a_numbered_list(write):
         (
             "zero.xyz=3",
             "zero.xyz = 3: unknown key; the keys of [zero] are stage, gather_policy, prefetch_bytes, reduce, "
-            "bucket_bytes, shard_group_size, persistent_elements, secondary_shard_size, offload",
+            "bucket_bytes, shard_group_size, persistent_elements, secondary_shard_size, "
+            "quantized_weights, quantized_gradients, offload",
         ),
         (
             "zero.offload.xyz=3",
@@ -613,6 +614,7 @@ def test_keys_that_do_not_fit_each_other_are_told_with_their_numbers(write, over
     [
         ("zero.shard_group_size=4", 12),
         ("zero.stage=3 zero.shard_group_size=4 zero.secondary_shard_size=2 zero.prefetch_bytes=0", 12),
+        ("zero.stage=3 zero.quantized_weights=true zero.quantized_gradients=4 precision.dtype=fp16", 2),
         ("zero.shard_group_size=2 zero.stage=3 zero.persistent_elements=9 zero.offload.parameters=cpu", 2),
         ("zero.offload.optimizer=nvme zero.offload.nvme_path=/x zero.offload.ratio=0.5", 1),
         ("precision.accumulate_dtype=bf16 precision.reduce_dtype=fp16", 1),
@@ -657,6 +659,9 @@ zero.persistent_elements=9     zero.stage=2
 zero.prefetch_bytes=9          zero.stage=2
 zero.secondary_shard_size=2    zero.stage=2
 zero.secondary_shard_size=2    zero.stage=3 zero.gather_policy=step
+zero.quantized_weights=true    zero.stage=2
+zero.quantized_gradients=4     zero.stage=0
+precision.reduce_dtype=bf16    zero.quantized_gradients=8
 zero.offload.parameters=cpu    zero.stage=2
 zero.offload.ratio=0.5         zero.offload.optimizer=none
 zero.offload.pin_memory=false  zero.offload.optimizer=none
@@ -673,6 +678,8 @@ parallel.cp_method=ring        parallel.cp=1
 parallel.cp_ulysses=2          parallel.cp_method=hybrid
 parallel.layout=cost           parallel.pp=1
 parallel.schedule_placement=v
+zero.quantized_weights=true    zero.stage=3
+zero.quantized_gradients=8
 zero.offload.nvme_path=/x      zero.offload.optimizer=cpu
 training.eval_samples=3        training.eval_every_steps=0
 checkpoint.host_memory_bytes=5 checkpoint.asynchronous=false

@@ -319,6 +319,8 @@ def test_the_zero_block_becomes_the_zero_section(stage):
         "stage3_prefetch_bucket_size": 1e6,
         "mics_shard_size": 4,
         "zero_hpz_partition_size": 2,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
     }
     zero = load(dp=8, zero_optimization=block).zero
     assert (zero.stage, zero.reduce, zero.gather_policy, zero.bucket_bytes) == (
@@ -330,6 +332,7 @@ def test_the_zero_block_becomes_the_zero_section(stage):
     assert zero.persistent_elements == (1000 if stage == 3 else 0)
     assert zero.shard_group_size == (4 if stage else 0)
     assert zero.secondary_shard_size == (2 if stage == 3 else 0)
+    assert (zero.quantized_weights, zero.quantized_gradients) == (stage == 3, 4 if stage else 0)
     assert zero.prefetch_bytes == (4_000_000 if stage == 3 else RunConfig().zero.prefetch_bytes)
 
 

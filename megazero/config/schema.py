@@ -189,6 +189,12 @@ class ZeroConfig(Section):
         ActsWhere("zero.gather_policy", ("action", "chunk"), "no unit is gathered twice in a step"),
     ] = 0
     """Neighbours, such as a node's, that share a second copy of weights (hpZ): only a step's first gather leaves them."""
+    quantized_weights: Annotated[bool, _STAGE_3, _MANY_RANKS] = False
+    """Gather stage 3's weights in blocks of 8 bits (qwZ); masters, checkpoints and persistent parameters stay exact."""
+    quantized_gradients: Annotated[
+        Literal[0, 4, 8], ActsWhere("zero.stage", (1, 2, 3), "stage 0 scatters no gradients"), _MANY_RANKS
+    ] = 0
+    """Bits of gradients on their way to the shards, in blocks, rounded at random without bias (qgZ); 0: reduce_dtype."""
     offload: OffloadConfig = OffloadConfig()
     """What is moved off the device between its uses."""
 
@@ -202,9 +208,11 @@ class PrecisionConfig(Section):
         Literal["fp32", "bf16", "fp16"], _halves("gradients of fp32 weights are kept in fp32")
     ] = "fp32"
     """Format in which gradients of micro-batches add up on a rank."""
-    reduce_dtype: Annotated[Literal["fp32", "bf16", "fp16"], _halves("gradients of fp32 weights travel in fp32")] = (
-        "fp32"
-    )
+    reduce_dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        _halves("gradients of fp32 weights travel in fp32"),
+        ActsWhere("zero.quantized_gradients", (0,), "gradients travel in blocks of 4 or 8 bits"),
+    ] = "fp32"
     """Format in which gradients travel between data-parallel ranks, and those of keys and values around a ring of cp."""
     loss_scale: Annotated[PositiveOrZero, _FP16] = 0.0
     """Factor on the loss, so that small gradients do not vanish; 0: adapted to the run."""

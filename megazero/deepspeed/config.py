@@ -83,7 +83,7 @@ def load_deepspeed_config(source: str | Path | Mapping[str, Any], dp_size: int) 
         seed=efficiency.seed if "seed" in efficiency.model_fields_set else None,
         tensorboard=config.tensorboard if config.tensorboard.enabled else None,
         wall_clock_breakdown=config.wall_clock_breakdown or config.flops_profiler.enabled,
-        notes=(*checked.notes, *_conditional_notes(config)),
+        notes=(*checked.notes, *_conditional_notes(config), *_quantizing_notes(config)),
     )
 
 
@@ -114,9 +114,11 @@ def _zero(config: DeepSpeedJson) -> ZeroConfig:
         if "stage3_prefetch_bucket_size" in zero.model_fields_set:
             itemsize = 2 if config.fp16.enabled or config.bf16.enabled else 4
             given["prefetch_bytes"] = min(itemsize * zero.stage3_prefetch_bucket_size, LARGEST_COUNT)
+        given["quantized_weights"] = zero.zero_quantized_weights
         given["secondary_shard_size"] = zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else 0
     if zero.stage > 0:
         given["shard_group_size"] = max(0, zero.mics_shard_size)
+        given["quantized_gradients"] = 4 if zero.zero_quantized_gradients else 0
     return ZeroConfig.model_validate(given)
 
 
@@ -162,6 +164,7 @@ def _conditional_notes(config: DeepSpeedJson) -> Iterator[str]:
         "stage3_param_persistence_threshold": "keeps all weights whole",
         "stage3_prefetch_bucket_size": "gathers no weights ahead",
         "zero_hpz_partition_size": "gathers no weights again",
+        "zero_quantized_weights": "keeps all weights whole",
     }
     for key, why in of_stage_3.items() if zero.stage != 3 else ():
         if key in written:
@@ -182,3 +185,11 @@ def _conditional_notes(config: DeepSpeedJson) -> Iterator[str]:
             yield f"fp16.{key} has no effect: a fixed loss_scale is not adapted"
     if config.flops_profiler.enabled:
         yield "flops_profiler.enabled is taken as wall_clock_breakdown: operations are not counted by module"
+
+
+def _quantizing_notes(config: DeepSpeedJson) -> Iterator[str]:
+    zero = config.zero_optimization
+    if zero.zero_quantized_gradients and zero.stage == 0:
+        yield f"{ZERO}.zero_quantized_gradients has no effect: stage 0 scatters no gradients"
+    elif zero.zero_quantized_gradients and config.communication_data_type is not None:
+        yield "communication_data_type acts on sums over groups alone: gradients are quantized on their way to the shards"

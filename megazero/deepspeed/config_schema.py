@@ -133,6 +133,10 @@ class ZeroBlock(Section):
     """`zero.shard_group_size` where > 0 (DeepSpeed 0.19 removed it)"""
     zero_hpz_partition_size: Annotated[int, Field(ge=0)] = 1
     """`zero.secondary_shard_size` at stage 3 where > 1; no effect at other stages"""
+    zero_quantized_weights: bool = False
+    """`zero.quantized_weights` at stage 3; no effect at other stages"""
+    zero_quantized_gradients: bool = False
+    """`zero.quantized_gradients = 4` at stages 1 to 3; no effect at stage 0"""
     cpu_offload: bool | None = None
     """`zero.offload.optimizer = "cpu"` (deprecated)"""
     cpu_offload_param: bool | None = None

@@ -25,6 +25,8 @@ SETTINGS = {
     "zero_offload_optimizer": "keys.zero_optimization.offload_optimizer",
     "zero_offload_param": "keys.zero_optimization.offload_param",
     "zero_param_persistence_threshold": "keys.zero_optimization.stage3_param_persistence_threshold",
+    "zero_quantized_gradients": "keys.zero_optimization.zero_quantized_gradients",
+    "zero_quantized_weights": "keys.zero_optimization.zero_quantized_weights",
     "zero_reduce_bucket_size": "keys.zero_optimization.reduce_bucket_size",
 }
 """Methods that return a setting: name -> where it is in `engine.config`."""
@@ -32,8 +34,7 @@ SETTINGS = {
 _NEVER = """autotuning_enabled bf16_master_weights_and_gradients bf16_optimizer_states curriculum_learning_enabled
     data_efficiency_enabled data_sampling_enabled fp16_master_weights_and_gradients is_deepcompile_active
     is_deepcompile_enabled load_universal_checkpoint random_ltd_enabled super_offload torch_autocast_enabled
-    use_node_local_storage zero_legacy_stage1 zero_quantized_gradients zero_quantized_nontrainable_weights
-zero_quantized_weights"""
+    use_node_local_storage zero_legacy_stage1 zero_quantized_nontrainable_weights"""
 NEVER = frozenset(_NEVER.split())
 """Methods that ask whether something is on that does not exist here: False."""
 

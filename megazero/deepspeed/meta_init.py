@@ -196,7 +196,10 @@ class Init(TorchFunctionMode):
         param_swapper: Any = None,
     ) -> None:
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
-            raise ValueError("zero.Init has no quantized weights; leave zero_quantized_weights out")
+            raise ValueError(
+                "zero.Init quantizes no weights; leave zero_quantized_weights out, and write it in the configuration: "
+                "zero_optimization.zero_quantized_weights"
+            )
         super().__init__()
         self._enabled = enabled
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}  # by storage, the last factory call's result

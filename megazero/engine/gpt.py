@@ -330,7 +330,8 @@ class Engine:
             check=partial(check_same_run, path, self.config, data_fingerprint, fingerprint_at=fingerprint_at),
             by_hash=self.config.checkpoint.verify == "hash",
         )
-        self.sharded_model.loaded(trainer.loss_scaler, gathers=not fills_weights(path, self.state))
+        gathers = not fills_weights(path, self.state)
+        self.sharded_model.loaded(trainer.loss_scaler, trainer.step, gathers=gathers)
         phases = phases_after(trainer, self.config, data_fingerprint)
         return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens, phases, trainer.trained)
 

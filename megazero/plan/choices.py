@@ -206,6 +206,9 @@ def config_of(base: RunConfig, choice: Choice) -> RunConfig:
     )
 
 
+_OF_STAGE_3 = ("prefetch_bytes", "persistent_elements", "quantized_weights")
+
+
 def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
     """[zero] with a choice in it; keys that its stage does not read are at their defaults."""
     own, default, stage = base.zero.offload, ZeroConfig(), choice.zero_stage
@@ -220,7 +223,8 @@ def _zero_of(base: RunConfig, choice: Choice) -> ZeroConfig:
         "shard_group_size": choice.shard_group,
         "secondary_shard_size": 0,
         "offload": offload,
+        **({} if stage >= 1 else {"quantized_gradients": default.quantized_gradients}),
         **({} if stage >= 2 else {"reduce": default.reduce}),
-        **({} if stage == 3 else {key: getattr(default, key) for key in ("prefetch_bytes", "persistent_elements")}),
+        **({} if stage == 3 else {key: getattr(default, key) for key in _OF_STAGE_3}),
     }
     return base.zero.model_copy(update=update)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 
+from megazero.comm.two_level import hosts_of
 from megazero.config import ResolvedRun
 from megazero.parallel_state import RankGrid
 from megazero.plan.cluster import Cluster
@@ -70,7 +71,13 @@ class GroupLink:
             own = (here or 0.0) * min(1.0, calibration.processors / inner)  # the ranks were slowed by one another
             return own + self.link_seconds(sent_bytes) if self.crosses else own
         rounds = 2 if operation == "all_reduce" else 1
-        return rounds * self.latency_seconds + sent_bytes / self.bytes_per_second
+        wire = sent_bytes / self.bytes_per_second
+        if (
+            operation == "all_to_all" and self.crosses
+        ):  # what is for another node's ranks goes through the rank's own card
+            apart = sent_bytes * (self.ranks - self.per_node) / (self.ranks - 1)
+            wire = max(wire, apart / self.cluster.between.rate(self.side_by_side * self.per_node))
+        return rounds * self.latency_seconds + wire
 
     def work_seconds(self, operation: str, sent_bytes: float) -> float:
         """Of a rank's processor for a collective that is not waited for."""
@@ -122,7 +129,7 @@ def group_link(cluster: Cluster, ranks: Sequence[int]) -> GroupLink:
 
 
 def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
-    """By axis, as traffic is counted: "tp", "cp", "cp_ring", "shard", "replica", "pp", "world"."""
+    """By axis, as traffic is counted: "tp", "cp", "cp_ring", "shard", "host", "hosts", "replica", "pp", "world"."""
     parallel = run.config.parallel
     grid = RankGrid(parallel.tp, parallel.cp, run.dp, parallel.pp, parallel.order)
     same, cp = grid.group_of(0, "dp", "cp"), grid.group_of(0, "cp")
@@ -137,4 +144,7 @@ def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
     }
     second = run.config.zero.secondary_shard_size
     groups["secondary"] = same[: second or 1]
+    hosts = hosts_of([str(rank // cluster.per_node) for rank in groups["shard"]], 0)
+    size = hosts.size if hosts is not None and hosts.count > 1 else 1
+    groups |= {"host": groups["shard"][:size], "hosts": groups["shard"][::size]}
     return {axis: group_link(cluster, ranks) for axis, ranks in groups.items()}

@@ -94,7 +94,7 @@ def _state(run: ResolvedRun, cluster: Cluster, formula: StateFormula, chunks: li
         itemsize = DTYPES[run.config.precision.dtype].itemsize
         gathered = own if zero.gather_policy == "step" else max(2 * largest, largest + zero.prefetch_bytes // itemsize)
         gathered = sum(chunks[0]) if zero.gather_policy == "chunk" else gathered
-        kinds["gather buffers"] = min(gathered, own) * itemsize
+        kinds["gather buffers"] = round(min(gathered, own) * itemsize + 2 * largest * formula.gather_bytes)
     if zero.stage >= 2 and formula.shards > 1:  # two are reduced while others are added to
         buckets = 2 * largest if zero.stage == 3 else min(_BUCKETS * _BUCKET_BYTES // FP32_BYTES, own)
         kinds["gradient buffers"] = FP32_BYTES * buckets

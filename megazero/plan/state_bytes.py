@@ -22,7 +22,8 @@ import torch
 from megazero.config import ResolvedRun
 from megazero.optim.optimizers import make_optimizer, state_names
 from megazero.optim.registry import OPTIMIZERS
-from megazero.zero.bucket import DTYPES
+from megazero.zero.bucket import BLOCK, DTYPES
+from megazero.zero.quantized import WEIGHT_BITS, BlockFormat
 
 FP32_BYTES = 4
 
@@ -41,6 +42,8 @@ class StateFormula:
     reduces_each: bool  # stages 2 and 3 reduce after each micro-batch, not once per step
     gathers_each: bool  # stage 3 gathers for each pass, not once per step
     second_copy: int = 0  # ranks that share a second copy of stage 3's weights; 0: there is none
+    gather_bytes: float = 0.0  # of weights while stage 3 gathers them, where these are quantized; as the next
+    block_bytes: float = 0.0  # of gradients while they are scattered; 0: they are not quantized
 
     def _bytes_per_parameter(self, offloads: bool) -> Counter[tuple[bool, bool]]:
         """Bytes by (is on the device, is sharded)."""
@@ -91,10 +94,16 @@ class StateFormula:
             parts += [form.format(" + ".join(terms))] if terms else []
         return " + ".join(parts)
 
-    def sent_per_parameter(self) -> dict[str, int]:
+    @property
+    def gathered_bytes(self) -> float:
+        """Of a weight in the gathers over all ranks that share the state."""
+        return self.gather_bytes or self.weight_bytes
+
+    def sent_per_parameter(self) -> dict[str, float]:
         """Bytes per parameter that pass through each collective of the sharding axis in a step; (d - 1)/d of them are sent.
 
-        Stage 3's all-gather is an upper bound: weights that are still in a buffer are not gathered again.
+        Stage 3's all-gather is an upper bound: weights that are still in a buffer are not gathered again.  Quantized
+        gradients are those of one host, or of hosts of one rank.
         """
         if self.shards == 1:
             return {}
@@ -102,7 +111,10 @@ class StateFormula:
             return {"all_reduce": 2 * self.reduce_bytes}
         reductions = self.micro_batches if self.reduces_each and self.stage >= 2 else 1
         gathers = 2 * self.micro_batches if self.gathers_each and not self.second_copy and self.stage == 3 else 1
-        return {"all_gather": gathers * self.weight_bytes, "reduce_scatter": reductions * self.reduce_bytes}
+        found: dict[str, float] = {"all_gather": gathers * self.gathered_bytes}
+        if self.block_bytes:
+            return found | {"all_to_all": reductions * self.block_bytes}
+        return found | {"reduce_scatter": reductions * self.reduce_bytes}
 
     def sent_bytes(self, elements: int) -> float:
         """Bytes that a rank sends in a step for so many parameters."""
@@ -125,4 +137,6 @@ def formula_of(run: ResolvedRun, shards: int) -> StateFormula:
         reduces_each=zero.reduce == "micro_batch",
         gathers_each=zero.gather_policy != "step",
         second_copy=zero.secondary_shard_size if zero.stage == 3 else 0,
+        gather_bytes=BlockFormat(WEIGHT_BITS).nbytes(BLOCK) / BLOCK if zero.quantized_weights else 0.0,
+        block_bytes=BlockFormat(zero.quantized_gradients).nbytes(BLOCK) / BLOCK if zero.quantized_gradients else 0.0,
     )

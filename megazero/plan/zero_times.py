@@ -160,15 +160,13 @@ def _rank_zero(
     buckets = {chunk: sum(-(-unit // most) for unit in units) for chunk, units in own.items()}
     if zero.stage < 3:
         buckets = {chunk: -(-count // most) for chunk, count in counts.items()}
-    reductions = {
-        chunk: _reduction(run, links, counts[chunk] * formula.reduce_bytes, buckets[chunk]) for chunk in counts
-    }
+    reductions = {chunk: _reduction(run, links, counts[chunk], formula, buckets[chunk]) for chunk in counts}
     gathers, is_stage_3 = {}, zero.stage == 3
     if zero.stage and run.shards > 1:
-        axis = links["secondary"] if formula.second_copy and is_stage_3 else links["shard"]
-        gathers = {
-            chunk: _pieces(axis, "all_gather", counts[chunk] * formula.weight_bytes, buckets[chunk]) for chunk in counts
-        }
+        axis, nbytes = links["shard"], formula.gathered_bytes
+        if formula.second_copy and is_stage_3:
+            axis, nbytes = links["secondary"], formula.weight_bytes
+        gathers = {chunk: _pieces(axis, "all_gather", counts[chunk] * nbytes, buckets[chunk]) for chunk in counts}
     stepped = optimizer_seconds(run, cluster, sum(counts.values()), formula)
     waits = 0.0 if overlaps or is_stage_3 else sum(one.wire for one in gathers.values())
     return RankZero(
@@ -200,12 +198,20 @@ def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int,
     return bucket_sizes(zero.bucket_bytes, policy, own, cuts=cuts, hides=hides and zero.stage < 3).elements
 
 
-def _reduction(run: ResolvedRun, links: Mapping[str, GroupLink], size: float, pieces: int) -> Cost:
-    """Of gradients of so many bytes: over the ranks that share the state, then over those that hold the same part."""
-    shards, same = run.shards, run.dp * run.config.parallel.cp
+def _reduction(
+    run: ResolvedRun, links: Mapping[str, GroupLink], elements: int, formula: StateFormula, pieces: int
+) -> Cost:
+    """Of so many gradients: over the ranks that share the state, then over those that hold the same part."""
+    shards, same, size = run.shards, run.dp * run.config.parallel.cp, elements * formula.reduce_bytes
     if run.config.zero.stage == 0:
         return _pieces(links["shard"], "all_reduce", 2 * size, pieces)
     shared = _pieces(links["shard"], "reduce_scatter", size, pieces)
+    if formula.block_bytes:
+        host = links["host"]
+        shared = _pieces(links["hosts"], "all_to_all", elements / host.ranks * formula.block_bytes, pieces)
+        if host.ranks > 1:
+            inner = _pieces(host, "reduce_scatter", elements * _FP32, pieces)
+            shared = Cost(shared.wire + inner.wire, shared.work + inner.work)
     if same == shards:
         return shared
     summed = _pieces(links["replica"], "all_reduce", 2 * size / shards, pieces)

@@ -78,7 +78,7 @@ def _traffic(report: Report) -> str:
 
     def cells(row: Row) -> list[str]:
         sent = [_size(row.worst.sent.get(axis, {}).get(name, 0)) for axis, name in pairs]
-        terms = " + ".join(f"{count}N" for count in row.formula.sent_per_parameter().values()) or "-"
+        terms = " + ".join(f"{count:g}N" for count in row.formula.sent_per_parameter().values()) or "-"
         return [*sent, terms, _size(row.formula_sent), _ratio(row.sent, row.formula_sent), f"{row.seconds:.2f} s"]
 
     sent = (f"{axis} {name.replace('_', '-')}" for axis, name in pairs)

@@ -39,6 +39,7 @@ K = TypeVar("K", bound=Hashable)
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
+BLOCK = 256  # elements that travel with one scale where they are quantized: see `quantized`, [Note: blocks]
 _ROWS_OF_PADDING = 32  # a bucket is cut into parts only if padding to whole rows adds at most 1/32 to it: see shapes.md
 
 
@@ -153,7 +154,7 @@ class BucketLayout:
     """Where each parameter lies in a bucket.  Its parameters are all of one chunk, all frozen or all trained, and so on."""
 
     name: str  # for messages
-    slots: tuple[Slot, ...]  # the parameters, contiguous from element 0
+    slots: tuple[Slot, ...]  # the parameters, contiguous from element 0; before a block there may be zeros
     shards: int  # number of equal parts of the padded bucket
     unit: int  # the first unit that uses one of the parameters
     chunk: int
@@ -218,7 +219,7 @@ class BucketLayout:
                 yield Share(slot, inside, at // each * held + at % each - part.start, part, each)
 
     def runs(self, key: Callable[[ParamInfo], K]) -> Iterator[tuple[K, Run]]:
-        """Maximal contiguous runs of parameters with an equal key; padding belongs to none."""
+        """Maximal runs of parameters with an equal key; padding at the end belongs to none."""
         for value, slots in groupby(self.slots, key=lambda slot: key(slot.info)):
             members = list(slots)
             yield value, Run(members[0].start, members[-1].stop)
@@ -230,14 +231,20 @@ def intersect(a: Run, b: Run) -> Run | None:
     return Run(start, stop) if start < stop else None
 
 
-def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool) -> BucketLayout:
-    slots, start = [], 0
+def _is_split(info: ParamInfo) -> bool:
+    return info.spec.split is not None
+
+
+def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool, align: int) -> BucketLayout:
+    slots, start = list[Slot](), 0
     for info in sorted(members, key=lambda info: (info.group, info.spec.split is not None, not info.spec.sum_over_tp)):
+        if align == BLOCK and slots and _is_split(slots[-1].info) != _is_split(info):
+            start += -start % BLOCK
         slots.append(Slot(info, start))
         start = slots[-1].stop
     first = min(members, key=lambda info: info.unit)
     tied, tie = first.spec.tied, first.spec.sections[0].name
-    step = ALIGN_ELEMENTS if shards > 1 else 1
+    step = align if shards > 1 else 1
     is_cut, largest = False, max(slots, key=lambda slot: slot.stop - slot.start)
     if cuts and first.trains and start > limit >= start - (largest.stop - largest.start):
         width = numel(largest.info.shape[1:])
@@ -266,7 +273,13 @@ def _fits(members: Sequence[ParamInfo], limit: int, shards: int) -> bool:
 
 
 def plan_buckets(
-    parameters: Sequence[ParamInfo], *, by_unit: bool, bucket_elements: int, shards: int, cuts: bool = False
+    parameters: Sequence[ParamInfo],
+    *,
+    by_unit: bool,
+    bucket_elements: int,
+    shards: int,
+    cuts: bool = False,
+    align: int = ALIGN_ELEMENTS,
 ) -> tuple[BucketLayout, ...]:
     """Assign every parameter, given in forward order, to one bucket of `shards` equal parts.
 
@@ -276,6 +289,8 @@ def plan_buckets(
 
     `cuts`: buckets of more elements, nearly all of one parameter, are reduced in parts of `bucket_elements` at most, or as
     large as the largest bucket that cannot be cut, but of a row of each shard at least.
+
+    `align`: shards have a multiple of so many elements; with `BLOCK` what is split over tp begins at such a multiple, too.
 
     No bucket spans two chunks, or holds both frozen and trained parameters.  A tied parameter has its own bucket, equal on
     all stages that hold it.
@@ -290,7 +305,7 @@ def plan_buckets(
 
     def is_cut(members: Sequence[ParamInfo]) -> bool:
         is_large = cuts and sum(numel(member.shape) for member in members) > bucket_elements
-        return is_large and _layout(members, shards, bucket_elements, cuts=cuts).part_count > 1
+        return is_large and _layout(members, shards, bucket_elements, cuts=cuts, align=align).part_count > 1
 
     for info in reversed([info for info in free if not by_unit or info.persistent]):
         last = filling.get(info.trains, [])
@@ -301,7 +316,7 @@ def plan_buckets(
             filling[info.trains] = last = []
             groups.append(last)
         last.append(info)
-    layouts = [_layout(members, shards, bucket_elements, cuts=cuts) for members in [*groups, *single]]
+    layouts = [_layout(members, shards, bucket_elements, cuts=cuts, align=align) for members in [*groups, *single]]
     largest = max((one.parts[0].stop * shards for one in layouts if one.trains), default=0)
     limit = max(bucket_elements, largest)
     return tuple(one.in_parts_of(limit) if one.part_count > 1 else one for one in layouts)
@@ -333,11 +348,19 @@ class ShardingPolicy:
     )
     arena: Arena | None = None  # where gradients have their working buffers; None: each in memory of its own
     planned_on: str = ""  # a plan's tensors are on the CPU also where the run's are not: the type of the run's device
+    quantizes_weights: bool = False  # stage 3 gathers them in blocks of 8 bits
+    gradient_bits: int = 0  # of the blocks in which gradients are reduced over `shard`; 0: they are not quantized
+    levels: tuple[Axis, Axis] | None = None  # `shard` within a host and between hosts: only there are they quantized
 
     @property
     def on_cpu(self) -> bool:
         """Whether the run's modules compute on a CPU."""
         return (self.planned_on or self.device.type) == "cpu"
+
+    @property
+    def align(self) -> int:
+        """A shard has a multiple of so many elements."""
+        return BLOCK if self.quantizes_weights or self.gradient_bits else ALIGN_ELEMENTS
 
     @property
     def shards_master(self) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megazero.zero.bucket import ALIGN_ELEMENTS, ShardingPolicy
+from megazero.zero.bucket import ShardingPolicy
 
 _FP32_BYTES = 4
 DEFAULT_BYTES = 40 * 2**20
@@ -70,7 +70,7 @@ def bucket_sizes(
     if setting == "auto" and on_cpu and hides:
         elements = min(elements, max(_SOCKET_PIECE * ranks // _FP32_BYTES, numel // _MOST_BUCKETS))
     if cuts:
-        smallest = ALIGN_ELEMENTS * policy.shard.size
+        smallest = policy.align * policy.shard.size
         elements = max(elements // smallest, 1) * smallest
     return BucketSizes(elements, bucket_bytes)
 

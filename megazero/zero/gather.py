@@ -39,6 +39,7 @@ from megazero.comm.identity import storage_of
 from megazero.zero.bucket import Bucket, ShardingPolicy, Slot
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.param_proxy import UngatheredParameter
+from megazero.zero.quantized import WEIGHT_BITS, BlockFormat, QuantizedGather
 from megazero.zero.reach import in_backward
 from megazero.zero.saved_weights import SavingForward
 from megazero.zero.second_copy import SecondCopy
@@ -70,6 +71,7 @@ class BucketGatherer:
     """Gathers whole buckets, over the axis of `policy`, into their buffers.
 
     `checks_order`: what is gathered goes with the gather, so that ranks that gather different buckets raise an OrderError.
+    What buffers hold may have been quantized on its way; copies have not.
     """
 
     def __init__(self, buckets: Sequence[Bucket], policy: ShardingPolicy, *, checks_order: bool) -> None:
@@ -87,10 +89,16 @@ class BucketGatherer:
         self.second_copy = SecondCopy(buckets, policy.secondary)
         self.generation = 0  # how often the shards have changed
         self._largest_shard = max((bucket.weight_shard.numel for bucket in buckets), default=0)
+        self._exactly = partial(all_gather, axis=self._axis)
+        self._all_gather: Callable[..., Pending] = self._exactly
+        self._is_exact = not policy.quantizes_weights or self._axis.size == 1
+        if not self._is_exact:
+            blocks = BlockFormat.on(policy, WEIGHT_BITS)
+            self._all_gather = QuantizedGather(blocks, self._axis, self._staging, self._largest_shard).start
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gather buffers, and of those through which offloaded shards pass on their way there."""
+        """Bytes of the gather buffers, and of those through which offloaded shards and quantized weights pass to them."""
         return sum(self._buffer_bytes.values()) + self._staging.nbytes
 
     @property
@@ -110,6 +118,10 @@ class BucketGatherer:
     def is_unsharded(self, bucket: Bucket) -> bool:
         """Whether a bucket's buffer holds its weights, or a gather that brings them is under way."""
         return self._gathered.get(storage_of(bucket.weights)) is bucket
+
+    def holds_exactly(self, bucket: Bucket) -> bool:
+        """Whether a copy of a bucket's weights costs no gather."""
+        return self._is_exact and self.is_unsharded(bucket)
 
     @_beneath_modes
     def read_ahead(self, bucket: Bucket) -> None:
@@ -139,15 +151,15 @@ class BucketGatherer:
             self._gathering.pop(address).wait()
             self.second_copy.keep(self._gathered[address])
 
-    def _gather(self, bucket: Bucket, out: Tensor, label: str) -> Pending:
+    def _gather(self, bucket: Bucket, out: Tensor, label: str, *, is_copy: bool = False) -> Pending:
         """Start gathering a bucket's weights into `out`; from the second copy where it has them."""
-        label = label if self._checks_order else ""
-        if self.second_copy.is_fresh(bucket):
+        label, gather = label if self._checks_order else "", self._exactly if is_copy else self._all_gather
+        if self.second_copy.is_fresh(bucket) and (self._is_exact or not is_copy):
             # Ranks of other hosts may be about to gather another bucket over the whole axis: the label goes to them too.
             told = self._tell(label) if label else Pending()
             return Pending(told.wait, self.second_copy.gather(bucket, out, label).wait)
         shard, staging = self._shard_of(bucket)
-        pending = all_gather(out, shard, self._axis, label)
+        pending = gather(out, shard, label=label)
         return pending if staging is None else Pending(pending.wait, partial(self._staging.release, staging))
 
     def _tell(self, label: str) -> Pending:
@@ -162,7 +174,7 @@ class BucketGatherer:
 
     def whole_copy(self, bucket: Bucket, slot: Slot) -> Tensor:
         """A whole copy of one parameter, in memory of its own; from the bucket's buffer while its weights are there."""
-        if self.is_unsharded(bucket):
+        if self.holds_exactly(bucket):
             self.wait_for_unshard(bucket)
             return _part_of(bucket.weights, slot).clone()
         return _part_of(self.whole_bucket(bucket, slot.info.name), slot).clone()
@@ -171,7 +183,7 @@ class BucketGatherer:
     def whole_bucket(self, bucket: Bucket, label: str) -> Tensor:
         """[padded]: a copy of a bucket's weights, in memory of its own."""
         flat = torch.empty_like(bucket.weights)
-        self._gather(bucket, flat, f"a copy of {label}").wait()
+        self._gather(bucket, flat, f"a copy of {label}", is_copy=True).wait()
         self._compare_labels()  # a copy may go anywhere
         return flat
 
@@ -278,7 +290,7 @@ class UnitGatherer:
                 if name not in proxies:
                     slot = next(slot for slot in bucket.layout.slots if slot.info.name == name)
                     copy = partial(self._gatherer.whole_copy, bucket, slot)
-                    is_there = partial(self._gatherer.is_unsharded, bucket)
+                    is_there = partial(self._gatherer.holds_exactly, bucket)
                     proxies[name] = UngatheredParameter.of(name, parameter, copy, is_there)
                 buckets.append(bucket)
                 self._owner[id(parameter)] = bucket

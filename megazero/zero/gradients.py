@@ -67,6 +67,8 @@ class BucketGradients:
         self.bucket, self.part, self._reductions = bucket, part, reductions
         self.shares = list(bucket.layout.shares(part))
         self._numel = (part.stop - part.start) * bucket.layout.shards
+        borders = [0, *(at for share in self.shares for at in (share.start, share.stop)), self._numel]
+        self._padding = [slice(*ends) for ends in zip(borders[::2], borders[1::2], strict=True) if ends[0] < ends[1]]
         self._use(None)
         self.begin_step(frees=False)
 
@@ -147,7 +149,8 @@ class BucketGradients:
         for view, is_empty in zip(self._views, self._is_empty, strict=True):
             if is_empty:
                 view.zero_()
-        memory[max((share.stop for share in self.shares), default=0) : self._numel].zero_()
+        for padding in self._padding:
+            memory[padding].zero_()
         self._is_empty = [True] * len(self._is_empty)
         if not self.bucket.keeps_gradients:  # whoever has taken it releases it
             self._use(None)
@@ -312,9 +315,9 @@ class GradientReducer:
         else:
             self.add(parameter, gradient)
 
-    def begin_step(self, micro_batches: int) -> None:
-        """Forget the last step.  Each parameter is expected once per micro-batch."""
-        self._reductions.begin_step()
+    def begin_step(self, micro_batches: int, step: int = 0) -> None:
+        """Forget the last step.  Each parameter is expected once per micro-batch.  `step`: see `ReductionQueue`."""
+        self._reductions.begin_step(step)
         for order in self._orders.values():
             order.begin_step()
             for one in order.buckets:  # with more, gradients lie there in all forwards but one
@@ -456,8 +459,8 @@ class GradientReducer:
 
     def _reduce(self, one: BucketGradients) -> None:
         one.open(is_reduced_soon=self._every_round and not self.accumulate_only)
-        is_last, adds = one.complete == self.rounds, one.reduced > 0
-        self._reductions.start(one.bucket, one.part, one.take(), adds=adds, is_last=is_last)
+        is_last = one.complete == self.rounds
+        self._reductions.start(one.bucket, one.part, one.take(), reduced=one.reduced, is_last=is_last)
         one.reduced = one.complete
 
 

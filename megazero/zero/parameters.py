@@ -87,7 +87,8 @@ class ShardedParameters:
         shards = policy.shard.size
         cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
         self.sizes = self._sizes(zero, sum(numel(info.shape) for info in infos), world, cuts=cuts)
-        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=self.sizes.elements, shards=shards, cuts=cuts)
+        most, align = self.sizes.elements, policy.align
+        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=most, shards=shards, cuts=cuts, align=align)
         self.offload = agree(partial(Offload, zero.offload, policy, layouts, moments, rank), world, StorageError)
         chunks = [unit.chunk for unit in units]
         self.gather_plan = BufferPlan(())

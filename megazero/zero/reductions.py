@@ -1,6 +1,7 @@
 """How gradients are summed over ranks: each bucket while the backward runs, and the sums that end a step.
 
 full [n * part] --reduce_dtype--> all-reduce (stage 0) or reduce-scatter over the shard axis --> result [owned]
+full [n * part] --quantized-----> all-to-all over the shard axis, summed in fp32 -------------> result [owned]
 result --set or add--> bucket.gradient, on the device, or on the host where the optimizer state is offloaded
 the last result of a step -> summed over the ranks that hold the same shard (`replica_sums`)
 reduced shards -> partial gradients over tp -> copies of tied parameters -> square_sum
@@ -11,15 +12,24 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, all_reduce, arriving_elements, reduce_scatter, runs_by_itself
+from megazero.comm.collectives import (
+    Pending,
+    all_reduce,
+    all_to_all,
+    arriving_elements,
+    reduce_scatter,
+    runs_by_itself,
+)
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.quantized import BlockFormat, InTwo, noise_of
 from megazero.zero.replica_sums import ReplicaSums
 
 _NORM_BLOCK = 256  # as fast as longer blocks here, and 30 times closer
@@ -27,7 +37,7 @@ _IN_FLIGHT = 2  # where results are copied to the host, or this rank must help: 
 
 
 class _Reduction(NamedTuple):
-    pending: Pending
+    pending: Pending | InTwo
     gradient: Tensor
     bucket: Bucket
     result: Tensor | None  # still to be copied to the bucket's gradient; None where the collective writes there
@@ -50,20 +60,30 @@ class ReductionQueue:
         pool: all working buffers.
         most_bytes: their limit: what is more, while several parts fill at once, is freed at the end of the step.
         replicas: sums what is reduced over the ranks that hold the same shards.
+        step: the random numbers that round quantized gradients are those of this step.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, bucket_bytes: int = 0) -> None:
-        policy = buckets[0].policy
+        policy, self.step = buckets[0].policy, 0
         self._axis, self._all_reduces = policy.shard, policy.zero_stage == 0 or policy.shard.size == 1
+        self._blocks = (
+            BlockFormat.on(policy, policy.gradient_bits) if policy.gradient_bits and not self._all_reduces else None
+        )
         self._dtype, self._kept_dtype = reduce_dtype, policy.accumulate_dtype
         self.pool = BufferPool(policy.device, policy.arena)
         lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
         self._largest = max(lengths) * self._axis.size
-        self._scratch_numel = 0 if self._all_reduces else arriving_elements(self._largest, self._axis)
+        self._host, self._hosts = policy.levels or (Axis("host"), policy.shard)  # of quantized gradients
+        self._newest: InTwo | None = None
+        scatters = self._axis if self._blocks is None else self._host
+        self._scratch_numel = 0 if self._all_reduces else arriving_elements(self._largest, scatters)
         shared = [part.stop - part.start for one in buckets if len(one.layout.slots) > 1 for part in one.gradient_parts]
         self._usual = max(shared, default=max(lengths)) * self._axis.size
         is_cast = reduce_dtype != policy.accumulate_dtype and self._axis.size > 1
         sent = (is_cast * self._largest + self._scratch_numel) * reduce_dtype.itemsize  # beside what has filled
+        if self._blocks is not None:  # within the host; what leaves, what arrives, and their sum
+            within = (self._largest if policy.levels else 0) + self._scratch_numel + self._largest // self._axis.size
+            sent = within * torch.float32.itemsize + 2 * self._blocks.nbytes(self._largest // self._host.size)
         kept, itemsize = policy.accumulate_dtype.itemsize, max(reduce_dtype.itemsize, policy.accumulate_dtype.itemsize)
         self._fills = not all(bucket.keeps_gradients for bucket in buckets)
         stays = all(bucket.master.location == "device" for bucket in buckets)
@@ -85,45 +105,96 @@ class ReductionQueue:
         return self._acquire(self._largest, self._kept_dtype)
 
     def _acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer for a part of a bucket; where gradients stay in their buckets, it need not serve any other part."""
-        numel = self._largest if self._fills else max(numel, self._usual)
+        """A buffer for a part of a bucket."""
+        return self._acquire_exactly(self._shared(numel), dtype)
+
+    def _shared(self, numel: int) -> int:
+        """Elements of a buffer for a part; where gradients stay in their buckets, it need not serve any other part."""
+        return self._largest if self._fills else max(numel, self._usual)
+
+    def _acquire_exactly(self, numel: int, dtype: torch.dtype) -> Tensor:
         while self._in_flight and self.pool.bytes_after(numel, dtype) > self.most_bytes:
             self._finish_all_but(len(self._in_flight) - 1)
         if self.pool.bytes_after(numel, dtype) > self.most_bytes:  # what is free has another size
             self.pool.free_above(self.most_bytes - numel * dtype.itemsize)
         return self.pool.acquire(numel, dtype)
 
-    def start(self, bucket: Bucket, part: Run, buffer: Tensor, *, adds: bool, is_last: bool) -> None:
+    def start(self, bucket: Bucket, part: Run, buffer: Tensor, *, reduced: int, is_last: bool) -> None:
         """Start the reduction of a part of a bucket: its `gradient` is replaced by the result, or the result is added to it.
 
-        `buffer` begins with the part's whole gradients; it is released afterwards unless the bucket keeps it.  `is_last`: no
-        other reduction of the part follows in this step.
+        `buffer` begins with the part's whole gradients; it is released afterwards unless the bucket keeps it.  `reduced`:
+        micro-batches of this step whose sum is in `gradient`.  `is_last`: no other reduction of the part follows in this
+        step.
         """
         self._finish_all_but(self._most_in_flight - 1)
         full = buffer[: (part.stop - part.start) * bucket.layout.shards]
-        buffers = [] if bucket.keeps_gradients else [buffer]
-        sent = full
+        is_all = full.numel() == bucket.layout.padded_numel
+        gradient = bucket.gradient if is_all else bucket.gradient[part.start : part.stop]
+        lent = [] if bucket.keeps_gradients else [buffer]
+        send = self._send if self._blocks is None else self._send_blocks
+        pending, result, buffers = send(bucket, part, full, gradient, lent, reduced)
+        self._in_flight.append(_Reduction(pending, gradient, bucket, result, reduced > 0, is_last, buffers))
+
+    def _send(
+        self, bucket: Bucket, _: Run, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
+    ) -> tuple[Pending | InTwo, Tensor | None, list[Tensor]]:
+        """What is under way, its result if it must be copied, and the buffers that it needs."""
+        sent, result = full, None
         if self._dtype != full.dtype and self._axis.size > 1:
             narrow = self._acquire(full.numel(), self._dtype)
             sent = narrow[: full.numel()].copy_(full)
             for one in buffers:  # what comes next on this device comes after the copy
                 self.pool.release(one)
             buffers = [narrow]
-        is_all = full.numel() == bucket.layout.padded_numel
-        gradient, result = bucket.gradient if is_all else bucket.gradient[part.start : part.stop], None
         if self._all_reduces:
             pending = all_reduce(sent, self._axis)
-            if sent is not full or not bucket.reduces_in_place:
-                result = sent
+            return pending, sent if sent is not full or not bucket.reduces_in_place else None, buffers
+        if reduced or gradient.dtype != sent.dtype or gradient.device != sent.device:
+            result = sent.view(self._axis.size, -1)[self._axis.index]  # which no other rank needs any more
+        scratch = None
+        if self._scratch_numel:
+            scratch = self._acquire(full.numel(), self._dtype)
+            buffers.append(scratch)
+        return reduce_scatter(gradient if result is None else result, sent, self._axis, scratch), result, buffers
+
+    def _send_blocks(
+        self, bucket: Bucket, part: Run, full: Tensor, gradient: Tensor, buffers: list[Tensor], reduced: int
+    ) -> tuple[Pending | InTwo, Tensor | None, list[Tensor]]:
+        """As `_send`, quantized; see `quantized`, [Note: one sum]."""
+        blocks, host, hosts, usual = self._blocks, self._host, self._hosts, self._shared(full.numel())
+        assert blocks is not None
+        if self._newest is not None:
+            self._newest.advance()
+        held = [self._acquire_exactly(blocks.nbytes(usual // host.size) // 4, torch.float32) for _ in range(2)]
+        nbytes = blocks.nbytes(full.numel() // host.size)
+        sent, arrived = (one.view(torch.uint8)[:nbytes].view(hosts.size, -1) for one in held)
+        result, shard = None, bucket.layout.shard_numel
+        if reduced or gradient.device != full.device:
+            held.append(self._acquire_exactly(usual // self._axis.size, torch.float32))
+            result = held[-1][: gradient.numel()]
+        first = part.start + host.index * shard
+        noise = noise_of(self.step, reduced, hosts.index, bucket.layout.name, first, host.size * shard)
+        add_up = partial(blocks.sum, arrived, gradient if result is None else result)
+
+        def send(mine: Tensor) -> Pending:
+            blocks.quantize(mine.view(hosts.size, -1), sent, noise)
+            return Pending(all_to_all(arrived, sent, hosts).wait, add_up)
+
+        if host.size == 1:
+            pending: Pending | InTwo = send(full)
         else:
-            if adds or gradient.dtype != sent.dtype or gradient.device != sent.device:
-                result = sent.view(self._axis.size, -1)[self._axis.index]  # which no other rank needs any more
-            scratch = None
+            of_hosts = full.view(hosts.size, host.size, -1).transpose(0, 1)
+            held.append(self._acquire(full.numel(), torch.float32))
+            whole = held[-1][: full.numel()].view(host.size, -1)
+            whole.view(of_hosts.shape).copy_(of_hosts)
+            mine, scratch = whole[host.index], None
             if self._scratch_numel:
-                scratch = self._acquire(full.numel(), self._dtype)
-                buffers.append(scratch)
-            pending = reduce_scatter(gradient if result is None else result, sent, self._axis, scratch)
-        self._in_flight.append(_Reduction(pending, gradient, bucket, result, adds, is_last, buffers))
+                held.append(scratch := self._acquire(full.numel(), torch.float32))
+            summed = reduce_scatter(mine, whole.view(-1), host, scratch)
+            pending = self._newest = InTwo(summed, partial(send, mine))
+        for one in buffers:  # what comes next on this device comes after this
+            self.pool.release(one)
+        return pending, result, held
 
     def finish(self) -> None:
         """Wait for all reductions, and for their results on the host."""
@@ -132,9 +203,10 @@ class ReductionQueue:
         self.replicas.finish()
         self.pool.free_above(self.most_bytes)
 
-    def begin_step(self) -> None:
+    def begin_step(self, step: int) -> None:
         """Forget the last step, after its reductions: those of one that was given up must not be added to this one's."""
         self.finish()
+        self.step = step
         self.replicas.begin_step()
 
     def reopen(self) -> None:

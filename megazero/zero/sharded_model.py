@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megazero.comm.arena import Arena
 from megazero.comm.collectives import LostPeerError, agree, gather_objects
+from megazero.comm.two_level import hosts_of
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
 from megazero.parallel_state import Axis, ParallelState
@@ -48,6 +49,7 @@ class ShardedModel:
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
         scale: what the losses of this step are multiplied by.
+        steps: whose gradients were reduced, those before a checkpoint that was loaded included.
 
     Raises:
         ValueError, StorageError: on every rank, the configuration does not fit this machine.
@@ -78,7 +80,19 @@ class ShardedModel:
         gather, secondary = _gather_axes(state, zero)
         axes, device = (state.shard, state.replica), state.device
         self.policy = ShardingPolicy(
-            zero.stage, dtype, *axes, device, accumulate_dtype, pins, gather, secondary, arena, state.planned_on
+            zero.stage,
+            dtype,
+            *axes,
+            device,
+            accumulate_dtype,
+            pins,
+            gather,
+            secondary,
+            arena,
+            state.planned_on,
+            zero.quantized_weights,
+            zero.quantized_gradients,
+            _levels(state) if zero.quantized_gradients else None,
         )
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
@@ -109,7 +123,7 @@ class ShardedModel:
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
         self.sharded_state = ShardedState(buckets, self.optimizer)
         self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
-        self.scale = 1.0
+        self.scale, self.steps = 1.0, 0
         self.begin_step(1)
 
     @property
@@ -119,7 +133,7 @@ class ShardedModel:
 
     def begin_step(self, micro_batches: int) -> None:
         """Forget the last step's gradients.  Each parameter is expected once per micro-batch."""
-        self.reducer.begin_step(micro_batches)
+        self.reducer.begin_step(micro_batches, self.steps)
         if self.parameters.gatherer is not None:
             self.parameters.gatherer.begin_step()
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -132,6 +146,7 @@ class ShardedModel:
         buckets = self.reducer.buckets
         self._check_still_trains()
         self.reducer.finish()
+        self.steps += 1
         sum_partial_over_tp(buckets, self.state.tp)
         sum_tied(buckets, self.ties)
 
@@ -179,11 +194,12 @@ class ShardedModel:
             self.scaler.update(overflowed)
         return not overflowed
 
-    def loaded(self, loss_scaler: dict[str, Any] | None, *, gathers: bool = True) -> None:
-        """Go on from a checkpoint that was read: let modules see the master weights, and take its loss scale.
+    def loaded(self, loss_scaler: dict[str, Any] | None, step: int = 0, *, gathers: bool = True) -> None:
+        """Go on from a checkpoint that was read, of this step: let modules see the master weights, and take its loss scale.
 
         `loss_scaler`: a scaler's `state_dict`, or None.  `gathers`: see `ShardedParameters.all_gather_weights`.
         """
+        self.steps = step
         if self.scaler is not None and loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self.parameters.sync_from_master(gathers=gathers)
@@ -251,6 +267,15 @@ def _gather_axes(state: ParallelState, zero: ZeroConfig) -> tuple[Axis | None, A
     # Operations on one communicator of NCCL run in their order: a gather would wait for the reductions before it.
     gather = state.apart(state.shard, "gathers") if state.device.type == "cuda" else None
     return gather, state.neighbours_on(state.shard, size, "secondary", "gathers") if size else None
+
+
+def _levels(state: ParallelState) -> tuple[Axis, Axis] | None:
+    """`shard` within a host and between hosts, where there are several, each with as many ranks of it; None elsewhere."""
+    hosts = hosts_of([str(rank // state.neighbours) for rank in state.shard.ranks], state.shard.index)
+    size = hosts.size if hosts is not None and hosts.count > 1 else 1
+    if set(gather_objects(size, state.world)) != {size} or size == 1:
+        return None
+    return state.cut(state.shard, size, "host", "hosts", "reductions")
 
 
 def _check_trains(described: Sequence[Described], stage: int) -> None:

@@ -25,6 +25,8 @@ LARGE = SMALL | {"hidden_size": 128, "ffn_hidden_size": 384, "seq_len": 64}
 
 BUCKETS = {"bucket_bytes": 2**14}  # two of a layer
 
+QUANTIZED = {"stage": 3, "quantized_weights": True, "quantized_gradients": 4}
+
 # (ranks, ranks of a host) -> what is not usual about each run.  Between them: every axis, stage and kind of schedule,
 # sequence parallelism, second copies, and all three backends of CPU ranks.
 WORLDS: dict[tuple[int, int], list[dict[str, Any]]] = {
@@ -43,6 +45,7 @@ WORLDS: dict[tuple[int, int], list[dict[str, Any]]] = {
             "activations": {"recompute": "full"},
         },
         {"parallel": {"cp": 4, "cp_ulysses": 2, "cp_method": "hybrid"}, "zero": {"stage": 2, "bucket_bytes": "auto"}},
+        {"zero": QUANTIZED | {"secondary_shard_size": 2}, "training": {"accumulation": 2}},
     ],
     (8, 4): [
         {
@@ -110,6 +113,7 @@ def test_live_memory_of_a_dry_rank_is_within_1_percent_of_the_real_one() -> None
     sections: list[dict[str, Any]] = [
         {"parallel": {"pp": 2}, "zero": {"stage": 1, "bucket_bytes": 2**16}, "training": {"accumulation": 2}},
         {"zero": {"stage": 3}, "precision": {"dtype": "bf16"}},
+        {"zero": QUANTIZED, "precision": {"dtype": "bf16"}},
     ]
     runs = [run_of(2, model=LARGE, **one) for one in sections]
     real = run_world(2, _step, runs, 2, True)

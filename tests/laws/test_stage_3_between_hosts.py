@@ -212,9 +212,9 @@ def _noted() -> Iterator[list[tuple[Any, ...]]]:
         visit(self, index)
         events.append(("ahead of", index))
 
-    def start(self: BucketGatherer, bucket: Bucket, out: Tensor, label: str) -> Any:
+    def start(self: BucketGatherer, bucket: Bucket, out: Tensor, label: str, **kind: bool) -> Any:
         events.append(("gathers", bucket.layout.unit))
-        return gather(self, bucket, out, label)
+        return gather(self, bucket, out, label, **kind)
 
     UnitGatherer.unshard_next, BucketGatherer._gather = unshard_next, start  # type: ignore[method-assign]
     try:

@@ -1,0 +1,170 @@
+"""Weights and gradients that travel in blocks of 8 or 4 bits (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3).
+
+    numbers   | block of 256           | block of 256           |
+    packed    [ scale 0 | scale 1 | 256 integers | 256 integers ]      bytes = numbers * bits / 8 + 4 * blocks
+
+    scale = max |x| of the block / (2^(bits - 1) - 1)       in fp32: a loss scale makes gradients large
+    x     = scale * integer, up to scale / 2                rounded to the nearest, as weights are
+                          up to scale, and unbiased         rounded up or down at random, as gradients are
+
+A block that holds an inf or a nan holds nothing finite afterwards: an overflow is seen as ever.
+
+[Note: equal weights]  Every rank computes with the weights that have travelled, also where they are its own; the shard
+itself, from which masters are stepped or which is the master, stays as it is.
+
+[Note: blocks]  Blocks begin at multiples of 256 elements of a bucket, and so do shards and what is split over tp (`bucket`):
+no block holds parts of two shards, and what all ranks of tp hold has the same blocks, integers and gradients on each.
+
+[Note: one sum]  A gradient is sent once, by an all-to-all, and added up in fp32.  Where there are several hosts with several
+ranks, a host's ranks sum theirs first, as they are, so that only one of them sends an element to each other host:
+
+    full [hosts, ranks of one, part] --reduce-scatter within the host--> [hosts, part] --all-to-all--> [part]
+
+The second step begins when the next bucket is reduced, while the backward goes on.  The random numbers are a function of
+step, micro-batch, sender, bucket and element: the same run, interrupted or not, has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megazero.comm.collectives import Pending, all_gather
+from megazero.layers.counter_rng import derive_key, random_bits
+from megazero.parallel_state import Axis
+from megazero.zero.bucket import BLOCK, ShardingPolicy
+from megazero.zero.buffer_pool import BufferPool
+
+WEIGHT_BITS = 8
+_SCALE_BYTES = 4
+_DRAWS = 4  # numbers of 16 bits in a random word
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Random numbers for rounding rows of a bucket: element i of row r draws number `first` + r `stride` + i under `key`."""
+
+    key: int
+    first: int
+    stride: int
+
+    def draw(self, rows: int, start: int, count: int, device: torch.device) -> Tensor:
+        """[rows, count]: fp32, above 0 and below 1, of the elements from `start` on; all are multiples of a block."""
+        row, column = (torch.arange(size, device=device) for size in (rows, count // _DRAWS))
+        words = row.unsqueeze(1) * (self.stride // _DRAWS) + (self.first + start) // _DRAWS + column
+        return random_bits(self.key, words).view(torch.int16).float().add_(2**15 + 0.5).mul_(2.0**-16)
+
+
+def noise_of(step: int, round_: int, sender: int, bucket: str, first: int, stride: int) -> Noise:
+    """Of what a rank, number `sender` of its axis, sends of a bucket in a micro-batch of a step."""
+    return Noise(derive_key(step, f"rounding of {bucket} in {round_} by {sender}"), first, stride)
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Blocks of numbers of 4 or 8 `bits`; about `at_once` numbers are computed with at a time, to need little memory.
+
+    Numbers come in rows [rows, numel], one for each rank, of any floating-point type; numel is a multiple of a block.
+    """
+
+    bits: int
+    at_once: int = 2**18
+
+    @classmethod
+    def on(cls, policy: ShardingPolicy, bits: int) -> BlockFormat:
+        """As the device of a policy is used best: a GPU's kernels take microseconds to start."""
+        return cls(bits) if policy.on_cpu else cls(bits, 2**22)
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of so many numbers."""
+        return numel * self.bits // 8 + numel // BLOCK * _SCALE_BYTES
+
+    def quantize(self, x: Tensor, packed: Tensor, noise: Noise | None = None) -> None:
+        """Pack x into `packed`, uint8 [rows, nbytes].  Without `noise` to the nearest."""
+        most = 2 ** (self.bits - 1) - 1
+        for at, scale, integers in self._pieces(packed):
+            blocks = x.unflatten(1, (-1, BLOCK))[:, at].float()
+            largest = blocks.abs().amax(dim=2, keepdim=True)
+            scale.copy_((largest / most).clamp_(min=torch.finfo(torch.float32).tiny))  # a nan stays one
+            ratio = blocks / scale
+            if noise is None:
+                ratio.round_()
+            else:
+                first, count = at.start * BLOCK, (at.stop - at.start) * BLOCK
+                ratio.add_(noise.draw(x.shape[0], first, count, x.device).view_as(ratio)).floor_()
+            ratio.clamp_(-most, most)
+            if self.bits == 8:
+                integers.copy_(ratio)
+            else:
+                low, high = ratio.to(torch.int8).chunk(2, dim=2)
+                integers.copy_(high << 4 | low & 15)
+
+    def dequantize(self, packed: Tensor, out: Tensor) -> None:
+        """Fill `out` from `packed`."""
+        for at, scale, integers in self._pieces(packed):
+            out.unflatten(1, (-1, BLOCK))[:, at].copy_(self._unpack(integers) * scale)
+
+    def sum(self, packed: Tensor, out: Tensor) -> None:
+        """Fill `out`, fp32 [numel], with the sum of the rows that are in `packed`."""
+        for at, scale, integers in self._pieces(packed):
+            torch.sum(self._unpack(integers) * scale, dim=0, out=out.view(-1, BLOCK)[at])
+
+    def _unpack(self, integers: Tensor) -> Tensor:
+        if self.bits == 8:
+            return integers
+        return torch.cat([integers << 4 >> 4, integers >> 4], dim=2)  # of int8: the sign comes along
+
+    def _pieces(self, packed: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Piece by piece: which blocks, their scales fp32 [rows, blocks, 1], their integers int8 [rows, blocks, bytes]."""
+        rows, count = packed.shape[0], packed.shape[1] // self.nbytes(BLOCK)
+        scales = packed[:, : count * _SCALE_BYTES].view(torch.float32).unsqueeze(2)
+        integers = packed[:, count * _SCALE_BYTES :].view(torch.int8).unflatten(1, (count, -1))
+        each = max(1, self.at_once // BLOCK // rows)
+        # A plan's tensors hold nothing, and one piece needs as much memory as any.
+        stop = each if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None else count
+        for start in range(0, min(stop, count), each):
+            at = slice(start, min(start + each, count))
+            yield at, scales[:, at], integers[:, at]
+
+
+class InTwo:
+    """An operation that another follows, which `advance` starts when the first has ended; waited for as a `Pending`."""
+
+    def __init__(self, first: Pending, then: Callable[[], Pending]) -> None:
+        self._pending, self._then = first, [then]
+
+    def advance(self) -> None:
+        """Wait for the first operation and start the second, once."""
+        if self._then:
+            self._pending.wait()
+            self._pending = self._then.pop()()
+
+    def wait(self) -> None:
+        """Wait for both."""
+        self.advance()
+        self._pending.wait()
+
+
+class QuantizedGather:
+    """All-gathers of weights of 8 bits, through buffers of one size from `pool`.  `largest`: numbers of a rank's part."""
+
+    def __init__(self, blocks: BlockFormat, axis: Axis, pool: BufferPool, largest: int) -> None:
+        self._blocks, self._axis, self._pool = blocks, axis, pool
+        self._numel = axis.size * blocks.nbytes(largest) // _SCALE_BYTES
+
+    def start(self, out: Tensor, shard: Tensor, label: str) -> Pending:
+        """As `all_gather` over the axis; see [Note: equal weights]."""
+        buffer, ranks, at = self._pool.acquire(self._numel, torch.float32), self._axis.size, self._axis.index
+        packed = buffer.view(torch.uint8)[: ranks * self._blocks.nbytes(shard.numel())].view(ranks, -1)
+        mine = packed[at : at + 1]
+        self._blocks.quantize(shard.view(1, -1), mine)
+        arrive = all_gather(packed, mine, self._axis, label).wait
+        return Pending(arrive, partial(self._arrived, buffer, packed, out.view(ranks, -1)))
+
+    def _arrived(self, buffer: Tensor, packed: Tensor, out: Tensor) -> None:
+        self._blocks.dequantize(packed, out)
+        self._pool.release(buffer)
