@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.slow  # starts whole runs
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 DEEPSPEED = "DeepSpeed Ulysses"
+ROOT = Path(__file__).parent.parent
 
 
 def _by_name(work: AttentionWork, names: list[str]) -> dict[str, Line]:
@@ -107,3 +110,21 @@ def test_a_table_tells_figures_and_why_a_contender_has_none() -> None:
     assert "1.2" in ours
     assert "2.50" in ours
     assert "cannot run: no" in failed
+
+
+_ROWS = {
+    "ring, Ulysses, 2 x ring": ("megazero ring", "megazero Ulysses", "megazero 2 x ring"),
+    "torch's ring (rotated), DeepSpeed, gathered keys": ("torch ring, rotated", "DeepSpeed Ulysses", "gathered keys"),
+}
+
+
+def test_the_page_on_long_context_has_the_figures_of_the_results() -> None:
+    page = (ROOT / "docs" / "long_context.md").read_text(encoding="utf-8")
+    for hosts, name in (("one host", "context"), ("two hosts, 1 Gbit/s", "context_two_hosts")):
+        lines = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[1:]
+        cases = [case for case in map(json.loads, lines) if case["dtype"] == "fp32" and case["length"] <= 4096]
+        above = [{line["name"]: line["above_floor"] for line in case["lines"]} for case in cases]
+        assert [(case["world"], case["length"]) for case in cases] == [(2, 2048), (2, 4096), (4, 2048), (4, 4096)]
+        for title, contenders in _ROWS.items():
+            cells = [", ".join(f"{of[one]:.0f}" if one in of else "-" for one in contenders) for of in above]
+            assert f"| {hosts}: {title} | {' | '.join(cells)} |" in page

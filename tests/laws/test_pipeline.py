@@ -33,9 +33,9 @@ def _watched_on(engine: Engine, run: ResolvedRun, repeat: int = 1, warms_up: boo
     peak = 0
     count = engine.state.traffic.add
 
-    def add(axis: str, operation: str, sent_bytes: int, link_bytes: int = 0) -> None:
+    def add(axis: str, operation: str, *counted: Any) -> None:
         events.append(f"{operation} over {axis}")
-        count(axis, operation, sent_bytes, link_bytes)
+        count(axis, operation, *counted)
 
     def watch(action: Any) -> None:
         nonlocal peak
