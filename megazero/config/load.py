@@ -180,6 +180,10 @@ def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) ->
         empty = f"{slots - samples} of {slots} samples of each step are empty"
         notices.append(f"{empty}: global_batch_size={samples} is not divisible by {product}")
     notices += idle_keys(fitted.config, world_size)[1]
+    zero = fitted.config.zero
+    quantized = [name for name in ("quantized_weights", "quantized_gradients") if getattr(zero, name)]
+    if quantized and world_size > 1 and (zero.shard_group_size or dp * fitted.config.parallel.cp) == 1:
+        notices.append(f"zero.{' and '.join(quantized)} have no effect: no other rank shares this rank's state")
     sizes = asdict(batch)
     # In an elastic run they follow dp, and the method of context parallelism cp, which another world changes.
     written = {} if config.elastic.enabled else sizes

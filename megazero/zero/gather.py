@@ -138,8 +138,9 @@ class BucketGatherer:
             return
         address = storage_of(bucket.weights)
         self._wait_for(address)
-        self._gathered[address] = bucket
+        self._gathered.pop(address, None)  # until a gather has begun: one that fails leaves nothing in the buffer
         self._gathering[address] = self._gather(bucket, bucket.weights, self._labels[bucket])
+        self._gathered[address] = bucket
 
     @_beneath_modes
     def wait_for_unshard(self, bucket: Bucket) -> None:
@@ -148,8 +149,10 @@ class BucketGatherer:
 
     def _wait_for(self, address: int) -> None:
         if address in self._gathering:
+            bucket = self._gathered.pop(address)  # a wait that fails leaves nothing in the buffer
             self._gathering.pop(address).wait()
-            self.second_copy.keep(self._gathered[address])
+            self._gathered[address] = bucket
+            self.second_copy.keep(bucket)
 
     def _gather(self, bucket: Bucket, out: Tensor, label: str, *, is_copy: bool = False) -> Pending:
         """Start gathering a bucket's weights into `out`; from the second copy where it has them."""

@@ -161,10 +161,16 @@ class QuantizedGather:
         buffer, ranks, at = self._pool.acquire(self._numel, torch.float32), self._axis.size, self._axis.index
         packed = buffer.view(torch.uint8)[: ranks * self._blocks.nbytes(shard.numel())].view(ranks, -1)
         mine = packed[at : at + 1]
-        self._blocks.quantize(shard.view(1, -1), mine)
-        arrive = all_gather(packed, mine, self._axis, label).wait
+        try:
+            self._blocks.quantize(shard.view(1, -1), mine)
+            arrive = all_gather(packed, mine, self._axis, label).wait
+        except BaseException:
+            self._pool.release(buffer)
+            raise
         return Pending(arrive, partial(self._arrived, buffer, packed, out.view(ranks, -1)))
 
     def _arrived(self, buffer: Tensor, packed: Tensor, out: Tensor) -> None:
-        self._blocks.dequantize(packed, out)
-        self._pool.release(buffer)
+        try:
+            self._blocks.dequantize(packed, out)
+        finally:
+            self._pool.release(buffer)

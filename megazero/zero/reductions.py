@@ -74,6 +74,7 @@ class ReductionQueue:
         lengths = [part.stop - part.start for bucket in buckets for part in bucket.gradient_parts]
         self._largest = max(lengths) * self._axis.size
         self._host, self._hosts = policy.levels or (Axis("host"), policy.shard)  # of quantized gradients
+        self._sender = policy.replica.index * self._hosts.size + self._hosts.index  # groups round on their own
         self._newest: InTwo | None = None
         scatters = self._axis if self._blocks is None else self._host
         self._scratch_numel = 0 if self._all_reduces else arriving_elements(self._largest, scatters)
@@ -173,7 +174,7 @@ class ReductionQueue:
             held.append(self._acquire_exactly(usual // self._axis.size, torch.float32))
             result = held[-1][: gradient.numel()]
         first = part.start + host.index * shard
-        noise = noise_of(self.step, reduced, hosts.index, bucket.layout.name, first, host.size * shard)
+        noise = noise_of(self.step, reduced, self._sender, bucket.layout.name, first, host.size * shard)
         add_up = partial(blocks.sum, arrived, gradient if result is None else result)
 
         def send(mine: Tensor) -> Pending:

@@ -49,7 +49,7 @@ class ShardedModel:
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
         scale: what the losses of this step are multiplied by.
-        steps: whose gradients were reduced, those before a checkpoint that was loaded included.
+        steps: that have updated the weights or skipped it, those before a checkpoint that was loaded included.
 
     Raises:
         ValueError, StorageError: on every rank, the configuration does not fit this machine.
@@ -146,7 +146,6 @@ class ShardedModel:
         buckets = self.reducer.buckets
         self._check_still_trains()
         self.reducer.finish()
-        self.steps += 1
         sum_partial_over_tp(buckets, self.state.tp)
         sum_tied(buckets, self.ties)
 
@@ -179,6 +178,7 @@ class ShardedModel:
             StorageError: an offloaded state could not be read or written.
         """
         overflowed = not isfinite(norm)
+        self.steps += 1
         if not overflowed:
             clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
             # Unscaled by the scale that was used; it changes only afterwards.
@@ -194,12 +194,15 @@ class ShardedModel:
             self.scaler.update(overflowed)
         return not overflowed
 
-    def loaded(self, loss_scaler: dict[str, Any] | None, step: int = 0, *, gathers: bool = True) -> None:
-        """Go on from a checkpoint that was read, of this step: let modules see the master weights, and take its loss scale.
+    def loaded(self, loss_scaler: dict[str, Any] | None, step: int | None = None, *, gathers: bool = True) -> None:
+        """Go on from a checkpoint that was read: let modules see the master weights, and take its loss scale and its step.
 
-        `loss_scaler`: a scaler's `state_dict`, or None.  `gathers`: see `ShardedParameters.all_gather_weights`.
+        Args:
+            loss_scaler: a scaler's `state_dict`, or None.
+            step: None to go on counting, as where only the weights were read.
+            gathers: see `ShardedParameters.all_gather_weights`.
         """
-        self.steps = step
+        self.steps = self.steps if step is None else step
         if self.scaler is not None and loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self.parameters.sync_from_master(gathers=gathers)

@@ -14,13 +14,22 @@ from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.layers.activation_offload import Copier
 from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.quantized import BlockFormat
 from megazero.zero.reductions import ReductionQueue
 
-PLACES = [(Copier, "start"), (ReductionQueue, "start"), (ReductionQueue, "_acquire"), (BufferPool, "_new")]
+PLACES = [
+    (Copier, "start"),
+    (ReductionQueue, "start"),
+    (ReductionQueue, "_acquire"),
+    (BufferPool, "_new"),
+    (BlockFormat, "quantize"),
+    (BlockFormat, "dequantize"),
+]
 CASES: list[dict[str, Any]] = [
     {"activations": {"recompute": "full", "offload": "host"}, "zero": {"stage": 3}},
     {"activations": {"recompute": "selective", "contiguous": True}, "zero": {"stage": 2}},
     {"activations": {}, "zero": {"stage": 2}},
+    {"activations": {}, "zero": {"stage": 3, "quantized_weights": True, "quantized_gradients": 8}},
 ]
 
 
@@ -29,9 +38,9 @@ class _PlannedError(RuntimeError):
 
 
 def _memory(engine: Engine) -> tuple[int, ...]:
-    store = engine.offload
+    store, gatherer = engine.offload, engine.sharded_model.parameters.gatherer
     of_store = () if store is None else (store.pool.nbytes, store.pool.nbytes_in_use, len(store.pool._buffers))
-    return engine.sharded_model.reducer.buffer_bytes, *of_store
+    return engine.sharded_model.reducer.buffer_bytes, 0 if gatherer is None else gatherer.nbytes, *of_store
 
 
 def _two_steps(engine: Engine, run: ResolvedRun) -> tuple[list[Tensor], tuple[int, ...]]:
@@ -68,12 +77,12 @@ def _fail(rank: int, run: ResolvedRun) -> None:
             finally:
                 setattr(owner, name, real)
             found, held = _two_steps(engine, run)
-            case = f"{run.config.activations}: {name}, call {fails_at}"
+            case = f"{run.config.activations} {run.config.zero}: {name}, call {fails_at}"
             assert all(map(torch.equal, found, wanted)), case
             assert held == memory, case
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["activations"]))
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_failed_step_leaves_no_memory_taken(case: dict[str, Any]) -> None:
     run_world(2, _fail, run_of(2, model=LLAMA, training={"accumulation": 2}, **case))
 

@@ -323,6 +323,16 @@ def test_every_shape_trains_near_the_plain_model_and_ranks_of_tp_stay_equal(
         assert found["norm"][0] == pytest.approx(plain["norm"][0], rel=3e-2)
 
 
+def _sender(rank: int) -> int:
+    run = run_of(4, model=LLAMA, zero={"stage": 2, "quantized_gradients": 4, "shard_group_size": 2})
+    return engine_on(rank, run).sharded_model.reducer._reductions._sender
+
+
+def test_groups_that_hold_the_same_shards_round_on_their_own() -> None:
+    """With the same random numbers the errors of groups would add up in their sum."""
+    assert sorted(run_world(4, _sender)) == [0, 1, 2, 3]
+
+
 def test_a_second_copy_and_the_same_command_give_the_same_bits() -> None:
     zeros = [BOTH, BOTH, BOTH | {"secondary_shard_size": 2}]
     runs = [run_of(4, model=UNTIED, zero={"stage": 3} | zero, training={"accumulation": 2}) for zero in zeros]
