@@ -23,12 +23,12 @@ def start_heads_for_sequence(x: Tensor, axis: Axis, heads: slice) -> tuple[Tenso
     Args:
         x: of any strides; rank i has the i-th piece of the sequence, and gets the i-th group of heads.
         axis: of n ranks.
-        heads: with a start and a stop, among the heads of a group.
+        heads: with a start and a stop, among the heads of a group; all of them where the axis has one rank.
 
     Returns: the result, a view of [seq * n, batch, chosen heads, size], and the wait after which it may be used.
     """
     if axis.size == 1:
-        return (x if heads == slice(0, x.shape[1]) else x[:, heads]), Pending()
+        return x, Pending()
     _check_divides("heads", x.shape[1], axis)
     chosen = x.unflatten(1, (axis.size, x.shape[1] // axis.size))[:, :, heads]
     parts = chosen.permute(1, 3, 0, 2, 4)  # [n, seq, batch, chosen heads, size]

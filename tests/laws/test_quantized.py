@@ -13,7 +13,18 @@ import pytest
 import torch
 from harness import run_world
 from torch import Tensor, nn
-from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on, train_on, train_plainly, whole
+from worlds import (
+    LLAMA,
+    LR,
+    engine_on,
+    micro_batches,
+    run_of,
+    state_on,
+    traffic_and_memory,
+    train_on,
+    train_plainly,
+    whole,
+)
 from zero_worlds import Sharded, assert_same, numbers, plain_gradients, random_batches, seeded
 
 from megazero.comm.collectives import gather_objects
@@ -362,27 +373,6 @@ def test_a_resumed_run_rounds_with_the_same_random_numbers(tmp_path: Path) -> No
     assert_same(resumed, whole_run, rtol=0.0, atol=0.0)
 
 
-def _sent(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, Any]]:
-    """Of the second step, as in `test_traffic`."""
-    state, found = state_on(rank, runs[0]), []
-    for run in runs:
-        engine = engine_on(rank, run, state=state)
-        engine.train_step(micro_batches(run, state, 0), LR)
-        state.traffic.reset()
-        engine.train_step(micro_batches(run, state, 1), LR)
-        layouts = [bucket.layout for bucket in engine.sharded_model.parameters.buckets]
-        reducer = engine.sharded_model.reducer
-        found.append(
-            {
-                "sent": dict(state.traffic.sent_bytes),
-                "units": [layout.padded_numel for layout in layouts],
-                "memory": engine.memory_bytes(),
-                "most": reducer.most_buffer_bytes,
-            }
-        )
-    return found
-
-
 def test_bytes_are_those_of_the_blocks() -> None:
     """Of Ψ numbers (n - 1)/n: Ψ (bits / 8 + 4 / 256) for each reduction, Ψ (1 + 4 / 256) for each gather, less the units
     that are still in their buffers; beside each gather buffer there is at most one for what arrives."""
@@ -392,7 +382,7 @@ def test_bytes_are_those_of_the_blocks() -> None:
         run_of(4, zero={"stage": 2, "quantized_gradients": 4}, **given),
         run_of(4, zero={"stage": 3, "quantized_weights": True, "quantized_gradients": 4}, **given),
     ]
-    for results in run_world(4, _sent, runs):
+    for results in run_world(4, traffic_and_memory, runs):
         for run, found in zip(runs, results, strict=True):
             units, rounds, bits = found["units"], 1, run.config.zero.quantized_gradients
             rounds += run.config.zero.stage > 1

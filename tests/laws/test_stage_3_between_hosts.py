@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from harness import DEVICE, run_world
 from late_backend import late_collectives
 from torch import Tensor, nn
-from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on, train_on
+from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on, traffic_and_memory, train_on
 from zero_worlds import Sharded, assert_same, plain_gradients, random_batches, seeded
 
 from megazero.comm.collectives import LostPeerError
@@ -157,26 +157,13 @@ def test_hosts_that_run_different_units_are_told_though_each_gathers_for_itself(
     assert any(text.startswith("OrderError") and "bucket of layers.3" in text for text in told), told
 
 
-def _traffic_and_memory(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, Any]]:
-    """Of the second step: bytes by (axis, operation); padded elements of each unit; bytes of memory."""
-    state, found = state_on(rank, runs[0]), []
-    for run in runs:
-        engine = engine_on(rank, run, state=state)
-        engine.train_step(micro_batches(run, state, 0), LR)
-        state.traffic.reset()
-        engine.train_step(micro_batches(run, state, 1), LR)
-        units = [bucket.layout.padded_numel for bucket in engine.sharded_model.parameters.buckets]
-        found.append({"sent": dict(state.traffic.sent_bytes), "units": units, "memory": engine.memory_bytes()})
-    return found
-
-
 def test_between_hosts_a_second_copy_gathers_psi_once_a_step_and_takes_psi_over_its_ranks() -> None:
     """Over 4 ranks on 2 hosts: Ψ · 3/4 over all of them for the first forward, whatever the accumulation; all else
     within a host, Ψ · 1/2 a pass less the units that are still in their buffers (Wang et al. 2023, section 3.2)."""
     for dtype, width, accumulation in (("fp32", 4, 1), ("bf16", 2, 2)):
         given = {"model": THREE_LAYERS, "precision": {"dtype": dtype}, "training": {"accumulation": accumulation}}
         runs = [run_of(4, zero=zero, **given) for zero in (PLAIN, HPZ)]
-        for plain, second in run_world(4, _traffic_and_memory, runs):
+        for plain, second in run_world(4, traffic_and_memory, runs):
             units = plain["units"]
             psi, passes = sum(units), 2 * accumulation
             kept = [sum(units[-2:]) if index % 2 else sum(units[:2]) for index in range(1, passes)]

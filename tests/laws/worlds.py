@@ -226,6 +226,25 @@ def on_one_state(rank: int, runs: Sequence[ResolvedRun], body: Callable[..., Any
     return results
 
 
+def traffic_and_memory(rank: int, runs: Sequence[ResolvedRun]) -> list[dict[str, Any]]:
+    """Of the second step: bytes by (axis, operation); padded elements of each unit; bytes of memory, most of buffers."""
+    state, found = state_on(rank, runs[0]), []
+    for run in runs:
+        engine = engine_on(rank, run, state=state)
+        engine.train_step(micro_batches(run, state, 0), LR)
+        state.traffic.reset()
+        engine.train_step(micro_batches(run, state, 1), LR)
+        found.append(
+            {
+                "sent": dict(state.traffic.sent_bytes),
+                "units": [bucket.layout.padded_numel for bucket in engine.sharded_model.parameters.buckets],
+                "memory": engine.memory_bytes(),
+                "most": engine.sharded_model.reducer.most_buffer_bytes,
+            }
+        )
+    return found
+
+
 def whole(engine: Engine, kind: str) -> dict[str, Tensor] | None:
     """Every logical tensor of a kind, on rank 0; None elsewhere."""
     mine = dict(gather_logical(engine.sharded_model.sharded_state, kind, engine.state))
