@@ -10,6 +10,7 @@ tensors of other devices                        TorchBackend           torch's c
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from megazero.comm.messages import ALL_TO_ALL_TAG, REDUCE_TAG, shift, swap, swap
 from megazero.comm.rendezvous import Gather, Offer, Poller, rendezvous, this_host
 from megazero.comm.shared_memory import AREA_BYTES, REDUCTIONS, Channel, SharedMemoryBackend, combine, place_shard
 from megazero.comm.two_level import Hosts, TwoLevelBackend, hosts_of
+from megazero.comm.worker import Post, Worker, at_once
 from megazero.parallel_state import MOST_SHARING_RANKS, Axis, Backend, Group, Wait
 
 # torch 2.13 renamed both; 2.11 has the old names only.
@@ -90,28 +92,43 @@ class GlooBackend(TorchBackend):
 
     Gloo's all-gather copies through memory that it allocates each time, its reduce-scatter moves an all-reduce's bytes, and
     few of its threads carry all operations.
+
+    Args:
+        post: hands messages over; where a thread does, it is this group's alone, since messages of a group keep their order.
     """
 
     needs_scratch = True
     _rings = ("all_reduce",)
 
+    def __init__(self, post: Post = at_once) -> None:
+        super().__init__()
+        self._post = post
+
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         """Messages to and from every other rank, straight to their positions in the result."""
-        check, shards = start_comparing(label, axis), place_shard(out, shard, axis)
-        works = swap(shards, [shards[axis.index]] * axis.size, axis, tag_of(label))
+        shards = place_shard(out, shard, axis)
 
-        def wait() -> None:
-            check()
-            wait_for(works)
+        def start() -> Wait:
+            check = start_comparing(label, axis)
+            works = swap(shards, [shards[axis.index]] * axis.size, axis, tag_of(label))
 
-        return wait
+            def wait() -> None:
+                check()
+                wait_for(works)
+
+            return wait
+
+        return self._post(start)
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         """The ranks' parts for this one into `out`, which is as long as `full`; the caller sums them."""
-        return swap_parts(out, full, axis, REDUCE_TAG)
+        return swap_parts(out, full, axis, REDUCE_TAG, self._post)
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return swap_parts(out, x, axis, ALL_TO_ALL_TAG)
+        return swap_parts(out, x, axis, ALL_TO_ALL_TAG, self._post)
+
+    def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
+        return self._post(partial(shift, out, x, axis))
 
 
 class HostBackend(GlooBackend):
@@ -147,8 +164,9 @@ def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gathe
         each, rank = group.neighbours, axis.ranks[axis.index]
         name = this_host() + (f" {rank // each} of {each}" if each > 1 else "")  # so one machine passes for several
         hosts = hosts_of([one[0] for one in gather((name, "")) if one is not None], axis.index)
+    post = Worker(f"messages of {axis.name}").post
     if hosts is None or kind_between(hosts) is GlooBackend:
-        return GlooBackend()
+        return GlooBackend(post)
     first = hosts.host * hosts.size
 
     def gather_on_host(offer: Offer) -> list[Offer]:
@@ -157,10 +175,10 @@ def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gathe
     found = [rendezvous(hosts.local, hosts.size, AREA_BYTES, gather_on_host) for _ in range(2)]
     made = [one for one in found if one is not None]
     if not all(gather((name, "") if len(made) == len(found) else None)):
-        return GlooBackend()
+        return GlooBackend(post)
     if hosts.count > 1:
         lanes = [Lane(one, hosts.local, group.timeout_seconds, f"lane of {axis.name}") for one in made]
-        return TwoLevelBackend(hosts, lanes[0], lanes[1])
+        return TwoLevelBackend(hosts, lanes[0], lanes[1], post)
     backends = (backend for one in group.siblings for backend in one.backends.values())
     poller = next((one.poller for one in backends if isinstance(one, SharedMemoryBackend)), None) or Poller()
     channels = [Channel(one, axis.index, group.timeout_seconds, poller) for one in made]

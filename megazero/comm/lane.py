@@ -1,4 +1,4 @@
-"""A thread that runs operations among the ranks of a host one after another, beside the computation.
+"""Operations among the ranks of a host, one after another in a thread beside the computation.
 
     computation   start(a)  start(b) ..................... wait(a)
     lane                 a a a a a a a a b b b b b b b b
@@ -9,12 +9,9 @@ calls, without Python's lock: while it waits it takes no core, and the computati
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,29 +19,8 @@ from torch import Tensor
 
 from megazero.comm.rendezvous import Neighbours, Poller
 from megazero.comm.shared_memory import Channel, Rounds
+from megazero.comm.worker import Worker
 from megazero.parallel_state import Wait
-
-_JOIN_SECONDS = 5.0  # one that waits in a system call alone needs a moment
-
-
-@dataclass(eq=False)
-class _Task:
-    """An operation of a lane."""
-
-    label: str
-    rounds: Rounds | None  # until it has run
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-
-    def finish(self, error: BaseException | None = None) -> None:
-        if not self.done.is_set():
-            self.rounds, self.error = None, error
-            self.done.set()
-
-    def wait(self) -> None:
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
 
 
 class Lane:
@@ -61,27 +37,26 @@ class Lane:
         self._poller = Poller()
         self.channel = Channel(neighbours, index, timeout_seconds, self._poller)  # for the thread alone
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._is_ready = threading.Event()
-        self._started: deque[_Task] = deque()  # and not finished
+        self._worker = Worker(name)
+        self._failed: BaseException | None = None
         self._left: RuntimeError | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def start(self, label: str, rounds: Rounds) -> Wait:
         """Start an operation; its label is the same on all ranks.  The wait raises what the thread has met."""
-        task = _Task(label, rounds)
         if self._left is not None:
-            task.finish(self._left)
-            return task.wait
-        if self._thread.ident is None:
-            threads = torch.get_num_threads()
-            self._thread.start()
-            self._is_ready.wait()
-            torch.set_num_threads(threads)  # the default of further threads, which the lane has changed
-        self._started.append(task)
-        self._tasks.put(task)
-        return task.wait
+            return partial(_fail, self._left)
+        return self._worker.post(partial(self._run, label, rounds))
+
+    def _run(self, label: str, rounds: Rounds) -> Wait:
+        if self._failed is None:
+            try:
+                self.channel.start(label, rounds)()
+            except BaseException as error:
+                self._failed = self._left or error
+        if self._failed is not None:
+            _fail(self._failed)
+        return _nothing
 
     def wait_for(self, messages: Sequence[Any]) -> None:
         """Let the thread wait for messages.  Raises: RuntimeError: a peer has died or is late, or this rank has left."""
@@ -102,29 +77,14 @@ class Lane:
         gloo has no call that ends the wait for a message: a thread that is in one ends when the message or its time does.
         """
         self._left = RuntimeError("this rank has left the memory that it shared")
-        if self._thread.is_alive():
-            self._tasks.put(None)
-            self.channel.interrupt()
-            if threading.current_thread() is not self._thread:  # a garbage collector runs in any thread
-                self._thread.join(_JOIN_SECONDS)
-        for task in list(self._started):
-            task.finish(self._left)
+        self._worker.close(self._left, self.channel.interrupt)
         self.channel.close()
         self._poller.forget()
 
-    def _run(self) -> None:
-        torch.get_num_threads()  # the first call in a thread takes the default
-        torch.set_num_threads(1)  # here: a team of its own would take the computation's cores
-        self._is_ready.set()
-        failed: BaseException | None = None
-        # Whoever started an operation may be in inference mode; only there can its tensors be written.
-        with torch.inference_mode():
-            while (task := self._tasks.get()) is not None:
-                if failed is None and task.rounds is not None:
-                    try:
-                        self.channel.start(task.label, task.rounds)()
-                    except BaseException as error:
-                        failed = self._left or error
-                task.finish(failed)
-                self._started.popleft()
-                del task  # with the tensors of its operation
+
+def _fail(error: BaseException) -> None:
+    raise error
+
+
+def _nothing() -> None:
+    """What waits for an operation that has ended."""

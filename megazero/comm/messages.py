@@ -7,18 +7,20 @@ the process, so those of different operations must not meet.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megazero.comm.worker import Post, at_once
 from megazero.parallel_state import Axis, Wait
 
-# 0 is torch's own: `exchange` and `shift`.
+# 0 is torch's own: `exchange`.
 LABEL_TAG = 1
 _FIRST_LABELLED_TAG, _LABELLED_TAGS = 2, 2**24
-REDUCE_TAG, ALL_TO_ALL_TAG, OBJECT_TAG = 2**25, 2**25 + 1, 2**25 + 2
+REDUCE_TAG, ALL_TO_ALL_TAG, OBJECT_TAG, RING_TAG = 2**25, 2**25 + 1, 2**25 + 2, 2**25 + 3
 
 
 def tag_of(label: str) -> int:
@@ -42,7 +44,7 @@ def shift(out: Tensor, x: Tensor, axis: Axis) -> Wait:
     """Start to send `x` to the next rank of the axis, and to receive `out` from the one before."""
     after, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
     group = group_of(x, axis)
-    sides = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, out, before, group)]
+    sides = [dist.P2POp(dist.isend, x, after, group, RING_TAG), dist.P2POp(dist.irecv, out, before, group, RING_TAG)]
     works = dist.batch_isend_irecv(sides)
     return lambda: [work.wait() for work in works]
 
@@ -58,9 +60,8 @@ def swap(arriving: Tensor | Sequence[Tensor], leaving: Tensor | Sequence[Tensor]
     return works
 
 
-def swap_parts(out: Tensor, x: Tensor, axis: Axis, tag: int) -> Wait:
+def swap_parts(out: Tensor, x: Tensor, axis: Axis, tag: int, post: Post = at_once) -> Wait:
     """Start to send part j of `x` to rank j, and to receive part i of `out` from rank i; contiguous, of host memory."""
     arriving, leaving = (whole.detach().view(axis.size, whole.numel() // axis.size) for whole in (out, x))
     arriving[axis.index].copy_(leaving[axis.index])
-    works = swap(arriving, leaving, axis, tag)
-    return lambda: wait_for(works)
+    return post(lambda: partial(wait_for, swap(arriving, leaving, axis, tag)))

@@ -30,6 +30,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -51,6 +52,7 @@ from megazero.comm.shared_memory import (
     place_shard,
     reduce_scatter_rounds,
 )
+from megazero.comm.worker import Post
 from megazero.parallel_state import Axis, Wait
 
 _SMALL_BYTES = (
@@ -98,13 +100,18 @@ def hosts_of(names: Sequence[str], index: int) -> Hosts | None:
 
 
 class TwoLevelBackend:
-    """Collectives of ranks that lie on hosts in equal numbers, with a lane for each kind of operation."""
+    """Collectives of ranks that lie on hosts in equal numbers, with a lane for each kind of operation.
+
+    Args:
+        reduce, gather: the lanes.
+        post: of operations of one level.
+    """
 
     needs_scratch = False
     needs_contiguous = True
 
-    def __init__(self, hosts: Hosts, reduce: Lane, gather: Lane) -> None:
-        self.hosts, self._reduce, self._gather = hosts, reduce, gather
+    def __init__(self, hosts: Hosts, reduce: Lane, gather: Lane, post: Post) -> None:
+        self.hosts, self._reduce, self._gather, self._post = hosts, reduce, gather, post
         self._close = weakref.finalize(self, _close_all, reduce, gather)
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
@@ -123,10 +130,10 @@ class TwoLevelBackend:
         return self._reduce.start(label, _reduce_scatter(links, out.detach().view(-1), parts, REDUCTIONS["sum"]))
 
     def all_to_all(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return swap_parts(out, x, axis, ALL_TO_ALL_TAG)
+        return swap_parts(out, x, axis, ALL_TO_ALL_TAG, self._post)
 
     def ring_shift(self, out: Tensor, x: Tensor, axis: Axis) -> Wait:
-        return shift(out, x, axis)
+        return self._post(partial(shift, out, x, axis))
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
         return link_bytes_between(self.hosts, operation, full, axis)

@@ -1,0 +1,123 @@
+"""A thread that makes calls one after another, beside the computation.
+
+    computation   post(a) ..... post(b) ................ wait(a)
+    worker              a a a a a a a a b b b b b b
+
+Between hosts it hands messages to gloo.  gloo locks a connection while it reads or writes.  Where every core computes, its
+thread may lose its core with the lock held, and who has a message then waits: 2 to 7 ms for each were measured, a fifth of a
+step of ZeRO-1 between two hosts.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import torch
+
+from megazero.parallel_state import Wait
+
+Start: TypeAlias = Callable[[], Wait]
+"""Begins something; what it returns waits for the end."""
+Post: TypeAlias = Callable[[Start], Wait]
+"""Has something begun, in the order of the calls; what it returns waits for the end."""
+
+_JOIN_SECONDS = 5.0  # one that waits in a system call alone needs a moment
+
+
+def at_once(start: Start) -> Wait:
+    """A `Post` in the thread of the caller."""
+    return start()
+
+
+class _Posted:
+    """A call of the thread."""
+
+    def __init__(self, start: Start) -> None:
+        self._start: Start | None = start  # until it is over, with its tensors: those of messages are gloo's to keep
+        self._is_over = threading.Event()
+        self._wait: Wait | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        assert self._start is not None
+        try:
+            self._wait = self._start()
+        except BaseException as error:
+            self._error = error
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        if not self._is_over.is_set():
+            self._error = error
+            self._end()
+
+    def _end(self) -> None:
+        self._start = None
+        self._is_over.set()
+
+    def wait(self) -> None:
+        """Raises: what the call, or the wait that it returned, has raised."""
+        self._is_over.wait()
+        if self._error is not None:
+            raise self._error
+        if self._wait is not None:
+            self._wait()
+
+
+class Worker:
+    """Makes calls in a thread, in the order in which they were posted; one that fails does not keep the next from its turn.
+
+    The thread starts with the first call, and ends with `close` or when nobody has the worker any more.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[_Posted | None] = SimpleQueue()
+        self._posted: deque[_Posted] = deque()  # and not over
+        arguments = (self._queue, self._posted, is_ready := threading.Event())
+        self._thread, self._is_ready = threading.Thread(target=_run, args=arguments, name=name, daemon=True), is_ready
+        weakref.finalize(self, self._queue.put, None)
+
+    def post(self, start: Start) -> Wait:
+        """Have `start` called by the thread; see `Post`."""
+        if self._thread.ident is None:
+            threads = torch.get_num_threads()
+            self._thread.start()
+            self._is_ready.wait()
+            torch.set_num_threads(threads)  # the default of further threads, which this one has changed
+        posted = _Posted(start)
+        self._posted.append(posted)
+        self._queue.put(posted)
+        return posted.wait
+
+    def close(self, error: RuntimeError, interrupt: Callable[[], object]) -> None:
+        """End the thread; what is not over fails with `error`.  A forked child has no thread, and interrupts nothing.
+
+        `interrupt`: ends the wait in which the thread may be.
+        """
+        if self._thread.is_alive():
+            self._queue.put(None)
+            interrupt()
+            if threading.current_thread() is not self._thread:  # a garbage collector runs in any thread
+                self._thread.join(_JOIN_SECONDS)
+        for posted in list(self._posted):
+            posted.fail(error)
+
+
+def _run(queue: SimpleQueue[_Posted | None], every: deque[_Posted], is_ready: threading.Event) -> None:
+    torch.get_num_threads()  # the first call in a thread takes the default
+    torch.set_num_threads(1)  # here: a team of its own would take the computation's cores
+    is_ready.set()
+    # Whoever posts may be in inference mode; only there can its tensors be written.
+    with torch.inference_mode():
+        while (posted := queue.get()) is not None:
+            posted.run()
+            every.popleft()
+            del posted  # with what its wait holds

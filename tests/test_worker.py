@@ -1,0 +1,151 @@
+"""The thread that makes calls beside the computation: it holds nobody up, keeps order, tells what went wrong, and ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from harness import run_world
+from torch import Tensor
+
+from megazero.comm.collectives import LostPeerError, all_gather, all_to_all, reduce_scatter, ring_shift
+from megazero.comm.worker import Worker
+from megazero.parallel_state import Axis, ParallelState, RankGrid, Wait
+
+_SECONDS = 30.0
+
+
+def _axis(rank: int, world: int, timeout_seconds: float = 60) -> Axis:
+    return ParallelState(RankGrid(dp=world), rank, timeout_seconds=timeout_seconds, shares_memory=False).dp
+
+
+def _thread(name: str) -> threading.Thread:
+    return next(one for one in threading.enumerate() if one.name == name)
+
+
+def test_posting_does_not_wait_for_messages_that_are_held_up_and_keeps_their_order() -> None:
+    goes_on, order = threading.Event(), list[int]()
+
+    def start(number: int) -> Wait:
+        assert goes_on.wait(_SECONDS)
+        order.append(number)
+        return lambda: number
+
+    worker = Worker("held up")
+    waits = [worker.post(lambda number=number: start(number)) for number in range(5)]  # type: ignore[misc]
+    assert not order
+    goes_on.set()
+    for wait in reversed(waits):
+        wait()
+        wait()
+    assert order == list(range(5))
+
+
+def test_what_handing_over_raises_is_raised_by_every_wait_and_the_next_messages_go() -> None:
+    def fail() -> Wait:
+        raise RuntimeError("Connection closed by peer")
+
+    worker, done = Worker("failing"), list[int]()
+    failed, next_one = worker.post(fail), worker.post(lambda: lambda: done.append(1))
+    next_one()
+    assert done == [1]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            failed()
+
+
+def test_the_thread_begins_with_the_first_message_and_ends_with_its_worker() -> None:
+    worker = Worker("short-lived")
+    assert all(one.name != "short-lived" for one in threading.enumerate())
+    wait = worker.post(lambda: lambda: None)
+    thread = _thread("short-lived")
+    wait()
+    del worker, wait
+    gc.collect()
+    thread.join(_SECONDS)
+    assert not thread.is_alive()
+
+
+def test_messages_that_were_handed_over_are_not_kept() -> None:
+    worker = Worker("keeps nothing")
+    sent = torch.zeros(4)
+    freed = threading.Event()
+
+    class Message:
+        def __del__(self) -> None:
+            freed.set()
+
+    message = Message()
+    wait = worker.post(lambda message=message, sent=sent: lambda: None)  # type: ignore[misc]
+    del message
+    wait()
+    worker.post(lambda: lambda: None)()  # the thread has let go of the one before
+    del wait
+    assert freed.wait(_SECONDS)
+
+
+def _held_up(rank: int) -> None:
+    """All operations whose messages a thread hands over are started while it stands still; none waits for it."""
+    axis = _axis(rank, 2)
+    all_gather(torch.empty(2), torch.zeros(1), axis).wait()  # the ranks have chosen what carries them
+    thread_goes_on = threading.Event()
+
+    def hold() -> Wait:
+        assert thread_goes_on.wait(_SECONDS)
+        return lambda: None
+
+    assert axis.group is not None
+    held = axis.group.backends["cpu"]._post(hold)  # type: ignore[attr-defined]
+    whole, parts, shifted = torch.empty(2), torch.empty(2, 3), torch.empty(3)
+    sums: Tensor = torch.empty(2)
+    pendings = [
+        all_gather(whole, torch.full((1,), float(rank)), axis, "weights"),
+        reduce_scatter(sums, torch.arange(4.0) + rank, axis),
+        all_to_all(parts, torch.arange(6.0).view(2, 3) + 10 * rank, axis),
+        ring_shift(shifted, torch.full((3,), float(rank)), axis),
+    ]
+    thread_goes_on.set()
+    held()
+    for pending in pendings:
+        pending.wait()
+    assert whole.tolist() == [0.0, 1.0]
+    assert sums.tolist() == [[1.0, 3.0], [5.0, 7.0]][rank]
+    assert parts.tolist() == [[3.0 * rank + k for k in range(3)], [10 + 3.0 * rank + k for k in range(3)]]
+    assert shifted.unique().tolist() == [1.0 - rank]
+
+
+def test_operations_over_sockets_start_without_waiting_for_the_thread_that_hands_them_over() -> None:
+    run_world(2, _held_up)
+
+
+def _of_inference(rank: int) -> list[float]:
+    axis = _axis(rank, 2)
+    with torch.inference_mode():
+        whole = torch.zeros(2)
+        all_gather(whole, torch.full((1,), rank + 1.0), axis).wait()
+    return whole.tolist()
+
+
+def test_tensors_of_inference_mode_are_filled() -> None:
+    assert run_world(2, _of_inference) == [[1.0, 2.0]] * 2
+
+
+def _lose(rank: int) -> list[str]:
+    axis = _axis(rank, 2, timeout_seconds=2)
+    all_gather(torch.empty(2), torch.zeros(1), axis).wait()
+    if rank == 1:
+        return []
+    said = []
+    for _ in range(2):  # the second one cannot be handed over any more
+        with pytest.raises(LostPeerError) as caught:
+            reduce_scatter(torch.empty(2), torch.zeros(4), axis).wait()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_lost_rank_is_named_by_the_wait() -> None:
+    said = run_world(2, _lose)[0]
+    assert len(said) == 2
+    assert all("reduce_scatter over dp, as rank 0 of (0, 1), did not finish" in text for text in said)
