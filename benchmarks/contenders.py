@@ -18,6 +18,7 @@ from benchmarks.models import PlainStage, adamw, loss_of
 from benchmarks.setting import GRAD_CLIP, LR, Setting
 from benchmarks.worlds import Work
 from megazero.checkpoint.gather import gather_logical
+from megazero.comm.process_groups import schedule_as_batch_job
 from megazero.config import RunConfig
 from megazero.engine import Engine, initialize
 from megazero.layers import gemm
@@ -61,6 +62,7 @@ class Megazero:
     ) -> None:
         if products == "torch":
             gemm._onednn_is_faster = lambda: False  # type: ignore[assignment]
+        schedule_as_batch_job()  # as a run does
         grid = RankGrid(tp=setting.tp, dp=setting.dp, pp=setting.pp)
         neighbours = int(os.environ["LOCAL_WORLD_SIZE"])
         state = ParallelState(grid, rank, timeout_seconds=120, neighbours=neighbours, shares_memory=shares_memory)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_work import AttentionRank, AttentionWork
+from megazero.comm.process_groups import schedule_as_batch_job
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.sample_part import part_of
 from megazero.parallel_state import ParallelState, RankGrid
@@ -22,6 +23,7 @@ class Ours(AttentionRank):
     """
 
     def __init__(self, work: AttentionWork, rank: int, *, ulysses: int, shares_memory: bool = True) -> None:
+        schedule_as_batch_job()  # as a run does
         self._state = ParallelState(
             RankGrid(cp=work.world),
             rank,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,3 +30,15 @@ class ProcessGroups:
         operations += [dist.P2POp(dist.irecv, buffer, peer, group=group) for buffer, peer in receives]
         waits: list[Wait] = [work.wait for work in dist.batch_isend_irecv(operations)]
         return waits if len(waits) == len(operations) else waits * len(operations)  # NCCL has one for the whole batch
+
+
+def schedule_as_batch_job() -> None:
+    """Have Linux treat this process's threads, also those to come, as a batch job's: one that wakes takes nobody's core.
+
+    gloo's thread spins while another holds the lock of a connection.  If it wakes where that other one runs, and takes its
+    core, it spins for a whole time slice.  Whoever has chosen another policy keeps it; only on Linux anything happens.
+    """
+    with suppress(OSError, AttributeError):  # a thread that has just ended, no such system, not allowed
+        for thread in map(int, os.listdir("/proc/self/task")):
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

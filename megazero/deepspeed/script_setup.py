@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from megazero.comm.collectives import agree, broadcast, gather_objects
+from megazero.comm.process_groups import schedule_as_batch_job
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
@@ -187,6 +188,8 @@ def init_distributed(
     if dist_backend not in (None, "nccl", "gloo"):
         backend = str(dist_backend)
     connect_on_demand(os.environ)
+    if device.type == "cpu":
+        schedule_as_batch_job()
     dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
 
 

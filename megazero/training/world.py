@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from megazero.comm.process_groups import schedule_as_batch_job
 from megazero.config import ResolvedRun, RunConfig
 from megazero.parallel_state import ParallelState, connect_on_demand
 from megazero.training.signals import EXIT_FAILED, die_of_signals
@@ -209,6 +210,8 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
         timeout = timedelta(seconds=parallel.timeout_seconds)
         store = store or open_store(timeout)
         connect_on_demand(os.environ)
+        if device.type == "cpu":
+            schedule_as_batch_job()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return ParallelState(
         run.grid,
