@@ -22,7 +22,7 @@ from megazero.comm.messages import ALL_TO_ALL_TAG, REDUCE_TAG, shift, swap, swap
 from megazero.comm.rendezvous import Gather, Offer, Poller, rendezvous, this_host
 from megazero.comm.shared_memory import AREA_BYTES, REDUCTIONS, Channel, SharedMemoryBackend, combine, place_shard
 from megazero.comm.two_level import Hosts, TwoLevelBackend, hosts_of
-from megazero.comm.worker import Post, Worker, at_once
+from megazero.comm.worker import Post, Worker, at_once, in_turn
 from megazero.parallel_state import MOST_SHARING_RANKS, Axis, Backend, Group, Wait
 
 # torch 2.13 renamed both; 2.11 has the old names only.
@@ -106,19 +106,11 @@ class GlooBackend(TorchBackend):
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         """Messages to and from every other rank, straight to their positions in the result."""
-        shards = place_shard(out, shard, axis)
-
-        def start() -> Wait:
-            check = start_comparing(label, axis)
-            works = swap(shards, [shards[axis.index]] * axis.size, axis, tag_of(label))
-
-            def wait() -> None:
-                check()
-                wait_for(works)
-
-            return wait
-
-        return self._post(start)
+        shards, tag = place_shard(out, shard, axis), tag_of(label)
+        leaving = [shards[axis.index]] * axis.size
+        return self._post(
+            lambda: in_turn(start_comparing(label, axis), partial(wait_for, swap(shards, leaving, axis, tag)))
+        )
 
     def reduce_scatter(self, out: Tensor, full: Tensor, axis: Axis) -> Wait:
         """The ranks' parts for this one into `out`, which is as long as `full`; the caller sums them."""

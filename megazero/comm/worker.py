@@ -34,6 +34,11 @@ def at_once(start: Start) -> Wait:
     return start()
 
 
+def in_turn(*waits: Wait) -> Wait:
+    """One after another."""
+    return lambda: [wait() for wait in waits]
+
+
 class _Posted:
     """A call of the thread."""
 
