@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -274,7 +274,7 @@ class Group:
     backends: dict[str, Backend] = field(default_factory=dict)  # by type of the tensors' device; `comm` chooses them
     messages: Messages | None = None  # None: the process groups carry them
     # Of operations under way that nobody waits for.  gloo stops reading from a peer if a message's memory is gone, too.
-    unfinished: list[Wait] = field(default_factory=list)
+    unfinished: deque[Wait] = field(default_factory=deque)
 
     def close(self) -> None:
         """Release the backends and the process groups."""

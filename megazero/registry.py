@@ -34,10 +34,11 @@ class Registry(Generic[T]):
     Args:
         what: what is registered, for messages: "schedule".
         built_in: by name, "module:attribute" of the package's own implementation.
+        kind: "module:attribute" of the class of which implementations are instances; without one they are functions.
     """
 
-    def __init__(self, what: str, built_in: Mapping[str, str]) -> None:
-        self.what = what
+    def __init__(self, what: str, built_in: Mapping[str, str], kind: str = "") -> None:
+        self.what, self._kind = what, kind
         self._built_in = dict(built_in)
         self._registered: dict[str, T] = {}
 
@@ -45,8 +46,12 @@ class Registry(Generic[T]):
         """Add an implementation under a new name.  The same one again is harmless.
 
         Raises:
+            TypeError: it is something else.
             ValueError: the name is taken by another one.
         """
+        if not (isinstance(value, _imported(self._kind)) if self._kind else callable(value)):
+            wanted = f"an instance of {self._kind.partition(':')[2]}" if self._kind else "a function or a class"
+            raise TypeError(f"{self.what} {name!r} must be {wanted}, got {value!r}")
         if name in self._built_in or self._registered.get(name, value) is not value:
             raise ValueError(f"{self.what} {name!r} is already registered; choose another name")
         self._registered[name] = value
@@ -59,8 +64,7 @@ class Registry(Generic[T]):
     def __getitem__(self, name: str) -> T:
         """Raises: UnknownNameError, with the name that was probably meant."""
         if name in self._built_in and name not in self._registered:
-            module, _, attribute = self._built_in[name].partition(":")
-            self._registered[name] = getattr(import_module(module), attribute)
+            self._registered[name] = _imported(self._built_in[name])
         if name not in self._registered:
             raise UnknownNameError(f"unknown {self.what} {name!r}: {self.hint(name)}")
         return self._registered[name]
@@ -75,6 +79,11 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         """The names: those of the package first, then those that were added."""
         return iter(dict.fromkeys([*self._built_in, *self._registered]))
+
+
+def _imported(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ def _without_user_info(url: str) -> str:
 def read_text(path: Path) -> str:
     """Read a configuration file.  Raises: ConfigError, it cannot be read or is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors of Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise file_error(path, f"is not UTF-8 at byte {error.start}") from None
     except OSError as error:

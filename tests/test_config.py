@@ -24,6 +24,7 @@ from megazero.models.stages import head_cost_in_layers
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.registry import BUILT_IN_KEYS, LR_SCHEDULE_KEYS, LR_SCHEDULES, OPTIMIZERS
 from megazero.registry import keywords_of
+from megazero.schedules.registry import SCHEDULES
 from megazero.settings import ActsWhere, AtMost, Problem
 
 MODEL_KEYS = ", ".join(ModelConfig.model_fields)
@@ -1029,6 +1030,47 @@ def test_a_file_that_cannot_be_read_is_told_why(write, tmp_path):
     assert "cannot be read" in problems(tmp_path)[0]
     path.write_bytes(b"a = '\xff'")
     assert "is not UTF-8 at byte 5" in problems(path)[0]
+
+
+def test_a_byte_order_mark_and_line_ends_of_windows_change_nothing(write):
+    path = write("[training]\nsteps = 7\n[model]\nnum_layers = 3\n")
+    plain = load_config(path, [], 1)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert load_config(path, [], 1).config == plain.config
+
+
+_ANSWERS = {
+    "nan": ("float('nan')", "must return a finite factor from 0 on, and has returned nan for step 0"),
+    "inf": ("float('inf')", "has returned inf for step 0"),
+    "negative": ("-float(step)", "has returned -1.0 for step 1"),
+    "nothing": ("None", "has returned None for step 0"),
+    "a text": ("'1'", "has returned '1' for step 0"),
+    "an error": ("1 / (10 - 1 - step)", "its function fails for step 9 of 10: ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.mark.parametrize(("returned", "told"), _ANSWERS.values(), ids=list(_ANSWERS))
+def test_a_learning_rate_schedule_of_a_script_that_gives_no_rate_is_refused(write, monkeypatch, returned, told):
+    monkeypatch.setitem(LR_SCHEDULES._registered, "mine", eval(f"lambda step, steps, section: {returned}"))
+    (problem,) = problems(write('[lr_schedule]\nname = "mine"\n[training]\nsteps = 10\n'))
+    assert problem.startswith('lr_schedule.name = "mine": its function fails for step')
+    assert told in problem
+
+
+def test_a_learning_rate_schedule_with_other_arguments_is_refused(write, monkeypatch):
+    monkeypatch.setitem(LR_SCHEDULES._registered, "mine", lambda step: 1.0)
+    (problem,) = problems(write('[lr_schedule]\nname = "mine"\n'))
+    assert "TypeError: " in problem
+    assert "takes 1 positional argument but 3 were given" in problem
+
+
+@pytest.mark.parametrize("registry", [FAMILIES, SCHEDULES, OPTIMIZERS, LR_SCHEDULES], ids=lambda one: one.what)
+def test_registries_refuse_another_kind_of_thing_at_once(registry):
+    for wrong in (3, "llama", type("Mine", (), {}) if registry._kind else None):
+        with pytest.raises(TypeError, match=f"{registry.what} 'mine' must be an? ") as caught:
+            registry.register("mine", wrong)
+        assert repr(wrong) in str(caught.value)
+    assert "mine" not in registry
 
 
 @pytest.mark.parametrize("text", ["model = 3", "[[model]]\nnum_heads = 8"])

@@ -37,6 +37,19 @@ def test_the_same_configuration_has_nothing_to_tell() -> None:
     assert _told(TrainerState(0, 0, 0, 0, "", config.model.model_dump(), {}, {}, {}), config) == [], "imported"
 
 
+def test_a_run_without_a_step_left_says_so_and_begins_no_phase() -> None:
+    before = _config(training={"steps": 6})
+    for steps in (5, 6):
+        now = _config(
+            training={"steps": steps, "run_dir": "runs/x"},
+            lr_schedule={"name": "linear"},
+            checkpoint={"accept_changes": ["lr_schedule"]},
+        )
+        (line,) = _told(_written_by(before, 6), now)
+        assert f"nothing is left to train: the run is at step 6 and training.steps is {steps}; raise it" in line
+        assert 'training.run_dir (now "runs/x")' in line
+
+
 def test_keys_that_differ_are_told_with_both_values_and_places_are_not() -> None:
     before = _config(optimizer={"betas": [0.9, 0.95]}, training={"global_batch_size": 8, "run_dir": "a"})
     now = _config(

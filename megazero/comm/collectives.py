@@ -120,10 +120,14 @@ def _start(
 
 def _end_unfinished(axis: Axis) -> None:
     """Wait for what others have left under way in the group."""
-    unfinished = axis.group.unfinished if axis.group is not None else []
-    while unfinished:
-        unfinished[-1]()
-        unfinished.pop()
+    unfinished = axis.group.unfinished if axis.group is not None else ()
+    while unfinished:  # in the order of their start; while one is waited for, garbage that is collected may add others
+        try:
+            unfinished[0]()
+        except RuntimeError:  # it has ended
+            unfinished.popleft()
+            raise
+        unfinished.popleft()
 
 
 def _backend(axis: Axis, device: torch.device) -> Backend:

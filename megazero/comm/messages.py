@@ -14,7 +14,7 @@ from zlib import crc32
 import torch.distributed as dist
 from torch import Tensor
 
-from megazero.comm.worker import Post, at_once
+from megazero.comm.worker import Post, at_once, in_turn
 from megazero.parallel_state import Axis, Wait
 
 # 0 is torch's own: `exchange`.
@@ -40,13 +40,17 @@ def wait_for(works: Sequence[Any]) -> None:
             work.wait()
 
 
+def wait_of(work: Any, tensor: Tensor) -> Wait:
+    """What waits for the message of a tensor, also after an interrupted wait; NCCL's may be waited for at any time."""
+    return partial(wait_for, [work]) if tensor.device.type == "cpu" else work.wait
+
+
 def shift(out: Tensor, x: Tensor, axis: Axis) -> Wait:
     """Start to send `x` to the next rank of the axis, and to receive `out` from the one before."""
     after, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
     group = group_of(x, axis)
     sides = [dist.P2POp(dist.isend, x, after, group, RING_TAG), dist.P2POp(dist.irecv, out, before, group, RING_TAG)]
-    works = dist.batch_isend_irecv(sides)
-    return lambda: [work.wait() for work in works]
+    return in_turn(*map(wait_of, dist.batch_isend_irecv(sides), (x, out)))
 
 
 def swap(arriving: Tensor | Sequence[Tensor], leaving: Tensor | Sequence[Tensor], axis: Axis, tag: int) -> list[Any]:

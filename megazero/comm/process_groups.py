@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm import objects
-from megazero.comm.messages import group_of
+from megazero.comm.messages import group_of, wait_of
 from megazero.parallel_state import Axis, Transfers, Wait
 
 
@@ -28,7 +28,8 @@ class ProcessGroups:
         group = group_of((*sends, *receives)[0][0], axis)
         operations = [dist.P2POp(dist.isend, tensor, peer, group=group) for tensor, peer in sends]
         operations += [dist.P2POp(dist.irecv, buffer, peer, group=group) for buffer, peer in receives]
-        waits: list[Wait] = [work.wait for work in dist.batch_isend_irecv(operations)]
+        works = dist.batch_isend_irecv(operations)
+        waits = [wait_of(work, operation.tensor) for work, operation in zip(works, operations, strict=False)]
         return waits if len(waits) == len(operations) else waits * len(operations)  # NCCL has one for the whole batch
 
 

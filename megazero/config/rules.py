@@ -30,7 +30,8 @@ from megazero.models.context_bytes import heads_of_rank, ulysses_degrees
 from megazero.models.family import ModelRule
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import cut_by_rank, layer_counts
-from megazero.optim.registry import OPTIMIZERS
+from megazero.optim.lr_schedule import learning_rate_factor
+from megazero.optim.registry import LR_SCHEDULES, OPTIMIZERS
 from megazero.registry import check_keywords, keywords_of
 from megazero.schedules.registry import SCHEDULES
 from megazero.schedules.table import read_schedule
@@ -411,6 +412,20 @@ def _options_are_of_a_registered_optimizer(config: RunConfig, _: int) -> Iterato
         yield Problem("optimizer.options", dict(optimizer.options), rule, "write the keys of [optimizer]")
 
 
+def _own_lr_schedule_answers(config: RunConfig, _: int) -> Iterator[Problem]:
+    """A script's own is asked for some steps: what it raises, or returns, is told before the run starts."""
+    section, steps = config.lr_schedule, config.training.steps
+    if LR_SCHEDULES.is_built_in(section.name):
+        return
+    for step in sorted({0, 1, steps // 2, steps - 1} & set(range(steps))):
+        try:
+            learning_rate_factor(section, step, steps)
+        except Exception as error:
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            yield Problem("lr_schedule.name", section.name, f"its function fails for step {step} of {steps}: {text}")
+            return
+
+
 def _loss_scale_starts_above_its_least(config: RunConfig, _: int) -> Iterator[Problem]:
     least, start = config.precision.min_loss_scale, 2.0**config.precision.initial_scale_power
     if least > start:
@@ -530,5 +545,6 @@ RULES = (
     Rule(("checkpoint.directory", "checkpoint.resume"), _storage_is_known),
     Rule(tuple(f"zero.offload.{key}" for key in ("optimizer", "parameters", "nvme_path")), _nvme_has_a_path),
     Rule(("precision.min_loss_scale", "precision.initial_scale_power"), _loss_scale_starts_above_its_least),
+    Rule(("lr_schedule.name", "lr_schedule.warmup_steps", "training.steps"), _own_lr_schedule_answers),
     Rule(("optimizer.name", "optimizer.options"), _options_are_of_a_registered_optimizer),
 )

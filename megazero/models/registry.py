@@ -19,4 +19,5 @@ FAMILIES: Registry[ModelFamily] = Registry(
         "olmo2": "megazero.models.olmo2:OLMO2",
         "mistral": "megazero.models.mistral:MISTRAL",
     },
+    "megazero.models.family:ModelFamily",
 )

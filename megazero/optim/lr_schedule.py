@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from math import cos, pi
+from math import cos, isfinite, pi
 
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.registry import LR_SCHEDULES
@@ -17,9 +17,17 @@ def learning_rate_factor(schedule: LrScheduleConfig, step: int, steps: int) -> f
 
     During warm-up the factor grows linearly to 1 at step warmup_steps - 1; where warm-up and decay overlap the smaller
     counts.  Source: Loshchilov and Hutter 2017 (cosine), Hu et al. 2024 (wsd: warm-up, stable, decay).
+
+    Raises: ValueError: a script's schedule has returned something else.
     """
     warmup = min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
-    return min(warmup, LR_SCHEDULES[schedule.name](step, steps, schedule))
+    factor: object = LR_SCHEDULES[schedule.name](step, steps, schedule)
+    if not (isinstance(factor, int | float) and isfinite(factor) and factor >= 0.0):
+        raise ValueError(
+            f"lr_schedule {schedule.name!r} must return a finite factor from 0 on, and has returned {factor!r} for step "
+            f"{step} (the first is 0) of {steps}"
+        )
+    return min(warmup, factor)
 
 
 def constant(step: int, steps: int, schedule: LrScheduleConfig) -> float:

@@ -26,7 +26,9 @@ BUILT_IN_KEYS = {
     "adagrad": ("eps",),
 }
 OPTIMIZERS: Registry[ElementwiseOptimizer] = Registry(
-    "optimizer", {name: f"megazero.optim.optimizers:{name.upper()}" for name in BUILT_IN_KEYS}
+    "optimizer",
+    {name: f"megazero.optim.optimizers:{name.upper()}" for name in BUILT_IN_KEYS},
+    "megazero.optim.optimizers:ElementwiseOptimizer",
 )
 
 # The keys of [lr_schedule] that each of the package's shapes reads, besides warmup_steps.

@@ -18,4 +18,5 @@ SCHEDULES: Registry[ScheduleKind] = Registry(
         "zb-h1": "megazero.schedules.zero_bubble:ZERO_BUBBLE_H1",
         "zbv": "megazero.schedules.zero_bubble:ZERO_BUBBLE_V",
     },
+    "megazero.schedules.kind:ScheduleKind",
 )

@@ -91,6 +91,11 @@ def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -
     Args:
         position: where the run goes on, with its phases.
     """
+    if position.step >= config.training.steps:
+        return [
+            f"nothing is left to train: the run is at step {position.step} and training.steps is {config.training.steps}; "
+            f"raise it, or give another run its own training.run_dir (now {toml_value(config.training.run_dir)})"
+        ]
     found, lines, phase = changes(trainer, config), [], position.phase
     number = f"phase {len(position.phases) + 1} of the run"
     if len(position.phases) > len(trainer.phases):

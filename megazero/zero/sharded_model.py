@@ -25,6 +25,7 @@ from megazero.settings import divisors
 from megazero.zero.bucket import DTYPES, ShardingPolicy
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.loss_scaler import LossScaler
+from megazero.zero.names import check_parameters, logical_rows
 from megazero.zero.offload import free_memory_bytes, without_auto
 from megazero.zero.optimizer import OptimizerRecipe, ShardedOptimizer
 from megazero.zero.parameters import ShardedParameters
@@ -71,7 +72,8 @@ class ShardedModel:
         arena: Arena | None = None,
     ) -> None:
         self.state, self.ties = state, ties
-        agree(lambda: _check_trains(described, state.at.pp), state.world, ValueError)
+        held = gather_objects((state.at.pp, logical_rows(described, ties)), state.pp)
+        agree(lambda: check_parameters(described, state.at.pp, dict(held)), state.world, ValueError)
         dtype, accumulate_dtype, pins = (
             DTYPES[precision.dtype],
             DTYPES[precision.accumulate_dtype],
@@ -279,10 +281,3 @@ def _levels(state: ParallelState) -> tuple[Axis, Axis] | None:
     if set(gather_objects(size, state.world)) != {size} or size == 1:
         return None
     return state.cut(state.shard, size, "host", "hosts", "reductions")
-
-
-def _check_trains(described: Sequence[Described], stage: int) -> None:
-    if not any(one.parameter.requires_grad for one in described):
-        raise ValueError(
-            f"pipeline stage {stage} has no parameter that requires a gradient: there is nothing to train there"
-        )

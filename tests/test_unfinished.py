@@ -1,0 +1,163 @@
+"""What nobody waits for any more, after an interrupt or an error: it ends before the group's next operation, once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import run_world
+from torch import Tensor
+
+from megazero.comm import collectives
+from megazero.comm.collectives import (
+    LostPeerError,
+    Pending,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    exchange,
+    reduce_scatter,
+    ring_shift,
+)
+from megazero.parallel_state import Axis, ParallelState, RankGrid
+
+_NUMEL = 1024
+
+
+def _axis(rank: int, neighbours: int = 1, timeout_seconds: float = 30) -> Axis:
+    world = 2 * neighbours
+    limits = {"timeout_seconds": timeout_seconds, "neighbours": neighbours, "shares_memory": neighbours > 1}
+    state = ParallelState(RankGrid(dp=world), rank, **limits)
+    axis = state.apart(state.dp, "own")
+    all_reduce(torch.zeros(1), axis).wait()
+    return axis
+
+
+def _exchanged(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+    """Both sides of a message to the next rank as one."""
+    after, before = axis.ranks[(axis.index + 1) % axis.size], axis.ranks[axis.index - 1]
+    both = exchange([(x, after)], [(out, before)], axis)
+    return Pending(both[0].wait, both[1].wait, axis.group)
+
+
+def _operations(axis: Axis, value: float) -> dict[str, Callable[[], tuple[Pending, Tensor, float]]]:
+    """By name: starts one and gives what is pending, a number that arrives, and what this must be.
+
+    `value`: that ranks send `value` and their number.
+    """
+    size, mine, before = axis.size, value + axis.index, value + (axis.index - 1) % axis.size
+    total = size * value + size * (size - 1) / 2
+
+    def whole(number: float) -> Tensor:
+        return torch.full((size, _NUMEL), number)
+
+    def reduced() -> tuple[Pending, Tensor, float]:
+        x = whole(mine)
+        return all_reduce(x, axis), x, total
+
+    def started(start: Callable[[Tensor], Pending], out: Tensor, wanted: float) -> tuple[Pending, Tensor, float]:
+        return start(out), out, wanted
+
+    def own(out: Tensor) -> Tensor:
+        return out[:1]
+
+    return {
+        "all_reduce": reduced,
+        "all_gather": lambda: started(lambda o: all_gather(o, own(whole(mine)), axis), whole(-1.0), value + size - 1),
+        "reduce_scatter": lambda: started(lambda o: reduce_scatter(o, whole(mine), axis), own(whole(-1.0)), total),
+        "all_to_all": lambda: started(lambda o: all_to_all(o, whole(mine), axis), whole(-1.0), value + size - 1),
+        "ring_shift": lambda: started(lambda o: ring_shift(o, whole(mine), axis), whole(-1.0), before),
+        "exchange": lambda: started(lambda o: _exchanged(o, whole(mine), axis), whole(-1.0), before),
+    }
+
+
+def _interrupted(call: Callable[[], Any], *, after: bool) -> None:
+    """An interrupt that comes as a wait begins, or when its message has arrived and nobody has noted it."""
+    if after:
+        call()
+    raise KeyboardInterrupt
+
+
+def _interrupt_each(rank: int, neighbours: int) -> None:
+    axis = _axis(rank, neighbours)
+    for name, start in _operations(axis, 10.0).items():
+        for after in (False, True):
+            pending, _, _ = start()
+            wait = pending._wait
+            assert wait is not None
+            pending._wait = partial(_interrupted, wait, after=after)
+            with pytest.raises(KeyboardInterrupt):
+                pending.wait()
+            pending._wait = wait
+            del pending
+            gc.collect()
+            for begin in (start, _operations(axis, 20.0)[name]):
+                again, arrived, wanted = begin()
+                again.wait()
+                assert arrived.view(-1)[-1] == wanted, (name, after)
+            assert axis.group is not None
+            assert not axis.group.unfinished
+
+
+@pytest.mark.parametrize("neighbours", [1, 2], ids=["gloo", "two levels"])
+def test_after_an_interrupted_wait_the_next_operation_has_its_own_result(neighbours: int) -> None:
+    run_world(2 * neighbours, _interrupt_each, neighbours)
+
+
+def _collected_within_a_wait(rank: int) -> list[str]:
+    """A failed step leaves one operation in a cycle, which garbage collection finds while another is waited for."""
+    axis, waited = _axis(rank), list[str]()
+    gc.disable()
+
+    def noted(name: str, *, collects: bool = False) -> Pending:
+        pending, _, _ = _operations(axis, 1.0)["ring_shift"]()
+        wait = pending._wait
+
+        def noting() -> None:
+            waited.append(name)
+            assert wait is not None
+            wait()
+            if collects:
+                gc.collect()
+
+        pending._wait = noting
+        return pending
+
+    cycle: list[Any] = [noted("in a cycle")]
+    cycle.append(cycle)
+    first = noted("dropped", collects=True)
+    del cycle, first
+    gathered, arrived, wanted = _operations(axis, 2.0)["all_gather"]()
+    gathered.wait()
+    assert arrived[-1, -1] == wanted
+    assert axis.group is not None
+    assert not axis.group.unfinished
+    return waited
+
+
+def test_each_of_several_is_waited_for_once_whatever_is_collected_meanwhile() -> None:
+    assert run_world(2, _collected_within_a_wait) == [["dropped", "in a cycle"]] * 2
+
+
+def _failed(rank: int) -> None:
+    """One whose wait fails has ended: the operation that met it says so, and the next one runs."""
+    axis = _axis(rank)
+    assert axis.group is not None
+
+    def fail() -> None:
+        raise RuntimeError("Connection reset")
+
+    axis.group.unfinished.append(partial(collectives._guarded, "all_gather", axis, fail))
+    with pytest.raises(LostPeerError, match="Connection reset"):
+        all_reduce(torch.zeros(1), axis)
+    total = torch.full((1,), rank + 1.0)
+    all_reduce(total, axis).wait()
+    assert total.item() == 3.0
+
+
+def test_one_that_failed_is_told_once() -> None:
+    run_world(2, _failed)
