@@ -1032,6 +1032,25 @@ def test_a_file_that_cannot_be_read_is_told_why(write, tmp_path):
     assert "is not UTF-8 at byte 5" in problems(path)[0]
 
 
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("launch.device=gpu", 'write "cuda"'),
+        ("precision.dtype=float32", 'write "fp32"'),
+        ("precision.dtype=float16", 'write "fp16"'),
+        ("optimizer.learning_rate=1", "did you mean optimizer.lr?"),
+        ("training.epochs=3", "did you mean training.steps?"),
+        ("parallel.tensor_parallel=2", "did you mean parallel.tp?"),
+        ("parallel.pipeline_parallel_size=2", "did you mean parallel.pp?"),
+        ("model.family=mine", "a name of your own must be registered by a script that launch.extensions lists"),
+        ("optimizer.name=adamww", 'write "adamw"'),
+    ],
+)
+def test_words_of_others_are_answered_with_ours(write, override, hint):
+    (problem,) = problems(write(""), override)
+    assert problem.endswith(hint)
+
+
 def test_a_byte_order_mark_and_line_ends_of_windows_change_nothing(write):
     path = write("[training]\nsteps = 7\n[model]\nnum_layers = 3\n")
     plain = load_config(path, [], 1)

@@ -77,6 +77,16 @@ def test_a_plan_says_memory_step_traffic_and_run(file: Path, tmp_path: Path) -> 
     assert "gradient_buffers" not in page.read_text()
 
 
+@pytest.mark.slow
+def test_the_page_shows_what_its_command_prints() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text(encoding="utf-8")
+    command, _, shown = page.partition("\n$ megazero plan ")[2].partition("```")[0].partition("\n")
+    file, *words = command.split()
+    status, out, err = _plan(Path(__file__).parents[1] / file, *words)
+    assert status == 0, err
+    assert out.strip() == shown.strip()
+
+
 def _check_page(text: str) -> None:
     """Every tag is closed, and nothing is fetched."""
     optional, void = {"p", "li", "tr", "td", "th"}, {"meta", "br", "path", "rect", "circle"}

@@ -106,11 +106,12 @@ def _failure(run: ResolvedRun, has_cause: bool) -> str:
     from megazero.checkpoint.index import find_newest
     from megazero.training.resuming import checkpoints_of
 
+    begins = "once the cause is mended, the run" if has_cause else "the same command"
+    nothing = f"no checkpoint had been written yet; {begins} begins at step 0 again"
     try:
-        newest, state = find_newest(checkpoints_of(run.config)), "no checkpoint had been written yet"
+        newest, state = find_newest(checkpoints_of(run.config)), nothing
     except Exception as error:  # of a storage that may be why the run ended
         newest, state = None, f"its checkpoints cannot be read ({error})"
     if newest:
-        then = "once the cause is mended, the run" if has_cause else "the same command"
-        state = f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto {then} continues from it"
+        state = f"the newest complete checkpoint is {newest}; with checkpoint.resume=auto {begins} continues from it"
     return f"the run ended early; {state}"

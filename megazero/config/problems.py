@@ -137,6 +137,8 @@ def _hint(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) -> str
         if not any(other[: len(path)] == path for other in _errors(changed)):
             taken.append(toml_value(candidate))
     default = known[home]().model_dump()[str(path[-1])] if home in known else None
+    if not taken and any(error["type"] == "name" for error in errors):
+        return "a name of your own must be registered by a script that launch.extensions lists"
     if taken or default is None:
         return f"write {' or '.join(dict.fromkeys(taken))}" if taken else ""
     return f"the default is {toml_value(default)}"
@@ -155,7 +157,9 @@ def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
         words = [word for context in contexts for word in context.get("choices", ())]
         yield from (context["listed"] for context in contexts if context.get("listed"))
         yield from ["host"] if value == "cpu" else []
-        yield from closest(value, [*words, *(word for text in expected for word in re.findall(r"'([^']*)'", text))])
+        words += [word for text in expected for word in re.findall(r"'([^']*)'", text)]
+        other = _OTHER_WORDS.get(value.lower())
+        yield from [other] if other in words else closest(value, words)
     elif isinstance(value, float) and math.isfinite(value):
         yield from sorted({math.floor(value), math.ceil(value)})
     elif type(value) is int:
@@ -171,6 +175,30 @@ def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
         yield value if isinstance(value, str) else toml_value(value)
     if not (isinstance(value, float) and math.isnan(value)):
         yield from (context[bound] for context in contexts for bound in ("ge", "le") if bound in context)
+
+
+# What others say for a value or a key of ours.
+_OTHER_WORDS = {
+    "gpu": "cuda",
+    "float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+}
+_OTHER_NAMES = {
+    "learning_rate": "optimizer.lr",
+    "epochs": "training.steps",
+    "max_steps": "training.steps",
+    "batch_size": "training.global_batch_size",
+    "gradient_accumulation_steps": "training.accumulation",
+    "gradient_clipping": "optimizer.grad_clip",
+    "max_grad_norm": "optimizer.grad_clip",
+} | {
+    f"{prefix}_parallel{suffix}": f"parallel.{degree}"
+    for prefix, degree in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp"), ("data", "dp"))
+    for suffix in ("", "_size", "_degree")
+}
 
 
 def _get(tables: dict[str, Any], path: Path) -> Any:
@@ -236,7 +264,7 @@ def likely_keys(name: str, home: str, siblings: Collection[str], known: Collecti
         paths = [path for path in known if path.rpartition(".")[2] == last]
         return paths if len(paths) <= 3 else []  # more keys of one name say nothing about which was meant
 
-    if same := named(name):
+    if same := named(name) or [path for path in [_OTHER_NAMES.get(name.lower(), "")] if path in known]:
         return same
     if close := closest(name, siblings):
         return [f"{home}.{close[0]}".removeprefix(".")]

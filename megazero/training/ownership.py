@@ -145,7 +145,8 @@ class Ownership(Callback):
                     self._say(f"{lease.folder} belonged to {lease.taken_from}, which has ended; taken over")
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{lease.folder} does not exist ({error}); correct checkpoint.directory or make the bucket"
+                f"{lease.folder} cannot be made ({error}); correct training.run_dir or checkpoint.directory, "
+                "or make the bucket"
             ) from error
         except OSError as error:
             raise CheckpointError(f"{lease.folder} cannot be written ({error})") from error
