@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=positive, default=1000, help="rate of each direction of the link")
     parser.add_argument("--megabytes", type=float, default=14.7, help="of a step, each way")
     parser.add_argument("--messages", type=positive, default=16, help="of a step, each way")
-    parser.add_argument("--products", type=positive, default=128, help="of a step")
+    parser.add_argument("--products", type=positive, default=64, help="of a step")
     parser.add_argument("--rounds", type=positive, default=10)
     given = parser.parse_args()
     work = Work(given.products, given.messages, int(given.megabytes * 1e6 / 4 / given.messages))
