@@ -1076,6 +1076,14 @@ def test_a_learning_rate_schedule_of_a_script_that_gives_no_rate_is_refused(writ
     assert told in problem
 
 
+@pytest.mark.parametrize("steps", [1, 2, 2**40])
+def test_a_learning_rate_schedule_of_a_script_is_asked_for_steps_of_the_run(write, monkeypatch, steps):
+    asked: list[int] = []
+    monkeypatch.setitem(LR_SCHEDULES._registered, "mine", lambda step, *_: asked.append(step) or 1.0)
+    load_config(write(f'[lr_schedule]\nname = "mine"\n[training]\nsteps = {steps}\n'), [], 1)
+    assert {0, steps - 1} <= set(asked) <= set(range(min(steps, 2))) | {steps // 2, steps - 1}
+
+
 def test_a_learning_rate_schedule_with_other_arguments_is_refused(write, monkeypatch):
     monkeypatch.setitem(LR_SCHEDULES._registered, "mine", lambda step: 1.0)
     (problem,) = problems(write('[lr_schedule]\nname = "mine"\n'))

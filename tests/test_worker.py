@@ -68,6 +68,29 @@ def test_the_thread_begins_with_the_first_message_and_ends_with_its_worker() -> 
     assert not thread.is_alive()
 
 
+def test_what_a_closed_worker_has_not_begun_fails_and_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megazero.comm.worker._JOIN_SECONDS", 0.0)  # the thread cannot end yet
+    goes_on, ran = threading.Event(), list[str]()
+    worker = Worker("closed")
+
+    def start(name: str) -> Wait:
+        assert goes_on.wait(_SECONDS)
+        ran.append(name)
+        return lambda: None
+
+    worker.post(lambda: lambda: None)()
+    thread = _thread("closed")
+    waits = [worker.post(lambda name=name: start(name)) for name in ("begun", "queued", "behind")]  # type: ignore[misc]
+    worker.close(RuntimeError("this rank has left"), lambda: None)
+    for wait in waits:
+        with pytest.raises(RuntimeError, match="this rank has left"):
+            wait()
+    goes_on.set()
+    thread.join(_SECONDS)
+    assert not thread.is_alive()
+    assert ran in ([], ["begun"])
+
+
 def test_messages_that_were_handed_over_are_not_kept() -> None:
     worker = Worker("keeps nothing")
     sent = torch.zeros(4)

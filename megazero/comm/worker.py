@@ -49,9 +49,10 @@ class _Posted:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        assert self._start is not None
+        if (start := self._start) is None:  # it has failed with the worker's end
+            return
         try:
-            self._wait = self._start()
+            self._wait = start()
         except BaseException as error:
             self._error = error
         self._end()

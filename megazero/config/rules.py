@@ -417,7 +417,7 @@ def _own_lr_schedule_answers(config: RunConfig, _: int) -> Iterator[Problem]:
     section, steps = config.lr_schedule, config.training.steps
     if LR_SCHEDULES.is_built_in(section.name):
         return
-    for step in sorted({0, 1, steps // 2, steps - 1} & set(range(steps))):
+    for step in sorted({min(step, steps - 1) for step in (0, 1, steps // 2, steps)}):
         try:
             learning_rate_factor(section, step, steps)
         except Exception as error:
