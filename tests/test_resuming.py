@@ -45,9 +45,10 @@ def test_a_run_without_a_step_left_says_so_and_begins_no_phase() -> None:
             lr_schedule={"name": "linear"},
             checkpoint={"accept_changes": ["lr_schedule"]},
         )
-        (line,) = _told(_written_by(before, 6), now)
+        line, *others = _told(_written_by(before, 6), now)
         assert f"nothing is left to train: the run is at step 6 and training.steps is {steps}; raise it" in line
         assert 'training.run_dir (now "runs/x")' in line
+        assert not [other for other in others if "begins" in other or "runs from" in other]
 
 
 def test_keys_that_differ_are_told_with_both_values_and_places_are_not() -> None:

@@ -91,14 +91,15 @@ def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -
     Args:
         position: where the run goes on, with its phases.
     """
-    if position.step >= config.training.steps:
-        return [
-            f"nothing is left to train: the run is at step {position.step} and training.steps is {config.training.steps}; "
-            f"raise it, or give another run its own training.run_dir (now {toml_value(config.training.run_dir)})"
-        ]
     found, lines, phase = changes(trainer, config), [], position.phase
     number = f"phase {len(position.phases) + 1} of the run"
-    if len(position.phases) > len(trainer.phases):
+    is_over, is_new = position.step >= config.training.steps, len(position.phases) > len(trainer.phases)
+    if is_over:
+        lines.append(
+            f"nothing is left to train: the run is at step {position.step} and training.steps is {config.training.steps}; "
+            f"raise it, or give another run its own training.run_dir (now {toml_value(config.training.run_dir)})"
+        )
+    elif is_new:
         changed = phase.changed
         found = {key: values for key, values in found.items() if key not in changed}
         lines.append(f"{number} begins (checkpoint.accept_changes): {_told(changed)}")
@@ -108,7 +109,7 @@ def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -
         if new_schedule:
             steps = f"from step {position.step + 1} to {config.training.steps}"
             lines.append(f"its learning-rate schedule begins anew and runs {steps}")
-    elif position.phases:
+    if position.phases and not is_new:
         lines.append(f"in {number}, which began after step {phase.step}")
     found = {key: values for key, values in found.items() if key not in _PLACES}
     if found:
