@@ -17,8 +17,9 @@ one rank                 the whole sequence on rank 0; only where --contenders n
 above the floor          milliseconds of a step beyond the faster floor's in the same round, the median of the rounds
 processor                the same of processor time: per rank, all threads. What waits for a core is not in it, nor is what
                          waits for a peer
-peak MB                  resident memory of the rank that has most, above that before the contender was built; its own
-                         queries, keys, values and their gradients are in it
+peak MB                  memory of the rank that has most, above that before the contender was built: its own queries, keys,
+                         values and their gradients, its share of what ranks share, not the code of libraries; in ranks of
+                         their own, whose allocator keeps nothing
 sent MB                  of a step, per rank, as the interfaces count; what ranks exchange through shared memory is not in it
 over the link MB         of a step, all ranks together
 
@@ -80,7 +81,7 @@ class Line:
         above_floor: milliseconds beyond the faster floor.
         processor_ms: of a step, per rank: median.
         processor_above: milliseconds beyond the floor that takes least.
-        peak_bytes: of the rank that has most.
+        peak_bytes: of the rank that has most; see `Memory.own_peak`.
         sent_bytes, link_bytes: of a step: see `Turn`.
         metered_bytes: of a step, per rank, as the contender itself counts.
         error: largest difference from attention of the whole sequence, in parts of the largest element; None for a floor.
@@ -119,8 +120,8 @@ def measure(
         ResultsDifferError: a contender computes something else.
         ContenderFailedError: one failed after its first steps; one that fails in them has a line that says so.
     """
+    memory = {name: _own_peak(work, name, network) for name in names}
     with _worlds(work, names, network) as (worlds, failures):
-        memory = {name: world.memory() for name, world in worlds.items()}  # what is asked next would raise the peak
         errors = _errors(work, worlds)
         turns: dict[str, list[Turn]] = {name: [] for name in worlds}
         end, rounds = time.monotonic() + seconds, 0
@@ -147,7 +148,7 @@ def measure(
                 None if floor is None else median(a - b for a, b in zip(its, floor, strict=True)),
                 median(worked[name]),
                 None if least is None else median(a - b for a, b in zip(worked[name], least, strict=True)),
-                memory[name].peak,
+                memory[name],
                 median(turn.loopback_bytes for turn in turns[name]),
                 median(turn.link_bytes for turn in turns[name]) if network.namespaces else None,
                 last.metered_bytes,
@@ -155,6 +156,21 @@ def measure(
             )
         )
     return lines, rounds
+
+
+def _own_peak(work: AttentionWork, name: str, network: Network) -> int | None:
+    """`Memory.own_peak` of a contender, in ranks that are not timed; None where it cannot run."""
+    try:
+        world = World(name, partial(_builder(name), work), work, network, keeps_no_gaps=True)
+    except ContenderFailedError:
+        return None
+    try:
+        world.turn(range(WARMUP_STEPS))
+        return world.memory().own_peak
+    except ContenderFailedError:
+        return None
+    finally:
+        world.close()
 
 
 @contextmanager

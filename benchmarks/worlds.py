@@ -35,7 +35,8 @@ from benchmarks.hosts_net import LOOPBACK, Counted, Network
 
 TIMEOUT_SECONDS = 300
 _STILL_SECONDS = 0.02
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _M_MMAP_THRESHOLD = 1, -3  # of the C library
+_TENSOR_BYTES = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,13 @@ class Memory:
     Args:
         state: tensors that are there between two steps.
         peak: resident memory at its highest while it trains, above that of the process before the contender was built.
+        own_peak: the same without pages of files, which are the code of libraries and differ by who imports what, and with
+            this rank's share of the pages that ranks share.
     """
 
     state: int
     peak: int
+    own_peak: int
 
 
 class ContenderFailedError(RuntimeError):
@@ -126,12 +130,16 @@ class World:
         build: makes the contender on each rank.
         setting: the row's work.
         network: where the ranks are.
+        keeps_no_gaps: what the C library's allocator keeps of freed tensors differs by a tenth from one start to the next.
+            Here each tensor has pages of its own, so memory is what is needed at once; steps take longer.
 
     Raises:
         ContenderFailedError: a rank could not be built.
     """
 
-    def __init__(self, name: str, build: Build, setting: Given, network: Network = LOOPBACK) -> None:
+    def __init__(
+        self, name: str, build: Build, setting: Given, network: Network = LOOPBACK, *, keeps_no_gaps: bool = False
+    ) -> None:
         self.name, self._network = name, network
         context = mp.get_context("fork")
         self._folder = tempfile.TemporaryDirectory()
@@ -139,7 +147,7 @@ class World:
         self._processes = []
         for rank in range(setting.world):
             here, there = context.Pipe()
-            arguments = (build, setting, rank, network, Path(self._folder.name) / "store", there)
+            arguments = (build, setting, rank, network, Path(self._folder.name) / "store", keeps_no_gaps, there)
             process = context.Process(target=_rank_main, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -188,7 +196,7 @@ class World:
         """Of the rank that has most; to be asked after some steps."""
         self._tell(("memory", None))
         answers = self._answers()
-        return Memory(max(state for state, _ in answers), max(peak for _, peak in answers))
+        return Memory(*map(max, zip(*answers, strict=True)))
 
     def ask(self, method: str) -> list[Any]:
         """What each rank's contender returns from a method."""
@@ -237,10 +245,14 @@ class World:
         return found
 
 
-def _rank_main(build: Build, setting: Given, rank: int, network: Network, store: Path, pipe: Connection) -> None:
+def _rank_main(
+    build: Build, setting: Given, rank: int, network: Network, store: Path, keeps_no_gaps: bool, pipe: Connection
+) -> None:
     gc.freeze()  # what was forked stays shared: collecting it would copy its pages
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives the conductor
+    if keeps_no_gaps:
+        libc.mallopt(_M_MMAP_THRESHOLD, _TENSOR_BYTES)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank % network.neighbours(setting.world)),
@@ -257,7 +269,7 @@ def _rank_main(build: Build, setting: Given, rank: int, network: Network, store:
         dist.barrier()
         gc.collect()
         libc.malloc_trim(0)
-        before = _memory_of_this_process("VmRSS")
+        before, not_own_before = _memory_of_this_process("VmRSS"), _not_own_memory()
         contender = build(rank)
         gc.collect()
         libc.malloc_trim(
@@ -279,7 +291,8 @@ def _rank_main(build: Build, setting: Given, rank: int, network: Network, store:
             elif command == "ask":
                 answer = getattr(contender, argument)()
             else:
-                answer = (_tensor_bytes(), _memory_of_this_process("VmHWM") - before)
+                peak = _memory_of_this_process("VmHWM") - before
+                answer = (_tensor_bytes(), peak, peak - (_not_own_memory() - not_own_before))
             pipe.send(("ok", answer))
     except EOFError:
         pass
@@ -295,9 +308,15 @@ def _timed(contender: Contender, *batch: Tensor) -> tuple[float, float | Work | 
     return time.perf_counter() - begin, result
 
 
-def _memory_of_this_process(key: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+def _memory_of_this_process(key: str, file: str = "status") -> int:
+    lines = Path(f"/proc/self/{file}").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+
+def _not_own_memory() -> int:
+    """Resident pages of files, and the other ranks' share of those that ranks share."""
+    shared = _memory_of_this_process("RssShmem") - _memory_of_this_process("Pss_Shmem", "smaps_rollup")
+    return _memory_of_this_process("RssFile") + shared
 
 
 def _tensor_bytes() -> int:

@@ -66,7 +66,7 @@ def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pieces: Pieces
 ) -> tuple[Tensor, ...]:
     """dS = P (dO v^T - rowsum(dO O)), as in FlashAttention-2."""
-    assert lse.shape == (HEADS, len(q))
+    assert lse.shape == (q.shape[1], len(q))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     for rows, keys, scores in _pieces(q, k, pieces):
         p = (scores - lse[:, rows, None]).exp()
@@ -74,7 +74,7 @@ def _plain_backward(
         ds = p * (inner - (grad[rows] * out[rows]).sum(-1).t()[..., None]) * SIZE**-0.5
         dq[rows] = torch.einsum("hqk,khd->qhd", ds, _of_heads(k[keys]))
         of_keys = torch.einsum("hqk,qhd->khd", ds, q[rows]), torch.einsum("hqk,qhd->khd", p, grad[rows])
-        dk[keys], dv[keys] = (x.unflatten(1, (KV_HEADS, -1)).sum(2) for x in of_keys)
+        dk[keys], dv[keys] = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in of_keys)
     return dq, dk, dv
 
 
@@ -213,16 +213,12 @@ def test_only_cuda_in_16_bits_packs_and_its_heads_are_multiples_of_8() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 600])
-def test_a_cpu_takes_causal_tiles_in_halves(window: int | None) -> None:
-    """Those of middle size; the numbers are those of plain attention, and gradients have the type of what they are of."""
+def test_long_documents_on_a_cpu_give_plain_attention(window: int | None) -> None:
+    """Their causal tiles are cut (layers/causal_squares.py); gradients have the type of what they are of."""
     lengths = [[300, 511, 60], [871]]
     part = part_of(lengths, 871, WHOLE, WHOLE, CPU)
     assert part is not None
     q, k, v, grad = _inputs(2, 871)
-    tiles = {call.tile[:2] for call in calls(part, 0, window, q) if isinstance(call, OneTile)}
-    assert tiles >= {(0, 300), (300, 555), (555, 811)}
-    if window is None:  # in halves, and these in halves
-        assert tiles >= {(0, 217), (217, 435), (435, 653), (653, 871)}
     errors = []
     for dtype in (torch.float64, torch.bfloat16):
         leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]

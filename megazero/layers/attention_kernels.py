@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megazero.comm.autograd import refuse_second_derivative
+from megazero.layers.causal_squares import causal_backward, causal_forward
 from megazero.layers.recompute import KeptResults
 from megazero.layers.token_layout import Tile
 
@@ -108,6 +109,8 @@ def tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None
     """
     q, k, v = _widened(q, k, v)
     mask, causal = _seen_in(tile, window, q)
+    if q.is_cpu and causal:
+        return causal_forward(q, k, v)
     if mask is not None or q.dtype == torch.float32:
         k, v = _one_for_each_head(q, k, v)
     out, lse, *_ = _forward(_kernel_of_tiles(q, mask), q, k, v, mask, causal)
@@ -125,6 +128,8 @@ def tile_backward(
     """
     grad, q, k, v, out = _widened(grad, q, k, v, out)
     mask, causal = _seen_in(tile, window, q)
+    if q.is_cpu and causal:
+        return causal_backward(grad, q, k, v, out, lse)
     kernel, heads = _kernel_of_tiles(q, mask), k.shape[1]
     if mask is not None or q.dtype == torch.float32:
         k, v = _one_for_each_head(q, k, v)

@@ -17,14 +17,14 @@ So each message has something to hide behind, the last one too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from megazero.comm.collectives import Pending, ring_shift, runs_by_itself
+from megazero.comm.collectives import Pending, ring_shift
+from megazero.layers.causal_squares import merge
 from megazero.layers.sample_part import SamplePart
 from megazero.layers.tile_calls import EVERYTHING, Rows, calls
 from megazero.parallel_state import Axis
@@ -78,10 +78,6 @@ class Ring:
     def __init__(self, axis: Axis, window: int | None, gradient_dtype: torch.dtype) -> None:
         self.axis, self.window, self.gradient_dtype = axis, window, gradient_dtype
 
-    @cached_property
-    def _hides_last(self) -> bool:
-        return runs_by_itself(self.axis)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart) -> tuple[Tensor, Tensor]:
         """out, as q, and for each query the log-sum-exp, [batch, heads, seq] in fp32, or in fp64 for fp64.
 
@@ -125,7 +121,7 @@ class Ring:
             lse: of the forward; other arguments as there.
         """
         here, dq = self.axis.index, _Sum(q)
-        own = head_pieces(q.shape[1], k.shape[1], 2 if self._hides_last else 1, shares_keys=True)
+        own = head_pieces(q.shape[1], k.shape[1], min(self.axis.size, 2), shares_keys=True)
 
         def use_own_keys(heads: HeadPiece) -> None:
             its_grad, its_q, its_out, its_lse = (x[:, heads.queries] for x in (grad, q, out, lse))
@@ -177,14 +173,11 @@ class _Merged:
         return _Merged(out, torch.full_like(out[..., 0], -torch.inf))
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Add the result of some queries over further keys, each of which sees one at least.
-
-        out - s (out - more), with s = sigmoid(lse of more - lse): no exponential of a large number.
-        """
+        """Add the result of some queries over further keys, each of which sees one at least."""
         self.out = self.out.to(fp32_or_wider(self.out))
-        mine, before = self.out[rows], self.lse[rows]
-        self.out[rows] = mine.lerp_(out.to(mine.dtype), torch.sigmoid(lse - before).unsqueeze(-1))
-        self.lse[rows] = torch.logaddexp(before, lse)
+        mine, its_lse = self.out[rows], self.lse[rows]  # views, or copies of single rows
+        merge(mine, its_lse, out, lse)
+        self.out[rows], self.lse[rows] = mine, its_lse
 
 
 class _Sum:

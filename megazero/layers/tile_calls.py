@@ -35,7 +35,6 @@ from megazero.layers.token_layout import Ints, Tile, tiles_of
 
 Rows: TypeAlias = tuple[slice | Tensor, ...]  # indexes [batch, heads, seq, ...]
 EVERYTHING: Rows = (slice(None), slice(None), slice(None))
-_HALVED = 400, 1280  # rows of a causal tile, see `_in_halves`
 _MOST_TILES = 65_535  # blocks that CUDA starts along one dimension of a grid
 
 
@@ -72,8 +71,6 @@ def calls(part: SamplePart, source: int, window: int | None, q: Tensor) -> list[
 
     def make() -> list[Call]:
         tables = part.plan.tables(source, window, masked=where is None)
-        if q.is_cpu:
-            tables = [_in_halves(table, window) for table in tables]
         return _few_calls(tables, window, *where) if where is not None else _one_by_one(tables, window)
 
     return part.derived((calls, source, window, where), make)
@@ -167,26 +164,6 @@ def _one_by_one(tables: Sequence[Ints], window: int | None) -> list[Call]:
     own = [slice(None)] if len(tables) == 1 else [slice(row, row + 1) for row in range(len(tables))]
     found = zip(own, map(tiles_of, tables), strict=True)
     return [OneTile(samples, tile, window) for samples, tiles in found for tile in tiles]
-
-
-def _in_halves(table: Ints, window: int | None) -> Ints:
-    """Cut each causal tile of middle size into two causal ones of half the size, and a full one for what lies between;
-    again and again.
-
-    The CPU's kernel takes keys in blocks of 512 and leaves out blocks that are masked: such a tile has few.  Cut, one of 512
-    rows takes 0.85 of the time, one of 1,024 rows 0.95, one of 2,048 as long as before.
-    """
-    size = table[:, 1] - table[:, 0]
-    cut = (table[:, 4] == 0) & (size == table[:, 3] - table[:, 2]) & (size <= (window or size))
-    cut &= (size >= _HALVED[0]) & (size <= _HALVED[1])
-    if not cut.any():
-        return table
-    q_start, q_stop, k_start, k_stop, offset = table[cut].T
-    half = size[cut] // 2
-    first = np.stack([q_start, q_start + half, k_start, k_start + half, offset], 1)
-    second = np.stack([q_start + half, q_stop, k_start + half, k_stop, offset], 1)
-    rest = np.stack([q_start + half, q_stop, k_start, k_start + half, offset - 1], 1)
-    return _in_halves(np.concatenate([table[~cut], first, second, rest]), window)
 
 
 def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device) -> list[Call]:

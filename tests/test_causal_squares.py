@@ -1,0 +1,118 @@
+"""Causal attention in triangles and squares: each pair of a row and a key that it sees, once, and few others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.layers import causal_squares
+from megazero.layers.causal_squares import causal_backward, causal_forward, cut_of, merge
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+ROWS = (1, 2, 255, 256, 257, 511, 512, 871, 1024)
+
+
+def _inputs(batch: int, rows: int) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output, in fp64, with rows first in memory, as a layer has them."""
+    generator = torch.Generator().manual_seed(rows)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    drawn = (torch.randn(rows, batch, n, SIZE, dtype=torch.float64, generator=generator) for n in heads)
+    return tuple(x.permute(1, 2, 0, 3) for x in drawn)
+
+
+def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    return (q @ k.repeat_interleave(HEADS // KV_HEADS, 1).mT * SIZE**-0.5).masked_fill(~seen, -torch.inf)
+
+
+def _formula(*given: Tensor, before: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
+    """out, lse and the gradients of q, k and v; `before`: keys and values that every row sees as well."""
+    *leaves, grad = given
+    q, k, v = (x.detach().requires_grad_() for x in leaves)
+    more_k, more_v = before or (k[:, :, :0], v[:, :, :0])
+    seen = torch.ones(q.shape[2], more_k.shape[2] + k.shape[2], dtype=torch.bool).tril(more_k.shape[2])
+    scores = _scores(q, torch.cat([more_k, k], 2), seen)
+    out = scores.softmax(-1) @ torch.cat([more_v, v], 2).repeat_interleave(HEADS // KV_HEADS, 1)
+    return out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("rows", ROWS)
+def test_any_number_of_rows_gives_plain_attention(rows: int, batch: int) -> None:
+    q, k, v, grad = _inputs(batch, rows)
+    out, lse = causal_forward(q, k, v)
+    assert out.permute(2, 0, 1, 3).is_contiguous()  # as q: else a layer would copy it, and keep both
+    got = out, lse, *causal_backward(grad, q, k, v, out, lse)
+    torch.testing.assert_close(got, _formula(q, k, v, grad), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("rows", [200, 300, 871])
+def test_the_backward_takes_the_result_over_further_keys(rows: int) -> None:
+    """As a ring has it: these rows see keys of another rank, too."""
+    q, k, v, grad = _inputs(2, rows)
+    _, *before, _ = _inputs(2, 77)
+    out, lse, *wanted = _formula(q, k, v, grad, before=(before[0], before[1]))
+    dq, dk, dv = causal_backward(grad, q, k, v, out, lse)
+    dq = dq + causal_squares._backward(grad, q, *before, out, lse, 0.0, False)[0]
+    torch.testing.assert_close((dq, dk, dv), tuple(wanted), rtol=1e-11, atol=1e-11)
+    got = causal_forward(q, k, v)
+    more = _scores(q, before[0], torch.ones(rows, 77, dtype=torch.bool))
+    merge(*got, more.softmax(-1) @ before[1].repeat_interleave(HEADS // KV_HEADS, 1), more.logsumexp(-1))
+    torch.testing.assert_close(got, (out, lse), rtol=1e-11, atol=1e-11)
+
+
+def test_cut_rows_are_nearly_all_rows() -> None:
+    for rows in range(1, 5000):
+        cut = cut_of(rows)
+        assert 0 <= rows - cut.covered < cut.triangles
+        assert cut == (rows, 1) if rows < 256 else 64 <= cut.side < 128
+        assert sum(cut.squares()) + cut.side == cut.covered
+
+
+@pytest.mark.parametrize("rows", [r for r in ROWS if r >= 256])
+def test_few_calls_compute_few_pairs_that_a_mask_throws_away(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call of torch's kernel all pairs are computed: it takes keys in blocks of 512, longer than a triangle."""
+    computed: list[int] = []
+
+    def counting(kernel: Callable[..., Any], first: int) -> Callable[..., Any]:
+        def count(*given: Any) -> Any:
+            q, k = given[first : first + 2]
+            computed.append(len(q) * q.shape[2] * k.shape[2])
+            return kernel(*given)
+
+        return count
+
+    q, k, v, grad = _inputs(1, rows)
+    seen = rows * (rows + 1) / 2
+    monkeypatch.setattr(causal_squares, "_forward", counting(causal_squares._forward, 0))
+    monkeypatch.setattr(causal_squares, "_backward", counting(causal_squares._backward, 1))
+    results = causal_forward(q, k, v)
+    for _ in range(2):
+        assert seen <= sum(computed) <= seen + rows * 64
+        assert len(computed) <= rows.bit_length() - 3
+        computed.clear()
+        causal_backward(grad, q, k, v, *results)
+
+
+def test_the_kernels_results_of_one_sample_are_written_to_and_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tensor] = []
+
+    def keeping(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def keep(*given: Any) -> Any:
+            results = kernel(*given)
+            made.extend(results)
+            return results
+
+        return keep
+
+    monkeypatch.setattr(causal_squares, "_forward", keeping(causal_squares._forward))
+    monkeypatch.setattr(causal_squares, "_backward", keeping(causal_squares._backward))
+    q, k, v, grad = _inputs(1, 512)
+    out, lse = causal_forward(q, k, v)
+    assert [x.data_ptr() for x in (out, lse)] == [x.data_ptr() for x in made[:2]]
+    made.clear()
+    gradients = causal_backward(grad, q, k, v, out, lse)
+    assert [x.data_ptr() for x in gradients] == [x.data_ptr() for x in made[:3]]
