@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm import objects
 from megazero.comm.messages import group_of, wait_of
-from megazero.parallel_state import Axis, Transfers, Wait
+from megazero.parallel_state import Axis, Transfers, Wait, connect_on_demand
 
 
 class ProcessGroups:
@@ -31,6 +32,20 @@ class ProcessGroups:
         works = dist.batch_isend_irecv(operations)
         waits = [wait_of(work, operation.tensor) for work, operation in zip(works, operations, strict=False)]
         return waits if len(waits) == len(operations) else waits * len(operations)  # NCCL has one for the whole batch
+
+
+def prepare_rank(device: torch.device, neighbours: int) -> None:
+    """Set what a rank needs before process groups are made: its GPU, or its share of the host's cores.
+
+    neighbours: ranks of this host, this one included.
+    """
+    connect_on_demand(os.environ)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return
+    if neighbours > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
+    schedule_as_batch_job()
 
 
 def schedule_as_batch_job() -> None:

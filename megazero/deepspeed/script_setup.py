@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from megazero.comm.collectives import agree, broadcast, gather_objects
-from megazero.comm.process_groups import schedule_as_batch_job
+from megazero.comm.process_groups import prepare_rank
 from megazero.deepspeed.config import DeepSpeedConfig, load_deepspeed_config
 from megazero.deepspeed.layer_specs import LayerChunk
 from megazero.deepspeed.lr_schedulers import make_lr_scheduler
@@ -40,7 +40,6 @@ from megazero.parallel_state import (
     Axis,
     Groups,
     ParallelState,
-    connect_on_demand,
     local_device,
     parallel_state_of,
 )
@@ -179,17 +178,11 @@ def init_distributed(
     launched = init_method is not None or {"RANK", "MASTER_ADDR"} <= set(os.environ)
     if dist.is_initialized() or dist_init_required is False or not launched:
         return
-    device, neighbours = local_device(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif neighbours > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
+    device = local_device()
+    prepare_rank(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if dist_backend not in (None, "nccl", "gloo"):
         backend = str(dist_backend)
-    connect_on_demand(os.environ)
-    if device.type == "cpu":
-        schedule_as_batch_job()
     dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
 
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from megazero.comm.process_groups import schedule_as_batch_job
+from megazero.comm.process_groups import prepare_rank
 from megazero.config import ResolvedRun, RunConfig
-from megazero.parallel_state import ParallelState, connect_on_demand
+from megazero.parallel_state import ParallelState
 from megazero.training.signals import EXIT_FAILED, die_of_signals
 
 LAUNCH_FOLDER = "MEGAZERO_LAUNCH_FOLDER"  # the folder in which ranks that `launch` starts meet and write their errors
@@ -202,16 +202,11 @@ def join_world(run: ResolvedRun, store: Store | None = None) -> ParallelState:
     device, backend = torch.device("cpu"), "gloo"
     if device_type(config, local_world) == "cuda":
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    prepare_rank(device, local_world)
     parallel = config.parallel
     if world > 1:
         timeout = timedelta(seconds=parallel.timeout_seconds)
         store = store or open_store(timeout)
-        connect_on_demand(os.environ)
-        if device.type == "cpu":
-            schedule_as_batch_job()
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     return ParallelState(
         run.grid,
