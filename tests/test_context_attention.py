@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from harness import run_world
 from late_backend import late_collectives
 from torch import Tensor
@@ -21,12 +23,12 @@ from megazero.layers import context_attention, ring_attention, tile_calls
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.ring_attention import head_pieces
 from megazero.layers.sample_part import part_of
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run
-from megazero.plan.fake_tensors import Message
+from megazero.plan.fake_tensors import Message, Operator
 from megazero.plan.unit_trace import trace_units
 
-SIZE, SEQ, CPU = 4, 24, torch.device("cpu")
+SIZE, SEQ, CPU, WHOLE = 4, 24, torch.device("cpu"), Axis("whole")
 HEADS = ((8, 8), (8, 2), (4, 1), (12, 6), (16, 4), (20, 10))  # of queries and of keys
 DOCUMENTS: list[list[list[int]] | None] = [None, [[24], [5, 1, 18]]]
 SHAPES = {"ulysses 2": (2, 2), "ring 2": (2, 1), "ring 3": (3, 1), "2 x 2": (4, 2)}  # ranks, of which Ulysses
@@ -142,9 +144,9 @@ def _events(into: list[str]) -> Any:
         return begin
 
     def kernel(run: Callable[..., Any]) -> Callable[..., Any]:
-        def compute(*args: Any) -> Any:
+        def compute(*args: Any, **keys: Any) -> Any:
             into.append("kernel")
-            return run(*args)
+            return run(*args, **keys)
 
         return compute
 
@@ -163,6 +165,61 @@ def _order(rank: int, world: int, ulysses: int, heads: int, kv_heads: int) -> li
     with _events(found):
         _attend(state, heads, kv_heads, None, None)
     return found
+
+
+def test_a_plan_for_a_gpu_has_one_kernel_for_a_long_document() -> None:
+    """On a CPU it is cut into triangles and squares, which no GPU computes."""
+    run = run_of(1, model=LLAMA | {"seq_len": 512}, data={"document_mask": True}, training={"micro_batch_size": 1})
+    calls = {}
+    for on_cuda in (True, False):
+        layer = next(one for key, one in trace_units(run, on_cuda=on_cuda).items() if not isinstance(key, str))
+        names = [event.name for event in layer.forward.events if isinstance(event, Operator)]
+        calls[on_cuda] = sum("flash_attention" in name for name in names)
+    assert calls == {True: 1, False: 4}  # triangles of 64, and squares of 64, 128 and 256
+
+
+_LAYOUTS = ("s b (n h d) -> n b h s d", "s b (h d n) -> n b h s d", "s b (h n d) -> n b h s d")
+
+
+def _attend_layouts(rank: int, world: int, ulysses: int) -> None:
+    state = _state(rank, world, ulysses)
+    part = part_of([[48]], 48, state.cp_ulysses, state.cp_ring, CPU)
+    assert part is not None
+    attention = ContextAttention(state.cp_ulysses, state.cp_ring, None, torch.float32)
+    for layout in _LAYOUTS:
+        fused = torch.randn(48, 1, 3 * 4 * 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        whole = fused.clone().requires_grad_()
+        q, k, v = rearrange(whole, layout, n=3, h=4)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum().backward()
+        own = part.rows[:, 0]
+        mine = fused[own].requires_grad_()
+        attention.attend(*rearrange(mine, layout, n=3, h=4), part).square().sum().backward()
+        assert whole.grad is not None
+        torch.testing.assert_close(mine.grad, whole.grad[own], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("world", "ulysses"), [(1, 1), (2, 1), (2, 2)])
+def test_any_order_of_a_fused_projection_gives_its_gradient(world: int, ulysses: int) -> None:
+    """The kernels read neighbours in the last dimension, whatever its stride."""
+    run_world(world, _attend_layouts, world, ulysses)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 3, SEQ, SIZE), (1, 0, SEQ, SIZE), (1, 2, SEQ + 1, SIZE), (2, 2, SEQ, SIZE), (1, 2, SEQ, 2)]
+)
+def test_keys_that_do_not_fit_the_queries_are_refused(shape: tuple[int, ...]) -> None:
+    """A kernel would read the memory behind them, or leave some out."""
+    part = part_of([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
+    assert part is not None
+    attention, q, keys = (
+        ContextAttention(WHOLE, WHOLE, None, torch.float32),
+        torch.ones(1, 4, SEQ, SIZE),
+        torch.ones(shape),
+    )
+    with pytest.raises(ValueError, match="keys and values must have the queries' batch, seq and size"):
+        attention.attend(q, keys, keys, part)
+    with pytest.raises(ValueError, match="keys and values must have"):
+        attention.attend(q, q, keys, part)
 
 
 def test_attention_waits_for_the_first_heads_and_computes_while_the_others_travel() -> None:
@@ -201,12 +258,12 @@ def _fails_and_goes_on(rank: int, ulysses: int, failing: str, calls: Sequence[in
     for last in calls:
         count = 0
 
-        def fails(*args: Any, last: int = last) -> Any:
+        def fails(*args: Any, last: int = last, **keys: Any) -> Any:
             nonlocal count
             count += 1
             if count == last:
                 raise torch.OutOfMemoryError("planned")
-            return kernel(*args)
+            return kernel(*args, **keys)
 
         with patch.object(tile_calls, failing, fails), pytest.raises(torch.OutOfMemoryError):
             _attend(state, 8, 2, None, None)

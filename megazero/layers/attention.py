@@ -221,7 +221,7 @@ class Attention(nn.Module):
         if part is None or self.context is None:
             out = self.attend(q, k, v, kept=self.kept)
         else:
-            out = uncompiled(self.context.attend)(q, k, v, part, kept=self.kept)
+            out = self.context.attend(q, k, v, part, kept=self.kept)
         return rearrange(out, "b h s d -> s b (h d)")
 
     def forward(self, x: Tensor, layout: TokenLayout) -> Tensor:

@@ -98,7 +98,9 @@ class _KeptAttention(torch.autograd.Function):
         return *_backward(ctx.kernel, grad, q, k, v, mask, mask is None, *outputs), None, None, None
 
 
-def tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None) -> tuple[Tensor, Tensor]:
+def tile_forward(
+    q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None, *, in_squares: bool
+) -> tuple[Tensor, Tensor]:
     """(out as q, lse fp32 [batch, heads, seq of q]) of queries over the keys of a tile, each of which sees one at least.
 
     Args:
@@ -106,10 +108,11 @@ def tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None
         k, v: [batch, kv heads, seq of k, size], its keys and values.
         tile: what of these sees what.
         window: how far a position sees; None without one.
+        in_squares: compute a causal tile so; see causal_squares.py.
     """
     q, k, v = _widened(q, k, v)
     mask, causal = _seen_in(tile, window, q)
-    if q.is_cpu and causal:
+    if causal and in_squares:
         return causal_forward(q, k, v)
     if mask is not None or q.dtype == torch.float32:
         k, v = _one_for_each_head(q, k, v)
@@ -118,7 +121,16 @@ def tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None
 
 
 def tile_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, window: int | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tile: Tile,
+    window: int | None,
+    *,
+    in_squares: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This tile's part of the gradients of its queries, keys and values, in fp32 on a CPU; arguments as in `tile_forward`.
 
@@ -128,7 +140,7 @@ def tile_backward(
     """
     grad, q, k, v, out = _widened(grad, q, k, v, out)
     mask, causal = _seen_in(tile, window, q)
-    if q.is_cpu and causal:
+    if causal and in_squares:
         return causal_backward(grad, q, k, v, out, lse)
     kernel, heads = _kernel_of_tiles(q, mask), k.shape[1]
     if mask is not None or q.dtype == torch.float32:

@@ -28,6 +28,7 @@ from torch import Tensor
 from megazero.comm.autograd import refuse_second_derivative
 from megazero.comm.collectives import Pending, largest, runs_by_itself
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
+from megazero.layers.attention_kernels import uncompiled
 from megazero.layers.recompute import KeptResults
 from megazero.layers.ring_attention import HeadPiece, KeyGradients, Ring, head_pieces
 from megazero.layers.sample_part import SamplePart
@@ -50,7 +51,7 @@ class ContextAttention:
     def __init__(
         self, ulysses: Axis, ring: Axis, window: int | None, gradient_dtype: torch.dtype, *, on_cuda: bool = False
     ) -> None:
-        self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype)
+        self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype, in_squares=not on_cuda)
         # Each message of a ring is of one piece, so all its ranks need one answer; their exchanges are in other groups.
         (waits,) = largest([float(not runs_by_itself(ulysses))], ring)
         self._most_pieces, self._least_rows = 1 if waits else _MOST_PIECES, _LEAST_CUDA_ROWS if on_cuda else 1
@@ -58,14 +59,25 @@ class ContextAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart, *, kept: KeptResults | None = None) -> Tensor:
         """q: [batch, heads, seq of the rank, size], k and v: [batch, kv heads, ...] -> as q.
 
-        Raises: ValueError where the part is of other samples.
+        Raises: ValueError where the part is of other samples, or keys and values do not fit the queries.
         """
+        return uncompiled(self._attend)(q, k, v, part, kept)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart, kept: KeptResults | None) -> Tensor:
         rows, samples = part.rows.shape
         if q.shape[2] != rows or samples not in (1, q.shape[0]):
             raise ValueError(
                 f"a micro-batch's `part` must be of its own samples: got {q.shape[0]} samples of {q.shape[2]} tokens on "
                 f"this rank, and a part of {samples} samples of {rows} tokens"
             )
+        heads, kv_heads = q.shape[1], max(k.shape[1], 1)
+        if k.shape != v.shape or k.shape != (q.shape[0], kv_heads, *q.shape[2:]) or heads % kv_heads:
+            raise ValueError(
+                "keys and values must have the queries' batch, seq and size, and as many heads as divide theirs: got q "
+                f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; [batch, heads, seq, size] is expected"
+            )
+        # The kernels read neighbours in the last dimension, whatever its stride.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if k.shape[1] < self.ulysses.size:  # ranks that share a key head; autograd sums their gradients
             k, v = (x.repeat_interleave(self.ulysses.size // x.shape[1], dim=1) for x in (k, v))
         out: Tensor = _Attention.apply(q, k, v, self, part, kept)

@@ -73,10 +73,14 @@ class Ring:
         axis: the ring.
         window: how many positions a query sees, its own included; None for all of its document up to itself.
         gradient_dtype: in which the gradients of keys and values travel, where keys have 16 bits.
+        in_squares: compute causal tiles so; see causal_squares.py.
     """
 
-    def __init__(self, axis: Axis, window: int | None, gradient_dtype: torch.dtype) -> None:
+    def __init__(
+        self, axis: Axis, window: int | None, gradient_dtype: torch.dtype, *, in_squares: bool = False
+    ) -> None:
         self.axis, self.window, self.gradient_dtype = axis, window, gradient_dtype
+        self.in_squares = in_squares
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart) -> tuple[Tensor, Tensor]:
         """out, as q, and for each query the log-sum-exp, [batch, heads, seq] in fp32, or in fp64 for fp64.
@@ -88,7 +92,7 @@ class Ring:
         """
         result: _Merged | None = None
         for source, keys, values in _visits(k, v, self.axis):
-            for call in calls(part, source, self.window, q):
+            for call in calls(part, source, self.window, q, in_squares=self.in_squares):
                 found = call.forward(q, keys, values)
                 if result is None and found[0].shape == q.shape:
                     result = _Merged(*found)
@@ -126,14 +130,14 @@ class Ring:
         def use_own_keys(heads: HeadPiece) -> None:
             its_grad, its_q, its_out, its_lse = (x[:, heads.queries] for x in (grad, q, out, lse))
             its_k, its_v = (x[:, heads.keys] for x in (k, v))
-            for call in calls(part, here, self.window, q):
+            for call in calls(part, here, self.window, q, in_squares=self.in_squares):
                 of_queries, of_own, of_values = call.backward(its_grad, its_q, its_k, its_v, its_out, its_lse)
                 dq.add(call.queries, of_queries, heads.queries)
                 of_keys.add_own(call.keys, of_own, of_values, heads=heads.keys)
 
         def use_keys_of(source: int, keys: Tensor, values: Tensor) -> None:
             parts: list[_KeyPart] = []
-            for call in calls(part, source, self.window, q):
+            for call in calls(part, source, self.window, q, in_squares=self.in_squares):
                 of_queries, of_these, of_values = call.backward(grad, q, keys, values, out, lse)
                 dq.add(call.queries, of_queries)
                 parts.append((call.keys, of_these, of_values))

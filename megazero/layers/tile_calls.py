@@ -59,11 +59,12 @@ class Call(Protocol):
         """Its part of the gradients of its queries, keys and values; `out` and `lse` are of all keys."""
 
 
-def calls(part: SamplePart, source: int, window: int | None, q: Tensor) -> list[Call]:
+def calls(part: SamplePart, source: int, window: int | None, q: Tensor, *, in_squares: bool = False) -> list[Call]:
     """The calls of this rank's queries over the keys of ring rank `source`, made once for all layers.
 
     Args:
         q: [batch, heads, seq, size]; its shape, type and device choose the kernel.
+        in_squares: causal tiles are computed so, where tiles go one by one.
 
     Raises: ValueError: as `packs_tiles`.
     """
@@ -71,9 +72,9 @@ def calls(part: SamplePart, source: int, window: int | None, q: Tensor) -> list[
 
     def make() -> list[Call]:
         tables = part.plan.tables(source, window, masked=where is None)
-        return _few_calls(tables, window, *where) if where is not None else _one_by_one(tables, window)
+        return _few_calls(tables, window, *where) if where is not None else _one_by_one(tables, window, in_squares)
 
-    return part.derived((calls, source, window, where), make)
+    return part.derived((calls, source, window, where, in_squares), make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,7 @@ class OneTile:
     samples: slice
     tile: Tile
     window: int | None
+    in_squares: bool = False
 
     @property
     def queries(self) -> Rows:
@@ -93,14 +95,15 @@ class OneTile:
         return self.samples, slice(None), slice(self.tile.k_start, self.tile.k_stop)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return tile_forward(q[self.queries], k[self.keys], v[self.keys], self.tile, self.window)
+        given = q[self.queries], k[self.keys], v[self.keys]
+        return tile_forward(*given, self.tile, self.window, in_squares=self.in_squares)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, seen = self.queries, self.keys
         given = grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows]
-        return tile_backward(*given, self.tile, self.window)
+        return tile_backward(*given, self.tile, self.window, in_squares=self.in_squares)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,10 +163,10 @@ def _rows(sample: Ints, start: Ints, size: Ints, shape: tuple[int, int], device:
     return copied_to(device, samples), slice(None), copied_to(device, rows)
 
 
-def _one_by_one(tables: Sequence[Ints], window: int | None) -> list[Call]:
+def _one_by_one(tables: Sequence[Ints], window: int | None, in_squares: bool = False) -> list[Call]:
     own = [slice(None)] if len(tables) == 1 else [slice(row, row + 1) for row in range(len(tables))]
     found = zip(own, map(tiles_of, tables), strict=True)
-    return [OneTile(samples, tile, window) for samples, tiles in found for tile in tiles]
+    return [OneTile(samples, tile, window, in_squares) for samples, tiles in found for tile in tiles]
 
 
 def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device) -> list[Call]:
