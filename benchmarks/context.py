@@ -31,7 +31,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -105,14 +105,22 @@ class ResultsDifferError(RuntimeError):
     """A contender does not compute attention."""
 
 
+def peaks_of(work: AttentionWork, names: Sequence[str], network: Network = LOOPBACK) -> dict[str, int | None]:
+    """`Memory.own_peak` of each contender, in ranks that are not timed; None for one that cannot run.
+
+    To be called before this process has computed anything: ranks are forked, and would fill what it has freed.
+    """
+    return {name: _own_peak(work, name, network) for name in names}
+
+
 def measure(
-    work: AttentionWork, names: Sequence[str] = DEFAULT, *, seconds: float, network: Network = LOOPBACK
+    work: AttentionWork, peaks: Mapping[str, int | None], *, seconds: float, network: Network = LOOPBACK
 ) -> tuple[list[Line], int]:
     """All contenders of one row, and how many rounds there were.
 
     Args:
         work: the row.
-        names: keys of `BUILDERS`.
+        peaks: of `peaks_of`, by keys of `BUILDERS`.
         seconds: the rounds take about so long; there are three at least.
         network: where the ranks are.
 
@@ -120,7 +128,7 @@ def measure(
         ResultsDifferError: a contender computes something else.
         ContenderFailedError: one failed after its first steps; one that fails in them has a line that says so.
     """
-    memory = {name: _own_peak(work, name, network) for name in names}
+    names = list(peaks)
     with _worlds(work, names, network) as (worlds, failures):
         errors = _errors(work, worlds)
         turns: dict[str, list[Turn]] = {name: [] for name in worlds}
@@ -148,7 +156,7 @@ def measure(
                 None if floor is None else median(a - b for a, b in zip(its, floor, strict=True)),
                 median(worked[name]),
                 None if least is None else median(a - b for a, b in zip(worked[name], least, strict=True)),
-                memory[name],
+                peaks[name],
                 median(turn.loopback_bytes for turn in turns[name]),
                 median(turn.link_bytes for turn in turns[name]) if network.namespaces else None,
                 last.metered_bytes,
@@ -159,7 +167,6 @@ def measure(
 
 
 def _own_peak(work: AttentionWork, name: str, network: Network) -> int | None:
-    """`Memory.own_peak` of a contender, in ranks that are not timed; None where it cannot run."""
     try:
         world = World(name, partial(_builder(name), work), work, network, keeps_no_gaps=True)
     except ContenderFailedError:
@@ -264,19 +271,26 @@ def main() -> None:
     if unknown := [name for name in names if name not in BUILDERS]:
         parser.error(f"--contenders: {unknown[0]!r} is none of {'; '.join(BUILDERS)}")
     torch.set_num_threads(1)
-    lines, pages = [json.dumps({"machine": machine(), **vars(given)})], []
+    try:
+        _measure_all(given, names)
+    except (ContenderFailedError, ResultsDifferError, NoHostsError) as error:
+        raise SystemExit(str(error)) from error
+
+
+def _measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
     cases = product(given.dtypes.split(","), map(int, given.worlds.split(",")), map(int, given.lengths.split(",")))
-    for dtype, world, length in cases:
-        work = AttentionWork(length, world, dtype, given.heads, given.kv_heads)
-        here = [name for name in names if name != HYBRID or world > 2]
-        try:
-            with network_of(given.hosts, given.mbit) as network:
-                found, rounds = measure(work, here, seconds=given.seconds, network=network)
-        except (ContenderFailedError, ResultsDifferError, NoHostsError) as error:
-            raise SystemExit(str(error)) from error
+    works = [AttentionWork(length, world, dtype, given.heads, given.kv_heads) for dtype, world, length in cases]
+    peaks = []
+    for work in works:
+        with network_of(given.hosts, given.mbit) as network:
+            peaks.append(peaks_of(work, [name for name in names if name != HYBRID or work.world > 2], network))
+    lines, pages = [json.dumps({"machine": machine(), **vars(given)})], []
+    for work, of_row in zip(works, peaks, strict=True):
+        with network_of(given.hosts, given.mbit) as network:
+            found, rounds = measure(work, of_row, seconds=given.seconds, network=network)
         joined = f", two hosts at {given.mbit} Mbit/s" if given.hosts == 2 else ""
         shape = f"{work.heads} heads of {work.head_size}, {work.kv_heads} of keys and values"
-        title = f"## {dtype}, {world} ranks, {length} tokens, {shape}{joined}, {rounds} rounds"
+        title = f"## {work.dtype}, {work.world} ranks, {work.length} tokens, {shape}{joined}, {rounds} rounds"
         pages.append(f"{title}\n\n{table(found)}\n")
         lines.append(json.dumps({**asdict(work), "rounds": rounds, "lines": [asdict(line) for line in found]}))
         print(pages[-1], flush=True)

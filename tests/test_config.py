@@ -1064,7 +1064,7 @@ _ANSWERS = {
     "negative": ("-float(step)", "has returned -1.0 for step 1"),
     "nothing": ("None", "has returned None for step 0"),
     "a text": ("'1'", "has returned '1' for step 0"),
-    "an error": ("1 / (10 - 1 - step)", "its function fails for step 9 of 10: ZeroDivisionError: division by zero"),
+    "an error": ("1 / (10 - 1 - step)", "its function fails for step 10 of 10: ZeroDivisionError: division by zero"),
 }
 
 

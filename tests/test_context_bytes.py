@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig, load_config, resolve, to_toml
+from megazero.config.rules import broken_rules
 from megazero.models.context_bytes import context_bytes, heads_of_rank, ulysses_degrees
 from megazero.training.callbacks.progress import context_parallelism
 from megazero.training.world import join_world
@@ -123,6 +124,24 @@ def test_a_method_has_its_degree_and_the_run_resolves_to_itself(
         assert resolve(run.config, run.world_size) == run
         (tmp_path / "run.toml").write_text(to_toml(run))
         assert load_config(tmp_path / "run.toml", (), run.world_size) == run
+
+
+def test_the_written_file_of_a_run_takes_another_cp(tmp_path: Path) -> None:
+    """The Ulysses degree follows cp, so it is not written but for a hybrid."""
+    for parallel in ({"cp_method": "ulysses"}, {"cp_method": "ring"}, {}):
+        (tmp_path / "run.toml").write_text(to_toml(run_of(4, {"cp": 4, **parallel})))
+        assert load_config(tmp_path / "run.toml", ["parallel.cp=2"], 2).config.parallel.cp == 2
+
+
+@pytest.mark.parametrize("sections", [{"parallel": {"cp": 2}}, {"data": {"document_mask": True}}])
+def test_heads_must_be_those_that_flash_attention_takes(sections: dict[str, Any]) -> None:
+    """By the name of its operators, as attention to parts of samples and to documents calls it."""
+    for size, dtype, device in ((12, "bf16", "cuda"), (16, "bf16", "cuda"), (12, "fp32", "cuda"), (12, "bf16", "cpu")):
+        model = {"num_heads": 4, "num_kv_heads": 4, "head_dim": size}
+        whole = {"model": model, "precision": {"dtype": dtype}, "launch": {"device": device}, **sections}
+        lines = [str(one) for one in broken_rules(RunConfig.model_validate(whole), 2)]
+        wrong = (size, dtype, device) == (12, "bf16", "cuda")
+        assert [line for line in lines if "multiple of 8 on CUDA" in line] == lines[: int(wrong)]
 
 
 def test_without_cp_nothing_is_chosen() -> None:

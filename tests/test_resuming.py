@@ -94,7 +94,7 @@ def test_a_mask_of_documents_changes_only_where_it_is_accepted(new: bool) -> Non
     trainer = _written_by(before, 10)
     told = str(new).lower()
     with pytest.raises(
-        CheckpointError, match=rf"this run has {told}\. If .*accept_changes = \[\"document_mask\"\] begins"
+        CheckpointError, match=rf"document_mask is {told}, .*\. If .*accept_changes = \[\"document_mask\"\] begins"
     ):
         check_same_run("it", _config(data=now, checkpoint={"accept_changes": ["data"]}), "a", trainer)
     accepts = _config(data=now, checkpoint={"accept_changes": ["document_mask"]})
@@ -111,8 +111,23 @@ def test_a_mask_of_documents_is_compared_only_with_a_run_that_read_data() -> Non
     check_same_run("it", masked, "a", TrainerState(0, 0, 0, 0, "", trainer.model, {}, {}, {}))
     del trainer.config["data"]["document_mask"]  # an older release did not know it and had none
     check_same_run("it", _config(), "a", trainer)
-    with pytest.raises(CheckpointError, match=r"was trained with data\.document_mask = false, this run has true"):
+    with pytest.raises(CheckpointError, match=r"another run: data\.document_mask is true, the checkpoint has false"):
         check_same_run("it", masked, "a", trainer)
+
+
+def test_all_that_is_to_be_accepted_is_told_at_once() -> None:
+    now = _config(model={"seq_len": 2048}, data={"document_mask": True})
+    with pytest.raises(CheckpointError, match=r"accept_changes = \[\"document_mask\", \"seq_len\"\] begins"):
+        check_same_run("it", now, "a", _written_by(_config(), 10))
+
+
+def test_learned_positions_keep_their_number_and_nothing_else_is_advised() -> None:
+    """Samples could not become longer: the weight has a row for each position."""
+    gpt2 = {"family": "gpt2", "num_kv_heads": None}
+    trainer = _written_by(_config(model=gpt2), 10)
+    longer = _config(model=gpt2 | {"seq_len": 2048}, checkpoint={"accept_changes": ["seq_len"]})
+    with pytest.raises(CheckpointError, match=r"has learned 1024 positions.*set model\.seq_len to 1024$"):
+        check_same_run("it", longer, "a", trainer)
 
 
 def test_a_key_that_an_older_release_did_not_know_had_its_default() -> None:

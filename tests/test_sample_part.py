@@ -24,6 +24,7 @@ from megazero.models.gpt import Block, BuildContext
 from megazero.models.llama.family import LlamaFamily
 from megazero.models.registry import FAMILIES
 from megazero.parallel_state import Axis
+from megazero.tools.check import layer_problems
 
 RING = Axis("cp_ring", (0, 1), 0)
 
@@ -145,7 +146,7 @@ def test_ranks_that_share_samples_must_have_the_same_documents(parallel: dict[st
 
 
 def _is_refused(rank: int, run: ResolvedRun) -> None:
-    with pytest.raises(ValueError, match=r"'own'.*_?Block says `knows_parts = True`"):
+    with pytest.raises(ValueError, match=r"\"own\".*_?Block says `knows_parts = True`"):
         engine_on(rank, run)
 
 
@@ -155,6 +156,13 @@ def test_an_attention_that_does_not_know_parts_is_refused_where_there_are_any(sh
     world, parallel, documents = CUT[shape]
     run_world(world, _is_refused, _run(world, parallel, documents, family="own"))
     run_world(world, _builds, _run(world, parallel, documents, family="knowing"))
+
+
+def test_check_tells_of_such_an_attention() -> None:
+    """A run file that `megazero check` accepts must not end in the engine."""
+    for name, count in (("own", 1), ("knowing", 0)):
+        problems = list(layer_problems(_run(1, {}, True, family=name).config))
+        assert [(one.key, "knows_parts" in one.rule) for one in problems] == [("model.family", True)] * count
 
 
 def test_where_samples_are_whole_any_attention_runs() -> None:

@@ -23,6 +23,7 @@ from megazero.comm.collectives import (
     reduce_scatter,
     ring_shift,
 )
+from megazero.comm.shared_memory import Channel, Rounds
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
 _NUMEL = 1024
@@ -106,6 +107,40 @@ def _interrupt_each(rank: int, neighbours: int) -> None:
 @pytest.mark.parametrize("neighbours", [1, 2], ids=["gloo", "two levels"])
 def test_after_an_interrupted_wait_the_next_operation_has_its_own_result(neighbours: int) -> None:
     run_world(2 * neighbours, _interrupt_each, neighbours)
+
+
+def _interrupt_in_the_middle(rank: int) -> list[list[str]]:
+    """On rank 0, as it reads what the other has written.  Returns: what each operation and the next two ended with."""
+    state = ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, neighbours=2, shares_memory=True)
+    start, found = Channel.start, list[list[str]]()
+
+    def interrupted(rounds: Rounds) -> Rounds:
+        yield next(rounds)
+        raise KeyboardInterrupt
+
+    for name in [name for name in _operations(state.dp, 0.0) if name != "exchange"]:
+        axis, ends = state.apart(state.dp, name), list[str]()
+        all_reduce(torch.zeros(1), axis).wait()
+        for number in range(3):
+            breaks = rank == 0 and number == 0
+            with pytest.MonkeyPatch.context() as patch:
+                if breaks:
+                    patch.setattr(Channel, "start", lambda self, label, rounds: start(self, label, interrupted(rounds)))
+                try:
+                    pending, arrived, wanted = _operations(axis, 10.0 * number)[name]()
+                    pending.wait()
+                    ends.append("right" if arrived.view(-1)[-1] == wanted else "wrong")
+                except (KeyboardInterrupt, LostPeerError) as error:
+                    ends.append(type(error).__name__)
+        found.append(ends)
+    return found
+
+
+def test_an_interrupt_in_the_middle_of_shared_memory_ends_all_later_operations_on_both_ranks() -> None:
+    """The interrupted rank would take the other's next signal, and data, for those that it missed."""
+    mine, other = run_world(2, _interrupt_in_the_middle)
+    assert mine == [["KeyboardInterrupt", "LostPeerError", "LostPeerError"]] * 5
+    assert other == [["right", "LostPeerError", "LostPeerError"]] * 5
 
 
 def _collected_within_a_wait(rank: int) -> list[str]:

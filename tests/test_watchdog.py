@@ -51,7 +51,7 @@ def _explained(
 
 def test_a_rank_whose_counter_stands_still_does_not_respond() -> None:
     text = _explained({1: WAITING, 3: STUCK}, {1: _next(WAITING), 3: STUCK})
-    assert text == "rank 3 does not respond (its last heartbeat, 6 s ago, was in step 17)"
+    assert text == "rank 3 does not respond (at its last heartbeat, 6 s ago, it was in step 17)"
     assert _explained({1: WAITING}, {1: _next(WAITING)}) == "rank 3 does not respond (it has sent no heartbeat)"
 
 
@@ -67,6 +67,7 @@ def test_a_living_rank_that_did_not_come_is_named_with_what_it_does() -> None:
     for phase, words in said.items():
         other = replace(STUCK, phase=phase)
         assert f"alive, {words}," in _explained({1: WAITING, 3: other}, {1: _next(WAITING), 3: _next(other)})
+        assert f"ago, it was {words})" in _explained({1: WAITING, 3: other}, {1: _next(WAITING), 3: other})
 
 
 def test_the_cause_is_looked_for_behind_ranks_that_wait_themselves() -> None:
@@ -86,7 +87,7 @@ def test_a_rank_that_ended_is_named_with_its_reason_and_one_that_lost_a_peer_is_
     )
     also = replace(STUCK, ended="all_reduce over tp did not finish", lost=True)
     text = _explained({1: also, 3: STUCK}, {1: also, 3: STUCK})
-    assert text == "rank 3 does not respond (its last heartbeat, 6 s ago, was in step 17)"
+    assert text == "rank 3 does not respond (at its last heartbeat, 6 s ago, it was in step 17)"
     assert _explained({1: WAITING, 3: also}, {1: _next(WAITING), 3: also}) == (
         "rank 3 has lost a peer itself: all_reduce over tp did not finish"
     )

@@ -31,13 +31,13 @@ def check(
     """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
     from megazero.config import ConfigError, load_config
     from megazero.plan.cluster import cluster_of, with_memory
-    from megazero.tools.check import FILE_RULES, NO_FIT, describe, not_here, recompute_problems
+    from megazero.tools.check import FILE_RULES, NO_FIT, describe, layer_problems, not_here
 
     try:
         run = load_config(
             config, overrides or [], world_size, rules=(callback_rule(), *FILE_RULES), asks="--world-size"
         )
-        if found := list(recompute_problems(run.config)):
+        if found := list(layer_problems(run.config)):
             raise ConfigError(found, os.fspath(config))
     except ConfigError as error:
         print(error, file=sys.stderr)

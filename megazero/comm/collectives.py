@@ -64,6 +64,9 @@ class Pending:
         group: of the operation.
     """
 
+    _wait: Wait | None = None  # where an interrupt has kept `__init__` from its end
+    _group: Group | None = None
+
     def __init__(
         self, wait: Wait | None = None, finish: Callable[[], object] | None = None, group: Group | None = None
     ) -> None:

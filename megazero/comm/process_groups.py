@@ -44,8 +44,13 @@ def prepare_rank(device: torch.device, neighbours: int) -> None:
         torch.cuda.set_device(device)
         return
     if neighbours > 1:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
+        torch.set_num_threads(max(1, _cores() // neighbours))
     schedule_as_batch_job()
+
+
+def _cores() -> int:
+    """Those that this process may use: a container has some of the host's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def schedule_as_batch_job() -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.identity import address_of
-from megazero.comm.labels import LABEL_BYTES, check_labels, encoded
+from megazero.comm.labels import LABEL_BYTES, OrderError, check_labels, encoded
 from megazero.comm.rendezvous import Neighbours, Poller
 from megazero.parallel_state import Axis, Wait
 
@@ -79,6 +79,7 @@ class Channel:
         self._halves = [[whole[half * _LABELLED_BYTES :][:HALF_BYTES] for whole in wholes] for half in range(2)]
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._half = 0
+        self._broken = ""  # why no operation can follow
         self._started: deque[_Operation] = deque()
         poller.add(self._progress, self.peers)
 
@@ -93,8 +94,12 @@ class Channel:
     def start(self, label: str, rounds: Rounds) -> Wait:
         """Start an operation; if no other is under way, its first round is written at once.
 
-        Raises: OrderError: the ranks start operations with different labels.
+        Raises:
+            OrderError: the ranks start operations with different labels.
+            RuntimeError: an operation was interrupted half-way.
         """
+        if self._broken:
+            raise RuntimeError(self._broken)
         operation = _Operation(encoded(label), rounds)
         self._started.append(operation)
         self._progress()
@@ -118,6 +123,8 @@ class Channel:
         self._progress()
         deadline = time.monotonic() + self._timeout
         while not operation.is_done:
+            if self._broken:
+                raise RuntimeError(self._broken)
             if not self.peers:
                 raise RuntimeError("this rank has left the memory that it shared")
             if any(peer.is_lost and not peer.signals for peer in self.peers):
@@ -126,7 +133,25 @@ class Channel:
                 raise RuntimeError(f"Timed out waiting {self._timeout:g} s for a rank of this host")
 
     def _progress(self) -> None:
-        """Run the operations as far as the peers' signals allow."""
+        """Run the operations as far as the peers' signals allow.
+
+        What ends in the middle (an interrupt, no memory) cannot go on, and the operation after it would take the peers'
+        signals for its own, and so their data: no operation of the channel follows, here or at the peers.
+        """
+        if self._broken:
+            return
+        try:
+            self._run_started()
+        except OrderError:
+            raise  # as at the peers
+        except BaseException as error:
+            self._broken = (
+                f"{type(error).__name__} in the middle of an operation of this rank; no further one can follow"
+            )
+            self.interrupt()
+            raise
+
+    def _run_started(self) -> None:
         while self._started:
             first = self._started[0]
             if first.has_begun:

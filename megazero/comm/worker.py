@@ -22,15 +22,15 @@ import torch
 from megazero.parallel_state import Wait
 
 Start: TypeAlias = Callable[[], Wait]
-"""Begins something; what it returns waits for the end."""
+"""Starts an operation, and returns a function that waits for it."""
 Post: TypeAlias = Callable[[Start], Wait]
-"""Has something begun, in the order of the calls; what it returns waits for the end."""
+"""Has an operation started, in the order of the calls, and returns a function that waits for it."""
 
 _JOIN_SECONDS = 5.0  # one that waits in a system call alone needs a moment
 
 
 def at_once(start: Start) -> Wait:
-    """A `Post` in the thread of the caller."""
+    """Start an operation now, in the caller's thread: a `Post`."""
     return start()
 
 
@@ -92,12 +92,14 @@ class Worker:
         weakref.finalize(self, self._queue.put, None)
 
     def post(self, start: Start) -> Wait:
-        """Have `start` called by the thread; see `Post`."""
+        """Queue `start` for the thread; what is returned waits until the operation has ended."""
         if self._thread.ident is None:
             threads = torch.get_num_threads()
             self._thread.start()
-            self._is_ready.wait()
-            torch.set_num_threads(threads)  # the default of further threads, which this one has changed
+            try:
+                self._is_ready.wait()
+            finally:
+                torch.set_num_threads(threads)  # the default of further threads, which this one has changed
         posted = _Posted(start)
         self._posted.append(posted)
         self._queue.put(posted)

@@ -188,6 +188,8 @@ def resolve(config: RunConfig, world_size: int, varied: Collection[str] = ()) ->
     # In an elastic run they follow dp, and the method of context parallelism cp, which another world changes.
     written = {} if config.elastic.enabled else sizes
     parallel = config.parallel if config.elastic.enabled else fitted.config.parallel
+    if parallel.cp_method != "hybrid":  # it follows cp, which whoever trains by the written file may change
+        parallel = parallel.model_copy(update={"cp_ulysses": None})
     model = FAMILIES[config.model.family].complete(config.model)
     notices += idle_activations(fitted.config.model_copy(update={"model": model}), notices)
     filled = {"model": model, "training": config.training.model_copy(update=written)}

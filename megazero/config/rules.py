@@ -212,6 +212,14 @@ def _stages(config: RunConfig) -> tuple[int, int]:
     return parallel.pp, SCHEDULES[parallel.schedule].chunks or parallel.virtual_stages
 
 
+def _kernels_take_the_heads(config: RunConfig, _: int) -> Iterator[Problem]:
+    """Attention to parts of samples or to documents goes, in 16 bits on CUDA, by flash attention's own operators."""
+    size, by_parts = config.model.head_size, config.parallel.cp > 1 or config.data.document_mask
+    if by_parts and config.launch.device == "cuda" and config.precision.dtype != "fp32" and size % 8:
+        rule = f"must be a multiple of 8 on CUDA, with parallel.cp or data.document_mask: a head has {size} elements"
+        yield Problem("model.head_dim", config.model.head_dim, rule, nearest_text(nearest_multiples(size, 8)))
+
+
 def _ranks_split_sequence(config: RunConfig, _: int) -> Iterator[Problem]:
     parallel, length = config.parallel, config.model.seq_len
     degrees = {name: getattr(parallel, name) for name in ("cp", "tp")[: 1 + parallel.sequence_parallel]}
@@ -422,7 +430,9 @@ def _own_lr_schedule_answers(config: RunConfig, _: int) -> Iterator[Problem]:
             learning_rate_factor(section, step, steps)
         except Exception as error:
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            yield Problem("lr_schedule.name", section.name, f"its function fails for step {step} of {steps}: {text}")
+            yield Problem(
+                "lr_schedule.name", section.name, f"its function fails for step {step + 1} of {steps}: {text}"
+            )
             return
 
 
@@ -528,6 +538,10 @@ _SIZES = tuple(
 )
 _EVERY_SHAPE = Rule((*_ELASTIC, *_SIZES, *{key for rule in _SHAPE_RULES for key in rule.reads}), _shapes_fit_the_model)
 RULES = (
+    Rule(
+        ("model.head_dim", "parallel.cp", "data.document_mask", "launch.device", "precision.dtype"),
+        _kernels_take_the_heads,
+    ),
     Rule(_CHUNKS, _schedule_has_its_chunks),
     Rule((*_ACTIVATIONS, "model.num_layers", "parallel.pp", *_ELASTIC), _activations_name_layers_and_ranks),
     Rule(("activations.partition", "activations.recompute", "activations.stages"), _what_is_cut_is_not_kept_whole),

@@ -103,7 +103,7 @@ def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:
         return []
     return [
         f"data.document_mask = true changes nothing in the first {len(samples)} samples, each of which is one document: are "
-        "documents longer, or does the .idx not tell them apart? See docs/data.md"
+        'documents longer, or does the .idx not tell them apart? See "Documents" in docs/data.md'
     ]
 
 

@@ -169,7 +169,7 @@ def init_distributed(
     """Join the ranks that a launcher such as torchrun has started; nothing to do without one, or a second time.
 
     Args:
-        dist_backend: of torch.distributed; gloo for the CPU, and with it nccl where there is CUDA, when None.
+        dist_backend: of torch.distributed.  None, "gloo" and "nccl": gloo for the CPU, and with it nccl where there is CUDA.
         timeout: how long a collective may wait for a peer.
         init_method, rank, world_size: as torch takes them, where no launcher has set them in the environment.
         dist_init_required: False where the script initialises torch.distributed itself.

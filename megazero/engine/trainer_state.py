@@ -71,19 +71,24 @@ def check_same_run(
     accepted, wanted = config.checkpoint.accept_changes, config.model.model_dump()
     # a key that the writer did not know yet has its default
     written = type(config.model).model_construct(**trainer.model)
-    model = FAMILIES[config.model.family].complete(written).model_dump(warnings=False)
+    family = FAMILIES[config.model.family]
+    model = family.complete(written).model_dump(warnings=False)
     free = _FREE_TO_CHANGE | {key.removeprefix("model.") for name in accepted for key in KEYS_OF[name]}
     differs = [key for key in wanted if model[key] != wanted[key]]
-    if changed := [key for key in differs if key not in free]:
-        told = (f"model.{key} is {wanted[key]!r}, the checkpoint has {model[key]!r}" for key in changed)
-        names = [name for name, keys in KEYS_OF.items() if {f"model.{key}" for key in changed} & {*keys}]
-        raise CheckpointError(f"{path} is of another model: {'; '.join(told)}{_how_to_accept(names)}")
+    if family.learns_positions and "seq_len" in differs and "family" not in differs:
+        raise CheckpointError(
+            f"{path} has learned {model['seq_len']} positions, and this run has model.seq_len = {wanted['seq_len']}; a "
+            f"{config.model.family} keeps the length that it was made with: set model.seq_len to {model['seq_len']}"
+        )
+    changed = {f"model.{key}": (model[key], wanted[key]) for key in differs if key not in free}
     mask = changes(trainer, config).get("data.document_mask")
     if mask and "document_mask" not in accepted:
-        old, new = map(toml_value, mask)
-        raise CheckpointError(
-            f"{path} was trained with data.document_mask = {old}, this run has {new}{_how_to_accept(['document_mask'])}"
-        )
+        changed["data.document_mask"] = (mask[0], mask[1])
+    if changed:
+        told = [f"{key} is {_shown(new)}, the checkpoint has {_shown(old)}" for key, (old, new) in changed.items()]
+        names = [name for name, keys in KEYS_OF.items() if changed.keys() & {*keys}]
+        what = "model" if any(key.startswith("model.") for key in changed) else "run"
+        raise CheckpointError(f"{path} is of another {what}: {'; '.join(told)}{_how_to_accept(names)}")
     stored = trainer.data_fingerprint
     if "data" in accepted or is_same_data(stored, data_fingerprint):
         return
@@ -91,6 +96,10 @@ def check_same_run(
         return
     differences = "; ".join(changes_between(stored, data_fingerprint))
     raise CheckpointError(f"{path} was trained on other data. What differs: {differences}{_how_to_accept(['data'])}")
+
+
+def _shown(value: object) -> str:
+    return "unset" if value is None else toml_value(value)
 
 
 def _how_to_accept(names: list[str]) -> str:

@@ -118,7 +118,7 @@ class Ring:
         part: SamplePart,
         of_keys: KeyGradients,
     ) -> Tensor:
-        """Gradients of q; those of k and v go to `of_keys`, on a ring of several ranks once.
+        """Gradients of q.  Those of k and v are added to `of_keys`, which on a ring of several ranks takes one call.
 
         Args:
             grad, out: as q.
@@ -177,7 +177,7 @@ class _Merged:
         return _Merged(out, torch.full_like(out[..., 0], -torch.inf))
 
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
-        """Add the result of some queries over further keys, each of which sees one at least."""
+        """Add the result of some queries over further keys; each of these queries sees one of the keys at least."""
         self.out = self.out.to(fp32_or_wider(self.out))
         mine, its_lse = self.out[rows], self.lse[rows]  # views, or copies of single rows
         merge(mine, its_lse, out, lse)

@@ -87,7 +87,7 @@ def _with_formula(block: nn.Module) -> Block:
         raise TypeError(f"a {type(block).__name__} has a forward of its own, whose parts are not known")
     for part, kinds in ((block.attention, Attention), (block.mlp, (SwiGLU, GELU))):
         if not isinstance(part, kinds):
-            raise TypeError(f"no formula says what a {type(part).__name__} keeps")
+            raise TypeError(f"there is no formula for what {type(part).__name__} keeps")
     return block
 
 

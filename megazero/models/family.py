@@ -157,6 +157,8 @@ class ModelFamily(ABC):
 
     ties_embeddings = False
     """Whether the output layer is the embedding table where `model.tie_embeddings` is unset."""
+    learns_positions = False
+    """Whether it learns a vector for each position of a sample, so that samples keep the length that it was made with."""
     reads: tuple[str, ...] = ()
     """The keys of [model] that it reads and not every family does, such as "rope_theta"; elsewhere they are refused."""
     hugging_face: HuggingFaceFormat | None = None

@@ -32,6 +32,7 @@ from megazero.models.config import ModelConfig
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import StageLayout
 from megazero.parallel_state import Axis
+from megazero.settings import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ class GPTStage(nn.Module):
         self.embedding = family.embedding(context) if layout.has_embedding else None
         self.blocks = nn.ModuleList(family.blocks(context, layout.layers))
         if context.context is not None:
-            _check_knows_parts(self.blocks, context.model.family)
+            check_knows_parts(self.blocks, context.model.family)
         shared = self.embedding.tokens.weight if self.embedding is not None and context.model.tie_embeddings else None
         self.head = family.head(context, shared) if layout.has_head else None
 
@@ -351,15 +352,19 @@ class GPTStage(nn.Module):
         return x if self.head is None else self.head(x, batch.labels)
 
 
-def _check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
+def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
     """Make sure that every block knows parts of samples and documents: another would attend as if they were whole samples.
 
-    Raises: ValueError: one does not say so.
+    Raises: ConfigError: one does not say so.
     """
     for block in blocks:
         if not any(getattr(module, "knows_parts", False) for module in block.modules()):
-            raise ValueError(
-                f"model.family={family!r}: no module of its {type(block).__name__} says `knows_parts = True`, which "
-                "parallel.cp above 1 and data.document_mask need; attend with `BuildContext.attention`, or write this into "
-                "the class of an attention that asks its `TokenLayout` for positions, and `BuildContext.context` to attend"
+            rule = (
+                f"no module of its {type(block).__name__} says `knows_parts = True`, which parallel.cp above 1 and "
+                "data.document_mask need"
             )
+            hint = (
+                "attend with `BuildContext.attention`, or write this into the class of an attention that asks its "
+                "`TokenLayout` for positions, and `BuildContext.context` to attend"
+            )
+            raise ConfigError([Problem("model.family", family, rule, hint)])

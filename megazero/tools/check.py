@@ -27,6 +27,7 @@ from megazero.data.indexed import pair_paths
 from megazero.layers.recompute import WHOLE
 from megazero.models.activation_config import ActivationsConfig, layer_policies
 from megazero.models.activations import save_by_policy
+from megazero.models.gpt import check_knows_parts
 from megazero.optim.lr_schedule import learning_rate_factor
 from megazero.plan.activations import (
     activations_of_ranks,
@@ -203,7 +204,17 @@ def _pipeline(schedule: Schedule) -> str:
     return f"{schedule.name}: ranks idle {idle:.1%} if every pass takes as long; a rank holds {peak:g} micro-batches at most"
 
 
-def recompute_problems(config: RunConfig) -> Iterator[Problem]:
+def layer_problems(config: RunConfig) -> Iterator[Problem]:
+    """What layers lack, a script's own among them: to attend to parts of samples or documents, to be computed again."""
+    if config.parallel.cp > 1 or config.data.document_mask:
+        try:
+            check_knows_parts((block for stage in stages_of(config) for block in stage.blocks), config.model.family)
+        except ConfigError as error:
+            yield from error.problems
+    yield from _recompute_problems(config)
+
+
+def _recompute_problems(config: RunConfig) -> Iterator[Problem]:
     """Layers have the parts that are computed again; those with a forward of their own only as a whole."""
     own, layers = config.activations, range(config.model.num_layers)
     if own == ActivationsConfig():
@@ -223,7 +234,8 @@ def _rate(config: RunConfig) -> str:
     shape, steps, peak = config.lr_schedule, config.training.steps, config.optimizer.lr
     marks = sorted({0, min(max(shape.warmup_steps - 1, 0), steps - 1), steps // 2, steps - 1})
     rates = ", ".join(f"{peak * learning_rate_factor(shape, step, steps):.3g} at step {step + 1:,}" for step in marks)
-    return f"{config.optimizer.name}, {shape.name}: {rates}"
+    later = "; a phase that begins later counts its own steps" if config.checkpoint.accept_changes else ""
+    return f"{config.optimizer.name}, {shape.name}: {rates}{later}"
 
 
 def _activations(run: ResolvedRun, schedule: Schedule) -> Iterator[str]:

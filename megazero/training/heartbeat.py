@@ -90,14 +90,18 @@ def _text_of_dead(rank: int, beat: Heartbeat | None, now: float) -> str:
     if beat is None:
         return f"rank {rank} does not respond (it has sent no heartbeat)"
     ago = max(0.0, now - beat.at)  # clocks of hosts may differ a little
-    return f"rank {rank} does not respond (its last heartbeat, {ago:.0f} s ago, was in step {beat.step})"
+    return f"rank {rank} does not respond (at its last heartbeat, {ago:.0f} s ago, it was {_doing(beat)})"
+
+
+def _doing(beat: Heartbeat) -> str:
+    words = {TRAINING: "in step", EVALUATING: "evaluating after step", SAVING: "saving step", BETWEEN: "after step"}
+    return f"{words[beat.phase]} {beat.step}" if beat.phase in words else beat.phase
 
 
 def _text_of_living(rank: int, beat: Heartbeat) -> str:
     if beat.ended:
         return f"rank {rank} has lost a peer itself: {beat.ended}"
-    words = {TRAINING: "in step", EVALUATING: "evaluating after step", SAVING: "saving step", BETWEEN: "after step"}
-    doing = f"{words[beat.phase]} {beat.step}" if beat.phase in words else beat.phase
+    doing = _doing(beat)
     collective = f"{beat.operation} over {beat.axis}"
     if beat.is_inside:
         return f"rank {rank} is alive, {doing}, in {collective} for {beat.seconds:.0f} s"

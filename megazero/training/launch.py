@@ -65,7 +65,6 @@ Work = Callable[[ResolvedRun, ParallelState], T]  # what each rank does; picklab
 # Errors whose text says everything; any other is shown with its traceback.
 _WITHOUT_TRACEBACK = (
     CheckpointError,
-    ConfigError,
     DataError,
     DeviceError,
     LossScaleError,
@@ -150,7 +149,7 @@ def run_rank(run: ResolvedRun, work: Work[T]) -> T | Failed:
         _report(str(error), is_cause=False)
         time.sleep(_CAUSE_FIRST_SECONDS)
         return Failed(has_cause=" ended in step " in str(error))  # by an error of its own, which the watchdog has found
-    except OwnerError as error:
+    except (OwnerError, ConfigError) as error:
         _report(str(error), is_cause=True)
         return Failed(EXIT_REFUSED)
     except Exception as error:

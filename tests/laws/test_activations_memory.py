@@ -462,7 +462,7 @@ def test_a_block_of_a_scripts_own_has_no_formula_and_says_so() -> None:
     own_mlp.mlp = nn.Identity()
     for block, text in (
         (own_forward, "a Own has a forward of its own"),
-        (own_mlp, "no formula says what a Identity keeps"),
+        (own_mlp, "there is no formula for what Identity keeps"),
     ):
         with pytest.raises(TypeError, match=text):
             block_bytes(block, LayerPolicy(), MicroBatchSize(2, 128, 2))

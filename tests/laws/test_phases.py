@@ -254,7 +254,7 @@ def test_what_is_not_accepted_is_refused_as_ever_and_says_how_to_accept_it(corpo
         _train,
         _run(corpora, tmp_path / "gpt2", 0, model=gpt2 | {"seq_len": 32}, checkpoint={"accept_changes": EVERYTHING}),
     )
-    assert "transformer.wpe.weight has shape [16, 32], this model needs [32, 32]" in out[0]["error"]
+    assert "has learned 16 positions, and this run has model.seq_len = 32" in out[0]["error"]
     assert refusal(["seq_len"], **longer, training={"steps": 3}) == "", "the same data, cut into longer samples"
 
 

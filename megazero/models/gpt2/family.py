@@ -46,7 +46,7 @@ def _lost(config: Mapping[str, Any]) -> Iterator[str]:
 class GPT2Family(ModelFamily):
     """As above."""
 
-    ties_embeddings = True
+    ties_embeddings, learns_positions = True, True
     foreign = "megazero.models.gpt2.foreign:TABLES"
     hugging_face = HuggingFaceFormat(
         architecture="GPT2LMHeadModel",
