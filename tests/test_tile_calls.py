@@ -231,3 +231,12 @@ def test_long_documents_on_a_cpu_give_plain_attention(window: int | None) -> Non
         )
     assert errors[0] < 1e-12
     assert errors[1] < 2e-2
+
+
+@pytest.mark.parametrize(("device", "cuts"), [("cpu", True), ("meta", False)])
+def test_causal_tiles_are_cut_on_a_cpu_alone(device: str, cuts: bool) -> None:
+    part = part_of([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
+    assert part is not None
+    (call,) = calls(part, 0, None, torch.empty(1, HEADS, SEQ, SIZE, device=device), in_squares=True)
+    assert isinstance(call, OneTile)
+    assert call.in_squares == cuts

@@ -64,11 +64,12 @@ def calls(part: SamplePart, source: int, window: int | None, q: Tensor, *, in_sq
 
     Args:
         q: [batch, heads, seq, size]; its shape, type and device choose the kernel.
-        in_squares: causal tiles are computed so, where tiles go one by one.
+        in_squares: causal tiles are computed so on a CPU.
 
     Raises: ValueError: as `packs_tiles`.
     """
     where = (q.shape[0], q.shape[2], q.device) if packs_tiles(q) else None
+    in_squares = in_squares and q.is_cpu
 
     def make() -> list[Call]:
         tables = part.plan.tables(source, window, masked=where is None)
