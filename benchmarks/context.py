@@ -110,7 +110,11 @@ def peaks_of(work: AttentionWork, names: Sequence[str], network: Network = LOOPB
 
     To be called before this process has computed anything: ranks are forked, and would fill what it has freed.
     """
-    return {name: _own_peak(work, name, network) for name in names}
+    peaks: dict[str, int | None] = {}
+    for name in names:  # one at a time
+        with _worlds(work, [name], network, keeps_no_gaps=True) as (worlds, _):
+            peaks[name] = worlds[name].memory().own_peak if name in worlds else None
+    return peaks
 
 
 def measure(
@@ -166,23 +170,9 @@ def measure(
     return lines, rounds
 
 
-def _own_peak(work: AttentionWork, name: str, network: Network) -> int | None:
-    try:
-        world = World(name, partial(_builder(name), work), work, network, keeps_no_gaps=True)
-    except ContenderFailedError:
-        return None
-    try:
-        world.turn(range(WARMUP_STEPS))
-        return world.memory().own_peak
-    except ContenderFailedError:
-        return None
-    finally:
-        world.close()
-
-
 @contextmanager
 def _worlds(
-    work: AttentionWork, names: Sequence[str], network: Network
+    work: AttentionWork, names: Sequence[str], network: Network, *, keeps_no_gaps: bool = False
 ) -> Iterator[tuple[dict[str, World], dict[str, str]]]:
     """Ranks of every contender after some steps, and why those that cannot run, cannot; ended afterwards."""
     worlds: dict[str, World] = {}
@@ -190,7 +180,7 @@ def _worlds(
     try:
         for name in names:
             try:
-                worlds[name] = World(name, partial(_builder(name), work), work, network)
+                worlds[name] = World(name, partial(_builder(name), work), work, network, keeps_no_gaps=keeps_no_gaps)
                 worlds[name].turn(range(WARMUP_STEPS))
             except ContenderFailedError as error:
                 failures[name] = str(error)

@@ -26,7 +26,7 @@ from torch import Tensor
 from megazero.comm.collectives import Pending, ring_shift
 from megazero.layers.causal_squares import merge
 from megazero.layers.sample_part import SamplePart
-from megazero.layers.tile_calls import EVERYTHING, Rows, calls
+from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
 from megazero.parallel_state import Axis
 
 _KeyPart: TypeAlias = tuple[Rows, Tensor, Tensor]  # of a call: where its keys are, gradients of keys and of values
@@ -92,7 +92,7 @@ class Ring:
         """
         result: _Merged | None = None
         for source, keys, values in _visits(k, v, self.axis):
-            for call in calls(part, source, self.window, q, in_squares=self.in_squares):
+            for call in self._calls(part, source, q):
                 found = call.forward(q, keys, values)
                 if result is None and found[0].shape == q.shape:
                     result = _Merged(*found)
@@ -102,6 +102,9 @@ class Ring:
         if result is None:
             raise ValueError("no query sees a key")
         return result.out.to(q.dtype), result.lse
+
+    def _calls(self, part: SamplePart, source: int, q: Tensor) -> list[Call]:
+        return calls(part, source, self.window, q, in_squares=self.in_squares)
 
     def key_gradients(self, k: Tensor, v: Tensor) -> KeyGradients:
         """Where `backward` adds the gradients of these keys and values."""
@@ -130,14 +133,14 @@ class Ring:
         def use_own_keys(heads: HeadPiece) -> None:
             its_grad, its_q, its_out, its_lse = (x[:, heads.queries] for x in (grad, q, out, lse))
             its_k, its_v = (x[:, heads.keys] for x in (k, v))
-            for call in calls(part, here, self.window, q, in_squares=self.in_squares):
+            for call in self._calls(part, here, q):
                 of_queries, of_own, of_values = call.backward(its_grad, its_q, its_k, its_v, its_out, its_lse)
                 dq.add(call.queries, of_queries, heads.queries)
                 of_keys.add_own(call.keys, of_own, of_values, heads=heads.keys)
 
         def use_keys_of(source: int, keys: Tensor, values: Tensor) -> None:
             parts: list[_KeyPart] = []
-            for call in calls(part, source, self.window, q, in_squares=self.in_squares):
+            for call in self._calls(part, source, q):
                 of_queries, of_these, of_values = call.backward(grad, q, keys, values, out, lse)
                 dq.add(call.queries, of_queries)
                 parts.append((call.keys, of_these, of_values))

@@ -9,7 +9,7 @@ A file that is not on this machine is said to be unchecked; one that is there mu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -206,20 +206,22 @@ def _pipeline(schedule: Schedule) -> str:
 
 def layer_problems(config: RunConfig) -> Iterator[Problem]:
     """What layers lack, a script's own among them: to attend to parts of samples or documents, to be computed again."""
-    if config.parallel.cp > 1 or config.data.document_mask:
-        try:
-            check_knows_parts((block for stage in stages_of(config) for block in stage.blocks), config.model.family)
-        except ConfigError as error:
-            yield from error.problems
-    yield from _recompute_problems(config)
-
-
-def _recompute_problems(config: RunConfig) -> Iterator[Problem]:
-    """Layers have the parts that are computed again; those with a forward of their own only as a whole."""
-    own, layers = config.activations, range(config.model.num_layers)
-    if own == ActivationsConfig():
+    by_parts, own = config.parallel.cp > 1 or config.data.document_mask, config.activations
+    if not by_parts and own == ActivationsConfig():
         return
     blocks = [block for stage in stages_of(config) for block in stage.blocks]
+    if by_parts:
+        try:
+            check_knows_parts(blocks, config.model.family)
+        except ConfigError as error:
+            yield from error.problems
+    if own != ActivationsConfig():
+        yield from _recompute_problems(config, blocks)
+
+
+def _recompute_problems(config: RunConfig, blocks: Sequence[torch.nn.Module]) -> Iterator[Problem]:
+    """Layers have the parts that are computed again; those with a forward of their own only as a whole."""
+    own, layers = config.activations, range(config.model.num_layers)
     ranks = {one: rank for rank in range(config.parallel.pp) for one in layer_policies(own, layers, rank).items()}
     for (layer, policy), rank in ranks.items():  # those of most pipeline ranks are alike
         try:
