@@ -21,7 +21,7 @@ from megazero.comm import head_exchange
 from megazero.comm.collectives import Pending
 from megazero.layers import context_attention, ring_attention, tile_calls
 from megazero.layers.context_attention import ContextAttention
-from megazero.layers.ring_attention import head_pieces
+from megazero.layers.head_pieces import head_pieces
 from megazero.layers.sample_part import part_of
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.plan.dry_run import dry_run

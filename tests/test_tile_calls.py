@@ -135,8 +135,8 @@ def _calls_of(lengths: list[list[int]], ring: Axis, source: int, batch: int, win
     part = part_of(lengths, SEQ, WHOLE, ring, CPU)
     assert part is not None
     q = torch.empty(batch, HEADS, SEQ // ring.size, SIZE)
-    first = calls(part, source, window, q)
-    assert calls(part, source, window, q) is first  # made once for all layers
+    first = calls(part, source, window, q, q)
+    assert calls(part, source, window, q, q) is first  # made once for all layers
     return list(first)
 
 
@@ -237,6 +237,7 @@ def test_long_documents_on_a_cpu_give_plain_attention(window: int | None) -> Non
 def test_causal_tiles_are_cut_on_a_cpu_alone(device: str, cuts: bool) -> None:
     part = part_of([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
     assert part is not None
-    (call,) = calls(part, 0, None, torch.empty(1, HEADS, SEQ, SIZE, device=device), in_squares=True)
+    q, k = (torch.empty(1, heads, SEQ, SIZE, device=device) for heads in (HEADS, KV_HEADS))
+    (call,) = calls(part, 0, None, q, k, in_squares=True)
     assert isinstance(call, OneTile)
     assert call.in_squares == cuts

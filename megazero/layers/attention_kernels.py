@@ -24,6 +24,7 @@ from torch.nn.attention import SDPBackend
 
 from megazero.comm.autograd import refuse_second_derivative
 from megazero.layers.causal_squares import causal_backward, causal_forward
+from megazero.layers.cpu_bf16 import full_backward, is_faster, multiplies_bf16
 from megazero.layers.recompute import KeptResults
 from megazero.layers.token_layout import Tile
 
@@ -138,6 +139,8 @@ def tile_backward(
         grad, out: as q; of all keys that the queries see.
         lse: of all these keys, [batch, heads, seq of q].
     """
+    if tile.offset is None and multiplies_bf16(q) and is_faster(q, k):
+        return full_backward(grad, q, k, v, out, lse)
     grad, q, k, v, out = _widened(grad, q, k, v, out)
     mask, causal = _seen_in(tile, window, q)
     if causal and in_squares:
@@ -244,11 +247,11 @@ def _kernel_of_tiles(q: Tensor, mask: Tensor | None) -> SDPBackend:
 
 def _seen_in(tile: Tile, window: int | None, q: Tensor) -> tuple[Tensor | None, bool]:
     """(mask added to the scores, is causal) of a tile; (None, False) where every query sees every key."""
-    queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
     if tile.offset is None:
         return None, False
-    if tile.offset == 0 and queries == keys and (window is None or queries <= window):
+    if tile.is_causal(window):
         return None, True
+    queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
     row, key = torch.arange(queries, device=q.device)[:, None], torch.arange(keys, device=q.device)
     distance = tile.offset + row - key
     unseen = distance < 0 if window is None else (distance < 0) | (distance >= window)

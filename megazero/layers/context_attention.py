@@ -29,8 +29,9 @@ from megazero.comm.autograd import refuse_second_derivative
 from megazero.comm.collectives import Pending, largest, runs_by_itself
 from megazero.comm.head_exchange import SequenceForHeads, start_heads_for_sequence
 from megazero.layers.attention_kernels import uncompiled
+from megazero.layers.head_pieces import HeadPiece, head_pieces
 from megazero.layers.recompute import KeptResults
-from megazero.layers.ring_attention import HeadPiece, KeyGradients, Ring, head_pieces
+from megazero.layers.ring_attention import KeyGradients, Ring
 from megazero.layers.sample_part import SamplePart
 from megazero.parallel_state import Axis
 

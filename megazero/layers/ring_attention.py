@@ -17,53 +17,19 @@ So each message has something to hide behind, the last one too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from megazero.comm.collectives import Pending, ring_shift
 from megazero.layers.causal_squares import merge
+from megazero.layers.head_pieces import EVERY_HEAD, HeadPiece, head_pieces
 from megazero.layers.sample_part import SamplePart
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
 from megazero.parallel_state import Axis
 
 _KeyPart: TypeAlias = tuple[Rows, Tensor, Tensor]  # of a call: where its keys are, gradients of keys and of values
-_EVERY_HEAD = slice(None)
-
-
-class HeadPiece(NamedTuple):
-    """Some heads of queries, and the heads of keys and values that they read."""
-
-    queries: slice
-    keys: slice
-
-
-def head_pieces(heads: int, kv_heads: int, most: int, *, shares_keys: bool) -> list[HeadPiece]:
-    """All heads, in at most `most` pieces of about one size.
-
-    4 heads of queries, 2 of keys, at most 4 pieces:    query head 0 | 1 | 2 | 3    where pieces may share keys
-                                         key head   0 | 0 | 1 | 1
-                                         query heads 0 1 | 2 3          where they may not
-                                         key head      0 |   1
-
-    Args:
-        heads, kv_heads: how many there are; the former is a multiple of the latter.
-        most: at least 1.
-        shares_keys: pieces may read the same heads of keys; these pieces follow one another.
-    """
-    each, found = heads // kv_heads, []
-    parts = min(kv_heads, most)
-    cuts = max(1, min(each, most // parts)) if shares_keys else 1  # of the queries of a key head, where it is alone
-    for start, stop in _ranges(kv_heads, parts):
-        for first, last in _ranges((stop - start) * each, cuts):
-            found.append(HeadPiece(slice(start * each + first, start * each + last), slice(start, stop)))
-    return found
-
-
-def _ranges(count: int, parts: int) -> list[tuple[int, int]]:
-    return list(pairwise(count * number // parts for number in range(parts + 1)))
 
 
 class Ring:
@@ -92,7 +58,7 @@ class Ring:
         """
         result: _Merged | None = None
         for source, keys, values in _visits(k, v, self.axis):
-            for call in self._calls(part, source, q):
+            for call in self._calls(part, source, q, k):
                 found = call.forward(q, keys, values)
                 if result is None and found[0].shape == q.shape:
                     result = _Merged(*found)
@@ -103,8 +69,8 @@ class Ring:
             raise ValueError("no query sees a key")
         return result.out.to(q.dtype), result.lse
 
-    def _calls(self, part: SamplePart, source: int, q: Tensor) -> list[Call]:
-        return calls(part, source, self.window, q, in_squares=self.in_squares)
+    def _calls(self, part: SamplePart, source: int, q: Tensor, k: Tensor) -> list[Call]:
+        return calls(part, source, self.window, q, k, in_squares=self.in_squares)
 
     def key_gradients(self, k: Tensor, v: Tensor) -> KeyGradients:
         """Where `backward` adds the gradients of these keys and values."""
@@ -133,14 +99,14 @@ class Ring:
         def use_own_keys(heads: HeadPiece) -> None:
             its_grad, its_q, its_out, its_lse = (x[:, heads.queries] for x in (grad, q, out, lse))
             its_k, its_v = (x[:, heads.keys] for x in (k, v))
-            for call in self._calls(part, here, q):
+            for call in self._calls(part, here, its_q, its_k):
                 of_queries, of_own, of_values = call.backward(its_grad, its_q, its_k, its_v, its_out, its_lse)
                 dq.add(call.queries, of_queries, heads.queries)
                 of_keys.add_own(call.keys, of_own, of_values, heads=heads.keys)
 
         def use_keys_of(source: int, keys: Tensor, values: Tensor) -> None:
             parts: list[_KeyPart] = []
-            for call in self._calls(part, source, q):
+            for call in self._calls(part, source, q, k):
                 of_queries, of_these, of_values = call.backward(grad, q, keys, values, out, lse)
                 dq.add(call.queries, of_queries)
                 parts.append((call.keys, of_these, of_values))
@@ -194,7 +160,7 @@ class _Sum:
         self._like = like
         self._total: Tensor | None = None
 
-    def add(self, rows: Rows, part: Tensor, heads: slice = _EVERY_HEAD) -> None:
+    def add(self, rows: Rows, part: Tensor, heads: slice = EVERY_HEAD.queries) -> None:
         """Add to some rows of some heads."""
         if self._total is None and part.shape == self._like.shape:
             self._total = part
@@ -246,7 +212,7 @@ class KeyGradients:
         self._leaving: Tensor | None = None
         self._pending = Pending()
 
-    def add_own(self, seen: Rows, of_keys: Tensor, of_values: Tensor, *, heads: slice = _EVERY_HEAD) -> None:
+    def add_own(self, seen: Rows, of_keys: Tensor, of_values: Tensor, *, heads: slice = EVERY_HEAD.queries) -> None:
         """Add what this rank's queries give to some of its own keys and values."""
         for own, part in zip(self._own, (of_keys, of_values), strict=True):
             own.add(seen, part, heads)

@@ -12,7 +12,7 @@ added by index.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -30,6 +30,8 @@ from megazero.layers.attention_kernels import (
     varlen_backward,
     varlen_forward,
 )
+from megazero.layers.cpu_bf16 import cut, multiplies_bf16
+from megazero.layers.head_pieces import EVERY_HEAD, HeadPiece
 from megazero.layers.sample_part import SamplePart, copied_to
 from megazero.layers.token_layout import Ints, Tile, tiles_of
 
@@ -59,41 +61,53 @@ class Call(Protocol):
         """Its part of the gradients of its queries, keys and values; `out` and `lse` are of all keys."""
 
 
-def calls(part: SamplePart, source: int, window: int | None, q: Tensor, *, in_squares: bool = False) -> list[Call]:
+def calls(
+    part: SamplePart, source: int, window: int | None, q: Tensor, k: Tensor, *, in_squares: bool = False
+) -> list[Call]:
     """The calls of this rank's queries over the keys of ring rank `source`, made once for all layers.
 
     Args:
-        q: [batch, heads, seq, size]; its shape, type and device choose the kernel.
+        q, k: [batch, heads or kv heads, seq, size]; their shapes, type and device choose the kernel.
         in_squares: causal tiles are computed so on a CPU.
 
     Raises: ValueError: as `packs_tiles`.
     """
     where = (q.shape[0], q.shape[2], q.device) if packs_tiles(q) else None
     in_squares = in_squares and q.is_cpu
+    heads = (q.shape[1], k.shape[1]) if in_squares and multiplies_bf16(q) else None
 
     def make() -> list[Call]:
         tables = part.plan.tables(source, window, masked=where is None)
-        return _few_calls(tables, window, *where) if where is not None else _one_by_one(tables, window, in_squares)
+        if where is not None:
+            return _few_calls(tables, window, *where)
+        tiles = _one_by_one(tables, window, in_squares)
+        return [*tiles] if heads is None else [part for tile in tiles for part in tile.in_parts(*heads)]
 
-    return part.derived((calls, source, window, where, in_squares), make)
+    return part.derived((calls, source, window, where, in_squares, heads), make)
 
 
 @dataclass(frozen=True, eq=False)
 class OneTile:
-    """A tile of some samples, in a kernel for pieces of one length."""
+    """A tile of some samples and heads, in a kernel for pieces of one length."""
 
     samples: slice
     tile: Tile
     window: int | None
     in_squares: bool = False
+    heads: HeadPiece = EVERY_HEAD
 
     @property
     def queries(self) -> Rows:
-        return self.samples, slice(None), slice(self.tile.q_start, self.tile.q_stop)
+        return self.samples, self.heads.queries, slice(self.tile.q_start, self.tile.q_stop)
 
     @property
     def keys(self) -> Rows:
-        return self.samples, slice(None), slice(self.tile.k_start, self.tile.k_stop)
+        return self.samples, self.heads.keys, slice(self.tile.k_start, self.tile.k_stop)
+
+    def in_parts(self, heads: int, kv_heads: int) -> list[OneTile]:
+        """As several calls for a CPU that multiplies in bf16; see cpu_bf16.py."""
+        parts = cut(self.tile, self.window, heads, kv_heads)
+        return [replace(self, tile=tile, heads=piece) for tile, piece in parts]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         given = q[self.queries], k[self.keys], v[self.keys]
@@ -164,7 +178,7 @@ def _rows(sample: Ints, start: Ints, size: Ints, shape: tuple[int, int], device:
     return copied_to(device, samples), slice(None), copied_to(device, rows)
 
 
-def _one_by_one(tables: Sequence[Ints], window: int | None, in_squares: bool = False) -> list[Call]:
+def _one_by_one(tables: Sequence[Ints], window: int | None, in_squares: bool = False) -> list[OneTile]:
     own = [slice(None)] if len(tables) == 1 else [slice(row, row + 1) for row in range(len(tables))]
     found = zip(own, map(tiles_of, tables), strict=True)
     return [OneTile(samples, tile, window, in_squares) for samples, tiles in found for tile in tiles]

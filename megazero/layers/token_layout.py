@@ -47,6 +47,11 @@ class Tile(NamedTuple):
     k_stop: int
     offset: int | None = None
 
+    def is_causal(self, window: int | None) -> bool:
+        """Whether row i sees keys 0 to i, and nothing is out of a window's reach."""
+        rows = self.q_stop - self.q_start
+        return self.offset == 0 and rows == self.k_stop - self.k_start and (window is None or rows <= window)
+
 
 @dataclass(frozen=True, eq=False)
 class Runs(Sequence[Run]):

@@ -410,14 +410,21 @@ def _derived(out: Tensor, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list
 
 
 @pytest.mark.parametrize(
-    ("cp", "ulysses", "lengths"),
-    [(2, 1, [[100, 1, 155, 256]]), (8, 1, [[100, 1, 155, 256]]), (8, 1, None), (4, 2, None)],
+    ("cp", "ulysses", "seq", "lengths"),
+    [
+        (2, 1, 512, [[100, 1, 155, 256]]),
+        (8, 1, 512, [[100, 1, 155, 256]]),
+        (8, 1, 512, None),
+        (4, 2, 512, None),
+        (2, 1, 2048, None),  # tiles whose backward is in bf16 on a CPU that multiplies in it
+        (4, 2, 2048, [[2047, 1]]),
+    ],
 )
 def test_in_bf16_the_error_is_not_above_that_of_one_flash_call(
-    cp: int, ulysses: int, lengths: list[list[int]] | None
+    cp: int, ulysses: int, seq: int, lengths: list[list[int]] | None
 ) -> None:
-    """Against attention in fp64, beside one flash call in bf16: parts are computed and merged in fp32, and rounded once."""
-    seq, given = 512, _inputs(512)
+    """Against attention in fp64, beside one flash call in bf16: parts are merged and summed in fp32, and rounded once."""
+    given = _inputs(seq)
     got = _in_order(run_world(cp, _attend_on, cp, ulysses, seq, lengths))
     wanted = _exact(given, lengths or [[seq]])
     sizes = [seq] if lengths is None else lengths[0]

@@ -1,0 +1,98 @@
+"""The backward of attention in bf16 on a CPU: each pair of a query and a key in one call, and plain attention's numbers."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.layers import attention_kernels, cpu_bf16
+from megazero.layers.context_attention import ContextAttention
+from megazero.layers.cpu_bf16 import cut, full_backward
+from megazero.layers.sample_part import part_of
+from megazero.layers.token_layout import Tile
+from megazero.parallel_state import Axis
+
+WHOLE = Axis("whole")
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _inputs(batch: int, rows: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of the output, 4 heads of queries and 2 of keys, rows first in memory."""
+    generator = torch.Generator().manual_seed(rows)
+    shapes = ((rows, batch, 4, 16), (keys, batch, 2, 16), (keys, batch, 2, 16), (rows, batch, 4, 16))
+    q, k, v, grad = (torch.randn(shape, generator=generator).to(dtype).permute(1, 2, 0, 3) for shape in shapes)
+    return q, k, v, grad
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 6), (4, 1)])
+@pytest.mark.parametrize("rows", [511, 1023, 1024, 2051])
+def test_parts_of_a_tile_have_each_pair_once(rows: int, heads: int, kv_heads: int, threads: int) -> None:
+    tile, each = Tile(3, 3 + rows, 5, 5 + rows, 0), heads // kv_heads
+    seen = torch.zeros(kv_heads, rows, rows, dtype=torch.int8)
+    with patch.object(torch, "get_num_threads", return_value=threads):
+        parts = list(cut(tile, None, heads, kv_heads))
+    for part, piece in parts:
+        chosen = range(kv_heads)[piece.keys]
+        assert [head // each for head in range(heads)[piece.queries]] == [one for one in chosen for _ in range(each)]
+        assert len(chosen) >= min(threads, kv_heads)
+        where = seen[piece.keys, part.q_start - 3 : part.q_stop - 3, part.k_start - 5 : part.k_stop - 5]
+        where += torch.ones_like(where) if part.offset is None else torch.ones_like(where).tril()
+        assert part.offset is None or part.q_stop - part.q_start < 1024
+    assert seen.equal(torch.ones_like(seen).tril())
+    assert len(parts) == 1 or rows > 511
+
+
+def test_a_tile_that_a_window_cuts_is_not_cut_further() -> None:
+    tile = Tile(0, 2048, 0, 2048, 0)
+    assert [part for part, _ in cut(tile, 2047, 1, 1)] == [tile]
+    assert len([part for part, _ in cut(tile, 2048, 1, 1)]) > 1
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_heads_that_share_keys_may_be_rows_of_one(batch: int, threads: int) -> None:
+    """For each head's own result; `out` and `lse` are of more keys than these."""
+    q, k, v, grad = _inputs(batch, 37, 50, torch.float64)
+    scores = q @ k.repeat_interleave(2, 1).mT / 4
+    lse = scores.logsumexp(-1) + 0.5
+    out = torch.randn_like(q)
+    with patch.object(torch, "get_num_threads", return_value=threads):
+        assert cpu_bf16._sharing(q, k) == (1 if threads > 2 * batch else 2)
+        got = full_backward(grad, q, k, v, out, lse)
+    wanted = _backward(grad, q, *(x.repeat_interleave(2, 1) for x in (k, v)), out, lse, 0.0, False)
+    in_pairs = [x.unflatten(1, (2, 2)).sum(2) for x in wanted[1:]]
+    torch.testing.assert_close(got, (wanted[0], *in_pairs), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+@pytest.mark.parametrize("window", [None, 1500])
+def test_attention_in_bf16_is_plain_attention_and_large_tiles_take_it(window: int | None, multiplies: bool) -> None:
+    part = part_of([[1100, 924], [2024]], 2024, WHOLE, WHOLE, torch.device("cpu"))
+    assert part is not None
+    given, results = _inputs(2, 2024, 2024, torch.bfloat16), []
+    calls: list[tuple[int, ...]] = []
+
+    def counting(*tensors: Tensor) -> tuple[Tensor, ...]:
+        calls.append(tuple(tensors[1].shape))
+        return full_backward(*tensors)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v, grad = (x.to(dtype) for x in given)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with (
+            patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=multiplies),
+            patch.object(attention_kernels, "full_backward", counting),
+        ):
+            out = ContextAttention(WHOLE, WHOLE, window, torch.float32).attend(*leaves, part)
+            results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+        assert {x.dtype for x in results[-1]} == {dtype}
+    if window is None:
+        assert bool(calls) == multiplies
+    assert all(rows * heads >= 768 for _, heads, rows, _ in calls)
+    for got, wanted in zip(*results, strict=True):
+        error = (got.double() - wanted.double()).abs().max() / wanted.abs().max()
+        assert error < 1e-2
