@@ -118,7 +118,7 @@ def test_a_bin_of_another_size_is_refused_with_both_sizes(tmp_path, change, faul
         (9, b"\x02", "index version 2"),
         (17, b"\x07", "dtype code 7; token ids have one of .*8 \\(uint16\\)"),
         (18, b"\x05", "5 sequences and 5 document indices take 134 bytes, found 122"),
-        (-8, b"\x03", "documents end at sequence 3, its sequences at 4"),
+        (-8, b"\x03", "documents end at sequence 3, its sequences end at 4"),
     ],
 )
 def test_a_damaged_index_is_refused_with_what_was_found(tmp_path, at, byte, message):
@@ -128,6 +128,12 @@ def test_a_damaged_index_is_refused_with_what_was_found(tmp_path, at, byte, mess
     content[at : at + 1] = byte
     (tmp_path / "x.idx").write_bytes(content)
     with pytest.raises(ValueError, match=message):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_an_index_without_documents_is_refused(tmp_path):
+    write_by_hand(tmp_path / "x", documents=[])
+    with pytest.raises(ValueError, match="its documents have no borders, its sequences end at 4"):
         IndexedDataset(tmp_path / "x")
 
 

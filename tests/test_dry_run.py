@@ -35,7 +35,11 @@ def _run(world: int, parallel: dict[str, Any], **sections: dict[str, Any]) -> Re
 def _problem(run: ResolvedRun, build: Build = build_engine, runs: dict[int, ResolvedRun] | None = None) -> str:
     found = dry_run(run, per_node=run.world_size, on_cuda=False, build=build, runs=runs)
     assert bool(found.problems) != bool(set(found.ranks) == set(found.compared))
-    assert all(problem in dry_run_text(found, None) for problem in found.problems)
+    said = dry_run_text(found, None)
+    assert all(problem in said for problem in found.problems)
+    assert f"{len(found.ranks)} of {run.world_size} ranks ran a step" in said
+    if 0 not in found.ranks:
+        assert f"rank 0 of {run.world_size} did not end its step" in dry_run_text(found, 0)
     return "\n".join(found.problems)
 
 

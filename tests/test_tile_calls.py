@@ -238,6 +238,6 @@ def test_causal_tiles_are_cut_on_a_cpu_alone(device: str, cuts: bool) -> None:
     part = part_of([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
     assert part is not None
     q, k = (torch.empty(1, heads, SEQ, SIZE, device=device) for heads in (HEADS, KV_HEADS))
-    (call,) = calls(part, 0, None, q, k, in_squares=True)
+    (call,) = calls(part, 0, None, q, k, on_cpu=True)
     assert isinstance(call, OneTile)
-    assert call.in_squares == cuts
+    assert call.on_cpu == cuts

@@ -181,6 +181,6 @@ def _read_index(file: BufferedReader) -> tuple[np.dtype[Any], NDArray[np.int32],
     pointers = np.ndarray(sequences, "<i8", raw.data, HEADER.size + 4 * sequences)
     document_indices = np.ndarray(documents, "<i8", raw.data, HEADER.size + 12 * sequences)
     if not documents or document_indices[-1] != sequences:
-        last = int(document_indices[-1]) if documents else "none"
-        raise ValueError(f"{path} is damaged: its documents end at sequence {last}, its sequences at {sequences}")
+        ends = f"documents end at sequence {document_indices[-1]:,}" if documents else "documents have no borders"
+        raise ValueError(f"{path} is damaged: its {ends}, its sequences end at {sequences:,}")
     return np.dtype(DTYPE_OF_CODE[code]), sizes, pointers, document_indices

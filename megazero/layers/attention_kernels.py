@@ -100,7 +100,7 @@ class _KeptAttention(torch.autograd.Function):
 
 
 def tile_forward(
-    q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None, *, in_squares: bool
+    q: Tensor, k: Tensor, v: Tensor, tile: Tile, window: int | None, *, on_cpu: bool
 ) -> tuple[Tensor, Tensor]:
     """(out as q, lse fp32 [batch, heads, seq of q]) of queries over the keys of a tile, each of which sees one at least.
 
@@ -109,11 +109,11 @@ def tile_forward(
         k, v: [batch, kv heads, seq of k, size], its keys and values.
         tile: what of these sees what.
         window: how far a position sees; None without one.
-        in_squares: compute a causal tile so; see causal_squares.py.
+        on_cpu: causal tiles in squares, large backwards in bf16; see causal_squares.py and cpu_bf16.py.
     """
     q, k, v = _widened(q, k, v)
     mask, causal = _seen_in(tile, window, q)
-    if causal and in_squares:
+    if causal and on_cpu:
         return causal_forward(q, k, v)
     if mask is not None or q.dtype == torch.float32:
         k, v = _one_for_each_head(q, k, v)
@@ -131,19 +131,19 @@ def tile_backward(
     tile: Tile,
     window: int | None,
     *,
-    in_squares: bool,
+    on_cpu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This tile's part of the gradients of its queries, keys and values, in fp32 on a CPU; arguments as in `tile_forward`.
+    """This tile's part of the gradients of its queries, keys and values; other arguments as in `tile_forward`.
 
     Args:
         grad, out: as q; of all keys that the queries see.
         lse: of all these keys, [batch, heads, seq of q].
     """
-    if tile.offset is None and multiplies_bf16(q) and is_faster(q, k):
+    if on_cpu and tile.offset is None and multiplies_bf16(q) and is_faster(q, k):
         return full_backward(grad, q, k, v, out, lse)
     grad, q, k, v, out = _widened(grad, q, k, v, out)
     mask, causal = _seen_in(tile, window, q)
-    if causal and in_squares:
+    if causal and on_cpu:
         return causal_backward(grad, q, k, v, out, lse)
     kernel, heads = _kernel_of_tiles(q, mask), k.shape[1]
     if mask is not None or q.dtype == torch.float32:
@@ -160,7 +160,7 @@ def tile_backward(
 
 def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """On the CPU in fp32: the kernel there gives a tile's result in the type of its input, and every rounding of a part
-    would add to the error that one call for all keys has.  (Without 16-bit matrix products it is faster, too.)"""
+    would add to the error that one call for all keys has.  (In 16 bits only large backwards are faster: cpu_bf16.py.)"""
     return tuple(x.float() if x.is_cpu and x.dtype in (torch.bfloat16, torch.float16) else x for x in tensors)
 
 
@@ -247,10 +247,8 @@ def _kernel_of_tiles(q: Tensor, mask: Tensor | None) -> SDPBackend:
 
 def _seen_in(tile: Tile, window: int | None, q: Tensor) -> tuple[Tensor | None, bool]:
     """(mask added to the scores, is causal) of a tile; (None, False) where every query sees every key."""
-    if tile.offset is None:
-        return None, False
-    if tile.is_causal(window):
-        return None, True
+    if tile.offset is None or tile.is_causal(window):
+        return None, tile.offset is not None
     queries, keys = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
     row, key = torch.arange(queries, device=q.device)[:, None], torch.arange(keys, device=q.device)
     distance = tile.offset + row - key

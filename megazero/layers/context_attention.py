@@ -52,7 +52,7 @@ class ContextAttention:
     def __init__(
         self, ulysses: Axis, ring: Axis, window: int | None, gradient_dtype: torch.dtype, *, on_cuda: bool = False
     ) -> None:
-        self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype, in_squares=not on_cuda)
+        self.ulysses, self.ring = ulysses, Ring(ring, window, gradient_dtype, on_cpu=not on_cuda)
         # Each message of a ring is of one piece, so all its ranks need one answer; their exchanges are in other groups.
         (waits,) = largest([float(not runs_by_itself(ulysses))], ring)
         self._most_pieces, self._least_rows = 1 if waits else _MOST_PIECES, _LEAST_CUDA_ROWS if on_cuda else 1

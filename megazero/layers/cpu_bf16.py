@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megazero.layers.head_pieces import HeadPiece, head_pieces
+from megazero.layers.head_pieces import EVERY_HEAD, HeadPiece, head_pieces
 from megazero.layers.token_layout import Tile
 
 _LEAST_ROWS, _LEAST_KEYS = 768, 256  # of a head in a backward
@@ -39,12 +39,15 @@ def multiplies_bf16(q: Tensor) -> bool:
 
 def cut(tile: Tile, window: int | None, heads: int, kv_heads: int) -> Iterator[tuple[Tile, HeadPiece]]:
     """A tile as causal ones of at most 1,023 rows and full ones, each with a part of the heads where it is large."""
-    threads = torch.get_num_threads()  # the kernel gives each some heads
-    for part in _halved(tile) if tile.is_causal(window) else (tile,):
-        pairs = (part.q_stop - part.q_start) * (part.k_stop - part.k_start)
-        most = max(1, min(_MOST_PIECES, kv_heads // threads)) if pairs > _LEAST_HALF**2 else 1
-        for piece in head_pieces(heads, kv_heads, most, shares_keys=False):
-            yield part, piece
+    causal = tile.is_causal(window)
+    if not causal and tile.offset is not None:  # a mask would be made for each part
+        yield tile, EVERY_HEAD
+        return
+    pieces = max(1, min(_MOST_PIECES, kv_heads // torch.get_num_threads()))  # the kernel gives each thread some heads
+    for part in _halved(tile) if causal else (tile,):
+        is_large = (part.q_stop - part.q_start) * (part.k_stop - part.k_start) > _LEAST_HALF**2
+        for heads_of_part in head_pieces(heads, kv_heads, pieces if is_large else 1, shares_keys=False):
+            yield part, heads_of_part
 
 
 def _halved(tile: Tile) -> Iterator[Tile]:

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from megazero.comm.collectives import Pending, ring_shift
 from megazero.layers.causal_squares import merge
-from megazero.layers.head_pieces import EVERY_HEAD, HeadPiece, head_pieces
+from megazero.layers.head_pieces import HeadPiece, head_pieces
 from megazero.layers.sample_part import SamplePart
 from megazero.layers.tile_calls import EVERYTHING, Call, Rows, calls
 from megazero.parallel_state import Axis
 
-_KeyPart: TypeAlias = tuple[Rows, Tensor, Tensor]  # of a call: where its keys are, gradients of keys and of values
+_KeyPart: TypeAlias = tuple[Rows, *tuple[Tensor, ...]]  # of a call: where its keys are, gradients of keys and of values
+_EVERY_HEAD = slice(None)
 
 
 class Ring:
@@ -39,14 +40,12 @@ class Ring:
         axis: the ring.
         window: how many positions a query sees, its own included; None for all of its document up to itself.
         gradient_dtype: in which the gradients of keys and values travel, where keys have 16 bits.
-        in_squares: compute causal tiles so; see causal_squares.py.
+        on_cpu: cut tiles as is best there; see causal_squares.py and cpu_bf16.py.
     """
 
-    def __init__(
-        self, axis: Axis, window: int | None, gradient_dtype: torch.dtype, *, in_squares: bool = False
-    ) -> None:
+    def __init__(self, axis: Axis, window: int | None, gradient_dtype: torch.dtype, *, on_cpu: bool = False) -> None:
         self.axis, self.window, self.gradient_dtype = axis, window, gradient_dtype
-        self.in_squares = in_squares
+        self.on_cpu = on_cpu
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart) -> tuple[Tensor, Tensor]:
         """out, as q, and for each query the log-sum-exp, [batch, heads, seq] in fp32, or in fp64 for fp64.
@@ -70,7 +69,7 @@ class Ring:
         return result.out.to(q.dtype), result.lse
 
     def _calls(self, part: SamplePart, source: int, q: Tensor, k: Tensor) -> list[Call]:
-        return calls(part, source, self.window, q, k, in_squares=self.in_squares)
+        return calls(part, source, self.window, q, k, on_cpu=self.on_cpu)
 
     def key_gradients(self, k: Tensor, v: Tensor) -> KeyGradients:
         """Where `backward` adds the gradients of these keys and values."""
@@ -96,21 +95,24 @@ class Ring:
         here, dq = self.axis.index, _Sum(q)
         own = head_pieces(q.shape[1], k.shape[1], min(self.axis.size, 2), shares_keys=True)
 
+        def gradients(call: Call, heads: slice, *given: Tensor) -> list[Tensor]:
+            """Of a call's keys and values; those of its queries are added, and freed before the next call."""
+            of_queries, *others = call.backward(*given)
+            dq.add(call.queries, of_queries, heads)
+            return others
+
         def use_own_keys(heads: HeadPiece) -> None:
             its_grad, its_q, its_out, its_lse = (x[:, heads.queries] for x in (grad, q, out, lse))
             its_k, its_v = (x[:, heads.keys] for x in (k, v))
             for call in self._calls(part, here, its_q, its_k):
-                of_queries, of_own, of_values = call.backward(its_grad, its_q, its_k, its_v, its_out, its_lse)
-                dq.add(call.queries, of_queries, heads.queries)
-                of_keys.add_own(call.keys, of_own, of_values, heads=heads.keys)
+                found = gradients(call, heads.queries, its_grad, its_q, its_k, its_v, its_out, its_lse)
+                for sums, of_own in zip(of_keys.own(heads.keys), found, strict=True):
+                    sums.add(call.keys, of_own)
+                del found, of_own
 
         def use_keys_of(source: int, keys: Tensor, values: Tensor) -> None:
-            parts: list[_KeyPart] = []
-            for call in self._calls(part, source, q, k):
-                of_queries, of_these, of_values = call.backward(grad, q, keys, values, out, lse)
-                dq.add(call.queries, of_queries)
-                parts.append((call.keys, of_these, of_values))
-            of_keys.add_and_pass_on(parts)
+            its_calls, given = self._calls(part, source, q, k), (grad, q, keys, values, out, lse)
+            of_keys.add_and_pass_on([(call.keys, *gradients(call, _EVERY_HEAD, *given)) for call in its_calls])
 
         for visit in _visits(k, v, self.axis):
             if visit[0] == here:
@@ -160,7 +162,7 @@ class _Sum:
         self._like = like
         self._total: Tensor | None = None
 
-    def add(self, rows: Rows, part: Tensor, heads: slice = EVERY_HEAD.queries) -> None:
+    def add(self, rows: Rows, part: Tensor, heads: slice = _EVERY_HEAD) -> None:
         """Add to some rows of some heads."""
         if self._total is None and part.shape == self._like.shape:
             self._total = part
@@ -205,23 +207,23 @@ class KeyGradients:
     """
 
     def __init__(self, k: Tensor, v: Tensor, ring: Axis, gradient_dtype: torch.dtype) -> None:
-        self._ring, self._like = ring, k
+        self._ring, self._own_keys = ring, (k, v)
         self._dtype = fp32_or_wider(k) if k.dtype == fp32_or_wider(k) else gradient_dtype
-        self._own = _Sum(k), _Sum(v)
+        self._own: dict[tuple[int, int], list[_Sum]] = {}  # by the heads' start and stop
         self._arriving: Tensor | None = None
         self._leaving: Tensor | None = None
         self._pending = Pending()
 
-    def add_own(self, seen: Rows, of_keys: Tensor, of_values: Tensor, *, heads: slice = EVERY_HEAD.queries) -> None:
-        """Add what this rank's queries give to some of its own keys and values."""
-        for own, part in zip(self._own, (of_keys, of_values), strict=True):
-            own.add(seen, part, heads)
+    def own(self, heads: slice) -> list[_Sum]:
+        """What this rank's queries give to some heads of its own keys, and of its values."""
+        return self._own.setdefault((heads.start, heads.stop), [_Sum(x[:, heads]) for x in self._own_keys])
 
     def add_and_pass_on(self, parts: list[_KeyPart]) -> None:
         """Add what this rank's queries give to the keys and values of another rank."""
         self._pending.wait()
         if self._arriving is None:
-            self._arriving = self._like.new_zeros((2, *self._like.shape), dtype=self._dtype)
+            k, _ = self._own_keys
+            self._arriving = k.new_zeros((2, *k.shape), dtype=self._dtype)
         for seen, *of_tile in parts:
             for travelling, part in zip(self._arriving, of_tile, strict=True):
                 travelling[seen] += part
@@ -230,8 +232,13 @@ class KeyGradients:
         self._leaving, self._arriving = self._arriving, free
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """Gradients of this rank's keys and values."""
+        """Gradients of this rank's keys and values; to be asked once."""
         self._pending.wait()
-        if self._arriving is not None:
-            self.add_own(EVERYTHING, *self._arriving)
-        return self._own[0].total(), self._own[1].total()
+        dk, dv = (torch.empty_like(x) for x in self._own_keys)
+        while self._own:
+            (start, stop), sums = self._own.popitem()
+            for number, (whole, own) in enumerate(zip((dk, dv), sums, strict=True)):
+                if self._arriving is not None:
+                    own.add(EVERYTHING, self._arriving[number, :, start:stop])
+                whole[:, start:stop] = own.total()
+        return dk, dv

@@ -62,28 +62,28 @@ class Call(Protocol):
 
 
 def calls(
-    part: SamplePart, source: int, window: int | None, q: Tensor, k: Tensor, *, in_squares: bool = False
+    part: SamplePart, source: int, window: int | None, q: Tensor, k: Tensor, *, on_cpu: bool = False
 ) -> list[Call]:
     """The calls of this rank's queries over the keys of ring rank `source`, made once for all layers.
 
     Args:
         q, k: [batch, heads or kv heads, seq, size]; their shapes, type and device choose the kernel.
-        in_squares: causal tiles are computed so on a CPU.
+        on_cpu: the run computes there, where tensors are on it, too.
 
     Raises: ValueError: as `packs_tiles`.
     """
     where = (q.shape[0], q.shape[2], q.device) if packs_tiles(q) else None
-    in_squares = in_squares and q.is_cpu
-    heads = (q.shape[1], k.shape[1]) if in_squares and multiplies_bf16(q) else None
+    on_cpu = on_cpu and q.is_cpu
+    heads = (q.shape[1], k.shape[1]) if on_cpu and multiplies_bf16(q) else None
 
     def make() -> list[Call]:
         tables = part.plan.tables(source, window, masked=where is None)
         if where is not None:
             return _few_calls(tables, window, *where)
-        tiles = _one_by_one(tables, window, in_squares)
+        tiles = _one_by_one(tables, window, on_cpu)
         return [*tiles] if heads is None else [part for tile in tiles for part in tile.in_parts(*heads)]
 
-    return part.derived((calls, source, window, where, in_squares, heads), make)
+    return part.derived((calls, source, window, where, on_cpu, heads), make)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class OneTile:
     samples: slice
     tile: Tile
     window: int | None
-    in_squares: bool = False
+    on_cpu: bool = False
     heads: HeadPiece = EVERY_HEAD
 
     @property
@@ -111,14 +111,14 @@ class OneTile:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         given = q[self.queries], k[self.keys], v[self.keys]
-        return tile_forward(*given, self.tile, self.window, in_squares=self.in_squares)
+        return tile_forward(*given, self.tile, self.window, on_cpu=self.on_cpu)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, seen = self.queries, self.keys
         given = grad[rows], q[rows], k[seen], v[seen], out[rows], lse[rows]
-        return tile_backward(*given, self.tile, self.window, in_squares=self.in_squares)
+        return tile_backward(*given, self.tile, self.window, on_cpu=self.on_cpu)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +178,10 @@ def _rows(sample: Ints, start: Ints, size: Ints, shape: tuple[int, int], device:
     return copied_to(device, samples), slice(None), copied_to(device, rows)
 
 
-def _one_by_one(tables: Sequence[Ints], window: int | None, in_squares: bool = False) -> list[OneTile]:
+def _one_by_one(tables: Sequence[Ints], window: int | None, on_cpu: bool = False) -> list[OneTile]:
     own = [slice(None)] if len(tables) == 1 else [slice(row, row + 1) for row in range(len(tables))]
     found = zip(own, map(tiles_of, tables), strict=True)
-    return [OneTile(samples, tile, window, in_squares) for samples, tiles in found for tile in tiles]
+    return [OneTile(samples, tile, window, on_cpu) for samples, tiles in found for tile in tiles]
 
 
 def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device) -> list[Call]:

@@ -222,11 +222,11 @@ def _table(title: str, rows: Sequence[Sequence[str]], left: Sequence[int]) -> It
 def dry_run_text(done: DryRun, rank: int | None) -> str:
     """What the ranks of a dry run did: groups, operations in order, what lives at the peak, and what would hang."""
     total, simulated = done.grid.world_size, len(done.simulated)
-    what = (
-        f"{len(done.compared)} of {total:,} ranks ran a step"
-        if rank is None
-        else f"rank {rank} of {total:,} ran a step, {simulated} ranks were built"
-    )
+    if rank is None:
+        what = f"{len(done.ranks)} of {total:,} ranks ran a step"
+    else:
+        ran = "ran a step" if rank in done.ranks else "did not end its step"
+        what = f"rank {rank} of {total:,} {ran}, {simulated} ranks were built"
     lines = [f"dry run  {what}, in {done.seconds:.1f} s"]
     agree = "of every group, those that ran start the same" if rank is None else "its engine is built and runs"
     lines += [f"{'problem':<9}{text}" for text in done.problems] or [f"         {agree}: no problem was found"]
