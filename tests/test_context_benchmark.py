@@ -153,13 +153,20 @@ def test_the_page_on_long_context_has_the_figures_of_the_results(dtype: str) -> 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_results_on_long_context_are_what_the_page_says_of_them(dtype: str) -> None:
-    """The ring is above the floor for at most half of the best other way's time, and needs less memory; in bf16 from 8,192
-    tokens on."""
+    """The ring is above the floor for at most half of the best other way's time, and needs less memory; in bf16 with two
+    exceptions, and memory up to 22% more at 2,048 tokens, from 4,096 on at most 7% more."""
     shapes = [(hosts, case["world"], case["length"]) for hosts, case, _ in _cases(dtype)]
     assert sorted(shapes) == sorted(product(("one", "two"), (2, 4), _LENGTHS))
-    for _, case, lines in _cases(dtype):
-        ring = lines["megazero ring"]
-        best = min(line["above_floor"] for line in _others(lines))
-        assert ring["above_floor"] <= min(best / 2, best)  # another way may be faster than the floor, too
-        if dtype == "fp32" or case["length"] >= 8192:
-            assert ring["peak_bytes"] < min(line["peak_bytes"] for line in _others(lines))
+    slower = []
+    for hosts, case, lines in _cases(dtype):
+        ring, others = lines["megazero ring"], _others(lines)
+        best, least = (min(line[key] for line in others) for key in ("above_floor", "peak_bytes"))
+        if ring["above_floor"] > min(best / 2, best):  # another way may be faster than the floor, too
+            slower.append((hosts, case["world"], case["length"]))
+        if dtype == "fp32":
+            assert ring["peak_bytes"] < least
+        else:
+            assert 0.91 * least <= ring["peak_bytes"] <= (1.22 if case["length"] == 2048 else 1.07) * least
+            assert ring["error"] < 3.2e-3
+            assert min(line["error"] for line in others) > 8.1e-3
+    assert slower == ([] if dtype == "fp32" else [("one", 4, 4096), ("one", 4, 16384)])

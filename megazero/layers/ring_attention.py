@@ -150,9 +150,10 @@ class _Merged:
     def add(self, rows: Rows, out: Tensor, lse: Tensor) -> None:
         """Add the result of some queries over further keys; each of these queries sees one of the keys at least."""
         self.out = self.out.to(fp32_or_wider(self.out))
-        mine, its_lse = self.out[rows], self.lse[rows]  # views, or copies of single rows
+        mine, its_lse = self.out[rows], self.lse[rows]
         merge(mine, its_lse, out, lse)
-        self.out[rows], self.lse[rows] = mine, its_lse
+        if any(isinstance(one, Tensor) for one in rows):  # copies, not views
+            self.out[rows], self.lse[rows] = mine, its_lse
 
 
 class _Sum:
