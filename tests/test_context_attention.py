@@ -222,6 +222,17 @@ def test_keys_that_do_not_fit_the_queries_are_refused(shape: tuple[int, ...]) ->
         attention.attend(q, q, keys, part)
 
 
+@pytest.mark.parametrize("wider", [1, 2])
+def test_queries_keys_and_values_of_several_types_are_refused(wider: int) -> None:
+    """Some lengths would compute, others not, and on a ring the gradient of one would travel in the type of another."""
+    part = part_of([[SEQ]], SEQ, WHOLE, WHOLE, CPU)
+    assert part is not None
+    given = [torch.ones(1, 4, SEQ, SIZE, dtype=torch.bfloat16) for _ in range(3)]
+    given[wider] = given[wider].float()
+    with pytest.raises(ValueError, match=r"must be of one type: got torch\.bfloat16"):
+        ContextAttention(WHOLE, WHOLE, None, torch.float32).attend(*given, part)
+
+
 def test_attention_waits_for_the_first_heads_and_computes_while_the_others_travel() -> None:
     for order in run_world(2, _order, 2, 2, 8, 2):  # on a rank 4 heads that share one of keys
         kernel, (starts, waits) = "kernel", ("exchange starts", "exchange waits")

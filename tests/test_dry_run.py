@@ -17,8 +17,9 @@ from megazero.config import ResolvedRun
 from megazero.engine import Engine, initialize
 from megazero.layers.counter_rng import normal
 from megazero.parallel_state import RankGrid
+from megazero.plan import dry_run as dry_runs
 from megazero.plan.dry_rank import Build, build_engine
-from megazero.plan.dry_run import dry_run, ranks_to_compare
+from megazero.plan.dry_run import dry_run, some_ranks
 from megazero.plan.lockstep import Lockstep
 from megazero.plan.silent_state import SilentState
 from megazero.plan.text import dry_run_text
@@ -156,12 +157,22 @@ def test_ranks_with_other_run_files_are_told() -> None:
 
 def test_of_a_large_world_every_stage_and_the_ends_of_every_axis_are_compared() -> None:
     grid = RankGrid(tp=8, cp=16, dp=8, pp=16)
-    found = [grid.coordinate(rank) for rank in ranks_to_compare(grid)]
+    found = [grid.coordinate(rank) for rank in some_ranks(grid)]
     assert {at.pp for at in found} == set(range(16))
     assert {at.tp for at in found} == {0, 1, 7}
     assert {at.cp for at in found} == {0, 1, 15}
     assert {at.dp for at in found} == {0, 1, 7}
     assert len(found) == 16 + 2 * 3
+
+
+def test_many_micro_batches_make_a_world_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the 64 ranks of a run at 128K would take a minute."""
+    run = run_of(8, model=SMALL, parallel={}, training={"global_batch_size": 32, "accumulation": 4})
+    assert len(dry_run(run, per_node=8, on_cuda=False).ranks) == 8
+    monkeypatch.setattr(dry_runs, "MOST_MICRO_BATCHES", 31)
+    found = dry_run(run, per_node=8, on_cuda=False)
+    assert list(found.ranks) == [0, 1, 7]
+    assert "steps of 2 micro-batches in place of 4" in found.notes[-1]
 
 
 def test_any_rank_of_a_large_world_is_one_program() -> None:

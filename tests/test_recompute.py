@@ -318,6 +318,23 @@ class _Sin(torch.autograd.Function):
         return grad * ctx.saved_tensors[0], None
 
 
+def test_a_kept_result_that_is_changed_in_place_is_an_error() -> None:
+    """The second run would be given the changed one, and change it again."""
+
+    def region(x: Tensor, weight: Tensor) -> Tensor:
+        y = kept.through(lambda: (x.sin(),))[0]
+        y *= 2
+        return y * weight
+
+    kept, weight = KeptResults(), torch.ones(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Recomputed(region, kept)(torch.randn(4), weight).sum().backward()
+    (wanted,) = torch.autograd.grad(
+        Recomputed(lambda x, w: (x.sin() * w).exp(), kept)(torch.ones(4), weight).sum(), weight
+    )
+    torch.testing.assert_close(wanted, torch.ones(4).sin() * torch.ones(4).sin().exp())
+
+
 def test_results_of_several_calls_are_kept_in_order_also_after_errors() -> None:
     kept, fails, _Sin.computed = KeptResults(), [0], 0
 

@@ -96,7 +96,7 @@ def test_a_mask_of_documents_changes_only_where_it_is_accepted(new: bool) -> Non
     with pytest.raises(
         CheckpointError, match=rf"document_mask is {told}, .*\. If .*accept_changes = \[\"document_mask\"\] begins"
     ):
-        check_same_run("it", _config(data=now, checkpoint={"accept_changes": ["data"]}), "a", trainer)
+        check_same_run("it", _config(data=now), "a", trainer)
     accepts = _config(data=now, checkpoint={"accept_changes": ["document_mask"]})
     check_same_run("it", accepts, "a", trainer)
     (line,) = _told(trainer, accepts)
@@ -119,6 +119,12 @@ def test_all_that_is_to_be_accepted_is_told_at_once() -> None:
     now = _config(model={"seq_len": 2048}, data={"document_mask": True})
     with pytest.raises(CheckpointError, match=r"accept_changes = \[\"document_mask\", \"seq_len\"\] begins"):
         check_same_run("it", now, "a", _written_by(_config(), 10))
+    with pytest.raises(CheckpointError, match=r"accept_changes = \[\"data\", \"document_mask\", \"seq_len\"\] begins"):
+        check_same_run("it", now, "b", _written_by(_config(), 10))
+    accepts = _config(data={"document_mask": True}, checkpoint={"accept_changes": ["rope", "document_mask"]})
+    advised = r"other data.*accept_changes = \[\"data\", \"document_mask\", \"rope\"\] begins"
+    with pytest.raises(CheckpointError, match=advised):  # with what is accepted already: it replaces that
+        check_same_run("it", accepts, "b", _written_by(_config(), 10))
 
 
 def test_learned_positions_keep_their_number_and_nothing_else_is_advised() -> None:

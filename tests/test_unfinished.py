@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_world
-from torch import Tensor
+from torch import Tensor, nn
+from zero_worlds import Sharded, numbers, seeded
 
 from megazero.comm import collectives
 from megazero.comm.collectives import (
@@ -141,6 +143,81 @@ def test_an_interrupt_in_the_middle_of_shared_memory_ends_all_later_operations_o
     mine, other = run_world(2, _interrupt_in_the_middle)
     assert mine == [["KeyboardInterrupt", "LostPeerError", "LostPeerError"]] * 5
     assert other == [["right", "LostPeerError", "LostPeerError"]] * 5
+
+
+def _late(rank: int) -> list[str]:
+    """Rank 1 comes after rank 0's time-out; rank 0 fills its tensor anew.  Returns: what each operation ended with."""
+    state, ends = ParallelState(RankGrid(dp=2), rank, timeout_seconds=1, neighbours=2, shares_memory=True), list[str]()
+    all_reduce(torch.zeros(1), state.dp).wait()
+    tensor = torch.empty(4)
+    for number in range(3):
+        if rank == 1 and number == 0:
+            time.sleep(2.0)
+        tensor.fill_(10.0 * number + rank)
+        try:
+            all_reduce(tensor, state.dp).wait()
+            ends.append("right" if tensor[0] == 20.0 * number + 1 else "wrong")
+        except LostPeerError as error:
+            ends.append("late" if "Timed out" in str(error) else "lost")
+    return ends
+
+
+def test_a_time_out_in_shared_memory_ends_all_later_operations_on_both_ranks() -> None:
+    """The one that nobody waits for any more would be finished in a tensor that the next one has filled."""
+    mine, other = run_world(2, _late)
+    assert mine == ["late"] * 3
+    assert other[1:] == ["lost"] * 2
+
+
+class _Squares(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().sum()
+
+
+def _given_up(rank: int, stage: int, neighbours: int) -> list[bool]:
+    """Whether a step's gradients are those of an undisturbed one, after one that was interrupted at each of its waits."""
+    real, calls, at = Pending.wait, [0], [-1]
+
+    def fresh() -> Sharded:
+        module = seeded(lambda: _Squares(*(nn.Linear(32, 32) for _ in range(3))))
+        shares = {"shares_memory": neighbours > 1, "neighbours": neighbours}
+        return Sharded(module, stage, rank, 2, bucket_bytes=8192, reduce="micro_batch", **shares)
+
+    def gradients(sharded: Sharded, seed: int) -> list[Tensor]:
+        sharded.accumulate([numbers(4, 32, seed=seed + 10 * rank + number) for number in range(2)])
+        return [bucket.gradient.clone() for bucket in sharded.reducer.buckets]
+
+    def wait(self: Pending) -> None:
+        if self._wait is not None:
+            calls[0] += 1
+            if calls[0] == at[0]:
+                raise KeyboardInterrupt
+        real(self)
+
+    wanted, found = gradients(fresh(), 500), list[bool]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "wait", wait)
+        sharded = fresh()
+        calls[0] = 0
+        gradients(sharded, 500)
+        for number in range(1, calls[0] + 1):
+            sharded = fresh()
+            calls[0], at[0] = 0, number
+            with pytest.raises(KeyboardInterrupt):
+                gradients(sharded, 900)
+            at[0] = -1
+            gc.collect()
+            found.append(all(map(torch.equal, gradients(sharded, 500), wanted)))
+    return found
+
+
+@pytest.mark.parametrize("neighbours", [1, 2], ids=["gloo", "memory"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_after_a_step_that_was_given_up_the_next_one_has_its_own_gradients(stage: int, neighbours: int) -> None:
+    """A reduction whose wait was interrupted would end in a buffer that holds the next step's gradients."""
+    for found in run_world(2, _given_up, stage, neighbours):
+        assert found
+        assert all(found)
 
 
 def _collected_within_a_wait(rank: int) -> list[str]:

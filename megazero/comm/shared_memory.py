@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -128,9 +128,15 @@ class Channel:
             if not self.peers:
                 raise RuntimeError("this rank has left the memory that it shared")
             if any(peer.is_lost and not peer.signals for peer in self.peers):
-                raise RuntimeError("Connection closed by a rank of this host")
+                self._fail("Connection closed by a rank of this host")
             if not self._poller.poll(deadline - time.monotonic()):
-                raise RuntimeError(f"Timed out waiting {self._timeout:g} s for a rank of this host")
+                self._fail(f"Timed out waiting {self._timeout:g} s for a rank of this host")
+
+    def _fail(self, why: str) -> NoReturn:
+        """End the channel: an operation that nobody waits for would write into tensors that others use by then."""
+        self._broken = why
+        self.interrupt()
+        raise RuntimeError(why)
 
     def _progress(self) -> None:
         """Run the operations as far as the peers' signals allow.
@@ -142,8 +148,9 @@ class Channel:
             return
         try:
             self._run_started()
-        except OrderError:
-            raise  # as at the peers
+        except OrderError as error:  # as at the peers
+            self._broken = str(error)
+            raise
         except BaseException as error:
             self._broken = (
                 f"{type(error).__name__} in the middle of an operation of this rank; no further one can follow"

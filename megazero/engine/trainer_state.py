@@ -84,18 +84,21 @@ def check_same_run(
     mask = changes(trainer, config).get("data.document_mask")
     if mask and "document_mask" not in accepted:
         changed["data.document_mask"] = (mask[0], mask[1])
+    names, faults = [name for name, keys in KEYS_OF.items() if changed.keys() & {*keys}], []
     if changed:
         told = [f"{key} is {_shown(new)}, the checkpoint has {_shown(old)}" for key, (old, new) in changed.items()]
-        names = [name for name, keys in KEYS_OF.items() if changed.keys() & {*keys}]
         what = "model" if any(key.startswith("model.") for key in changed) else "run"
-        raise CheckpointError(f"{path} is of another {what}: {'; '.join(told)}{_how_to_accept(names)}")
-    stored = trainer.data_fingerprint
-    if "data" in accepted or is_same_data(stored, data_fingerprint):
-        return
-    if "seq_len" in differs and fingerprint_at and is_same_data(stored, fingerprint_at(model["seq_len"])):
-        return
-    differences = "; ".join(changes_between(stored, data_fingerprint))
-    raise CheckpointError(f"{path} was trained on other data. What differs: {differences}{_how_to_accept(['data'])}")
+        faults.append(f"is of another {what}: {'; '.join(told)}")
+    stored, is_cut_anew = trainer.data_fingerprint, "seq_len" in differs and fingerprint_at is not None
+    is_same = "data" in accepted or is_same_data(stored, data_fingerprint)
+    if not is_same and not (is_cut_anew and is_same_data(stored, fingerprint_at(model["seq_len"]))):  # type: ignore[misc]
+        names.append("data")
+        faults.append(
+            f"was trained on other data. What differs: {'; '.join(changes_between(stored, data_fingerprint))}"
+        )
+    if faults:
+        wanted_names = [name for name in KEYS_OF if name in names or (names and name in accepted)]
+        raise CheckpointError(f"{path} {' and '.join(faults)}{_how_to_accept(wanted_names)}")
 
 
 def _shown(value: object) -> str:

@@ -77,6 +77,8 @@ class ContextAttention:
                 "keys and values must have the queries' batch, seq and size, and as many heads as divide theirs: got q "
                 f"{list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; [batch, heads, seq, size] is expected"
             )
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"queries, keys and values must be of one type: got {q.dtype}, {k.dtype} and {v.dtype}")
         # The kernels read neighbours in the last dimension, whatever its stride.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if k.shape[1] < self.ulysses.size:  # ranks that share a key head; autograd sums their gradients

@@ -129,7 +129,7 @@ class Recomputation(SavedTensorHooks):
             self._leaves.clear()
             self.leave()
         self._has_ended = True
-        self._kept_results = [[self.beneath.pack(tensor) for tensor in tensors] for tensors in results]
+        self._kept_results = [[self.beneath.pack(kept_tensor(one)) for one in those] for those in results]
         self.beneath.drop(self, [one for one in tree_flatten(result)[0] if isinstance(one, Tensor)])
         return result
 
@@ -290,7 +290,7 @@ class KeptResults:
     """Results within a recomputed function that are kept: the second run gets those of the first."""
 
     def __init__(self) -> None:
-        self._recorded: list[Sequence[Tensor]] | None = None
+        self._recorded: list[list[tuple[Tensor, int]]] | None = None
         self._replayed: list[Sequence[Tensor]] = []
 
     def record(self) -> None:
@@ -301,8 +301,8 @@ class KeptResults:
         """Give these results, first to last, instead of computing them."""
         self._recorded, self._replayed = None, list(results)
 
-    def stop(self) -> list[Sequence[Tensor]]:
-        """Stop recording or replaying, and return what was recorded."""
+    def stop(self) -> list[list[tuple[Tensor, int]]]:
+        """Stop recording or replaying, and return what was recorded, for `kept_tensor`: a caller may have changed it."""
         recorded, self._recorded, self._replayed = self._recorded or [], None, []
         return recorded
 
@@ -312,7 +312,7 @@ class KeptResults:
             return tuple(tensor.detach() for tensor in self._replayed.pop(0))
         results = compute()
         if self._recorded is not None:
-            self._recorded.append([tensor.detach() for tensor in results])
+            self._recorded.append([keep(tensor) for tensor in results])
         return results
 
 

@@ -23,7 +23,7 @@ from megazero.plan.lockstep import Lockstep
 from megazero.plan.simulated_world import SimulatedWorld
 from megazero.plan.state_trace import without_auto
 
-MOST_COMPARED = 64  # ranks of a world of which all are simulated
+MOST_COMPARED, MOST_MICRO_BATCHES = 64, 256  # of a world of which all ranks are simulated; of all ranks together
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,14 @@ def dry_run(
     """
     began, grid = time.perf_counter(), run.grid
     pipeline = grid.group_of(rank or 0, "pp")
-    steppers = ranks_to_compare(grid) if rank is None else (rank,)
+    is_large = grid.world_size > MOST_COMPARED or grid.world_size * run.accumulation > MOST_MICRO_BATCHES
+    steppers = (rank,) if rank is not None else some_ranks(grid) if is_large else tuple(range(grid.world_size))
     simulated = tuple(sorted({*pipeline, *steppers}))
     world = SimulatedWorld(grid, simulated)
     prepared, notes = _prepared(run)
     if on_cuda:
         notes += ("the peak is without what a GPU's kernels take inside, and with what the run keeps on the host",)
-    if rank is None and grid.world_size > MOST_COMPARED and (few := fewest_micro_batches(run, 2)) < run.accumulation:
+    if rank is None and is_large and (few := fewest_micro_batches(run, 2)) < run.accumulation:
         prepared = replace(prepared, accumulation=few)
         notes += (
             f"steps of {few} micro-batches in place of {run.accumulation}; for the peak of a step ask for a rank",
@@ -97,10 +98,8 @@ def dry_run(
     return DryRun(grid, per_node, simulated, steppers, dict(sorted(found.items())), problems, notes, seconds)
 
 
-def ranks_to_compare(grid: RankGrid) -> tuple[int, ...]:
-    """Ranks of which every other one does the same as one: all of a small world."""
-    if grid.world_size <= MOST_COMPARED:
-        return tuple(range(grid.world_size))
+def some_ranks(grid: RankGrid) -> tuple[int, ...]:
+    """Ranks of which every other one does the same as one."""
     found = {*grid.group_of(0, "pp")}
     for axis in ("tp", "cp", "dp"):
         group = grid.group_of(0, axis)

@@ -217,8 +217,9 @@ class ReductionQueue:
 
     def _finish_all_but(self, count: int) -> None:
         while len(self._in_flight) > count:
-            reduction = self._in_flight.popleft()
-            reduction.pending.wait()
+            reduction = self._in_flight[0]
+            reduction.pending.wait()  # one that is interrupted is waited for again, before its buffer is filled anew
+            self._in_flight.popleft()
             if reduction.result is not None:
                 self._host_copies.start(reduction.result, reduction.gradient, adds=reduction.adds)
             for buffer in reduction.buffers:

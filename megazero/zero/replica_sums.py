@@ -90,8 +90,9 @@ class ReplicaSums:
 
     def _finish_all_but(self, count: int) -> None:
         while len(self._in_flight) > count:
-            pending, gradient, buffer = self._in_flight.popleft()
+            pending, gradient, buffer = self._in_flight[0]
             pending.wait()
+            self._in_flight.popleft()
             if buffer is not None:
                 gradient.copy_(buffer[: gradient.numel()])
                 self._pool.release(buffer)
