@@ -44,13 +44,22 @@ def prepare_rank(device: torch.device, neighbours: int) -> None:
         torch.cuda.set_device(device)
         return
     if neighbours > 1:
-        torch.set_num_threads(max(1, _cores() // neighbours))
+        torch.set_num_threads(_cores(neighbours))
     schedule_as_batch_job()
 
 
-def _cores() -> int:
-    """Those that this process may use: a container has some of the host's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores(neighbours: int) -> int:
+    """This rank's share of those that it may use: a container has some of the host's.
+
+    Where a launcher has bound it to some of its own cores (mpirun, srun, numactl), these are the rank's alone.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return max(1, (os.cpu_count() or 1) // neighbours)
+    mine = os.sched_getaffinity(0)
+    is_bound = False
+    with suppress(OSError):  # the launcher has ended, or is not to be seen
+        is_bound = mine < os.sched_getaffinity(os.getppid())
+    return len(mine) if is_bound else max(1, len(mine) // neighbours)
 
 
 def schedule_as_batch_job() -> None:
