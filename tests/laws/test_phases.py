@@ -239,10 +239,10 @@ def test_what_is_not_accepted_is_refused_as_ever_and_says_how_to_accept_it(corpo
 
     other_data, longer = {"data": {"sources": ["two"]}}, {"model": {"seq_len": 32}}
     assert "trained on other data" in refusal([], **other_data)
-    assert 'checkpoint.accept_changes = ["data"]' in refusal(["seq_len", "rope", "lr_schedule", "batch"], **other_data)
+    assert 'checkpoint.accept_changes = ["data", "rope", "batch"]' in refusal(["batch", "rope"], **other_data)
     assert "model.seq_len is 32, the checkpoint has 16" in refusal(["data", "rope"], **longer)
     assert 'checkpoint.accept_changes = ["seq_len"]' in refusal([], **longer)
-    assert 'accept_changes = ["rope"]' in refusal(["data", "seq_len"], model={"rope_theta": 500.0})
+    assert 'accept_changes = ["data", "seq_len", "rope"]' in refusal(["data", "seq_len"], model={"rope_theta": 500.0})
     assert "trained on other data" in refusal(["seq_len"], **other_data, **longer)
     assert "trained on other data" in refusal(["seq_len"], **longer, training={"seed": 8})
     assert "model.hidden_size is 64" in refusal(EVERYTHING, model={"hidden_size": 64})
