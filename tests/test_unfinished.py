@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,6 +24,8 @@ from megazero.comm.collectives import (
     reduce_scatter,
     ring_shift,
 )
+from megazero.comm.labels import OrderError
+from megazero.comm.rendezvous import Poller
 from megazero.comm.shared_memory import Channel, Rounds
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 
@@ -147,18 +148,24 @@ def test_an_interrupt_in_the_middle_of_shared_memory_ends_all_later_operations_o
 
 def _late(rank: int) -> list[str]:
     """Rank 1 comes after rank 0's time-out; rank 0 fills its tensor anew.  Returns: what each operation ended with."""
-    state, ends = ParallelState(RankGrid(dp=2), rank, timeout_seconds=1, neighbours=2, shares_memory=True), list[str]()
-    all_reduce(torch.zeros(1), state.dp).wait()
-    tensor = torch.empty(4)
+    state, ends = ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, neighbours=2, shares_memory=True), list[str]()
+    tensor, other = torch.empty(4), state.apart(state.dp, "other")
+    for axis in (state.dp, other):
+        all_reduce(torch.zeros(1), axis).wait()
     for number in range(3):
         if rank == 1 and number == 0:
-            time.sleep(2.0)
+            all_reduce(torch.zeros(1), other).wait()  # until rank 0 has given up
         tensor.fill_(10.0 * number + rank)
-        try:
-            all_reduce(tensor, state.dp).wait()
-            ends.append("right" if tensor[0] == 20.0 * number + 1 else "wrong")
-        except LostPeerError as error:
-            ends.append("late" if "Timed out" in str(error) else "lost")
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0 and number == 0:
+                patch.setattr(Poller, "poll", lambda self, seconds: False)  # nothing comes within the limit
+            try:
+                all_reduce(tensor, state.dp).wait()
+                ends.append("right" if tensor[0] == 20.0 * number + 1 else "wrong")
+            except LostPeerError as error:
+                ends.append("late" if "Timed out" in str(error) else "lost")
+        if rank == 0 and number == 0:
+            all_reduce(torch.zeros(1), other).wait()
     return ends
 
 
@@ -167,6 +174,28 @@ def test_a_time_out_in_shared_memory_ends_all_later_operations_on_both_ranks() -
     mine, other = run_world(2, _late)
     assert mine == ["late"] * 3
     assert other[1:] == ["lost"] * 2
+
+
+def _out_of_order(rank: int) -> list[str]:
+    """Ranks start different operations, and then the same.  Returns: what each ended with."""
+    state, ends = ParallelState(RankGrid(dp=2), rank, timeout_seconds=30, neighbours=2, shares_memory=True), list[str]()
+    all_reduce(torch.zeros(1), state.dp).wait()
+
+    def wait_for_peers(*_: object) -> bool:
+        raise AssertionError("it waits for operations that cannot end")
+
+    for lengths in ((4, 5), (4, 4)):
+        with pytest.MonkeyPatch.context() as patch:
+            if ends:
+                patch.setattr(Poller, "poll", wait_for_peers)
+            with pytest.raises((OrderError, LostPeerError)) as caught:
+                all_reduce(torch.zeros(lengths[rank]), state.dp).wait()
+        ends.append(caught.type.__name__)
+    return ends
+
+
+def test_after_operations_in_different_orders_no_later_one_waits() -> None:
+    assert run_world(2, _out_of_order) == [["OrderError", "LostPeerError"]] * 2
 
 
 class _Squares(nn.Sequential):

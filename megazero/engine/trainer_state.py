@@ -89,16 +89,18 @@ def check_same_run(
         told = [f"{key} is {_shown(new)}, the checkpoint has {_shown(old)}" for key, (old, new) in changed.items()]
         what = "model" if any(key.startswith("model.") for key in changed) else "run"
         faults.append(f"is of another {what}: {'; '.join(told)}")
-    stored, is_cut_anew = trainer.data_fingerprint, "seq_len" in differs and fingerprint_at is not None
+    stored = trainer.data_fingerprint
     is_same = "data" in accepted or is_same_data(stored, data_fingerprint)
-    if not is_same and not (is_cut_anew and is_same_data(stored, fingerprint_at(model["seq_len"]))):  # type: ignore[misc]
+    if not is_same and "seq_len" in differs and fingerprint_at:
+        is_same = is_same_data(stored, fingerprint_at(model["seq_len"]))
+    if not is_same:
         names.append("data")
         faults.append(
             f"was trained on other data. What differs: {'; '.join(changes_between(stored, data_fingerprint))}"
         )
     if faults:
-        wanted_names = [name for name in KEYS_OF if name in names or (names and name in accepted)]
-        raise CheckpointError(f"{path} {' and '.join(faults)}{_how_to_accept(wanted_names)}")
+        together = [name for name in KEYS_OF if name in names or (names and name in accepted)]
+        raise CheckpointError(f"{path} {' and '.join(faults)}{_how_to_accept(together)}")
 
 
 def _shown(value: object) -> str:

@@ -81,7 +81,7 @@ def calls(
         if where is not None:
             return _few_calls(tables, window, *where)
         tiles = _one_by_one(tables, window, on_cpu)
-        return [*tiles] if heads is None else [part for tile in tiles for part in tile.in_parts(*heads)]
+        return [*tiles] if heads is None else [one for tile in tiles for one in tile.in_parts(*heads)]
 
     return part.derived((calls, source, window, where, on_cpu, heads), make)
 
