@@ -97,11 +97,12 @@ def _start(run_dir: Path, ranks: int, *words: str) -> Program:
 ENDLESS = ["training.steps=1000000", "logging.every_steps=1000000"]
 
 
-def _wait_until(run: Program | subprocess.Popen[str], is_so: Callable[[], bool]) -> None:
+def _wait_until(is_so: Callable[[], bool], run: Program | subprocess.Popen[str] | None = None) -> None:
+    """Wait for it, as long as the run goes on."""
     end = time.monotonic() + 300
     while not is_so():
         assert time.monotonic() < end
-        assert run.poll() is None, run.communicate()[0]
+        assert run is None or run.poll() is None, run.communicate()[0]
         time.sleep(0.02)
 
 
@@ -135,7 +136,7 @@ def test_every_signal_saves_and_the_same_command_goes_on_to_the_uninterrupted_ru
         (2, signal.SIGINT, _to_all),  # Ctrl-C reaches the whole process group
     ):
         run = _start(run_dir, ranks, *ENDLESS)
-        _wait_until(run, lambda least=steps + 3: len(_lines(run_dir)) >= least)
+        _wait_until(lambda least=steps + 3: len(_lines(run_dir)) >= least, run)
         send(run.pid, number)
         output, _ = run.communicate(timeout=300)
         assert run.returncode == EXIT_STOPPED, output
@@ -157,7 +158,7 @@ def test_every_signal_saves_and_the_same_command_goes_on_to_the_uninterrupted_ru
 
 def test_a_second_signal_ends_a_run_that_hangs_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     run = _start(tmp_path, 2, *ENDLESS, "checkpoint.save_every_steps=2")
-    _wait_until(run, lambda: find_newest(tmp_path / "checkpoints") is not None)
+    _wait_until(lambda: find_newest(tmp_path / "checkpoints") is not None, run)
     children = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
     os.kill(children[1], signal.SIGSTOP)  # the other rank waits for it inside a collective
     os.kill(run.pid, signal.SIGTERM)
@@ -169,21 +170,24 @@ def test_a_second_signal_ends_a_run_that_hangs_and_leaves_the_last_checkpoint(tm
     output, _ = run.communicate(timeout=300)  # far below parallel.timeout_seconds
     assert run.returncode == 1
     assert "SIGTERM again: ended at once" in output
-    assert not any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in children)
+    assert not any(map(_is_running, children))  # the launcher has waited for them
     _newest_step(tmp_path)
 
 
 def _is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_ranks_of_a_launcher_that_dies_save_and_end(tmp_path: Path) -> None:
     run = _start(tmp_path, 2, *ENDLESS)
-    _wait_until(run, lambda: len(_lines(tmp_path)) >= 3)
+    _wait_until(lambda: len(_lines(tmp_path)) >= 3, run)
     children = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
     run.kill()
-    run.communicate(timeout=300)  # ends when the last rank has let go of the pipe
-    assert not any(Path(f"/proc/{pid}").exists() and _is_running(pid) for pid in children)
+    run.communicate(timeout=300)  # ends when the last rank has let go of the pipe, just before it ends
+    _wait_until(lambda: not any(map(_is_running, children)))
     assert _newest_step(tmp_path) == len(_lines(tmp_path))
 
 
@@ -201,7 +205,7 @@ def test_under_torchrun_a_warning_to_every_process_is_for_the_ranks_which_end_wi
         text=True,
         env=_environment() | given | path,
     )
-    _wait_until(run, lambda: len(_lines(tmp_path / "run")) >= 3)
+    _wait_until(lambda: len(_lines(tmp_path / "run")) >= 3, run)
     ranks = [int(word) for word in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
     for pid in (run.pid, *ranks):
         os.kill(pid, signal.SIGUSR1)
@@ -238,10 +242,7 @@ def _submit(folder: Path, status: int, **environment: str) -> subprocess.Popen[s
 
 
 def _warn(job: subprocess.Popen[str], folder: Path) -> None:
-    end = time.monotonic() + 300
-    while not (folder / "log.step").exists():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    _wait_until((folder / "log.step").exists)
     time.sleep(0.1)
     job.send_signal(signal.SIGUSR1)
 

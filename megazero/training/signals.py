@@ -27,6 +27,7 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_REQUEST_SECONDS = 2.0
+_KILLED_WITHIN_SECONDS = 10.0  # unless the kernel cannot let go of it, such as of a read from a server that is gone
 
 
 class StopRequest:
@@ -90,8 +91,11 @@ class StopRequest:
             warn(line)
 
     def _end_at_once(self) -> None:
-        for child in multiprocessing.active_children():
+        children = multiprocessing.active_children()
+        for child in children:
             child.kill()
+        for child in children:  # who waits for this command may use their devices and ports next
+            child.join(_KILLED_WITHIN_SECONDS)
         if self.mark is not None and os.getpid() == self._owner:
             shutil.rmtree(self.mark.parent, ignore_errors=True)
         os._exit(EXIT_FAILED)
