@@ -278,9 +278,7 @@ def test_the_data_line_counts_samples_and_epochs(corpus: Path) -> None:
     assert many[2].startswith(f"data.sources: {corpus} is read {800 / 106:.1f} times by the run's 800 samples")
 
 
-def test_validation_sources_and_a_checkpoint_to_resume_are_looked_at_too(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_validation_sources_are_looked_at_too(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # so that paths are short enough to be told whole
     copy = Path("copy")
     for suffix in (".bin", ".idx"):
@@ -295,8 +293,38 @@ def test_validation_sources_and_a_checkpoint_to_resume_are_looked_at_too(
     assert told.startswith('data.validation_sources = "cut": cannot be used')
     (line,) = _lines(sources, named.format("none"))["data"]
     assert line == "not on this machine, not checked: none"
-    (told,) = _problems(sources, "checkpoint.resume=step-00000001")
-    assert told.startswith('checkpoint.resume = "step-00000001": must be a complete checkpoint')
+
+
+@pytest.mark.slow
+def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(tmp_path: Path, corpus: Path) -> None:
+    run_dir, data = tmp_path / "run", f"data.sources=['{corpus}']"
+    words = [str(QUICKSTART), *SMALL, data, f"training.run_dir={run_dir}", "training.steps=2"]
+    assert "resume " not in megazero("check", *words).stdout
+    assert megazero("train", *words).returncode == 0
+    before = sorted(run_dir.rglob("*"))
+
+    def check(*more: str) -> tuple[int, str]:
+        done = megazero("check", *words, *more)
+        return done.returncode, done.stdout + done.stderr
+
+    status, told = check("training.steps=4", "optimizer.weight_decay=0.3")
+    assert status == 0, told
+    assert f"resume    goes on from {run_dir / 'checkpoints' / 'step-00000002'}, step 2\n" in told
+    assert "resume    changed since the checkpoint was written: optimizer.weight_decay" in told
+    status, told = check("model.seq_len=16", "training.steps=4")
+    assert (status, 'checkpoint.accept_changes = ["seq_len"] begins a new phase' in told) == (2, True), told
+    status, told = check("model.seq_len=16", "training.steps=4", "checkpoint.accept_changes=['seq_len']")
+    assert (status, "resume    phase 2 of the run begins" in told) == (0, True), told
+    status, told = check("data.sources=['python-stdlib']")
+    assert (status, "was trained on other data" in told) == (2, True), told
+    status, told = check("data.sources=['not here']", "training.steps=4")
+    assert (status, "not on this machine" in told) == (0, True), told
+    for resume, problem in (("never", "holds the run that wrote step-00000002"), ("none", "not a complete checkpoint")):
+        status, told = check(f"checkpoint.resume={resume}")
+        assert (status, problem in told) == (2, True), told
+    status, told = check("checkpoint.directory=s3://bucket/run")
+    assert (status, "was not looked at" in told) == (0, True), told
+    assert sorted(run_dir.rglob("*")) == before
 
 
 def test_a_schedule_file_is_proved_and_must_be_for_this_run(tmp_path: Path) -> None:

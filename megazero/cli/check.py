@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -29,9 +30,12 @@ def check(
     ] = None,
 ) -> None:
     """Say everything about a run file without starting it.  Exit code 2 with every problem where it cannot run."""
+    from megazero.checkpoint.index import CheckpointError
     from megazero.config import ConfigError, load_config
     from megazero.plan.cluster import cluster_of, with_memory
     from megazero.tools.check import FILE_RULES, NO_FIT, describe, layer_problems, not_here
+    from megazero.training.batches import fingerprint_of
+    from megazero.training.resuming import foresee
 
     try:
         run = load_config(
@@ -39,7 +43,8 @@ def check(
         )
         if found := list(layer_problems(run.config)):
             raise ConfigError(found, os.fspath(config))
-    except ConfigError as error:
+        resumes = foresee(run.config, None if not_here(run.config) else partial(fingerprint_of, run.config))
+    except (ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(EXIT_REFUSED) from None
     try:
@@ -55,6 +60,8 @@ def check(
     for subject, text in describe(run, min(nproc_per_node, run.world_size), cluster):
         print(f"{subject:<9} {text}")
         fits &= subject != "plan" or NO_FIT not in text
+    for line in resumes:
+        print(f"resume    {line}")
     condition = ", if what was not checked is there" if not_here(run.config) else ""
     ranks = counted(run.world_size, "rank")
     can = f"can run on {ranks}" if fits else f"is right for {ranks}, but does not fit the device"

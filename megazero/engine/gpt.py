@@ -26,10 +26,9 @@ from megazero.comm.arena import Arena
 from megazero.comm.collectives import Pending, agree, all_reduce, gather_objects
 from megazero.config import RunConfig
 from megazero.engine.action_clock import ActionClock
-from megazero.engine.phases import phases_after
 from megazero.engine.stage_runner import ChunkRunner, StageRunner, executors
 from megazero.engine.step import NonFiniteError, StepStatistics, check_finite, sum_over_ranks
-from megazero.engine.trainer_state import Position, check_same_run, trainer_state
+from megazero.engine.trainer_state import Position, check_same_run, position_after, trainer_state
 from megazero.layers.activation_offload import ActivationStore
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.cross_entropy import IGNORED_LABEL, VocabParallelHead
@@ -332,8 +331,7 @@ class Engine:
         )
         gathers = not fills_weights(path, self.state)
         self.sharded_model.loaded(trainer.loss_scaler, trainer.step, gathers=gathers)
-        phases = phases_after(trainer, self.config, data_fingerprint)
-        return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens, phases, trainer.trained)
+        return position_after(trainer, self.config, data_fingerprint)
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank and of working buffers, by kind; host and disk are named."""

@@ -10,7 +10,7 @@ from megazero.checkpoint.folder import Location
 from megazero.checkpoint.index import CheckpointError, TrainerState, versions
 from megazero.config import RunConfig
 from megazero.data.identity import changes_between
-from megazero.engine.phases import KEYS_OF, Phase, changes, current, is_same_data
+from megazero.engine.phases import KEYS_OF, Phase, changes, current, is_same_data, phases_after
 from megazero.models.registry import FAMILIES
 from megazero.settings import toml_value
 from megazero.zero.sharded_model import ShardedModel
@@ -32,6 +32,12 @@ class Position:
     def phase(self) -> Phase:
         """The phase that the run is in."""
         return current(self.phases)
+
+
+def position_after(trainer: TrainerState, config: RunConfig, data_fingerprint: str) -> Position:
+    """Where a run goes on from a checkpoint that `check_same_run` lets it use."""
+    phases = phases_after(trainer, config, data_fingerprint)
+    return Position(trainer.step, trainer.consumed_samples, trainer.consumed_tokens, phases, trainer.trained)
 
 
 def trainer_state(sharded: ShardedModel, position: Position, **more: Any) -> TrainerState:

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint.folder import folder_at
-from megazero.checkpoint.index import is_complete
 from megazero.config import ConfigError, ResolvedRun, RunConfig
 from megazero.config.corpus import open_sources
 from megazero.config.derive import batch_sizes
@@ -89,13 +87,6 @@ def _source_problems(config: RunConfig, _: int) -> Iterator[Problem]:
             yield Problem("data.validation_sources", path, rule, "set it, or leave the source out")
 
 
-def _resume_problems(config: RunConfig, _: int) -> Iterator[Problem]:
-    wish = config.checkpoint.resume
-    if wish not in ("auto", "never") and "://" not in wish and not is_complete(folder_at(wish)):
-        rule = "must be a complete checkpoint, a directory with a manifest.json"
-        yield Problem("checkpoint.resume", wish, rule, "write auto, or the directory of a step")
-
-
 def _schedule_problems(config: RunConfig, dp: int) -> Iterator[Problem]:
     """A schedule of the user's own is a table, cannot deadlock, and is for these numbers."""
     file = config.parallel.schedule_file
@@ -126,7 +117,6 @@ FILE_RULES = (
         (*_OF_DATA, "data.sources", "data.validation_sources", "data.validation_fraction", "model.seq_len"),
         _source_problems,
     ),
-    Rule(("checkpoint.resume",), _resume_problems),
     Rule((*WORLD, *BATCH, "parallel.schedule_file", "parallel.schedule_placement"), _schedule_problems),
 )
 

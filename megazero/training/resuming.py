@@ -8,7 +8,7 @@ path or URL          that step, at the first start; after an interruption the ne
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megazero.checkpoint.index import (
 from megazero.config import RunConfig
 from megazero.engine import Position
 from megazero.engine.phases import KEYS_OF, begins_anew, changes, current, learning_rate, recorded_phases
+from megazero.engine.trainer_state import check_same_run, position_after
 from megazero.optim.config import LrScheduleConfig
 from megazero.settings import hide_passwords, toml_value
 
@@ -69,6 +70,25 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
             "set training.run_dir to a new directory to branch off, or remove the later steps"
         )
     return origin
+
+
+def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> list[str]:
+    """Lines that say where a run would go on and what it would do otherwise; none where it would begin at step 0.
+
+    Args:
+        fingerprint_at: of its data, cut into samples of a `seq_len`; None where that is not known, and not compared.
+
+    Raises: CheckpointError, as the run would.
+    """
+    if any("://" in place for place in (config.checkpoint.resume, config.checkpoint.directory or "")):
+        return ["what the run goes on from is not on this machine, and was not looked at"]
+    if (origin := find_origin(config.checkpoint.resume, checkpoints_of(config))) is None:
+        return []
+    trainer = read_trainer_state(origin)
+    data = trainer.data_fingerprint if fingerprint_at is None else fingerprint_at(config.model.seq_len)
+    check_same_run(origin, config, data, trainer, fingerprint_at=fingerprint_at)
+    position = position_after(trainer, config, data)
+    return [f"goes on from {origin}, step {position.step:,}", *tell_changes(trainer, config, position)]
 
 
 def resume_setting_of(folder: Folder) -> str | None:
