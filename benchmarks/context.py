@@ -52,6 +52,7 @@ RESULTS = Path(__file__).parent / "results"
 LENGTHS = (2048, 4096, 8192, 16384)
 LEAST_ROUNDS, WARMUP_STEPS = 3, 2
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
+WORDS = "What contenders and columns are: the head of [context.py](../context.py).\n"
 FLOORS = ("floor, heads", "floor, tiles")
 ALONE, HYBRID = "one rank", "megazero 2 x ring"
 
@@ -274,7 +275,7 @@ def _measure_all(given: argparse.Namespace, names: Sequence[str]) -> None:
     for work in works:
         with network_of(given.hosts, given.mbit) as network:
             peaks.append(peaks_of(work, [name for name in names if name != HYBRID or work.world > 2], network))
-    lines, pages = [json.dumps({"machine": machine(), **vars(given)})], []
+    lines, pages = [json.dumps({"machine": machine(), **vars(given)})], [WORDS]
     for work, of_row in zip(works, peaks, strict=True):
         with network_of(given.hosts, given.mbit) as network:
             found, rounds = measure(work, of_row, seconds=given.seconds, network=network)
