@@ -38,20 +38,15 @@ from megazero.plan.step_time import StepTime, step_time_of
 
 CONDITIONS = """\
 Two cores of a virtual machine that nothing else of this machine used. Calibrated directly before: operators of 44 small
-models alone and on both cores, collectives of 2, 4 and 8 ranks that compute between them on one host, and of 1, 2 and 4
-ranks on each of two hosts (network namespaces at 1 Gbit/s, a core each). None of the shapes was calibrated. The rounds go
-through all shapes, every other one backwards, each time in new processes; steps count in rows of three, behind one or two
-that do not. `malloc` keeps what it has, in huge pages.
+models alone and on both cores, collectives and waits of 2, 4 and 8 ranks on one host, and of 1, 2 and 4 ranks on each of two
+hosts (network namespaces at 1 Gbit/s, a core each), and whole steps of five runs of another model, which say how much longer
+a step takes than its parts. None of the shapes was calibrated. The rounds go through all shapes, every other one backwards,
+each time in new processes; steps count in rows of three, behind one or two that do not. `malloc` keeps what it has, in huge
+pages.
 
-The speed of these cores changes within seconds to minutes: the same two ranks took 235 to 320 ms for a step within two
-minutes. So a probe, always the same small step, runs beside every model that is calibrated, and before and behind every row
-of steps: `speed` is the calibrated probe's time over the probe's at that moment, `ms at 1.00` is the median of the steps at
-the calibrated speed. The error is that of the plan against it. Two rounds as they were lie 11.7% apart, at the calibrated
-speed 5.7%; the error is no smaller for it.
-
-What is left is mostly too fast. Of ranks that compute the same, whoever comes first to an exchange waits: in a step of two
-ranks such waits were 3% with 4 exchanges, 5% to 7% with 32, 7% to 9% with 153. A calibrated collective has the wait behind 2
-ms of computation; it is longer behind more, and shorter where one exchange follows another (`sp` with tp 4)."""
+The speed of these cores changes within minutes. So a probe, always the same small step, runs beside every model that is
+calibrated, and before and behind every row of steps: `speed` is the calibrated probe's time over the probe's at that moment,
+`ms at 1.00` is the median of the steps at the calibrated speed. The error is that of the plan against it."""
 RESULTS = Path(__file__).parent / "results"
 CALIBRATION, MEASURED, TABLE = (RESULTS / name for name in ("plan_time_cpu.json", "plan_time.jsonl", "plan_time.md"))
 MBIT, GLOBAL_BATCH, TURNS, ROUNDS = 1000, 16, 2, 2

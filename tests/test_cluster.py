@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megazero.cli import app
+from megazero.config import ResolvedRun
+from megazero.plan import calibrate_steps
 from megazero.plan.calibrate_collectives import mean_of
 from megazero.plan.calibration import (
     Calibration,
@@ -19,6 +22,10 @@ from megazero.plan.calibration import (
 from megazero.plan.cluster import Cluster, cluster_of
 from megazero.plan.collective_times import GroupLink
 from megazero.plan.devices import DEVICES, NETWORKS, Device, Link
+from megazero.plan.fake_tensors import Message, Operator, Value
+from megazero.plan.pass_times import pass_time
+from megazero.plan.step_time import step_time_of
+from megazero.plan.unit_trace import PassTrace
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -67,6 +74,8 @@ def _calibration() -> Calibration:
         "all_reduce 2": ((10.0, 1e-3),),
         "all_reduce 4/2": ((24.0, 2.0),),
         "all_reduce 4/2 work": ((24.0, 0.5),),
+        "wait 2": ((1.0, 0.01), (100.0, 0.1)),
+        "wait 4/2": ((1.0, 0.5),),
     }
     found = Calibration(device, 2, link, table, table, collectives, (0.04, 0.05))
     return with_itself(found)
@@ -132,6 +141,51 @@ def test_a_collective_takes_what_its_ranks_found_on_average_and_never_no_time() 
     """A difference of times that scatter may fall below zero."""
     found = mean_of([{"all_reduce 2": ((8.0, 3e-3), (64.0, -2e-5))}, {"all_reduce 2": ((8.0, 5e-3), (64.0, 1e-5))}])
     assert found == {"all_reduce 2": ((8.0, pytest.approx(4e-3)), (64.0, 1e-6))}
+
+
+def test_ranks_wait_for_the_last_of_them_the_longer_the_more_they_computed() -> None:
+    """Between measured times on a line in logarithms, below and beyond in proportion; over hosts what was measured there."""
+    device = _calibration().device
+
+    def wait(ranks: int, per_node: int, behind: float, processors: int = 2) -> float:
+        cluster = Cluster(device, ranks, per_node, device.link, device.link, processors)
+        return GroupLink(cluster, ranks, per_node, 1).wait_seconds(behind)
+
+    assert [wait(2, 2, behind) for behind in (0.0, 0.5, 1.0, 10.0, 200.0)] == pytest.approx(
+        [0, 5e-3, 0.01, 10**-1.5, 0.2]
+    )
+    assert wait(2, 2, 1.0, processors=1) == pytest.approx(0.01 / 2)  # a rank's own part: two that share take turns
+    assert wait(4, 2, 1.0) == pytest.approx(0.5)
+    assert wait(8, 8, 1.0) == pytest.approx(0.01 / 4)  # of the nearest group on one host
+    assert wait(1, 1, 1.0) == 0.0
+    assert GroupLink(cluster_of("h100"), 2, 2, 1).wait_seconds(1.0) == 0.0
+
+
+def test_a_rank_waits_behind_what_it_computed_since_the_last_exchange() -> None:
+    """Units follow one another: what is computed behind the last exchange of a pass comes before the first of the next."""
+    device = _calibration().device
+    cluster = Cluster(device, 2, 2, device.link, device.link, 2)
+    value = Value(1, (25,), torch.float32)
+    add = Operator("aten.add.Tensor", (value,), (value,))  # 200 bytes: 2 us, and 10 us of the host
+    message = Message("all_reduce", "tp", 10)
+    link = GroupLink(cluster, 2, 2, 1)
+    found = pass_time(PassTrace((add, message, add, add, message, add)), cluster, {"tp": link}, is_compiled=False)
+    assert found.compute == pytest.approx(4 * 12e-6)
+    assert found.exposed == {"tp": pytest.approx(2 * link.seconds("all_reduce", 10) + 2 * link.wait_seconds(2 * 12e-6))}
+
+
+def test_whole_steps_stretch_what_their_parts_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run takes 5/4 of its plan, at half the speed that was calibrated; the slowest rank counts, and its probe."""
+    bare = _calibration()
+
+    def steps(count: int, _: object, run: ResolvedRun, *__: object) -> list[tuple[list[float], list[float]]]:
+        cluster = Cluster(bare.device, count, count, bare.within, bare.within, bare.processors)
+        planned, probe = step_time_of(run, cluster).seconds, bare.probe_seconds[count > 1]
+        first = ([2 * 1.25 * planned] * 3, [2 * probe] * 3)
+        return [first, *[([planned] * 3, [0.0] * 3)] * (count - 1)]
+
+    monkeypatch.setattr(calibrate_steps, "in_processes", steps)
+    assert calibrate_steps.step_stretch(bare, lambda: None) == pytest.approx(1.25)
 
 
 def test_groups_that_cross_a_shared_link_side_by_side_wait_for_each_others_bytes() -> None:

@@ -198,6 +198,12 @@ def test_ranks_that_share_a_processor_take_the_sum_of_their_work() -> None:
     assert played(schedule, costs, 1, [0, 1], [1, 1]).makespan == simulate(schedule, costs).makespan  # a node each
 
 
+def test_of_three_ranks_that_compute_on_two_processors_two_take_turns_on_one() -> None:
+    """All ranks of a pipeline rank and node do the same: three copies take as long as four."""
+    schedule, costs = SCHEDULES["1f1b"].build(1, 4, 1), Costs(1.0, 2.0, 0.0)
+    assert [played(schedule, costs, 2, [0], [copies]).makespan for copies in (1, 2, 3, 4, 5)] == [12, 12, 24, 24, 36]
+
+
 def test_timelines_have_no_gap_and_end_with_the_step() -> None:
     run = run_of(8, parallel={"tp": 2, "pp": 2, "sequence_parallel": True}, zero={"stage": 2})
     found = step_time_of(run, cluster_of("h100", 8))

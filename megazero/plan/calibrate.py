@@ -3,7 +3,8 @@
     sizes        a layer, the ends and the optimizer of small Llamas and GPT-2s, whole and cut as tp cuts them
     alone        one process: every operator of a step is timed, then the step: the rest is the host's, per operator
     crowded      the same on every processor at once
-    collectives  2, 4 and 8 ranks that compute between them
+    collectives  of 2, 4 and 8 ranks, and how long these wait for the last of them
+    steps        of runs beside their plans: what is left stretches every operator
 
 Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: seconds.
 """
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_iter
 from megazero.config import ResolvedRun
 from megazero.plan.activations import elements_in, stages_of
 from megazero.plan.calibrate_collectives import collective_samples, mean_of
+from megazero.plan.calibrate_steps import step_stretch
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
@@ -194,11 +196,13 @@ def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Cal
             say(f"collectives of {ranks} ranks")
             collectives |= mean_of(in_processes(ranks, collective_samples, 0, 3 if quick else 12))
     device, within = _device(alone, on_gpu=on_gpu), _link_of(collectives)
-    say(f"{time.perf_counter() - begin:.0f} s")
     conditions = f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     device, both = replace(device, link=within), (probes[0], probes[-1])
-    bare = Calibration(device, processors, within, alone, crowded, collectives, both, conditions)
-    return with_itself(bare)
+    bare = with_itself(Calibration(device, processors, within, alone, crowded, collectives, both, conditions))
+    say("steps of runs beside their plans")
+    stretch = step_stretch(bare, torch.cuda.synchronize if on_gpu else _nothing, 1 if quick else 3)
+    say(f"{stretch:.3f} times as long as planned; {time.perf_counter() - begin:.0f} s")
+    return with_itself(replace(bare, alone=alone.scaled(stretch), crowded=crowded.scaled(stretch)))
 
 
 def _device(table: OperatorTable, *, on_gpu: bool) -> Device:

@@ -1,16 +1,15 @@
-"""Times of collectives by what each rank sends, among ranks that compute between them, as those of a run do.
+"""Times of collectives by what each rank sends, and of the wait for the last rank by what ranks computed before it.
 
-    bare     | product | product | product |
-    with     | product | all-reduce | product | all-reduce |        the difference is the collective's
+    all_reduce 4   | all-reduce | all-reduce | all-reduce |               ranks that meet anyway
+    wait 4         | product | product | all-reduce | product ...         beyond both: whoever comes first waits
 
-Two ranks that compute the same never take equally long: whoever comes first waits.  So a collective between products takes a
-multiple of one that follows another, and grows with the ranks.
+Two ranks that compute the same never take equally long, and ranks that share processors less so.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import mean, median
 
 import torch
@@ -24,14 +23,16 @@ from megazero.plan.calibration import Samples
 _SIZES = (64, 16_384, 131_072, 524_288, 2_097_152, 8_388_608)  # bytes of the whole buffer
 _CALLS = 8
 _WORK = (256, 512, 512)  # a product of about 2 ms on a core
-_LEAST = 1e-6  # seconds; what the difference of noisy times may fall below
+_BEHIND = (1, 4, 16, 64)  # products between two meetings
+_LEAST = 1e-6  # seconds; what a difference of noisy times may fall below
 
 
 def collective_samples(rank: int, per_node: int = 0, rounds: int = 12) -> dict[str, Samples]:
     """ "all_reduce 4" and so on, for the ranks of the default process group; over hosts of so many ranks "all_reduce 4/2".
 
     What a rank's processor does for it is in "all_reduce 4/2 work": it is taken from the computation that it runs beside.
-    The collective's times are the mean of those of its ranks: `mean_of`.
+    "wait 4" has seconds of a rank's own computation, and of the wait for the last rank behind it.
+    A collective's times are the mean of those of its ranks: `mean_of`.
     """
     world = dist.get_world_size()
     state = ParallelState(RankGrid(dp=world), rank, neighbours=per_node or world)
@@ -39,15 +40,16 @@ def collective_samples(rank: int, per_node: int = 0, rounds: int = 12) -> dict[s
     sizes, found = (_SIZES[:-1] if per_node else _SIZES), {}
 
     def sample(name: str, calls: Iterable[tuple[Callable[[], None], int]]) -> None:
-        every = [(float(sent), *_seconds(call, rounds)) for call, sent in calls]
-        found[f"{name} {group}"] = tuple((sent, seconds) for sent, seconds, _ in every)
+        every = [(float(sent), *_seconds([call] * _CALLS, rounds)) for call, sent in calls]
+        found[f"{name} {group}"] = tuple((sent, seconds / _CALLS) for sent, seconds, _ in every)
         if per_node:
-            found[f"{name} {group} work"] = tuple((sent, work) for sent, _, work in every)
+            found[f"{name} {group} work"] = tuple((sent, work / _CALLS) for sent, _, work in every)
 
     for name, make in _CALLS_OF.items():
         sample(name, (make(size // 4 // world * world or world, state.dp) for size in sizes))
     if world == 2:
         sample("send_recv", ((_message(size // 4, state.dp), size) for size in sizes))
+    found[f"wait {group}"] = tuple(_waits(state.dp, rounds))
     return found
 
 
@@ -61,26 +63,32 @@ def mean_of(ranks: Sequence[dict[str, Samples]]) -> dict[str, Samples]:
     return {name: over_ranks(name) for name in ranks[0]}
 
 
-def _seconds(call: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """What a call adds to the computation that it stands between, and to the processor's work; the median round."""
+def _waits(axis: Axis, rounds: int) -> Iterator[tuple[float, float]]:
     rows, inner, columns = _WORK
     a, b = torch.rand(rows, inner), torch.rand(inner, columns)
+    meet, _ = _reduced(axis.size, axis)
+    alone, _ = _seconds([meet] * _CALLS, rounds)
+    for products in _BEHIND:
+        meetings = max(1, 2 * _CALLS // products)
+        work: list[Callable[[], object]] = [lambda: a @ b] * products
+        bare, behind = _seconds(work * meetings, rounds)
+        both, _ = _seconds([*work, meet] * meetings, rounds)
+        yield behind / meetings, (both - bare) / meetings - alone / _CALLS
 
-    def taken(*what: Callable[[], object]) -> tuple[float, float]:
+
+def _seconds(calls: Sequence[Callable[[], object]], rounds: int) -> tuple[float, float]:
+    """Of these calls one after another, and of the processor for them; the median round."""
+
+    def taken() -> tuple[float, float]:
         dist.barrier()
         begin, work = time.perf_counter(), time.process_time()
-        for _ in range(_CALLS):
-            for one in what:
-                one()
-        return (time.perf_counter() - begin) / _CALLS, (time.process_time() - work) / _CALLS
+        for call in calls:
+            call()
+        return time.perf_counter() - begin, time.process_time() - work
 
-    def compute() -> object:
-        return a @ b
-
-    taken(compute, call)
-    found = [(taken(compute), taken(compute, call)) for _ in range(rounds)]
-    seconds, work = (median(more[at] - bare[at] for bare, more in found) for at in (0, 1))
-    return seconds, work
+    taken()
+    found = [taken() for _ in range(rounds)]
+    return median(seconds for seconds, _ in found), median(work for _, work in found)
 
 
 def _reduced(count: int, axis: Axis) -> tuple[Callable[[], None], int]:

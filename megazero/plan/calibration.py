@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from megazero.plan.devices import Device, Link
 
-VERSION = 3
+VERSION = 4
 _NEAREST = 4  # measured products that stand for one that was not
 
 Samples: TypeAlias = tuple[tuple[float, float], ...]
@@ -117,7 +117,8 @@ class Calibration:
         within: between ranks of one node.
         alone, crowded: see above; equal where nothing is shared.
         collectives: seconds by operation and ranks of one host, "all_reduce 4", or of several with so many ranks each,
-            "all_reduce 4/2"; "all_reduce 4/2 work" are seconds of a rank's processor.
+            "all_reduce 4/2"; "all_reduce 4/2 work" are seconds of a rank's processor.  "wait 4" has seconds of a rank's own
+            computation in place of bytes, and how long it then waits for the last of the ranks.
         probe_seconds: of `SpeedProbe` while `alone`, and while `crowded` was measured: the speed that the times are for.
         conditions: what was measured where, for people.
     """
@@ -142,6 +143,26 @@ class Calibration:
             return None
         nearest = min(sorted(known), key=lambda count: abs(log(count / ranks)))
         return interpolated(self.collectives[f"{operation} {nearest}"], size) * ranks / nearest
+
+    @cached_property
+    def _waits(self) -> dict[str, Samples]:
+        return {key.split()[1]: samples for key, samples in self.collectives.items() if key.startswith("wait ")}
+
+    def wait(self, ranks: int, per_node: int, behind: float) -> float:
+        """Seconds until the last of some ranks has come, behind so many of each one's own computation; by the nearest group.
+
+        Args:
+            per_node: of them; 0 where all are on one node.
+        """
+        if not self._waits or behind <= 0:
+            return 0.0
+
+        def distance(group: str) -> tuple[bool, float]:
+            count, _, each = group.partition("/")
+            return int(each or 0) != per_node, abs(log(int(count) / ranks))
+
+        samples = self._waits[min(sorted(self._waits), key=distance)]
+        return interpolated(samples, behind) * min(1.0, behind / samples[0][0])
 
     def between_hosts(self, operation: str, ranks: int, per_node: int, size: float) -> tuple[float, float] | None:
         """Seconds of a collective over hosts, and of the processors for it; None where this was not measured."""
@@ -199,8 +220,7 @@ def read_calibration(path: Path) -> Calibration:
 
 def with_itself(bare: Calibration) -> Calibration:
     """The calibration whose device knows it."""
-    device = Device(**{**vars(bare.device), "calibration": bare})
-    return Calibration(**{**vars(bare), "device": device})
+    return replace(bare, device=replace(bare.device, calibration=bare))
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:

@@ -79,6 +79,14 @@ class GroupLink:
             wire = max(wire, apart / self.cluster.between.rate(self.side_by_side * self.per_node))
         return rounds * self.latency_seconds + wire
 
+    def wait_seconds(self, behind: float) -> float:
+        """For the last rank of a calibrated host, where ranks meet behind so much computation of their own."""
+        calibration = self.cluster.device.calibration
+        if calibration is None or self.ranks == 1:
+            return 0.0
+        here = calibration.wait(self.ranks, self.per_node if self.crosses else 0, behind)
+        return here * min(1.0, self.cluster.processors / self.per_node)  # the ranks were slowed by one another
+
     def work_seconds(self, operation: str, sent_bytes: float) -> float:
         """Of a rank's processor for a collective that is not waited for."""
         measured = self._between_hosts(operation, sent_bytes) if self.ranks > 1 else None

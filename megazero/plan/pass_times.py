@@ -107,15 +107,24 @@ def pass_time(
 
 
 def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str, GroupLink]) -> PassTime:
+    """Ranks meet at every collective; what is computed behind the last one of a pass comes before the first of the next."""
     table = cluster.table
     assert table is not None
-    compute, exposed = 0.0, Counter[str]()
-    for event in events:
-        if isinstance(event, Message):
-            exposed[event.axis] += links[event.axis].seconds(event.operation, event.sent_bytes)  # type: ignore[assignment]
-        else:
-            compute += operator_seconds(event, cluster.device, table) + table.host_seconds
-    return PassTime(compute, exposed)
+    parts = [
+        one if isinstance(one, Message) else operator_seconds(one, cluster.device, table) + table.host_seconds
+        for one in events
+    ]
+    exposed, alone = Counter[str](), 0.0
+    for _ in range(2):
+        exposed.clear()
+        for part in parts:
+            if isinstance(part, Message):
+                link = links[part.axis]
+                exposed[part.axis] += link.seconds(part.operation, part.sent_bytes) + link.wait_seconds(alone)  # type: ignore[assignment]
+                alone = 0.0
+            else:
+                alone += part
+    return PassTime(sum(part for part in parts if not isinstance(part, Message)), exposed)
 
 
 class _Clock:

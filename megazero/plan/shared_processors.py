@@ -1,6 +1,6 @@
 """When the actions of a schedule run where ranks share processors.
 
-    4 ranks, 2 processors      one rank idle: 3 compute, each at 2/3 of a processor's speed
+    4 ranks, 2 processors      one rank idle: 3 compute, and the two that share a processor take twice as long
 
 Ranks that wait leave their processor to others.  All ranks of one pipeline rank and node do the same at the same time.
 """
@@ -50,7 +50,7 @@ def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int]
         busy: dict[int, int] = {}
         for rank in left:
             busy[node_of[rank]] = busy.get(node_of[rank], 0) + copies[rank]
-        speed = {rank: min(1.0, processors / busy[node_of[rank]]) for rank in left}
+        speed = {rank: 1.0 / -(-busy[node_of[rank]] // processors) for rank in left}
         ends = [now + left[rank] / speed[rank] for rank in left]
         following = min([*ends, *arrivals])
         for rank in list(left):

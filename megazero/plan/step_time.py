@@ -72,7 +72,10 @@ def step_time_of(
         for rank, every in enumerate(schedule.ranks)
         for action in every
     }
-    hop = message_seconds(run, links["pp"]) if hop_seconds is None else hop_seconds
+    hop = hop_seconds
+    if hop is None:
+        mean_action = sum(one.compute for one in actions.values()) / len(actions)
+        hop = message_seconds(run, links["pp"]) + links["pp"].wait_seconds(mean_action)
     starts = {
         (rank, action): zero.ranks[rank].arrival(action.chunk, actions[rank, action].seconds)
         for rank, action in actions
@@ -150,13 +153,16 @@ def _with_zero(one: PassTime, zero: ZeroTimes, schedule: Schedule, rank: int, ac
     of_rank = zero.ranks[rank]
     first = action.microbatch == 0
     last = action.microbatch == schedule.microbatches - 1
-    wire, work = of_rank.beside(action, is_first=first, is_last=last)
+    wire, work, calls = of_rank.beside(action, is_first=first, is_last=last)
     one = replace(one, compute=one.compute + work)
     if not wire:
         return one
+    if not zero.overlaps:  # whoever computes copies
+        left = wire + calls * zero.sharing.wait_seconds(one.compute / calls)
+        return added([one, PassTime(0.0, {"dp": left})])
     ahead = of_rank.ahead(action, is_first=first)
     beside = max(0.0, wire - ahead)
-    left = ahead + (beside if not zero.overlaps else max(0.0, beside - one.seconds))
+    left = ahead + max(0.0, beside - one.seconds)
     return added([one, PassTime(0.0, {"dp": left}, {"dp": wire - left})])
 
 

@@ -67,7 +67,7 @@ def assembled(
     """The timelines with the end of the step."""
     schedule = timeline.schedule
     ends = [_reduced_at(schedule, timeline, zero.ranks[rank], rank, zero) for rank in range(schedule.pp)]
-    together = max(end for end, *_ in ends) + zero.sum_seconds
+    together = max(end for end, *_ in ends) + _last_wait(schedule, actions, zero) + zero.sum_seconds
     done = together + max(one.optimizer + one.gather_exposed for one in zero.ranks) * zero.stretch
     timelines, exposed, hidden, idle, busy = [], Counter[str](), Counter[str](), 0.0, 0.0
     for rank, one in enumerate(zero.ranks):
@@ -87,6 +87,14 @@ def assembled(
     flops = FAMILIES[model.family].flops_per_token(model) * run.global_batch_size * model.seq_len
     optimizer = max(one.optimizer for one in zero.ranks) * zero.stretch
     return StepTime(done, tuple(timelines), dict(exposed), dict(hidden), flops, busy, optimizer, idle)
+
+
+def _last_wait(schedule: Schedule, actions: Mapping[RankAction, PassTime], zero: ZeroTimes) -> float:
+    """For the last of the ranks that share the state, behind what each has computed since they met."""
+    computed = max(sum(actions[rank, one].compute for one in own) for rank, own in enumerate(schedule.ranks))
+    meets = any(one.each_reduces or one.is_stage_3 for one in zero.ranks)
+    behind = computed / len(schedule.ranks[0]) if meets else computed
+    return zero.sharing.wait_seconds(behind) * zero.stretch
 
 
 def _waits(spans: Iterable[Span]) -> Counter[str]:

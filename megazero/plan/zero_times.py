@@ -34,10 +34,19 @@ _FP32 = 4
 
 
 class Cost(NamedTuple):
-    """Seconds of collectives on the wire, and of this rank's processor for them where it computes beside them."""
+    """Seconds of collectives on the wire, of this rank's processor where it computes beside them, and how many there are."""
 
     wire: float = 0.0
     work: float = 0.0
+    calls: int = 0
+
+    def and_also(self, other: Cost) -> Cost:
+        """Of both."""
+        return Cost(*(own + others for own, others in zip(self, other, strict=True)))  # type: ignore[arg-type]
+
+    def not_on_wire(self) -> Cost:
+        """What is left where others account for the wire."""
+        return Cost(0.0, self.work)
 
 
 @dataclass(frozen=True)
@@ -69,15 +78,14 @@ class RankZero:
 
         Elsewhere on the wire: weights of stages 1 and 2, see `arrival`, and a chunk's last reduction.
         """
-        wire = work = 0.0
-        chunk, kind = action.chunk, action.kind
+        found, chunk, kind = Cost(), action.chunk, action.kind
         if kind is not ActionKind.WEIGHT and (self.each_gathers or (is_first and kind is ActionKind.FORWARD)):
             gathered = self.gathers.get(chunk, Cost())
-            wire, work = gathered.wire * self.is_stage_3, gathered.work
+            found = gathered if self.is_stage_3 else gathered.not_on_wire()
         if kind is ActionKind.BACKWARD and (self.each_reduces or is_last):
             reduced = self.reductions[chunk]
-            wire, work = wire + reduced.wire * (not is_last), work + reduced.work
-        return Cost(wire, work)
+            found = found.and_also(reduced.not_on_wire() if is_last else reduced)
+        return found
 
     def ahead(self, action: Action, *, is_first: bool) -> float:
         """Of these, what a step's first action waits for before it can begin: its first unit's weights."""
@@ -117,12 +125,14 @@ class ZeroTimes:
     Args:
         overlaps: communication runs beside computation.
         sum_seconds: of the step's numbers.
+        sharing: between the ranks that share the state.
         stretch: how many ranks share a processor, where they do.
     """
 
     ranks: tuple[RankZero, ...]
     overlaps: bool
     sum_seconds: float
+    sharing: GroupLink
     stretch: float = 1.0
 
 
@@ -142,7 +152,7 @@ def zero_times_of(
         own = {chunk: units for (at, chunk), units in elements.items() if at == rank}
         ranks.append(_rank_zero(run, cluster, links, own, formula, overlaps=overlaps))
     world = links["world"]
-    return ZeroTimes(tuple(ranks), overlaps, world.seconds("all_reduce", 80.0) * stretch, stretch)
+    return ZeroTimes(tuple(ranks), overlaps, world.seconds("all_reduce", 80.0) * stretch, links["shard"], stretch)
 
 
 def _rank_zero(
@@ -211,17 +221,17 @@ def _reduction(
         shared = _pieces(links["hosts"], "all_to_all", elements / host.ranks * formula.block_bytes, pieces)
         if host.ranks > 1:
             inner = _pieces(host, "reduce_scatter", elements * _FP32, pieces)
-            shared = Cost(shared.wire + inner.wire, shared.work + inner.work)
+            shared = shared.and_also(inner)
     if same == shards:
         return shared
     summed = _pieces(links["replica"], "all_reduce", 2 * size / shards, pieces)
-    return Cost(shared.wire + summed.wire, shared.work + summed.work)
+    return shared.and_also(summed)
 
 
 def _pieces(axis: GroupLink, operation: str, size: float, pieces: int) -> Cost:
     """Of a collective of `size` bytes, whole buffers counted, in equal pieces."""
     sent = size * (axis.ranks - 1) / axis.ranks / pieces
-    return Cost(pieces * axis.seconds(operation, sent), pieces * axis.work_seconds(operation, sent))
+    return Cost(pieces * axis.seconds(operation, sent), pieces * axis.work_seconds(operation, sent), pieces)
 
 
 def optimizer_seconds(run: ResolvedRun, cluster: Cluster, elements: int, formula: StateFormula) -> float:
