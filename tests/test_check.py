@@ -309,7 +309,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(tmp
 
     status, told = check("training.steps=4", "optimizer.weight_decay=0.3")
     assert status == 0, told
-    assert f"resume    goes on from {run_dir / 'checkpoints' / 'step-00000002'}, step 2\n" in told
+    assert f"resume    goes on from {run_dir / 'checkpoints' / 'step-00000002'}, step 2" in told
     assert "resume    changed since the checkpoint was written: optimizer.weight_decay" in told
     status, told = check("model.seq_len=16", "training.steps=4")
     assert (status, 'checkpoint.accept_changes = ["seq_len"] begins a new phase' in told) == (2, True), told
@@ -323,7 +323,19 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(tmp
         status, told = check(f"checkpoint.resume={resume}")
         assert (status, problem in told) == (2, True), told
     status, told = check("checkpoint.directory=s3://bucket/run")
-    assert (status, "was not looked at" in told) == (0, True), told
+    assert (status, "were not looked at" in told) == (0, True), told
+    status, told = check("checkpoint.directory=s3://bucket/run", "checkpoint.resume=none")
+    assert (status, "not a complete checkpoint" in told) == (2, True), told
+    status, told = check("model.hidden_size=48", "model.seq_len=16")
+    assert (status, "a training.run_dir of its own" in told, "accept_changes =" in told) == (2, True, False), told
+    written = run_dir / "checkpoints" / "step-00000002" / "trainer_state.json"
+    for text, problem in (("{", "damaged"), ('{"step": "x", "model": null}', "cannot be read")):
+        written.write_text(text)
+        status, told = check()
+        assert (status, "Traceback" in told) == (2, False), (problem, told)
+    written.write_text("{")
+    status, told = check("checkpoint.on_damage=fallback")
+    assert (status, "goes back to an older one" in told) == (0, True), told
     assert sorted(run_dir.rglob("*")) == before
 
 

@@ -204,6 +204,19 @@ def test_of_three_ranks_that_compute_on_two_processors_two_take_turns_on_one() -
     assert [played(schedule, costs, 2, [0], [copies]).makespan for copies in (1, 2, 3, 4, 5)] == [12, 12, 24, 24, 36]
 
 
+def test_a_step_of_days_ends() -> None:
+    """Its times differ by less than a clock of that size can hold."""
+    schedule, costs = SCHEDULES["1f1b"].build(4, 64, 1), Costs(1e6 / 3, 1e6 / 7, 1e-9)
+    assert played(schedule, costs, 2, [0] * 4, [1] * 4).makespan > 64 * 1e6 / 3
+
+
+@pytest.mark.parametrize(("method", "degree"), [("ring", 1), ("ulysses", 4), ("hybrid", 2)])
+def test_every_way_of_context_parallelism_takes_time(method: str, degree: int) -> None:
+    parallel = {"cp": 4, "cp_method": method, "cp_ulysses": degree}
+    found = step_time_of(run_of(4, parallel=parallel), cluster_of("h100", 4))
+    assert found.exposed.get("cp", 0.0) + found.hidden.get("cp", 0.0) > 0.0
+
+
 def test_timelines_have_no_gap_and_end_with_the_step() -> None:
     run = run_of(8, parallel={"tp": 2, "pp": 2, "sequence_parallel": True}, zero={"stage": 2})
     found = step_time_of(run, cluster_of("h100", 8))

@@ -259,7 +259,7 @@ class ModuleEngine(TrainingEngine):
             for batch in batches:
                 total += self.backward(self._loss_of(batch)).detach()
                 self.step()
-        except Exception:
+        except BaseException:  # an interrupt, too
             self.zero_grad()
             raise
         return self._mean_over_ranks(total)

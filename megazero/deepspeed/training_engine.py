@@ -167,7 +167,7 @@ class TrainingEngine(CheckpointedEngine):
             self._last_step = check_finite(measured)
             with self._report.timed("step"):
                 changed = model.update(measured.grad_norm, self.config.keys.gradient_clipping)
-        except Exception:
+        except BaseException:  # an interrupt, too
             model.begin_step(self.config.accumulation)
             raise
         self.global_steps += 1

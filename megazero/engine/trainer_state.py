@@ -105,15 +105,12 @@ def check_same_run(
             f"was trained on other data. What differs: {'; '.join(changes_between(stored, data_fingerprint))}"
         )
     if faults:
-        together = [name for name in KEYS_OF if name in names or (names and name in accepted)]
-        raise CheckpointError(f"{path} {' and '.join(faults)}{_how_to_accept(together)}")
+        together = [name for name in KEYS_OF if name in names or name in accepted]
+        hint = f"checkpoint.accept_changes = {toml_value(together)} begins a new phase of it"
+        if changed.keys() - {key for keys in KEYS_OF.values() for key in keys}:  # nothing accepts them
+            hint = "give it a training.run_dir of its own; to go on, set the keys back"
+        raise CheckpointError(f"{path} {' and '.join(faults)}. If the run is to change here, {hint}")
 
 
 def _shown(value: object) -> str:
     return "unset" if value is None else toml_value(value)
-
-
-def _how_to_accept(names: list[str]) -> str:
-    if not names:
-        return ""
-    return f". If the run is to change here, checkpoint.accept_changes = {toml_value(names)} begins a new phase of it"

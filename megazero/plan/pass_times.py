@@ -119,12 +119,17 @@ def _on_calibrated(events: Sequence[Event], cluster: Cluster, links: Mapping[str
         exposed.clear()
         for part in parts:
             if isinstance(part, Message):
-                link = links[part.axis]
+                link = _link_of(part, links)
                 exposed[part.axis] += link.seconds(part.operation, part.sent_bytes) + link.wait_seconds(alone)  # type: ignore[assignment]
                 alone = 0.0
             else:
                 alone += part
     return PassTime(sum(part for part in parts if not isinstance(part, Message)), exposed)
+
+
+def _link_of(message: Message, links: Mapping[str, GroupLink]) -> GroupLink:
+    """Both parts of context parallelism count as one axis; only its ring passes something on."""
+    return links["cp_ring" if message.operation == "ring_shift" else message.axis]
 
 
 class _Clock:
@@ -140,7 +145,7 @@ class _Clock:
 
     def start(self, message: Message) -> None:
         """Begin a collective."""
-        seconds = self._links[message.axis].seconds(message.operation, message.sent_bytes)
+        seconds = _link_of(message, self._links).seconds(message.operation, message.sent_bytes)
         end = max(self._now, self._free[message.axis]) + seconds
         self._free[message.axis] = end  # type: ignore[assignment]
         self._under_way.append((message.fills, message.axis, seconds, end))

@@ -12,6 +12,8 @@ from megazero.plan.cluster import Cluster
 from megazero.schedules.action import Action, Schedule
 from megazero.schedules.proof import Costs, RankAction, Timeline
 
+_SAME = 1 + 1e-12  # times of a long step that differ by their last digits
+
 
 def simulate_shared(schedule: Schedule, costs: Costs, cluster: Cluster, run: ResolvedRun) -> Timeline:
     """As `proof.simulate`, with fewer processors than ranks.  Pipeline ranks lie apart, so nodes have some of them each."""
@@ -43,7 +45,7 @@ def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int]
             if rank in left or at[rank] == len(actions):
                 continue
             ready = _ready_at(schedule, costs, rank, actions[at[rank]], known)
-            if ready is not None and ready <= now + 1e-15:
+            if ready is not None and ready <= now * _SAME + 1e-15:
                 begun[rank], left[rank] = now, costs.of(actions[at[rank]], schedule, rank)
             elif ready is not None:
                 arrivals.append(ready)
@@ -51,11 +53,11 @@ def played(schedule: Schedule, costs: Costs, processors: int, node_of: list[int]
         for rank in left:
             busy[node_of[rank]] = busy.get(node_of[rank], 0) + copies[rank]
         speed = {rank: 1.0 / -(-busy[node_of[rank]] // processors) for rank in left}
-        ends = [now + left[rank] / speed[rank] for rank in left]
-        following = min([*ends, *arrivals])
+        ends = {rank: now + left[rank] / speed[rank] for rank in left}
+        following = min([*ends.values(), *arrivals])
         for rank in list(left):
             left[rank] -= (following - now) * speed[rank]
-            if left[rank] <= 1e-12:
+            if ends[rank] <= following * _SAME + 1e-12:
                 action = schedule.ranks[rank][at[rank]]
                 spans[rank, action] = (begun[rank], following)
                 known[rank, action] = following

@@ -67,14 +67,15 @@ def assembled(
     """The timelines with the end of the step."""
     schedule = timeline.schedule
     ends = [_reduced_at(schedule, timeline, zero.ranks[rank], rank, zero) for rank in range(schedule.pp)]
-    together = max(end for end, *_ in ends) + _last_wait(schedule, actions, zero) + zero.sum_seconds
+    last_wait = _last_wait(schedule, actions, zero)
+    together = max(end for end, *_ in ends) + last_wait + zero.sum_seconds
     done = together + max(one.optimizer + one.gather_exposed for one in zero.ranks) * zero.stretch
     timelines, exposed, hidden, idle, busy = [], Counter[str](), Counter[str](), 0.0, 0.0
     for rank, one in enumerate(zero.ranks):
         end, _, gone = ends[rank]
         spans = list(_spans(rank, timeline, actions, starts))
         computed = spans[-1].end if spans else 0.0
-        spans += _tail(computed, end, together, done, one, zero.stretch)
+        spans += _tail(computed, end, last_wait, together, done, one, zero.stretch)
         waits = _waits(spans)
         idle += waits.pop("idle", 0.0) / schedule.pp
         busy = max(busy, waits.pop("compute", 0.0))
@@ -92,7 +93,7 @@ def assembled(
 def _last_wait(schedule: Schedule, actions: Mapping[RankAction, PassTime], zero: ZeroTimes) -> float:
     """For the last of the ranks that share the state, behind what each has computed since they met."""
     computed = max(sum(actions[rank, one].compute for one in own) for rank, own in enumerate(schedule.ranks))
-    meets = any(one.each_reduces or one.is_stage_3 for one in zero.ranks)
+    meets = not zero.overlaps and any(one.each_reduces or one.each_gathers for one in zero.ranks)
     behind = computed / len(schedule.ranks[0]) if meets else computed
     return zero.sharing.wait_seconds(behind) * zero.stretch
 
@@ -188,12 +189,15 @@ def _idle(rank: int, action: Action, clock: float, start: float, arrival: float,
 
 
 def _tail(
-    computed: float, reduced: float, together: float, done: float, one: RankZero, stretch: float
+    computed: float, reduced: float, last_wait: float, together: float, done: float, one: RankZero, stretch: float
 ) -> Sequence[Span]:
     """The end of a step: reductions, the slowest rank, optimizer, weights."""
     spans = []
     if reduced > computed:
         spans.append(Span(computed, reduced, "dp", "gradients"))
+    if last_wait:
+        spans.append(Span(reduced, reduced + last_wait, "dp", "the last rank"))
+        reduced += last_wait
     if together > reduced:
         spans.append(Span(reduced, together, "idle", "norm, loss"))
     stepped = together + one.optimizer * stretch

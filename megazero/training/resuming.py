@@ -61,8 +61,7 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
     if newest is not None and _was_interrupted(root, wish):
         return newest
     origin = folder_at(wish)
-    if not is_complete(origin):
-        raise CheckpointError(f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json)")
+    _check_complete(origin, wish)
     step = read_trainer_state(origin).step
     if newest is not None and step_of(newest) > step:
         raise CheckpointError(
@@ -73,22 +72,42 @@ def find_origin(wish: str, root: Folder) -> Folder | None:
 
 
 def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> list[str]:
-    """Lines that say where a run would go on and what it would do otherwise; none where it would begin at step 0.
+    """Lines that say where a run would go on, and what it would do differently; none where it would begin at step 0.
 
     Args:
         fingerprint_at: of its data, cut into samples of a `seq_len`; None where that is not known, and not compared.
 
     Raises: CheckpointError, as the run would.
     """
-    if any("://" in place for place in (config.checkpoint.resume, config.checkpoint.directory or "")):
-        return ["what the run goes on from is not on this machine, and was not looked at"]
-    if (origin := find_origin(config.checkpoint.resume, checkpoints_of(config))) is None:
-        return []
-    trainer = read_trainer_state(origin)
-    data = trainer.data_fingerprint if fingerprint_at is None else fingerprint_at(config.model.seq_len)
-    check_same_run(origin, config, data, trainer, fingerprint_at=fingerprint_at)
-    position = position_after(trainer, config, data)
-    return [f"goes on from {origin}, step {position.step:,}", *tell_changes(trainer, config, position)]
+    wish = config.checkpoint.resume
+    try:
+        if "://" not in wish and wish not in ("auto", "never"):
+            _check_complete(folder_at(wish), wish)
+        if "://" in wish + (config.checkpoint.directory or ""):
+            return ["checkpoints at a URL were not looked at"]
+        if (origin := find_origin(wish, checkpoints_of(config))) is None:
+            return []
+        trainer = read_trainer_state(origin)
+        data = trainer.data_fingerprint if fingerprint_at is None else fingerprint_at(config.model.seq_len)
+        check_same_run(origin, config, data, trainer, fingerprint_at=fingerprint_at)
+        position = position_after(trainer, config, data)
+        lines = [f"goes on from {origin}, step {position.step:,}, whose files were not verified"]
+        lines += tell_changes(trainer, config, position)
+    except DamagedError as error:
+        if config.checkpoint.on_damage == "stop":
+            raise
+        return [f"{error}; the run goes back to an older one, or ends (checkpoint.on_damage)"]
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint to go on from cannot be read: {error}") from error
+    return lines if fingerprint_at is not None else [*lines, "its data was not compared: that of this run is not here"]
+
+
+def _check_complete(origin: Folder, wish: str) -> None:
+    if not is_complete(origin):
+        raise CheckpointError(
+            f"checkpoint.resume={wish} is not a complete checkpoint (it has no manifest.json); write auto, or the directory "
+            "of a step"
+        )
 
 
 def resume_setting_of(folder: Folder) -> str | None:

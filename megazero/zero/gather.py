@@ -199,18 +199,19 @@ class BucketGatherer:
         self._mark = self._tell("nothing, at the end of a backward")
 
     def forget(self) -> None:
-        """The shards have changed: nothing that was gathered or read is valid any more."""
-        self._mark.wait()
-        self._compare_labels()
-        for address in list(self._gathering):
-            self._wait_for(address)
-        for copy, staging in self._reading.values():
-            copy.wait()
-            self._staging.release(staging)
-        self._reading.clear()
+        """The shards have changed: nothing that was gathered or read is valid any more, also where a wait is interrupted."""
+        gathering, self._gathering = self._gathering, {}
+        reading, self._reading = self._reading, {}
         self._gathered.clear()
         self.second_copy.forget()
         self.generation += 1
+        self._mark.wait()
+        self._compare_labels()
+        for pending in gathering.values():
+            pending.wait()
+        for copy, staging in reading.values():
+            copy.wait()
+            self._staging.release(staging)
 
     def _shard_of(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
         """This rank's shard on the device, and the staging buffer that holds it where it is offloaded."""

@@ -318,6 +318,9 @@ class GradientReducer:
     def begin_step(self, micro_batches: int, step: int = 0) -> None:
         """Forget the last step.  Each parameter is expected once per micro-batch.  `step`: see `ReductionQueue`."""
         self._reductions.begin_step(step)
+        for reach in self._reach.values():
+            for parameter in reach.parameters:
+                parameter.grad = None  # autograd leaves one where a signal ends a backward before the hook
         for order in self._orders.values():
             order.begin_step()
             for one in order.buckets:  # with more, gradients lie there in all forwards but one

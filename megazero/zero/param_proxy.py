@@ -136,6 +136,8 @@ class _ReadOnly(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name not in ("__set__", "register_hook"):
                 _refuse_change(cls, name, args, kwargs)
+            if UngatheredParameter in types:  # its values are to be gathered first
+                return UngatheredParameter.__torch_function__(func, types, args, kwargs)
             result = func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, cls) and name in _VIEWS:

@@ -14,6 +14,7 @@ from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.layers.activation_offload import Copier
 from megazero.zero.buffer_pool import BufferPool
+from megazero.zero.gradients import GradientReducer
 from megazero.zero.quantized import BlockFormat
 from megazero.zero.reductions import ReductionQueue
 
@@ -22,6 +23,7 @@ PLACES = [
     (ReductionQueue, "start"),
     (ReductionQueue, "_acquire"),
     (BufferPool, "_new"),
+    (GradientReducer, "take"),
     (BlockFormat, "quantize"),
     (BlockFormat, "dequantize"),
 ]
