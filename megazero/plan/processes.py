@@ -18,6 +18,8 @@ import torch
 import torch._dynamo  # imported by every optimizer; once here instead of once in each process
 import torch.distributed as dist
 
+_CAUSE_SECONDS = 1.0  # in which a death is seen that another process has told of first
+
 
 class ProcessFailedError(RuntimeError):
     """A process raised, died or did not finish."""
@@ -63,8 +65,19 @@ def _answers(pipes: list[Connection], timeout: float) -> list[Any]:
             raise ProcessFailedError(f"process {rank} of {len(pipes)} died without an answer") from None
         if not is_done:
             short, trace = answers[rank]
+            for pipe in wait([one for other, one in enumerate(pipes) if other not in answers], _CAUSE_SECONDS):
+                if _has_died(pipe):  # type: ignore[arg-type]
+                    raise ProcessFailedError(f"process {pipes.index(pipe)} of {len(pipes)} died without an answer")  # type: ignore[arg-type]
             raise ProcessFailedError(f"process {rank} of {len(pipes)}: {short}") from RuntimeError(trace)
     return [answers[rank] for rank in range(len(pipes))]
+
+
+def _has_died(pipe: Connection) -> bool:
+    try:
+        pipe.recv()
+    except EOFError:
+        return True
+    return False
 
 
 def _end_with(parent: int) -> None:
