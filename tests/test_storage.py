@@ -398,6 +398,31 @@ def test_a_process_ends_though_a_disk_does_not_answer(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
 
 
+def test_a_worker_of_a_file_stays_out_of_torch(tmp_path: Path) -> None:
+    """Where a thread waits for the interpreter's lock in C++ while the interpreter exits, the process aborts."""
+    calls: set[str] = set()
+
+    def note(_: object, event: str, called: object) -> None:
+        if event == "c_call":
+            owner = getattr(called, "__self__", None)
+            calls.add(f"{type(owner).__module__}.{getattr(called, '__name__', called)}")
+
+    threading.setprofile(note)  # of threads that start from now on
+    try:
+        store = FileStore(tmp_path, 0, 8192)
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    array = store.allocate(10, torch.float32)
+    array.start_write(0, torch.arange(10.0)).wait()
+    out = torch.empty(10)
+    array.start_read(out, 0).wait()
+    array.flush()
+    store.close()
+    assert out.tolist() == list(range(10))
+    assert any("preadv" in name for name in calls)
+    assert not {name for name in calls if "torch" in name}
+
+
 # --- How much fits where.
 
 

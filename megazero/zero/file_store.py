@@ -82,7 +82,7 @@ class InFile(FlatArray):
     def start_read(self, out: Tensor, start: int) -> PendingCopy:
         check_out(out, self.dtype)
         buffer = torch.empty(out.shape, dtype=self.dtype, pin_memory=True) if out.is_cuda else out
-        run = partial(self.store.move, os.preadv, buffer, self._byte(start))
+        run = self.store.move(os.preadv, buffer, self._byte(start))
 
         def finish() -> None:
             with torch.no_grad():
@@ -98,7 +98,7 @@ class InFile(FlatArray):
             buffer = torch.empty(values.shape, dtype=self.dtype, pin_memory=True)
             buffer.copy_(values, non_blocking=True)
             copied = torch.cuda.current_stream(values.device).record_event()
-        move = partial(self.store.move, os.pwritev, buffer, self._byte(start))
+        move = self.store.move(os.pwritev, buffer, self._byte(start))
 
         def run() -> None:
             if copied is not None:
@@ -222,9 +222,15 @@ class FileStore:
         self._arrays.append(array)
         return array
 
-    def move(self, operation: Callable[[int, list[memoryview], int], int], tensor: Tensor, offset: int) -> None:
-        """Read a tensor's elements from the file or write them to it."""
-        _move(operation, self.descriptor, _memory(tensor), offset)
+    def move(
+        self, operation: Callable[[int, list[memoryview], int], int], tensor: Tensor, offset: int
+    ) -> Callable[[], None]:
+        """A call, for a worker, that reads a tensor's elements from the file or writes them to it.
+
+        It stays out of torch: an interpreter that exits stops a thread where it next takes the interpreter's lock, and where
+        that is in C++ the whole process aborts.
+        """
+        return partial(_move, operation, self.descriptor, _memory(tensor), offset)
 
     def submit(self, array: InFile, access: Access, what: str, run: Callable[[], None]) -> Future[str | None]:
         """Queue an operation for the workers, behind those that it conflicts with; the result says why it failed."""
@@ -262,8 +268,12 @@ class UnmadeFile(FileStore):
         self.path, self.nbytes, self.descriptor = directory, nbytes, -1
         self._used, self._arrays = 0, []
 
-    def submit(self, *_: object) -> Future[str | None]:
+    def move(self, *_: object) -> Callable[[], None]:
         """Nothing moves."""
+        return lambda: None
+
+    def submit(self, *_: object) -> Future[str | None]:
+        """Nothing is queued."""
         done: Future[str | None] = Future()
         done.set_result(None)
         return done
