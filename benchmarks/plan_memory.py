@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_memory --shapes 200 --raw /tmp/shapes --out page.md
 
-Each shape is drawn from its number; a draw that is no valid run is left out.  A run's second step is measured on every
+Each shape is drawn from its number; a draw that is no valid run is left out.  A run's third step is measured on every
 rank: all tensors that torch's allocator reports, and all bytes that the collectives count.  Measures and plans are added to
 `measured.jsonl` and `planned.jsonl` of a folder as they come, and what is there is not made again: a run can be ended and
 goes on, and plans can be deleted and made again by other code beside the same measures.
@@ -152,14 +152,14 @@ def shapes(first: int, size: int) -> Iterator[tuple[int, str, ResolvedRun]]:
 
 
 def measure(rank: int, run: ResolvedRun) -> Record:
-    """One rank's second step.  Called on every rank."""
+    """One rank's third step: buffers exist after one or two.  Called on every rank."""
     _quantiles()  # a table of the first random numbers of a process
     state = state_of(run, rank)
     gc.collect()
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
-        for _ in range(2):
+        for _ in range(3):
             counted, _ = _watched_step(engine, batches, live.mark)
     traffic, kinds = state.traffic, Counter[str]()
     for name, nbytes in counted["step"].items():

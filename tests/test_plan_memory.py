@@ -63,6 +63,12 @@ CASES = [
     (2, "activations.offload=host parallel.pp=2 parallel.schedule=zbv training.accumulation=4 precision.dtype=bf16"),
     (2, "activations.contiguous=true data.document_mask=true zero.stage=2 precision.dtype=bf16 model.seq_len=512"),
     (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} precision.dtype=bf16"),
+    (2, f"zero.stage=3 zero.offload.parameters=nvme zero.offload.nvme_path={gettempdir()} precision.dtype=bf16"),
+    (
+        2,
+        "zero.stage=2 zero.reduce=step zero.bucket_bytes=1048576 training.accumulation=1 precision.dtype=bf16 "
+        "activations.recompute=full training.micro_batch_size=4 model.seq_len=512",
+    ),
 ]
 WHOLE_KINDS = (*STATE_KINDS, "gather_buffers", "gradient_buffers")
 
@@ -72,7 +78,7 @@ def cluster(ranks: int) -> Cluster:
     return Cluster(cpu, ranks, ranks, cpu.link, cpu.link, processors=2)
 
 
-def second_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
+def third_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     """(pipeline rank, live peak, state by kind, traffic) of a rank; state and traffic of the first of its pipeline rank."""
     parallel = run.config.parallel
     grid = RankGrid(tp=parallel.tp, cp=parallel.cp, dp=run.dp, pp=parallel.pp)
@@ -81,7 +87,7 @@ def second_step(rank: int, run: ResolvedRun) -> tuple[int, int, dict, dict]:
     with live_memory(state.device) as live:
         engine = initialize(run.config, state)
         batches = random_batches(run, engine.share)
-        for _ in range(2):
+        for _ in range(3):
             counted, _ = _watched_step(engine, batches, live.mark)
     if (state.at.tp, state.at.cp, state.at.dp) != (0, 0, 0):
         return state.at.pp, live.peak, {}, {}
@@ -103,7 +109,7 @@ def _first_use() -> None:
 def test_a_run_needs_what_its_plan_says(ranks: int, case: str) -> None:
     run = load_config(os.devnull, [*MODEL.split(), *case.split()], ranks)
     planned, traffic = memory_of(run, cluster(ranks)), traffic_of(run, cluster(ranks))
-    measured = run_world(ranks, second_step, run)
+    measured = run_world(ranks, third_step, run)
     for stage, plan in enumerate(planned):
         assert sum(plan.kinds.values()) == plan.peak
         peaks = [peak for at, peak, _, _ in measured if at == stage]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -49,7 +49,6 @@ COMMUNICATOR_BYTES = 16 * (4 + 5) * 2**20
 ALLOCATOR_SLACK = 0.02
 """Share of the tensors' bytes that a GPU's caching allocator holds beside them, with expandable segments: an assumption."""
 _INT64 = 8
-_NO_LEVEL = Level(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,15 @@ class _Ledger:
     moved: int = 0  # to the host, or to an arena
 
 
+class _Extent(NamedTuple):
+    """Bytes of one pass."""
+
+    highest: int  # above those at its start, with the gradients at their most
+    kept: int  # that stay after it
+    most: int  # of gradients
+    last: int | None  # of gradients at its end; None, as before it
+
+
 class _Walk:
     """One pipeline rank through its schedule."""
 
@@ -147,7 +155,7 @@ class _Walk:
         self._most_moved, self._near = 0, list[int]()  # bytes of offloaded layers on the device, the last one last
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
         self._units = [[self._units_of(chunk, layout, key) for chunk, layout in enumerate(chunks)] for key in keys]
-        self._passes: dict[tuple[bool, int, ActionKind, bool], tuple[int, int, int]] = {}
+        self._passes: dict[tuple[bool, int, ActionKind, bool], _Extent] = {}
         self._ledger, self._gradients = _Ledger(), 0
         self._most: tuple[int, dict[str, int], str] = (-1, {}, "")
         self._tokens = _batch_bytes(run, chunks)
@@ -220,9 +228,11 @@ class _Walk:
                 beside, near = sum(self._near), self._near
             for span, level in self._spans(action, number, passed):
                 held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
-                self._gradients = max(self._gradients, level.live)
-                self._note(span.live + beside + held + level.peak - self._gradients, text)
-                self._note(span.peak + beside + held + max(level.made - self._gradients, 0), text)
+                before = self._gradients
+                live, made, peak = level or Level(before, before, before)
+                self._gradients = live  # it falls where buckets are reduced
+                self._note(span.live + beside + held + peak - live, text)
+                self._note(span.peak + beside + held + max(made, before) - live, text)
             self._ledger.kept += passed.kept + (-moved if is_forward else moved)
             if action.kind is not ActionKind.WEIGHT:
                 self._ledger.moved += (moved + trace.in_arena) * (1 if is_forward else -1)
@@ -234,34 +244,34 @@ class _Walk:
         key = action.microbatch > 0, action.chunk, action.kind, arrives
         if key not in self._passes:
             self._passes[key] = self._extent(action, arrives=arrives)
-        highest, kept, gradients = self._passes[key]
-        if (
-            max(self._gradients, gradients) + self._base + self._ledger.kept + self._ledger.messages + highest
-            > self._most[0]
-        ):
+        highest, kept, most, last = self._passes[key]
+        if max(self._gradients, most) + self._base + self._ledger.kept + self._ledger.messages + highest > self._most[0]:
             return False
         self._ledger.kept += kept
-        self._gradients = max(self._gradients, gradients)
+        self._gradients = self._gradients if last is None else last
         return True
 
-    def _extent(self, action: Action, *, arrives: bool) -> tuple[int, int, int]:
-        """Bytes of one pass: the most above those at its start, those that stay after it, and the most of gradients."""
-        units, kept, highest, gradients = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0, 0
+    def _extent(self, action: Action, *, arrives: bool) -> _Extent:
+        units, kept, highest = list(enumerate(self._units[action.microbatch > 0][action.chunk])), 0, 0
+        most, last = 0, None
         held = self._message if arrives and action.kind is not ActionKind.FORWARD else 0
         for number, (_, trace) in units if action.kind is ActionKind.FORWARD else reversed(units):
             passed = _pass_of(trace, action.kind)
             if passed is None:
                 continue
             for span, level in self._spans(action, number, passed):
-                gradients = max(gradients, level.live)
-                highest = max(highest, kept + held + max(span.peak + level.made, span.live + level.peak) - level.live)
+                above = max(span.peak, span.live)
+                if level is not None:
+                    most, last = max(most, level.live), level.live
+                    above = max(above, span.peak + level.made - level.live, span.live + level.peak - level.live)
+                highest = max(highest, kept + held + above)
             kept += passed.kept
-        return highest, kept, gradients
+        return _Extent(highest, kept, most, last)
 
-    def _spans(self, action: Action, unit: int, passed: PassTrace) -> list[tuple[Span, Level]]:
+    def _spans(self, action: Action, unit: int, passed: PassTrace) -> list[tuple[Span, Level | None]]:
         """Each with what the gradient needs that comes at its start."""
         levels = self._state.levels.get((action.microbatch > 0, action.chunk, unit), {})
-        return [(span, levels.get(span.parameter, _NO_LEVEL)) for span in passed.spans]
+        return [(span, levels.get(span.parameter)) for span in passed.spans]
 
     def _arrives(self, action: Action) -> bool:
         """Whether another pipeline rank sends what an action needs."""

@@ -4,9 +4,9 @@
       every action of the schedule           units are gathered, gradients come to their buckets, buckets are reduced
       end of the step                        sums, norm, optimizer, gathers
 
-The second step is measured: buffers exist by then.  Communication moves nothing and is counted.  A step of many
-micro-batches repeats itself, so a third, a bit shorter, shows the traffic that a further one adds, which is added as often
-as needed.  Pipeline ranks with as many layers and no end of the model are alike where the order of their actions changes
+The first step that adds no memory to what a rank keeps is measured: buffers exist by then, after one step or two.
+Communication moves nothing and is counted.  A step of many micro-batches repeats itself, so a further one, a bit shorter,
+shows the traffic that another micro-batch adds, which is added as often as needed.  Pipeline ranks with as many layers and no end of the model are alike where the order of their actions changes
 neither memory nor traffic, so one is traced for all of them.
 What a run keeps in files has its arrays and its buffers, but no file is made.
 """
@@ -159,8 +159,9 @@ def _trace(
             driver.run_step(schedule.ranks[state.at.pp], count)
             return _sent(traffic)
 
-        run_step(few + step)
-        sent, counted = run_step(few + step), driver.counted()
+        sent, before = run_step(few + step), dict[str, int]()
+        while (counted := driver.counted()) != before:
+            sent, before = run_step(few + step), counted
         base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
         short = run_step(few) if step else sent
         other = base - _in_memory(counted) + absent - tables
