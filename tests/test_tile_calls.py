@@ -34,6 +34,10 @@ def _pieces(q: Tensor, k: Tensor, pieces: Pieces) -> Iterator[tuple[slice, slice
     q_ends, k_ends, most_queries, most_keys, (before, after) = pieces
     assert min(before, after) >= -1
     before, after = (-1 if count >= most_keys else count for count in (before, after))
+    if before < 0 <= after:
+        before = most_keys
+    elif after < 0 <= before:
+        after = most_keys
     assert q_ends.dtype == k_ends.dtype == torch.int32
     assert (int(q_ends[-1]), int(k_ends[-1])) == (len(q), len(k))  # exact: no padding at the tail
     sizes = q_ends.diff(), k_ends.diff()
@@ -118,7 +122,7 @@ def _formula(lengths: list[list[int]], window: int | None) -> list[Tensor]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_packed_tiles_give_plain_attention(world: int) -> None:
-    cases = [(lengths, window) for lengths in DOCUMENTS.values() for window in (None, 5, 17)]
+    cases = [(lengths, window) for lengths in DOCUMENTS.values() for window in (None, 5, 17, 24)]
     results = run_world(world, _attend, world, cases)
     for number, case in enumerate(cases):
         rows = torch.cat([result[number][0] for result in results], 2)

@@ -187,6 +187,7 @@ def _one_by_one(tables: Sequence[Ints], window: int | None, on_cpu: bool = False
 def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int, device: torch.device) -> list[Call]:
     """One call for many tiles of one sight; a single table holds for all samples."""
     found: list[Call] = []
+    tables = [_first_rows_apart(table, window) for table in tables]
     sights = [_sights(table, window) for table in tables]
     for sight in sorted({Sight(*one) for its in sights for one in its.tolist()}):
         chosen = [table[(its == sight).all(1)] for table, its in zip(tables, sights, strict=True)]
@@ -198,6 +199,26 @@ def _few_calls(tables: Sequence[Ints], window: int | None, batch: int, seq: int,
         for tiles in _apart(sample * seq, table):
             found.append(PackedTiles.of(sample[tiles], table[tiles], (batch, seq), sight, device))
     return found
+
+
+def _first_rows_apart(table: Ints, window: int | None) -> Ints:
+    """The rows that see every key of a tile as a tile of their own, where the kernel would take keys from them.
+
+    Told how many keys before a row are seen, and of those after it all, it takes as many after it as its longest piece has
+    (set_params_fprop): too few for the first rows of a piece with more queries than keys.
+    """
+    if window is None:
+        return table
+    queries, keys, offset = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2], table[:, 4]
+    losing = (offset >= keys - 1) & (offset + queries > window) & (queries > keys + 1)
+    if not losing.any():
+        return table
+    first, rest = table[losing], table[losing]
+    rows = np.maximum(window - first[:, 4], 0)
+    first[:, 1] = rest[:, 0] = first[:, 0] + rows
+    first[:, 4], rest[:, 4] = -1, rest[:, 4] + rows
+    found = np.concatenate([table[~losing], first[rows > 0], rest])
+    return found[np.lexsort(found.T[::-1])]
 
 
 def _sights(table: Ints, window: int | None) -> Ints:
