@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import isnan
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from worlds import LLAMA, engine_on, micro_batches, run_of
 
 from megazero.config import ResolvedRun
+from megazero.engine import NonFiniteError
 from megazero.layers.attention import Attention, RotaryEmbedding, SlidingWindow
 from megazero.layers.context_attention import ContextAttention
+from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, TokenLayout, part_of
 from megazero.models.gpt import Block, BuildContext
@@ -66,16 +69,61 @@ class _KnowingFamily(_OwnFamily):
     kind = _KnowingAttention
 
 
+class _Holding(_OwnAttention):
+    """Has an attention that knows, and attends without it."""
+
+    def __init__(self, like: Attention) -> None:
+        super().__init__(like)
+        self.like = like
+
+
+class _OtherHeads(Attention):
+    """Inherits all but how heads attend."""
+
+    def __init__(self, like: Attention) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(like.__dict__)
+
+    def heads(self, x: Tensor, layout: TokenLayout) -> Tensor:
+        return Attention.heads(self, x, replace(layout, part=None))
+
+
+def _other_attend(attention: Attention) -> Attention:
+    attention.attend = F.scaled_dot_product_attention  # type: ignore[assignment]
+    return attention
+
+
+class _HoldingFamily(_OwnFamily):
+    kind = _Holding
+
+
+class _InheritingFamily(_OwnFamily):
+    kind = _OtherHeads  # type: ignore[assignment]
+
+
+class _ReplacedFamily(_OwnFamily):
+    kind = staticmethod(_other_attend)  # type: ignore[assignment]
+
+
+KINDS = {
+    "own": _OwnFamily,
+    "holding": _HoldingFamily,
+    "inheriting": _InheritingFamily,
+    "replaced": _ReplacedFamily,
+    "knowing": _KnowingFamily,
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
     llama = FAMILIES["llama"]
     assert isinstance(llama, LlamaFamily)
-    for name, kind in (("own", _OwnFamily), ("knowing", _KnowingFamily)):
+    for name, kind in KINDS.items():
         family = object.__new__(kind)
         family.__dict__.update(vars(llama))
         FAMILIES.register(name, family)
     yield
-    for name in ("own", "knowing"):
+    for name in KINDS:
         FAMILIES._registered.pop(name)
 
 
@@ -146,7 +194,7 @@ def test_ranks_that_share_samples_must_have_the_same_documents(parallel: dict[st
 
 
 def _is_refused(rank: int, run: ResolvedRun) -> None:
-    with pytest.raises(ValueError, match=r"\"own\".*_?Block says `knows_parts = True`"):
+    with pytest.raises(ValueError, match=r"Block says `knows_parts = True`"):
         engine_on(rank, run)
 
 
@@ -154,13 +202,14 @@ def _is_refused(rank: int, run: ResolvedRun) -> None:
 def test_an_attention_that_does_not_know_parts_is_refused_where_there_are_any(shape: str) -> None:
     """It attended to the rank's tokens as if these were the sample, without a word."""
     world, parallel, documents = CUT[shape]
-    run_world(world, _is_refused, _run(world, parallel, documents, family="own"))
+    for name in set(KINDS) - {"knowing"}:
+        run_world(world, _is_refused, _run(world, parallel, documents, family=name))
     run_world(world, _builds, _run(world, parallel, documents, family="knowing"))
 
 
 def test_check_tells_of_such_an_attention() -> None:
     """A run file that `megazero check` accepts must not end in the engine."""
-    for name, count in (("own", 1), ("knowing", 0)):
+    for name, count in [(name, int(name != "knowing")) for name in KINDS]:
         problems = list(layer_problems(_run(1, {}, True, family=name).config))
         assert [(one.key, "knows_parts" in one.rule) for one in problems] == [("model.family", True)] * count
 
@@ -222,3 +271,41 @@ def test_a_windows_mask_is_made_only_where_it_is_read() -> None:
     assert run_world(1, _windows, _run(1, {}, False, **keys)) == [1]
     for world, parallel, documents in CUT.values():
         assert run_world(world, _windows, _run(world, parallel, documents, **keys)) == [0] * world
+
+
+def test_documents_of_one_sample_are_not_those_of_two() -> None:
+    """They held for all samples of the micro-batch, without a word."""
+    part = part_of([[3, 5]], 8, Axis("u"), Axis("r"), DEVICE)
+    assert part is not None
+    q = torch.randn(2, 1, 8, 4, device=DEVICE)
+    attention = ContextAttention(Axis("u"), Axis("r"), None, torch.float32)
+    with pytest.raises(ValueError, match="got 2 samples of 8"):
+        attention.attend(q, q, q, part)
+    with pytest.raises(ValueError, match="documents of 1 samples were given for 2"):
+        part.cut(torch.zeros(8, 2, dtype=torch.long))
+    assert _half(8).cut(torch.zeros(8, 2, dtype=torch.long)).shape == (4, 2)  # whole samples: of any
+
+
+def _without_a_counted_token(rank: int, run: ResolvedRun) -> None:
+    engine = engine_on(rank, run)
+    batches = micro_batches(run, engine.state, 0, "random")
+    masked = [
+        replace(one, labels=None if one.labels is None else torch.full_like(one.labels, IGNORED_LABEL))
+        for one in batches
+    ]
+    assert engine.train_step(batches, 1e-2).finite
+    weights = [bucket.master.read(0, bucket.master.numel) for bucket in engine.sharded_model.parameters.buckets]
+    statistics = engine.try_step(masked, 1e-2)
+    assert (statistics.tokens, statistics.finite, statistics.skipped, isnan(statistics.loss)) == (0, False, True, True)
+    assert engine.evaluate(masked).tokens == 0
+    with pytest.raises(NonFiniteError, match="no token is counted"):
+        engine.train_step(masked, 1e-2)
+    for before, bucket in zip(weights, engine.sharded_model.parameters.buckets, strict=True):
+        assert torch.equal(before, bucket.master.read(0, bucket.master.numel))
+    assert engine.train_step(batches, 1e-2).finite
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_step_without_a_counted_token_changes_no_weight_and_a_run_goes_on(dtype: str) -> None:
+    run = run_of(2, model=LLAMA, parallel={"cp": 2}, data={"document_mask": True}, precision={"dtype": dtype})
+    run_world(2, _without_a_counted_token, run)

@@ -98,13 +98,19 @@ def open_corpus(
 
 
 def without_borders(samples: Sequence[Sequence[int]]) -> list[str]:
-    """A line where a mask of documents would change nothing.  `samples`: lengths of the documents of some."""
-    if not samples or any(len(lengths) > 1 for lengths in samples):
-        return []
-    return [
-        f"data.document_mask = true changes nothing in the first {len(samples)} samples, each of which is one document: are "
-        'documents longer, or does the .idx not tell them apart? See "Documents" in docs/data.md'
-    ]
+    """A line where a mask of documents would change nothing, or leave nothing.  `samples`: lengths of documents of some."""
+    first = f"in the first {len(samples)} samples"
+    if samples and all(len(lengths) == 1 for lengths in samples):
+        return [
+            f"data.document_mask = true changes nothing {first}, each of which is one document: are documents longer, or "
+            'does the .idx not tell them apart? See "Documents" in docs/data.md'
+        ]
+    if samples and all(max(lengths) == 1 for lengths in samples):
+        return [
+            f"data.document_mask = true leaves nothing to predict {first}, whose documents have one token each: a step "
+            'without a counted token changes no weight. Is the .idx right? See "Documents" in docs/data.md'
+        ]
+    return []
 
 
 def repeats(names: Sequence[str], stream: SampleStream, samples: int) -> list[str]:

@@ -166,7 +166,8 @@ class SampleStream(Stream):
 
     def first_documents(self) -> list[list[int]]:
         """Lengths of the documents in each of the first samples, which stand for all in what is told of a run."""
-        return [lengths for lengths, _ in self.documents(range(_TOLD_OF))]
+        count = min(_TOLD_OF, sum(source.count for source in self._sources))
+        return [lengths for lengths, _ in self.documents(range(count))]
 
     def ends(self) -> dict[str, int]:
         """Where the windows of each source end, in tokens, by its content."""

@@ -229,7 +229,10 @@ class Engine:
         return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """Mean loss of micro-batches over all ranks, without gradients and without dropout.  Raises: NonFiniteError."""
+        """Mean loss of micro-batches over all ranks, without gradients and without dropout; nan where no token is counted.
+
+        Raises: NonFiniteError: it is not finite.
+        """
         self._chunks.eval()
         with torch.no_grad():
             loss_sum, tokens = self._run(batches, trains=False)
@@ -237,7 +240,7 @@ class Engine:
         # An evaluation may take long, so a stop ends the run after it, too.
         statistics = self._sum_over_ranks(batches, square_sum, loss_sum, tokens)
         # The loss scale does not handle a loss that is not finite here.
-        return check_finite(replace(statistics, finite=isfinite(statistics.loss)))
+        return check_finite(replace(statistics, finite=isfinite(statistics.loss))) if statistics.tokens else statistics
 
     def _sum_over_ranks(
         self, batches: Sequence[MicroBatch], square_sum: Tensor, loss_sum: Tensor, tokens: Tensor

@@ -11,7 +11,7 @@ Every rank takes the same branch, because every rank decides by the same reduced
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from megazero.zero.sharded_model import ShardedModel
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm is not a number; no weight has changed."""
+    """The loss or the gradient norm is not a number, or there is no loss; no weight has changed."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,13 @@ class StepStatistics:
     """What a step measured over the whole global batch.
 
     Args:
-        loss: mean nats per counted token; for a script's own module, its mean loss.
+        loss: mean nats per counted token, nan where none is counted; for a script's own module, its mean loss.
         grad_norm: global L2 norm before clipping; 0 in evaluation, not finite after an overflow under fp16.
         tokens: counted (unmasked) tokens; for a script's own module, the number of losses.
         loss_scale: what the loss was multiplied by, under fp16.
         skipped: the weights did not change, because of an overflow or a number that is not finite.
-        finite: loss and norm are numbers. Always true under fp16, where the loss scale handles overflows.
+        finite: there is a loss, and loss and norm are numbers.  Under fp16 the loss scale handles overflows: where there is
+            a loss it is always true.
         stop: a rank wants the run to end after this step; the same on all ranks.
     """
 
@@ -46,6 +47,16 @@ class StepStatistics:
     skipped: bool = False
     finite: bool = True
     stop: bool = False
+
+    @property
+    def problem(self) -> str:
+        """Why it is not finite, as a sentence."""
+        if not self.tokens:
+            return (
+                "no token is counted, so there is no loss (with data.document_mask a document of one token has none); the "
+                "weights were not changed. "
+            )
+        return f"loss={self.loss} and grad_norm={self.grad_norm} must be finite; the weights were not changed. "
 
 
 def sum_over_ranks(
@@ -67,7 +78,7 @@ def sum_over_ranks(
         documents: 32 bits that tell the documents of this rank's micro-batches from others; only with tokens.
 
     Raises:
-        ValueError: on every rank: no token is counted, or ranks that share samples have other documents.
+        ValueError: on every rank: ranks that share samples have other documents.
     """
     shares = [square_sum, loss_sum]
     if isinstance(count, Tensor):
@@ -83,10 +94,8 @@ def sum_over_ranks(
             "ranks that share the samples of a micro-batch were given other documents; on all ranks of one index of dp, "
             "give `BatchShare.part_of` the same lengths. No weight was changed"
         )
-    if not tokens:
-        raise ValueError("every token of the global batch is masked: there is no loss to compute")
-    loss, norm = loss / float(tokens), model.norm_of(squared)
-    finite = model.scaler is not None or (isfinite(loss) and isfinite(norm))
+    loss, norm = loss / float(tokens) if tokens else nan, model.norm_of(squared)
+    finite = tokens > 0 and (model.scaler is not None or (isfinite(loss) and isfinite(norm)))
     return StepStatistics(loss, norm, int(tokens), model.scale, finite=finite, stop=stops > 0)
 
 
@@ -100,7 +109,7 @@ def check_finite(statistics: StepStatistics) -> StepStatistics:
     """The same statistics.  Raises: NonFiniteError, they are not finite."""
     if not statistics.finite:
         raise NonFiniteError(
-            f"loss={statistics.loss} and grad_norm={statistics.grad_norm} must be finite; the weights were not changed. "
-            "Resume from the last checkpoint with a lower learning rate or other data"
+            f"{statistics.problem}Resume from the last checkpoint with "
+            f"{'a lower learning rate or ' if statistics.tokens else ''}other data"
         )
     return statistics

@@ -164,8 +164,6 @@ class Attention(nn.Module):
             document each.
     """
 
-    knows_parts = True
-
     def __init__(
         self,
         qkv: ColumnParallelLinear,
@@ -193,6 +191,11 @@ class Attention(nn.Module):
         self.v_features = num_kv_heads * head_size // tp.size
         self.num_heads = num_heads // tp.size
         self.num_kv_heads = max(num_kv_heads // tp.size, 1)
+
+    @property
+    def knows_parts(self) -> bool:
+        """Whether parts of samples and documents are attended to as whole samples are: not where `attend` was replaced."""
+        return self.attend is attention or isinstance(getattr(self.attend, "__self__", None), SlidingWindow)
 
     def heads(self, x: Tensor, layout: TokenLayout) -> Tensor:
         """What the output projection reads: [seq, batch, this rank's heads * head_size]."""

@@ -66,7 +66,7 @@ class ContextAttention:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, part: SamplePart, kept: KeptResults | None) -> Tensor:
         rows, samples = part.rows.shape
-        if q.shape[2] != rows or samples not in (1, q.shape[0]):
+        if q.shape[2] != rows or not part.is_of(q.shape[0]):
             raise ValueError(
                 f"a micro-batch's `part` must be of its own samples: got {q.shape[0]} samples of {q.shape[2]} tokens on "
                 f"this rank, and a part of {samples} samples of {rows} tokens"

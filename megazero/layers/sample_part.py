@@ -14,7 +14,7 @@ labels, attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -66,15 +66,26 @@ class SamplePart:
         rows: int64 [seq of the rank, 1 or batch], the index of each token in its sample; one column holds for all samples.
         positions: as `rows`, the position of each token in its document.
         plan: which keys the tokens attend to.
+        of_any: it is of any samples, whole ones of one document each; else of as many as it has columns.
     """
 
     rows: Tensor
     positions: Tensor
     plan: AttentionPlan
+    of_any: bool = False
     _derived: dict[Hashable, object] = field(default_factory=dict)
 
+    def is_of(self, samples: int) -> bool:
+        """Whether it can be of so many samples."""
+        return self.of_any or samples == self.rows.shape[1]
+
     def cut(self, whole: Tensor) -> Tensor:
-        """[seq of a sample, batch] -> [seq of the rank, batch]."""
+        """[seq of a sample, batch] -> [seq of the rank, batch].  Raises: ValueError: it is of other samples."""
+        if not self.is_of(whole.shape[1]):
+            raise ValueError(
+                f"the documents of {self.rows.shape[1]} samples were given for {whole.shape[1]} samples; give "
+                "`part_of` the lengths of each"
+            )
         return whole.take_along_dim(self.rows, 0)
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -121,7 +132,7 @@ def part_of(
 
 @lru_cache(maxsize=16)
 def _whole_samples(seq_len: int, *place: int | torch.device) -> SamplePart:
-    return _part([(seq_len,)], *place)  # type: ignore[arg-type]
+    return replace(_part([(seq_len,)], *place), of_any=True)  # type: ignore[arg-type]
 
 
 def _part(

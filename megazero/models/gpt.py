@@ -355,16 +355,31 @@ class GPTStage(nn.Module):
 def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
     """Make sure that every block knows parts of samples and documents: another would attend as if they were whole samples.
 
+    Asked is a block's `attention`, or where it has none, all that it holds.
+
     Raises: ConfigError: one does not say so.
     """
     for block in blocks:
-        if not any(getattr(module, "knows_parts", False) for module in block.modules()):
+        own = getattr(block, "attention", None)
+        if not any(map(_knows_parts, block.modules() if own is None else (getattr(own, "_orig_mod", own),))):
+            which = "no module" if own is None else f"the attention, {type(own).__name__},"
             rule = (
-                f"no module of its {type(block).__name__} says `knows_parts = True`, which parallel.cp above 1 and "
+                f"{which} of its {type(block).__name__} says `knows_parts = True`, which parallel.cp above 1 and "
                 "data.document_mask need"
             )
             hint = (
                 "attend with `BuildContext.attention`, or write this into the class of an attention that asks its "
-                "`TokenLayout` for positions, and `BuildContext.context` to attend"
+                "`TokenLayout` for positions, and `BuildContext.context` to attend; a class whose `forward` or `heads` is "
+                "another than its base's says it anew"
             )
             raise ConfigError([Problem("model.family", family, rule, hint)])
+
+
+def _knows_parts(module: nn.Module) -> bool:
+    """Whether the class whose `forward` and `heads` a module has says so, or one that is made of it."""
+    for one in type(module).__mro__:
+        if "knows_parts" in vars(one):
+            return bool(module.knows_parts)
+        if vars(one).keys() & {"forward", "heads"}:
+            break
+    return False

@@ -245,7 +245,10 @@ class _Walk:
         if key not in self._passes:
             self._passes[key] = self._extent(action, arrives=arrives)
         highest, kept, most, last = self._passes[key]
-        if max(self._gradients, most) + self._base + self._ledger.kept + self._ledger.messages + highest > self._most[0]:
+        if (
+            max(self._gradients, most) + self._base + self._ledger.kept + self._ledger.messages + highest
+            > self._most[0]
+        ):
             return False
         self._ledger.kept += kept
         self._gradients = self._gradients if last is None else last

@@ -49,7 +49,7 @@ class Evaluation(Callback):
     """
 
     def __init__(self, context: RunContext, before: Sequence[Callback], watchdog: Watchdog) -> None:
-        self._run, self._engine = context.run, context.engine
+        self._run, self._engine, self._say = context.run, context.engine, context.say
         self._before, self._watchdog = before, watchdog
         corpus = context.corpus
         self._validations = validations_of(context.run.config, corpus.validation, corpus.named_validation)
@@ -69,7 +69,11 @@ class Evaluation(Callback):
                 one.stream, 0, one.samples, run.micro_batch_size, self._engine.share, multiple=multiple
             )
             statistics = self._engine.evaluate(batches)
-            if one.name:
+            if not statistics.tokens:
+                self._say(
+                    f"step {record.step}: {one.name or 'what is held out'} has no val_loss: no token of it is counted"
+                )
+            elif one.name:
                 record.val_losses[one.name] = statistics.loss
             else:
                 record.val_loss = statistics.loss

@@ -1,4 +1,5 @@
-"""Steps that should not have trained: left out by `training.skip_steps`, not finite, or with a loss far above the others."""
+"""Steps that should not have trained: left out by `training.skip_steps`, not finite or without a loss, or with one far above
+the others."""
 
 from __future__ import annotations
 
@@ -72,13 +73,11 @@ class NonFinitePolicy(Callback):
         if statistics.finite:
             self._in_a_row = 0
             return None
-        found = (
-            f"step {record.step}, {record.samples}: loss={statistics.loss} and grad_norm={statistics.grad_norm} must be "
-            "finite; the weights were not changed. "
-        )
+        found = f"step {record.step}, {record.samples}: {statistics.problem}"
+        lower = "with a lower learning rate" if statistics.tokens else "with other data"
         if self._policy == "stop":
             raise NonFiniteError(
-                f"{found}Resume from the last checkpoint with a lower learning rate, skip these samples with "
+                f"{found}Resume from the last checkpoint {lower}, skip these samples with "
                 f"{setting_to_skip(record.step, self._skip_steps)}, or let the run do so itself with "
                 "training.on_non_finite=skip or rollback"
             )
@@ -88,15 +87,17 @@ class NonFinitePolicy(Callback):
             if self._rollbacks > self._limit:
                 raise NonFiniteError(
                     f"{found}The run has already rolled back {self._limit} times (training.non_finite_limit). "
-                    "Resume from an earlier checkpoint with a lower learning rate"
+                    f"Resume from an earlier checkpoint {lower}"
                 )
             return StepDecision.ROLL_BACK
         if self._in_a_row >= self._limit:
+            cause = ", so the samples are not the cause" if statistics.tokens else ""
             raise NonFiniteError(
-                f"{found}That makes {self._in_a_row} such steps in a row (training.non_finite_limit={self._limit}), so "
-                "the samples are not the cause. Resume from an earlier checkpoint with a lower learning rate"
+                f"{found}That makes {self._in_a_row} such steps in a row (training.non_finite_limit={self._limit}){cause}. "
+                f"Resume from an earlier checkpoint {lower}"
             )
-        self._say(f"step {record.step} is not finite: {record.samples} are left out, no weight has changed")
+        what = "is not finite" if statistics.tokens else "has no loss"
+        self._say(f"step {record.step} {what}: {record.samples} are left out, no weight has changed")
         return None
 
 
