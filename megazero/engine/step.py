@@ -88,7 +88,7 @@ def sum_over_ranks(
         total[1:3].zero_()
     all_reduce(total, model.state.world).wait()
     squared, loss, *counted = numbers_of(total, model.state.world)
-    tokens, stops, other_documents = counted or (count, 0, 0)
+    tokens, stops, other_documents = counted or (int(count), 0, 0)
     if other_documents:
         raise ValueError(
             "ranks that share the samples of a micro-batch were given other documents; on all ranks of one index of dp, "

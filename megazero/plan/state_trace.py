@@ -6,8 +6,8 @@
 
 The first step that adds no memory to what a rank keeps is measured: buffers exist by then, after one step or two.
 Communication moves nothing and is counted.  A step of many micro-batches repeats itself, so a further one, a bit shorter,
-shows the traffic that another micro-batch adds, which is added as often as needed.  Pipeline ranks with as many layers and no
-end of the model are alike where the order of their actions changes neither memory nor traffic, so one is traced for all.
+shows the traffic that another micro-batch adds, which is added as often as needed.  Pipeline ranks with as many layers and
+no end of the model are alike where the order of their actions changes neither memory nor traffic: one is traced for all.
 What a run keeps in files has its arrays and its buffers, but no file is made.
 """
 
