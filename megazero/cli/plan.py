@@ -238,23 +238,28 @@ def _search(
 
     run, ends = asked.run_for_search(cluster.ranks), time.monotonic() + seconds
     base = base_of(run.config, run.global_batch_size)
+    own = run if run.world_size == cluster.ranks else None
     found = search(
         base,
         cluster,
         PlanJudge(cluster),
+        own=own,
         processes=processes,
         say=_progress,
         is_late=lambda: time.monotonic() > ends,
     )
     say(search_text(found, cluster.device.memory_bytes))
-    if not found.best:
+    is_own = found.beats_best(cluster.device.memory_bytes)
+    best, words = (own, "as the run file has it") if is_own else (None, "")
+    if found.best and not is_own:
+        best, words = found.best[0].run, str(found.best[0].candidate.choice)
+    if best is None:
         return None, found
-    best = found.best[0].run
     if write is not None:
         from megazero.config import to_toml
         from megazero.schedules.table import write_text
 
-        head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {found.best[0].candidate.choice}\n\n"
+        head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n\n"
         write_text(write, head + to_toml(best))
         say(f"\nwritten  {write}: megazero check {write} --world-size {cluster.ranks}")
     say("\nthe best of them\n")

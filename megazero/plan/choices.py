@@ -1,6 +1,7 @@
 """The shapes that a search compares: every choice of a few keys, and what a run file with them says.
 
     tp x cp x pp x dp = ranks      dp follows          global batch = dp x micro-batch x accumulation     the latter follows
+    cp = Ulysses x ring            all of one of them, or Ulysses within a node
     schedule, virtual stages       where pp > 1        sequence_parallel                                  wherever it can be
     ZeRO stage, gather policy, shard groups            where dp x cp > 1
     recomputation, offloading                          `Relief`: less memory, never less time
@@ -55,6 +56,7 @@ class Choice:
 
     tp: int = 1
     cp: int = 1
+    ulysses: int = 1
     pp: int = 1
     micro_batch: int = 1
     schedule: str = "1f1b"
@@ -65,8 +67,13 @@ class Choice:
     relief: Relief = Relief()
 
     def __str__(self) -> str:
-        """`tp 8 pp 4 interleaved x 2 micro-batch 1 ZeRO 1 selective`: what is not at its least."""
-        parts = [f"{name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp)) if size > 1]
+        """`tp 8 cp 8 (4 x 2) pp 4 interleaved x 2 micro-batch 1 ZeRO 1 selective`: what is not at its least.
+
+        In brackets the Ulysses and the ring degree.
+        """
+        parts = [f"tp {self.tp}"] if self.tp > 1 else []
+        parts += [f"cp {self.cp} ({self.ulysses} x {self.cp // self.ulysses})"] if self.cp > 1 else []
+        parts += [f"pp {self.pp}"] if self.pp > 1 else []
         if self.pp > 1:
             parts.append(self.schedule + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""))
         parts += [f"micro-batch {self.micro_batch}", f"ZeRO {self.zero_stage}"]
@@ -96,6 +103,12 @@ class Space:
     gather_policies: tuple[str, ...]
     shard_groups: tuple[int, ...]
     reliefs: tuple[Relief, ...]
+    per_node: int
+
+    def ulysses(self, tp: int, cp: int) -> list[int]:
+        """Degrees worth comparing: none, all of cp, and the largest whose ranks share a node with those of tp."""
+        within = max((one for one in divisors(cp) if one * tp <= self.per_node), default=1)
+        return sorted({1, within, cp})
 
 
 def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
@@ -118,6 +131,7 @@ def space_of(config: RunConfig, ranks: int, per_node: int) -> Space:
         gather_policies=("action", "step"),
         shard_groups=(0, per_node),
         reliefs=reliefs,
+        per_node=per_node,
     )
 
 
@@ -127,7 +141,8 @@ def groups_in(space: Space, config: RunConfig, ranks: int) -> Iterator[Choice]:
         for cp in space.cp:
             for pp in space.pp:
                 if ranks % (tp * cp * pp) == 0:
-                    yield from _of_shape(space, config, Choice(tp, cp, pp), ranks // (tp * cp * pp))
+                    for ulysses in space.ulysses(tp, cp):
+                        yield from _of_shape(space, config, Choice(tp, cp, ulysses, pp), ranks // (tp * cp * pp))
 
 
 def _of_shape(space: Space, config: RunConfig, shape: Choice, dp: int) -> Iterator[Choice]:
@@ -179,8 +194,8 @@ def config_of(base: RunConfig, choice: Choice) -> RunConfig:
     parallel = {
         "tp": choice.tp,
         "cp": choice.cp,
-        "cp_method": "auto",
-        "cp_ulysses": None,
+        "cp_method": {1: "ring", choice.cp: "ulysses"}.get(choice.ulysses, "hybrid") if choice.cp > 1 else "auto",
+        "cp_ulysses": choice.ulysses if 1 < choice.ulysses < choice.cp else None,
         "pp": choice.pp,
         "dp": "auto",
         "sequence_parallel": cuts_sequence,

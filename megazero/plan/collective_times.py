@@ -2,18 +2,22 @@
 
     a ring through n ranks of each node      bytes that a rank sends / min(link within, n x link between) + hops x latency
 
-Between nodes a ring uses the cards of all its ranks of a node at once.  Groups that cross the same nodes side by side have
-cards of their own; a card that a node's ranks share is divided among them.  A calibrated host takes what was measured there.
+Between nodes a ring uses the cards of all its ranks of a node at once, and waits for the node with the fewest; a shift by one
+rank, and a message, use one.  Groups that cross the same nodes side by side have cards of their own; a card that a node's ranks
+share is divided among them.  Of the groups of an axis the slowest counts.  A calibrated host takes what was measured there.
 
 Source: NCCL's rings, one for each card; Thakur et al. 2005 (2 (n - 1) / n of the bytes, log n hops of trees).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, log2
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megazero.comm.two_level import hosts_of
 from megazero.config import ResolvedRun
@@ -31,12 +35,14 @@ class GroupLink:
         ranks: of the group.
         per_node: most of them on one node.
         side_by_side: groups of the axis that have ranks on one node.
+        fewest: of them on one node; 0: as many as on any other.
     """
 
     cluster: Cluster
     ranks: int
     per_node: int
     side_by_side: int
+    fewest: int = 0
 
     @property
     def crosses(self) -> bool:
@@ -49,7 +55,7 @@ class GroupLink:
         within, between = self.cluster.within.rate(), self.cluster.between
         if not self.crosses:
             return within
-        cards = between.rate(self.side_by_side) * (1 if between.is_shared else self.per_node)
+        cards = between.rate(self.side_by_side) * (1 if between.is_shared else self.fewest or self.per_node)
         return min(within, cards) if self.per_node > 1 else cards
 
     @property
@@ -70,6 +76,8 @@ class GroupLink:
             here = calibration.collective(operation, inner, sent_bytes) if inner > 1 else 0.0
             own = (here or 0.0) * min(1.0, calibration.processors / inner)  # the ranks were slowed by one another
             return own + self.link_seconds(sent_bytes) if self.crosses else own
+        if operation == "ring_shift":
+            return self._to_the_next(sent_bytes, self.side_by_side)
         rounds = 2 if operation == "all_reduce" else 1
         wire = sent_bytes / self.bytes_per_second
         if (
@@ -113,9 +121,12 @@ class GroupLink:
                 return calibration.collective("send_recv", 2, size) or 0.0
             if (found := calibration.between_hosts("send_recv", 2, 1, size)) is not None:
                 return found[0] + (side_by_side - 1) * size / self.cluster.between.rate()
-        if self.crosses:
-            return size / self.cluster.between.rate(side_by_side) + self.cluster.between.latency_seconds
-        return size / self.cluster.within.rate() + self.cluster.within.latency_seconds
+        return self._to_the_next(size, side_by_side)
+
+    def _to_the_next(self, size: float, senders: int) -> float:
+        """Of a message to the next rank; between nodes, beside those of so many other ranks of the node, its own counted."""
+        link = self.cluster.between if self.crosses else self.cluster.within
+        return size / link.rate(senders if self.crosses else 1) + link.latency_seconds
 
     def _linked(self, sent_bytes: float) -> float:
         """Bytes that a rank sends to other nodes: on two levels its own part of the node's."""
@@ -129,30 +140,64 @@ class GroupLink:
         return self._linked(sent_bytes) / between.rate(senders) + ceil(log2(nodes)) * between.latency_seconds
 
 
-def group_link(cluster: Cluster, ranks: Sequence[int]) -> GroupLink:
-    """Of a group of these global ranks."""
-    by_node = Counter(rank // cluster.per_node for rank in ranks)
-    most = max(by_node.values())
-    return GroupLink(cluster, len(ranks), most, max(1, min(cluster.per_node, cluster.ranks) // most))
+class _Place(NamedTuple):
+    """How many ranks a group has, and how many of these are on the node with the most and with the fewest."""
+
+    ranks: int
+    most: int
+    fewest: int
 
 
 def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
     """By axis, as traffic is counted: "tp", "cp", "cp_ring", "shard", "host", "hosts", "replica", "pp", "world"."""
     parallel = run.config.parallel
     grid = RankGrid(parallel.tp, parallel.cp, run.dp, parallel.pp, parallel.order)
-    same, cp = grid.group_of(0, "dp", "cp"), grid.group_of(0, "cp")
-    groups = {
-        "tp": grid.group_of(0, "tp"),
-        "cp": cp[: parallel.ulysses],
-        "cp_ring": cp[:: parallel.ulysses],
-        "shard": same[: run.shards],
-        "replica": same[:: run.shards],
-        "pp": grid.group_of(0, "pp")[:2],
-        "world": tuple(range(run.world_size)),
+    second, on_node = run.config.zero.secondary_shard_size, min(cluster.per_node, cluster.ranks)
+    return {
+        axis: GroupLink(cluster, place.ranks, place.most, max(1, on_node // place.most), place.fewest)
+        for axis, place in _places(grid, parallel.ulysses, run.shards, second or 1, cluster.per_node).items()
     }
-    second = run.config.zero.secondary_shard_size
-    groups["secondary"] = same[: second or 1]
-    hosts = hosts_of([str(rank // cluster.per_node) for rank in groups["shard"]], 0)
+
+
+@lru_cache(maxsize=512)
+def _places(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: int) -> dict[str, _Place]:
+    """Of the slowest group of each axis."""
+    tp, cp, same, pp = (np.array(grid.group_of(0, *axes)) for axes in (("tp",), ("cp",), ("dp", "cp"), ("pp",)))
+    groups = {
+        "tp": (("tp",), tp[None]),
+        "cp": (("cp",), cp.reshape(-1, ulysses)),
+        "cp_ring": (("cp",), cp.reshape(-1, ulysses).T),
+        "shard": (("dp", "cp"), same.reshape(-1, shards)),
+        "replica": (("dp", "cp"), same.reshape(-1, shards).T),
+        "secondary": (("dp", "cp"), same.reshape(-1, second)),
+        "pp": (("pp",), np.stack([pp[:-1], pp[1:]], 1) if len(pp) > 1 else pp[None]),
+        "world": (("tp", "cp", "dp", "pp"), np.arange(grid.world_size)[None]),
+    }
+    places = {name: _slowest(grid, axes, parts, per_node) for name, (axes, parts) in groups.items()}
+    shard = same[:shards]
+    hosts = hosts_of([str(rank // per_node) for rank in shard], 0)
     size = hosts.size if hosts is not None and hosts.count > 1 else 1
-    groups |= {"host": groups["shard"][:size], "hosts": groups["shard"][::size]}
-    return {axis: group_link(cluster, ranks) for axis, ranks in groups.items()}
+    for name, ranks in (("host", shard[:size]), ("hosts", shard[::size])):
+        places[name] = _place(ranks // per_node)
+    return places
+
+
+def _slowest(grid: RankGrid, axes: tuple[str, ...], parts: NDArray[np.int64], per_node: int) -> _Place:
+    """The place, among the groups of an axis, of one over most nodes with the fewest ranks on one.
+
+    parts: [groups, ranks] those into which the axis' group of rank 0 is cut.  Others begin elsewhere on a node.
+    """
+    firsts = np.arange(grid.world_size)
+    for axis in axes:
+        if len(own := grid.group_of(0, axis)) > 1:
+            firsts = firsts[firsts // own[1] % len(own) == 0]
+    begins = np.unique(firsts % per_node)
+    nodes = (begins[:, None, None] + parts).reshape(-1, parts.shape[1]) // per_node
+    places = map(_place, np.unique(nodes - nodes[:, :1], axis=0))
+    return max(places, key=lambda one: (one.ranks > one.most, -one.fewest, -one.most))
+
+
+def _place(nodes: NDArray[np.int64]) -> _Place:
+    """Of a group whose ranks are on these nodes."""
+    _, counts = np.unique(nodes, return_counts=True)
+    return _Place(len(nodes), int(counts.max()), int(counts.min()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -159,6 +159,7 @@ def _batch(run: ResolvedRun, share: BatchShare) -> MicroBatch:
     if share.documents or share.ulysses.size * share.ring.size > 1:
         # with lengths, nothing of it is kept after this run
         part = share.part_of([[model.seq_len]] * (size if share.documents else 1), model.seq_len)
+        part = part and replace(part, of_any=not share.documents)
     return share.cut(torch.zeros(size, dtype=torch.int64), samples[:-1], samples[1:], part)
 
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import gcd
 from typing import Protocol
 
 from megazero.config import ConfigError, ResolvedRun, RunConfig
@@ -113,6 +114,7 @@ class Found:
         best: by time, the best first; of each shape with the least relief that fits.
         front: no other computed candidate that fits takes less time and less memory; by time.
         computed: all whose time was computed.
+        own: of the run file's own shape; None where it is none of so many ranks.
         least: the one that needs the least memory of all computed; None where nothing was.
     """
 
@@ -121,6 +123,12 @@ class Found:
     computed: tuple[Candidate, ...]
     least: Candidate | None
     counted: Counted
+    own: Need | None = None
+
+    def beats_best(self, capacity: int) -> bool:
+        """Whether the run file's own shape fits and takes less time than the best."""
+        fits = self.own is not None and self.own.seconds is not None and self.own.peak <= capacity
+        return fits and not (self.best and self.best[0].candidate.seconds <= self.own.seconds)  # type: ignore[union-attr]
 
 
 def search(
@@ -128,6 +136,7 @@ def search(
     cluster: Cluster,
     judge: Judge,
     *,
+    own: ResolvedRun | None = None,
     space: Space | None = None,
     limit: int = LIMIT,
     processes: int = 1,
@@ -139,6 +148,7 @@ def search(
     Args:
         run: on one rank, from `base_of`.
         judge: is copied to the processes.
+        own: the run as its file has it, where it has as many ranks: it is computed too, whatever the space is.
         space: the values of each key; None for what is worth comparing.
         limit: shapes whose memory is computed at most.
         say: gets a line now and then.
@@ -175,6 +185,7 @@ def search(
         tuple(looked.timed),
         None if least is None else Candidate(*least),
         counted,
+        None if own is None else Need(*judge.memory(own), judge.seconds(own)),
     )
 
 
@@ -346,6 +357,8 @@ def _neighbours(choice: Choice, space: Space) -> Iterator[tuple[str, Choice]]:
         for value in [max((one for one in values if one < own), default=0)]:
             if value:
                 changes: dict[str, object] = {name: value}
+                if name == "cp":
+                    changes["ulysses"] = gcd(choice.ulysses, value)
                 if name == "pp" and value == 1:
                     changes |= {"schedule": "1f1b", "virtual_stages": 1}
                 yield f"{name} {value} instead of {own}", replace(choice, **changes)  # type: ignore[arg-type]

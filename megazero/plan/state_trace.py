@@ -4,7 +4,8 @@
       every action of the schedule           units are gathered, gradients come to their buckets, buckets are reduced
       end of the step                        sums, norm, optimizer, gathers
 
-The first step that adds no memory to what a rank keeps is measured: buffers exist by then, after one step or two.
+The second step is measured: buffers exist by then; the fourth where weights are offloaded, for with what the steps before it
+have shown, more of them are read ahead.
 Communication moves nothing and is counted.  A step of many micro-batches repeats itself, so a further one, a bit shorter,
 shows the traffic that another micro-batch adds, which is added as often as needed.  Pipeline ranks with as many layers and
 no end of the model are alike where the order of their actions changes neither memory nor traffic: one is traced for all.
@@ -159,9 +160,9 @@ def _trace(
             driver.run_step(schedule.ranks[state.at.pp], count)
             return _sent(traffic)
 
-        sent, before = run_step(few + step), dict[str, int]()
-        while (counted := driver.counted()) != before:
-            sent, before = run_step(few + step), counted
+        for _ in range(2 if config.zero.offload.parameters == "none" else 4):
+            sent = run_step(few + step)
+        counted = driver.counted()
         base, levels, end, absent = driver.base, driver.levels, driver.end, driver.absent_at_start
         short = run_step(few) if step else sent
         other = base - _in_memory(counted) + absent - tables

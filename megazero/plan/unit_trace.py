@@ -32,6 +32,7 @@ from megazero.layers.linear import WeightGradQueue
 from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, TokenLayout, _part
 from megazero.layers.spec import whole_spec
+from megazero.layers.token_layout import shards, work
 from megazero.models.activation_config import LayerPolicy, layer_policies
 from megazero.models.activations import save_by_policy
 from megazero.models.config import ModelConfig
@@ -255,6 +256,7 @@ class _Bench:
         of_cp = [key.ranks_of_cp[: key.ulysses], key.ranks_of_cp[:: key.ulysses]]
         self.tp = _axis("tp", key.ranks_of_tp, key, traffic)
         ulysses, ring = (_axis("cp", ranks, key, traffic) for ranks in of_cp)  # as a run's state names both
+        ring = replace(ring, index=self._busiest)
         attends = None
         if part is not None:
             attends = ContextAttention(ulysses, ring, key.model.sliding_window, key.reduce_dtype, on_cuda=key.on_cuda)
@@ -272,15 +274,22 @@ class _Bench:
     def __exit__(self, *error: object) -> None:
         self._fake.__exit__(*error)
 
+    @property
+    def _busiest(self) -> int:
+        """On the ring: they have as much to do, but where a window cuts less from the part of one than of another."""
+        key = self._key
+        ring = len(key.ranks_of_cp) // key.ulysses
+        pairs = [work(one, key.model.sliding_window) for one in shards((key.model.seq_len,), ring)]
+        return pairs.index(max(pairs))
+
     def _part(self) -> SamplePart | None:
         key = self._key
-        cp = len(key.ranks_of_cp)
-        if cp == 1 and not key.documents:
+        if len(key.ranks_of_cp) == 1 and not key.documents:
             return None
-        sizes = key.ulysses, 0, cp // key.ulysses, 0
+        sizes = key.ulysses, 0, len(key.ranks_of_cp) // key.ulysses, self._busiest
         count = key.samples if key.documents else 1  # documents give each sample its positions
         each = [(key.model.seq_len,)] * count
-        return _part(each, *sizes, torch.device("cpu"))
+        return replace(_part(each, *sizes, torch.device("cpu")), of_any=not key.documents)
 
     def trace(
         self, unit: nn.Module, run: Callable[[Tensor | None], Tensor], shape: tuple[int, ...] | None
@@ -449,7 +458,7 @@ class _Gradients(GradientReducer):
 
 
 def _axis(name: str, ranks: tuple[int, ...], key: TraceKey, traffic: RecordedTraffic) -> Axis:
-    """Of the first of these ranks, which has the same part in everything as the others."""
+    """Of the first of these ranks."""
     if len(ranks) == 1:
         return Axis(name, ranks, traffic=traffic)
     group = Group(None, torch.device("cpu"), 0.0, False, key.per_node, ())
