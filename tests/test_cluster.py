@@ -185,7 +185,7 @@ def test_whole_steps_stretch_what_their_parts_take(monkeypatch: pytest.MonkeyPat
         return [first, *[([planned] * 3, [0.0] * 3)] * (count - 1)]
 
     monkeypatch.setattr(calibrate_steps, "in_processes", steps)
-    assert calibrate_steps.step_stretch(bare, lambda: None) == pytest.approx(1.25)
+    assert calibrate_steps.step_stretch(bare) == pytest.approx(1.25)
 
 
 def test_groups_that_cross_a_shared_link_side_by_side_wait_for_each_others_bytes() -> None:

@@ -29,5 +29,5 @@ def calibrate(
         write_calibration(found, out)
     except (OSError, RuntimeError) as error:
         fail(str(error), 1)
-    fastest = max(found.device.peak_flops.values())
+    fastest = max(found.device.peak_flops.values()) * (1.0 if found.processors else found.device.product_share)
     print(f"{out}: {found.device.name}, up to {fastest / 1e9:.0f} GFLOP/s; megazero plan RUN.toml --gpu {out}")

@@ -7,6 +7,8 @@
     steps        of runs beside their plans: what is left stretches every operator
 
 Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: seconds.
+Of a GPU the operators of large Llamas tell the shares (calibrate_gpu.py).  Its host runs ahead, so a whole step bounds the
+host's time for an operator from above; the least of all steps is it, that of a small model.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import gc
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import product
@@ -25,18 +27,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_any_only, tree_iter
 
 from megazero.config import ResolvedRun
 from megazero.plan.activations import elements_in, stages_of
 from megazero.plan.calibrate_collectives import collective_samples, mean_of
+from megazero.plan.calibrate_gpu import fitted, gpu_here
 from megazero.plan.calibrate_steps import step_stretch
 from megazero.plan.calibration import Calibration, OperatorTable, Product, Samples, with_itself
 from megazero.plan.devices import Device, Link
 from megazero.plan.fake_tensors import Operator, Value
 from megazero.plan.operator_times import attention_flops, moved_bytes, product_of
 from megazero.plan.processes import in_processes
-from megazero.plan.speed_probe import LR, SpeedProbe, small_run, started, step_seconds
+from megazero.plan.speed_probe import LR, ON_GPU, SpeedProbe, small_run, started, step_seconds
 from megazero.zero.bucket import DTYPE_NAMES
 
 _STEPS = 5
@@ -47,6 +50,7 @@ _OPTIMIZER = ("aten._fused_adamw_", "aten.linalg_vector_norm", "aten._foreach")
 class _Record:
     """Times by what was done, in units of the probe's at that moment; and the probe's seconds."""
 
+    on_gpu: bool
     products: dict[tuple[str, int, int, int], list[float]] = field(default_factory=partial(defaultdict, list))
     operators: dict[tuple[str, float], list[float]] = field(default_factory=partial(defaultdict, list))
     optimizer: list[tuple[float, float]] = field(default_factory=list)
@@ -64,11 +68,11 @@ class _Record:
 
 
 class _Timed(TorchDispatchMode):
-    """Times every operator that is no view."""
+    """Times every operator of a device that is no view."""
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, synchronize: Callable[[], None]) -> None:
         super().__init__()
-        self._synchronize = synchronize
+        self._kind, self._synchronize = device.type, synchronize
         self.found: list[tuple[Operator, float]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +81,8 @@ class _Timed(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._synchronize()
         seconds = time.perf_counter() - begin
-        if not func.is_view:
+        here = tree_any_only(torch.Tensor, lambda one: one.device.type == self._kind, (args, kwargs, result))
+        if here and not func.is_view:
             inputs, outputs = (tuple(_values(one)) for one in ((args, kwargs), result))
             causal = "attention" in str(func) and any(one is True for one in tree_iter((args, kwargs)))
             self.found.append((Operator(str(func), inputs, outputs, causal), seconds))
@@ -88,21 +93,23 @@ def _values(found: Any) -> Iterator[Value]:
     return (Value(0, tuple(one.shape), one.dtype) for one in tree_iter(found) if isinstance(one, torch.Tensor))
 
 
-def sizes(*, quick: bool) -> list[ResolvedRun]:
-    """Runs of one rank, whose layers are those of ranks that share a model, too."""
+def sizes(*, quick: bool = False, on_gpu: bool = False) -> list[ResolvedRun]:
+    """Runs of one rank, whose layers are those of ranks that share a model; on a GPU behind one that its host bounds."""
+    if on_gpu:
+        every = product((2048,) if quick else (2048, 4096), (1,) if quick else (1, 4), (2048, 4096))
+        return [small_run("llama", *one, **ON_GPU) for one in ((256, 1, 128), *every)]
     hidden, cuts, tokens = ((256,), (1, 2), (128, 512)) if quick else ((128, 256, 512), (1, 2, 4), (64, 128, 256, 512))
-    found = []
-    for family, width, cut, count in product(("llama", "gpt2"), hidden, cuts, tokens):
-        if family == "gpt2" and (cut > 1 or width > 256):
-            continue
-        found.append(small_run(family, width, cut, count))
-    return found
+    return [
+        small_run(family, width, cut, count)
+        for family, width, cut, count in product(("llama", "gpt2"), hidden, cuts, tokens)
+        if family == "llama" or (width <= 256 and cut == 1)
+    ]
 
 
-def _measured(_: int, runs: list[ResolvedRun]) -> _Record:
+def _measured(_: int, runs: list[ResolvedRun], device: torch.device) -> _Record:
     """Times of the operators of these runs' steps, while the other processes run theirs."""
-    record, device = _Record(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    record = _Record(on_gpu=device.type == "cuda")
+    synchronize = torch.cuda.synchronize if record.on_gpu else lambda: None
     probe = SpeedProbe(device, synchronize)
     for run in runs:
         engine, batches = started(run, device)
@@ -112,7 +119,7 @@ def _measured(_: int, runs: list[ResolvedRun]) -> _Record:
         between = probe.seconds()
         timed: list[list[tuple[Operator, float]]] = []
         for _ in range(_STEPS):
-            with _Timed(synchronize) as mode:
+            with _Timed(device, synchronize) as mode:
                 engine.train_step(batches, LR)
             timed.append(mode.found)
         after = probe.seconds()
@@ -121,10 +128,6 @@ def _measured(_: int, runs: list[ResolvedRun]) -> _Record:
         del engine
         gc.collect()
     return record
-
-
-def _nothing() -> None:
-    """A CPU has done what was called."""
 
 
 def _keep(
@@ -140,10 +143,11 @@ def _keep(
         probes: the probe's seconds beside the whole steps, and beside those whose operators were timed.
     """
     medians = [(same[0][0], median(seconds for _, seconds in same) / probes[1]) for same in zip(*timed, strict=True)]
-    whole /= probes[0]
-    own, stepped, count = 0.0, 0.0, 0
+    whole, count, stepped = whole / probes[0], len(medians), 0.0
+    if record.on_gpu:  # the least is a launch and a wait, between which each was timed
+        least = min(seconds for operator, seconds in medians if moved_bytes(operator))
+        medians = [(operator, seconds - least) for operator, seconds in medians if seconds > least]
     for operator, seconds in medians:
-        own, count = own + seconds, count + 1
         if operator.name.startswith(_OPTIMIZER):
             stepped += seconds
         elif (shape := product_of(operator)) is not None:
@@ -154,6 +158,7 @@ def _keep(
             record.operators[operator.name, size].append(seconds)
     elements = sum(map(elements_in, stages_of(run.config)))
     record.optimizer.append((float(elements), stepped))
+    own = 0.0 if record.on_gpu else sum(seconds for _, seconds in medians)  # a GPU's is beside the host's
     record.host.append(max(0.0, whole - own) / count)
 
 
@@ -165,7 +170,8 @@ def _table(record: _Record) -> OperatorTable:
             by_name[name].append((size, median(times)))
     by_name["optimizer"] = record.optimizer
     products = tuple(Product(*key, median(times)) for key, times in sorted(record.products.items()))
-    relative = OperatorTable(products, {name: _samples(found) for name, found in by_name.items()}, median(record.host))
+    host = (min if record.on_gpu else median)(record.host)
+    relative = OperatorTable(products, {name: _samples(found) for name, found in by_name.items()}, host)
     return relative.scaled(median(record.probes))
 
 
@@ -179,50 +185,41 @@ def _samples(found: list[tuple[float, float]]) -> Samples:
 
 def calibrate(*, quick: bool = False, say: Callable[[str], None] = print) -> Calibration:
     """Measure this machine: its one GPU if it has one, else its processors."""
-    on_gpu, begin = torch.cuda.is_available(), time.perf_counter()
-    processors = 0 if on_gpu else len(os.sched_getaffinity(0))
-    runs = sizes(quick=quick)
-    say(f"{len(runs)} small models in one process")
-    (record,) = in_processes(1, _measured, runs)
+    begin, conditions = time.perf_counter(), f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    (gpu,) = in_processes(1, gpu_here)  # not here: a process that is forked from one that used CUDA cannot use it
+    runs, kind = sizes(quick=quick, on_gpu=gpu is not None), torch.device("cpu" if gpu is None else "cuda")
+    say(f"{len(runs)} models in one process")
+    (record,) = in_processes(1, _measured, runs, kind)
     alone, probes = _table(record), [median(record.probes)]
-    crowded, collectives = alone, dict[str, Samples]()
+    if gpu is not None:
+        if not gpu.peak_flops:
+            say(f"{gpu.name} has no data sheet here: what was fastest are its peaks, and its link is taken for PCIe")
+        device = fitted(gpu, alone)
+        say(", ".join(f"{name} {value:.3f}" for name, value in vars(device).items() if name.endswith("_share")))
+        return Calibration(device, 0, device.link, alone, alone, {}, (probes[0], probes[0]), conditions)
+    processors, crowded, collectives = len(os.sched_getaffinity(0)), alone, dict[str, Samples]()
     if processors > 1:
         say(f"the same in {processors} processes")
-        record = reduce(_Record.add, in_processes(processors, _measured, runs))
+        record = reduce(_Record.add, in_processes(processors, _measured, runs, kind))
         crowded = _table(record)
         probes.append(median(record.probes))
-    if processors:
-        for ranks in (2, 4) if quick else (2, 4, 8):
-            say(f"collectives of {ranks} ranks")
-            collectives |= mean_of(in_processes(ranks, collective_samples, 0, 3 if quick else 12))
-    device, within = _device(alone, on_gpu=on_gpu), _link_of(collectives)
-    conditions = f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-    device, both = replace(device, link=within), (probes[0], probes[-1])
+    for ranks in (2, 4) if quick else (2, 4, 8):
+        say(f"collectives of {ranks} ranks")
+        collectives |= mean_of(in_processes(ranks, collective_samples, 0, 3 if quick else 12))
+    (_, first), *_, (size, last) = collectives["send_recv 2"]
+    within, both = Link("this machine", size / last, first), (probes[0], probes[-1])
+    device = _device(alone, within)
     bare = with_itself(Calibration(device, processors, within, alone, crowded, collectives, both, conditions))
     say("steps of runs beside their plans")
-    stretch = step_stretch(bare, torch.cuda.synchronize if on_gpu else _nothing, 1 if quick else 3)
+    stretch = step_stretch(bare, 1 if quick else 3)
     say(f"{stretch:.3f} times as long as planned; {time.perf_counter() - begin:.0f} s")
     return with_itself(replace(bare, alone=alone.scaled(stretch), crowded=crowded.scaled(stretch)))
 
 
-def _device(table: OperatorTable, *, on_gpu: bool) -> Device:
-    """What was measured as a device: the fastest product, and the fastest copy."""
-    fastest: dict[str, float] = {}
-    for one in table.products:
-        fastest[one.dtype] = max(fastest.get(one.dtype, 0.0), 2.0 * one.m * one.n * one.k / one.seconds)
-    peaks = {dtype: fastest.get(dtype, max(fastest.values())) for dtype in ("bf16", "fp16", "fp32")}
+def _device(table: OperatorTable, link: Link) -> Device:
+    """A host as a device: the fastest product, in fp32, and the fastest copy."""
+    fastest = max(2.0 * one.m * one.n * one.k / one.seconds for one in table.products)
+    peaks = dict.fromkeys(("bf16", "fp16", "fp32"), fastest)
     copies = [size / seconds for name in table.operators if "add" in name for size, seconds in table.operators[name]]
-    name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if on_gpu:
-        properties = torch.cuda.get_device_properties(0)
-        name, memory = properties.name, properties.total_memory
-    return Device(name, memory, peaks, max(copies, default=1e10), max(copies, default=1e10), Link("none", 1e10, 1e-5))
-
-
-def _link_of(collectives: Mapping[str, Samples]) -> Link:
-    """Messages between two ranks as a link."""
-    samples = collectives.get("send_recv 2")
-    if not samples:
-        return Link("one device", 1e10, 1e-5)
-    (_, first), (size, last) = samples[0], samples[-1]
-    return Link("this machine", size / last, first)
+    memory, bandwidth = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), max(copies, default=1e10)
+    return Device("cpu", memory, peaks, bandwidth, bandwidth, link)

@@ -8,8 +8,7 @@ Caches that others have used, buffers between actions, the kernel's own work: on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import product
 from statistics import median
 
@@ -30,17 +29,12 @@ _MODEL = {"family": "llama", "hidden_size": 256, "num_layers": 6, "num_heads": 4
 _STEPS, _MOST_RANKS = 3, 8
 
 
-def step_stretch(bare: Calibration, synchronize: Callable[[], None], turns: int = 3) -> float:
-    """The median ratio of measured to planned steps.
-
-    Args:
-        synchronize: waits for the device.
-        turns: times that a row of steps is measured.
-    """
+def step_stretch(bare: Calibration, turns: int = 3) -> float:
+    """The median ratio of measured to planned steps.  `turns`: times that a row of steps is measured."""
     ratios = []
     for run in _runs(bare.processors):
         cluster = Cluster(bare.device, run.world_size, run.world_size, bare.within, bare.within, bare.processors)
-        ranks = in_processes(run.world_size, _steps, run, max(1, bare.processors), synchronize, turns)
+        ranks = in_processes(run.world_size, _steps, run, bare.processors, turns)
         probe = bare.probe_seconds[run.world_size > 1]
         slowest = [max(steps) for steps in zip(*(seconds for seconds, _ in ranks), strict=True)]
         probes = [max(beside) for beside in zip(*(beside for _, beside in ranks), strict=True)]
@@ -64,15 +58,13 @@ def _runs(processors: int) -> Iterator[ResolvedRun]:
             yield resolve(RunConfig.model_validate(document), world)
 
 
-def _steps(
-    rank: int, run: ResolvedRun, processors: int, synchronize: Callable[[], None], turns: int
-) -> tuple[list[float], list[float]]:
+def _steps(rank: int, run: ResolvedRun, processors: int, turns: int) -> tuple[list[float], list[float]]:
     """Seconds of some steps, and of the probe beside each, with a probe on every processor; 0 on ranks that run none."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cpu")
     state = ParallelState(run.grid, rank, device=device, neighbours=run.world_size)
     engine = initialize(run.config, state)
     batches = random_batches(run, engine.share)
-    probe = SpeedProbe(device, synchronize) if rank < processors else None
+    probe = SpeedProbe(device) if rank < processors else None
 
     def probed() -> float:
         dist.barrier()
@@ -80,12 +72,11 @@ def _steps(
         dist.barrier()
         return seconds
 
-    step = partial(step_seconds, engine, batches, synchronize)
     engine.train_step(batches, LR)
     seconds, beside, before = list[float](), list[float](), probed()
     for _ in range(turns):
-        step()  # the probe's data left the caches
-        seconds += [step() for _ in range(_STEPS)]
+        step_seconds(engine, batches)  # the probe's data left the caches
+        seconds += [step_seconds(engine, batches) for _ in range(_STEPS)]
         after = probed()
         beside += [(before + after) / 2] * _STEPS
         before = after

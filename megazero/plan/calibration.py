@@ -112,8 +112,8 @@ class Calibration:
     """Everything that was measured.
 
     Args:
-        device: the machine as a device, with this calibration in it.
-        processors: cores that the ranks of a node share; 0 for devices of their own.
+        device: a host as a device, with this calibration in it; or a GPU with the shares that were fitted, and without.
+        processors: cores that the ranks of a node share; 0: a GPU, whose plans need the device alone.
         within: between ranks of one node.
         alone, crowded: see above; equal where nothing is shared.
         collectives: seconds by operation and ranks of one host, "all_reduce 4", or of several with so many ranks each,
@@ -215,7 +215,7 @@ def read_calibration(path: Path) -> Calibration:
         raise ValueError(
             f"{path} is no calibration ({why}); write one with: megazero calibrate --out {path}"
         ) from error
-    return with_itself(bare)
+    return with_itself(bare) if bare.processors else bare
 
 
 def with_itself(bare: Calibration) -> Calibration:
@@ -261,8 +261,9 @@ def _check_numbers(found: Mapping[str, Any]) -> None:
         if not pairs or sizes != sorted(set(sizes)) or not all(0 < one < inf for pair in pairs for one in pair):
             raise ValueError(f"the samples of {name} are not positive, or not sorted by size")
     numbers = [one for table in tables for product in table["products"] for one in product[1:]]
-    numbers += [found["within"]["bytes_per_second"], found["within"]["share"]]
     device = found["device"]
+    numbers += [found["within"]["bytes_per_second"], found["within"]["share"], device["launch_seconds"]]
     numbers += [*device["peak_flops"].values(), *(device[key] for key in ("memory_bytes", "memory_bandwidth"))]
-    if not all(0 < one < inf for one in numbers):
-        raise ValueError("a number in it is not positive")
+    shares = [share for name, share in device.items() if name.endswith("_share")]
+    if not all(0 < one < inf for one in numbers + shares) or max(shares) > 1:
+        raise ValueError("a number in it is not positive, or a share is above 1")

@@ -51,7 +51,7 @@ class Cluster:
         """What was measured of operators, beside as many busy processors as here; None where nothing was."""
         if (calibration := self.device.calibration) is None:
             return None
-        return calibration.table(max(min(self.ranks, self.per_node), calibration.processors // max(1, self.processors)))
+        return calibration.table(max(min(self.ranks, self.per_node), calibration.processors // self.processors))
 
     def __str__(self) -> str:
         links = self.within.name + (f", {self.between.name} between nodes" if self.nodes > 1 else "")

@@ -61,7 +61,7 @@ class Device:
         product_share, attention_share, attention_backward_share: of the peak, of large products and of fused attention.
         memory_share: of the bandwidth, of operators that only move data.
         launch_seconds: host time of an operator that is not compiled.
-        calibration: what was measured on it; it goes before the shares.  None: nothing.
+        calibration: of a host whose processors its ranks share: it goes before the shares.  None: nothing.
     """
 
     name: str
@@ -112,14 +112,14 @@ class _Maker(NamedTuple):
 
 _AMPERE, _HOPPER, _OTHER, _AMD = _Maker(0.71, 0.65, 0.58), _Maker(0.59, 0.45, 0.42), _Maker(), _Maker(0.5)
 _FABRIC = Link("infinity fabric, 448 GB/s", 448e9, 5e-6, 0.7)
-_NVLINK3, _NVLINK4, _NVLINK5, _PCIE4, _PCIE5 = _nvlink(300, 0.78), _nvlink(450), _nvlink(900), _pcie(32), _pcie(64)
+_NVLINK3, _NVLINK4, _NVLINK5, PCIE4, _PCIE5 = _nvlink(300, 0.78), _nvlink(450), _nvlink(900), _pcie(32), _pcie(64)
 
 DEVICES: Mapping[str, Device] = {
     one.name: one
     for one in (
         _AMPERE.gpu("a100-40", 108, 40_536, 312, 19.5, 1_555, 32, _NVLINK3),
         _AMPERE.gpu("a100-80", 108, 81_920, 312, 19.5, 2_039, 32, _NVLINK3),
-        _AMPERE.gpu("a100-pcie", 108, 81_920, 312, 19.5, 1_935, 32, _PCIE4),
+        _AMPERE.gpu("a100-pcie", 108, 81_920, 312, 19.5, 1_935, 32, PCIE4),
         _AMPERE.gpu("a800", 108, 81_920, 312, 19.5, 2_039, 32, _nvlink(200, 0.78)),
         _HOPPER.gpu("h100", 132, 81_559, 989, 67, 3_350, 64, _NVLINK4),
         _HOPPER.gpu("h100-pcie", 114, 81_559, 756, 51, 2_000, 64, _PCIE5),
@@ -131,10 +131,10 @@ DEVICES: Mapping[str, Device] = {
         _HOPPER.gpu("gh200", 132, 97_871, 989, 67, 4_000, 450, _NVLINK4),
         _HOPPER.gpu("b200", 148, 183_359, 2_250, 80, 8_000, 64, _NVLINK5),
         _HOPPER.gpu("gb200", 152, 189_471, 2_500, 80, 8_000, 450, _NVLINK5),
-        _OTHER.gpu("l40s", 142, 46_068, 362, 91.6, 864, 32, _PCIE4),
-        _OTHER.gpu("l4", 58, 23_034, 121, 30.3, 300, 32, _PCIE4),
-        _OTHER.gpu("a40", 84, 46_068, 150, 37.4, 696, 32, _PCIE4),
-        _OTHER.gpu("a10", 72, 23_028, 125, 31.2, 600, 32, _PCIE4),
+        _OTHER.gpu("l40s", 142, 46_068, 362, 91.6, 864, 32, PCIE4),
+        _OTHER.gpu("l4", 58, 23_034, 121, 30.3, 300, 32, PCIE4),
+        _OTHER.gpu("a40", 84, 46_068, 150, 37.4, 696, 32, PCIE4),
+        _OTHER.gpu("a10", 72, 23_028, 125, 31.2, 600, 32, PCIE4),
         _AMD.gpu("mi300x", 304, 196_592, 1_307, 163.4, 5_300, 64, _FABRIC),
     )
 }

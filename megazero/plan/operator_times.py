@@ -9,7 +9,7 @@ what is used after it.  A sum into the gradients behind a product is the end of 
 
     mm -> [ mul, silu, mul ] -> mm         not compiled 8 tensors pass through memory, compiled 3
 
-Where the device was calibrated, an operator takes what was measured of it, and the host's time for it.
+On a calibrated host an operator takes what was measured of it, and the host's time for it.
 
 A product is dealt to the multiprocessors in tiles of 128 x 256, all of which write their results at the end of a wave; the
 last wave may leave some without work.
@@ -159,7 +159,7 @@ def kernels_of(events: Sequence[Event], device: Device, later: Iterable[Event], 
         later: the passes after it, whose operators read what it keeps.
         is_compiled: see above.
     """
-    if device.calibration is not None or not is_compiled:
+    if not is_compiled:
         for event in events:
             yield event if isinstance(event, Message) else _kernel(event, device)
         return
@@ -250,11 +250,12 @@ def _product_seconds(shape: ProductShape, operator: Operator, device: Device, ta
         return known * shape.count
     moved = float(sum(value.nbytes for value in operator.inputs))
     computing = shape.flops / (device.peak_flops[dtype] * device.product_share * wave_share(shape, device))
-    bytes_per_second = device.memory_bandwidth * device.memory_share
-    return (
-        max(computing, moved / bytes_per_second)
-        + shape.count * shape.m * shape.n * shape.dtype.itemsize / bytes_per_second
-    )
+    return max(computing, moved / (device.memory_bandwidth * device.memory_share)) + writing_seconds(shape, device)
+
+
+def writing_seconds(shape: ProductShape, device: Device) -> float:
+    """Of the results, behind the last wave."""
+    return shape.count * shape.m * shape.n * shape.dtype.itemsize / (device.memory_bandwidth * device.memory_share)
 
 
 def wave_share(shape: ProductShape, device: Device) -> float:

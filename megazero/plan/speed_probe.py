@@ -21,6 +21,7 @@ from megazero.models.gpt import MicroBatch
 from megazero.parallel_state import ParallelState, RankGrid
 
 LR = 1e-4
+ON_GPU: dict[str, Any] = {"dtype": "bf16", "head_dim": 128, "longest": 4096}  # of `small_run`
 _CALLS = 3
 
 
@@ -31,18 +32,20 @@ class Alone(ParallelState):
         return 1
 
 
-def small_run(family: str, hidden: int, cut: int, tokens: int) -> ResolvedRun:
-    """Two layers with a part of the heads, of the MLP and of the vocabulary, as tp cuts them; two micro-batches."""
+def small_run(
+    family: str, hidden: int, cut: int, tokens: int, *, dtype: str = "fp32", head_dim: int = 64, longest: int = 128
+) -> ResolvedRun:
+    """Two layers with a part of heads, MLP and vocabulary, as tp cuts them; two micro-batches of samples up to `longest`."""
     ffn = (4 * hidden if family == "gpt2" else -(-8 * hidden // (3 * 256)) * 256) // cut
     model: dict[str, Any] = {"family": family, "hidden_size": hidden, "num_layers": 2, "ffn_hidden_size": ffn}
-    model |= {"num_heads": max(1, hidden // 64 // cut), "vocab_size": 512 // cut, "seq_len": min(128, tokens)}
+    model |= {"num_heads": max(1, hidden // head_dim // cut), "vocab_size": 512 // cut, "seq_len": min(longest, tokens)}
     if family == "llama":
-        model["head_dim"] = 64
+        model["head_dim"] = head_dim
     document = {
         "model": model,
-        "precision": {"dtype": "fp32"},
+        "precision": {"dtype": dtype},
         "zero": {"stage": 0},
-        "training": {"micro_batch_size": max(1, tokens // 128), "accumulation": 2, "compile": False},
+        "training": {"micro_batch_size": max(1, tokens // longest), "accumulation": 2, "compile": False},
     }
     return resolve(RunConfig.model_validate(document), 1)
 
@@ -55,8 +58,8 @@ def started(run: ResolvedRun, device: torch.device) -> tuple[Engine, list[MicroB
     return engine, batches
 
 
-def step_seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callable[[], None]) -> float:
-    """Of one step."""
+def step_seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callable[[], None] = lambda: None) -> float:
+    """Of one step.  `synchronize` waits for the device."""
     begin = time.perf_counter()
     engine.train_step(batches, LR)
     synchronize()
@@ -64,10 +67,11 @@ def step_seconds(engine: Engine, batches: list[MicroBatch], synchronize: Callabl
 
 
 class SpeedProbe:
-    """A step of a small Llama, about 0.05 s on a core.  `synchronize` waits for the device."""
+    """A step of a small Llama, about 0.05 s on a core; on a GPU of one that is bound by the GPU, not by its host."""
 
     def __init__(self, device: torch.device, synchronize: Callable[[], None] = lambda: None) -> None:
-        self._engine, self._batches = started(small_run("llama", 256, 1, 128), device)
+        run = small_run("llama", 256, 1, 128) if device.type == "cpu" else small_run("llama", 2048, 1, 2048, **ON_GPU)
+        self._engine, self._batches = started(run, device)
         self._synchronize = synchronize
 
     def seconds(self) -> float:

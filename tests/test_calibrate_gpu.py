@@ -1,0 +1,194 @@
+"""A calibrated GPU: its shares come back from the times that they make, and a plan takes them as it takes a data sheet's."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.config import ResolvedRun, RunConfig, resolve
+from megazero.plan import calibrate as calibrating
+from megazero.plan.calibrate import _keep, _Record, _table, calibrate, sizes
+from megazero.plan.calibrate_gpu import fitted, gpu_here
+from megazero.plan.calibration import Calibration, OperatorTable, read_calibration, write_calibration
+from megazero.plan.cluster import Cluster, cluster_of
+from megazero.plan.devices import DEVICES, NETWORKS, PCIE4, Device
+from megazero.plan.fake_tensors import Operator, Value
+from megazero.plan.operator_times import operator_seconds
+from megazero.plan.processes import in_processes
+from megazero.plan.step_time import step_time_of
+
+WAITED, LAUNCH = 3e-5, 1e-5
+SHARES = ("product_share", "attention_share", "attention_backward_share", "memory_share")
+
+
+def _operator(
+    name: str, inputs: list[tuple[int, ...]], output: tuple[int, ...], *, is_causal: bool = False
+) -> Operator:
+    values = tuple(Value(0, shape, torch.bfloat16) for shape in inputs)
+    return Operator(f"aten.{name}", values, (Value(0, output, torch.bfloat16),), is_causal)
+
+
+def _operators_of(run: ResolvedRun) -> Iterator[Operator]:
+    """Products forward and backward of a Llama's layer, its attention, and some of what only moves data."""
+    model = run.config.model
+    tokens, hidden, ffn = model.seq_len, model.hidden_size, model.ffn_hidden_size or 0
+    for m, n, k in {
+        (a, b, c) for width in (hidden, ffn) for a, b, c in ((tokens, width, hidden), (width, hidden, tokens))
+    }:
+        yield _operator("mm.default", [(m, k), (k, n)], (m, n))
+    heads = (1, model.num_heads, tokens, 128)
+    yield _operator("_scaled_dot_product_flash_attention.default", [heads] * 3, heads, is_causal=True)
+    yield _operator("_scaled_dot_product_flash_attention_backward.default", [heads] * 5, heads, is_causal=True)
+    for name, width in product(("mul.Tensor", "add.Tensor"), (hidden, ffn)):
+        yield _operator(name, [(tokens, width)] * 2, (tokens, width))
+    yield _operator("_to_copy.default", [(tokens, hidden)], (tokens, hidden))
+    yield _operator("_fused_adamw_.default", [(hidden, ffn)] * 3, (hidden, ffn))
+    yield _operator("add.Tensor", [(1,), (1,)], (1,))  # nothing but a launch and a wait
+
+
+def _record_of(device: Device, runs: list[ResolvedRun]) -> Any:
+    """As if the steps of these runs had been timed on a device; a host that is faster than it waits for it.
+
+    Of the small first run only the host's time is true: what its operators seem to take may be less than any device needs.
+    """
+    record = _Record(on_gpu=True, probes=[1.0])
+    for run in runs:
+        part = 0.1 if run is runs[0] else 1.0
+        timed = [(one, part * operator_seconds(one, device) + WAITED) for one in _operators_of(run)]
+        computing = sum(seconds - WAITED for _, seconds in timed)
+        _keep(record, run, [timed], max(computing, len(timed) * LAUNCH), (1.0, 1.0))
+    return record
+
+
+def _table_of(device: Device) -> OperatorTable:
+    return _table(_record_of(device, sizes(on_gpu=True)))
+
+
+def _with_cuda(monkeypatch: pytest.MonkeyPatch, name: str, multiprocessors: int, check: Callable[[], None]) -> None:
+    """A machine whose CUDA has this device; `check` comes before every answer."""
+    found = SimpleNamespace(name=name, total_memory=7 << 30, multi_processor_count=multiprocessors)
+
+    def answer(value: object) -> Callable[..., object]:
+        def asked(*_: object) -> object:
+            check()
+            return value
+
+        return asked
+
+    monkeypatch.setattr(torch.cuda, "is_available", answer(True))
+    monkeypatch.setattr(torch.cuda, "device_count", answer(1))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", answer(found))
+
+
+@pytest.mark.parametrize("name", ["h100", "a100-40", "l4", "mi300x"])
+@pytest.mark.parametrize("shares", [(0.55, 0.4, 0.35, 0.8), (0.83, 0.71, 0.6, 0.95), (0.3, 0.2, 0.1, 0.5)])
+def test_shares_come_back_from_the_times_that_they_make(name: str, shares: tuple[float, ...]) -> None:
+    device = replace(DEVICES[name], **dict(zip(SHARES, shares, strict=True)))  # type: ignore[arg-type]
+    found = fitted(DEVICES[name], _table_of(device))
+    assert [getattr(found, share) for share in SHARES] == pytest.approx(shares, rel=0.02)
+    assert found.launch_seconds == pytest.approx(LAUNCH, rel=0.02)
+    same = {**dict.fromkeys(SHARES, 1.0), "launch_seconds": 1.0}
+    assert replace(found, **same) == replace(device, **same)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("base", ["a100-80", "l40s"])
+def test_operators_of_a_device_without_a_data_sheet_take_what_they_took(
+    monkeypatch: pytest.MonkeyPatch, base: str
+) -> None:
+    device = replace(DEVICES[base], attention_share=0.4, attention_backward_share=0.3)
+    _with_cuda(monkeypatch, "NVIDIA Another 1", device.multiprocessors, lambda: None)
+    bare = gpu_here(0)
+    assert bare is not None
+    found = fitted(bare, _table_of(device))
+    assert (found.name, found.memory_bytes, found.link) == ("NVIDIA Another 1", 7 << 30, PCIE4)
+    assert all(0 < getattr(found, share) <= 1 for share in SHARES)
+    assert found.peak_flops["bf16"] == pytest.approx(device.peak_flops["bf16"] * device.product_share, rel=0.02)
+    for operator in _operators_of(sizes(on_gpu=True)[-3]):  # the largest
+        assert operator_seconds(operator, found) == pytest.approx(operator_seconds(operator, device), rel=0.02)
+
+
+def test_no_share_is_above_one_and_what_was_not_measured_stays() -> None:
+    device = DEVICES["h200"]
+    fast = fitted(device, _table_of(device).scaled(0.3))
+    assert [getattr(fast, share) for share in SHARES] == [1.0] * 4
+    assert fitted(device, OperatorTable((), {}, 0.0)) == device
+
+
+def _calibration(device: Device) -> Calibration:
+    table = _table_of(device)
+    return Calibration(device, 0, device.link, table, table)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_plan_takes_a_calibrated_gpu_as_a_data_sheet_of_its_shares(
+    tmp_path: Path, stage: int, compiles: bool
+) -> None:
+    device = replace(DEVICES["h100"], product_share=0.5, memory_share=0.7, launch_seconds=4e-6)
+    write_calibration(_calibration(device), tmp_path / "gpu.json")
+    cluster = cluster_of(str(tmp_path / "gpu.json"), 4, 8)
+    assert cluster == Cluster(device, 4, 4, device.link, NETWORKS["ib400"])
+    assert cluster.device.calibration is None
+    model = {"family": "llama", "hidden_size": 1024, "num_layers": 2, "num_heads": 8, "vocab_size": 512, "seq_len": 512}
+    training = {"micro_batch_size": 1, "accumulation": 2, "compile": compiles}
+    document = {"model": model, "parallel": {"tp": 2}, "zero": {"stage": stage}, "training": training}
+    run = resolve(RunConfig.model_validate(document), 4)
+    found = step_time_of(run, cluster)
+    assert found == step_time_of(run, Cluster(device, 4, 4, device.link, NETWORKS["ib400"]))
+    assert found.exposed["tp"] > 0
+    assert found.hidden["dp"] > 0
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, float("nan")])
+@pytest.mark.parametrize("share", SHARES)
+def test_a_file_with_an_impossible_share_is_told(tmp_path: Path, share: str, value: float) -> None:
+    path = tmp_path / "gpu.json"
+    write_calibration(_calibration(DEVICES["h100"]), path)
+    assert read_calibration(path).device == DEVICES["h100"]
+    found = json.loads(path.read_text())
+    del found["sha256"]
+    found["device"][share] = value
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="megazero calibrate --out"):
+        read_calibration(path)
+
+
+def test_runs_on_a_gpu_are_large_and_in_bf16() -> None:
+    """But for the first, which its host bounds."""
+    for quick, widths in ((True, {2048}), (False, {2048, 4096})):
+        small, *large = sizes(quick=quick, on_gpu=True)
+        assert small.config.model.hidden_size == 256
+        assert {run.config.model.hidden_size for run in large} == widths
+        assert {run.config.precision.dtype for run in (small, *large)} == {"bf16"}
+        assert {run.config.model.head_size for run in large} == {128}
+        assert {(run.config.model.seq_len, run.micro_batch_size) for run in large} == {(2048, 1), (4096, 1)}
+
+
+def test_only_forked_processes_ask_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is forked from one that has used CUDA cannot use it."""
+    parent = os.getpid()
+
+    def check() -> None:
+        if os.getpid() == parent:
+            raise AssertionError("the parent asked CUDA")
+
+    def processes(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        if work is gpu_here:
+            return in_processes(count, work, *arguments)
+        runs, device = arguments
+        assert (count, device.type) == (1, "cuda")
+        return [_record_of(replace(DEVICES["h100"], product_share=0.5), runs)]
+
+    _with_cuda(monkeypatch, "NVIDIA H100 80GB HBM3", 132, check)
+    monkeypatch.setattr(calibrating, "in_processes", processes)
+    found = calibrate(quick=True, say=lambda _: None)
+    assert (found.processors, found.device.name, found.device.memory_bytes) == (0, "h100", 7 << 30)
+    assert found.device.calibration is None
+    assert found.device.product_share == pytest.approx(0.5, rel=0.02)
