@@ -63,7 +63,9 @@ def test_the_command_says_what_64_gpus_would_do() -> None:
     wide = megazero("check", QUICKSTART, "--world-size", "64").stdout
     assert wide.endswith("can run on 64 ranks\n")
     assert "nproc_per_node" not in wide
-    small = megazero("check", QUICKSTART, "--world-size", "8", "--device-gib", "0.001", "launch.device=cpu").stdout
+    refused = megazero("check", QUICKSTART, "--world-size", "8", "--device-gib", "0.001", "launch.device=cpu")
+    small = refused.stdout
+    assert refused.returncode == 2
     assert small.endswith("quickstart.toml is right for 8 ranks, but does not fit the device\n"), small
     assert "counting on 90% of what it frees; the most is " in small
     assert "offload" not in small  # a CPU's memory is the host's
@@ -184,7 +186,7 @@ def test_what_context_parallelism_sends_is_told_and_how_even_its_work_is(packed:
     assert sent.endswith("over their mean: 1.000, 1.000 at most")
     assert documents == (
         "documents: 4.0 in a sample, of 8 tokens on average and 8 at most; "
-        f"attention sees {4 * 8 * 9 / (32 * 33):.1%} of the pairs of whole samples (the first 64 samples)"
+        f"attention sees {4 * 8 * 9 / (32 * 33):.1%} of the pairs of whole samples (the first 34 samples)"
     )
     assert "one document" not in documents
     (alone,) = _lines(*words[3:], f"{one}=true")["context"]

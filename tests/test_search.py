@@ -59,7 +59,7 @@ class PlainJudge:
         chunks = max(parallel.virtual_stages, 2 if parallel.schedule == "zbv" else 1)
         bubble = (parallel.pp - 1) / run.accumulation / chunks
         messages = 0.11 * (parallel.tp - 1) + 0.06 * (parallel.cp - 1) + 0.02 * config.zero.stage
-        return compute * (1 + bubble) * (1 + messages) + 1e-4 / run.micro_batch_size
+        return compute * (1 + bubble) * (1 + messages) + 1e-4 * abs(run.micro_batch_size - 2)
 
 
 @pytest.fixture
@@ -85,6 +85,7 @@ _SPACE = Space(
     gather_policies=("action",),
     shard_groups=(0,),
     reliefs=tuple(Relief(recompute, offload) for recompute in (0, 1, 3) for offload in ("none", "both")),
+    per_node=4,
 )
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from megazero.cli._common import callback_rule
+from megazero.cli._common import callback_rule, fail
 from megazero.settings import counted
 from megazero.training.signals import EXIT_REFUSED
 
@@ -50,12 +50,12 @@ def check(
     try:
         cluster = None
         if gpu is not None or device_gib is not None:
-            cluster = cluster_of(gpu or "h200", run.world_size, nproc_per_node)
+            names = "--world-size", "--nproc-per-node"
+            cluster = cluster_of(gpu or "h200", run.world_size, nproc_per_node, options=names)
         if cluster is not None and device_gib is not None:
             cluster = with_memory(cluster, device_gib, on_cuda=run.config.launch.device != "cpu")
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(EXIT_REFUSED) from None
+        fail(str(error), EXIT_REFUSED)
     fits = True
     for subject, text in describe(run, min(nproc_per_node, run.world_size), cluster):
         print(f"{subject:<9} {text}")
@@ -64,5 +64,7 @@ def check(
         print(f"resume    {line}")
     condition = ", if what was not checked is there" if not_here(run.config) else ""
     ranks = counted(run.world_size, "rank")
-    can = f"can run on {ranks}" if fits else f"is right for {ranks}, but does not fit the device"
-    print(f"{os.fspath(config)} {can}{condition}")
+    if not fits:
+        print(f"{os.fspath(config)} is right for {ranks}{condition}, but does not fit the device")
+        raise SystemExit(EXIT_REFUSED)
+    print(f"{os.fspath(config)} can run on {ranks}{condition}")

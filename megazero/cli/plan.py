@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -41,7 +41,9 @@ def plan(
     ] = "ib400",
     search: Annotated[bool, typer.Option("--search", help="Find the best shapes.")] = False,
     write: Annotated[Path | None, typer.Option(help="With --search: write the run file of the best.")] = None,
-    seconds: Annotated[float, typer.Option(help="With --search: no shape is begun after so long.")] = 25,
+    seconds: Annotated[
+        float | None, typer.Option(help="With --search: no shape is begun after so long; 25 by default.")
+    ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="With --search: processes; one for each core.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the engine without memory and network.")] = False,
     rank: Annotated[int | None, typer.Option(help="With --dry-run: the rank to look at.")] = None,
@@ -71,7 +73,10 @@ def plan(
     asked = _Asked(config, tuple(overrides or ()), gpu, gpus, per_node, network)
     say = (lambda _: None) if as_json == Path("-") else print
     try:
-        _check_together(search, write, dry_run, rank)
+        of_search = {"--write": write, "--seconds": seconds, "--processes": processes}
+        of_plan = {"--html": html, "--json": as_json, "--corrected-by": corrected_by, "--tokens": tokens}
+        of_plan |= {"--dollars-per-hour": dollars_per_hour, "--keep": keep or None}
+        _check_together(of_search, of_plan, search=search, dry_run=dry_run, rank=rank)
         _check_numbers(
             (("--tokens", tokens), ("--storage-gb-per-second", storage_gb_per_second)),
             (
@@ -83,15 +88,13 @@ def plan(
         )
         _check_files(html, as_json, write)
         if dry_run:
-            if html or as_json or keep or corrected_by:
-                raise ValueError(
-                    "--html, --json, --keep and --corrected-by are for a plan; a --dry-run prints what it found"
-                )
+            asked.check()
             raise SystemExit(_dry_run(asked, rank, say))
         cluster = asked.cluster()
         run, found = asked.run(cluster.ranks) if not search else None, None
         if search:
-            run, found = _search(asked, cluster, say, write, seconds, processes or os.cpu_count() or 1)
+            late = 25.0 if seconds is None else seconds
+            run, found = _search(asked, cluster, say, write, late, processes or os.cpu_count() or 1)
         if run is None:
             raise ValueError(f"no shape of this run fits {cluster.ranks} x {cluster.device.name}; nothing was written")
         from megazero.plan.correction import PLAN_FILE, ratio_in
@@ -184,18 +187,31 @@ class _Asked:
             self.run(None)  # says what is there instead
         return cluster_of(self.gpu, self.ranks(), self.per_node, self.network)
 
+    def check(self) -> None:
+        """What a dry run does not use must be right, too.  Raises: ValueError, OSError: `cluster_of`."""
+        from megazero.plan.cluster import cluster_of
+
+        cluster_of(self.gpu or "h200", self.ranks(), self.per_node, self.network)
+
     def ranks(self) -> int:
         """Of --gpus, else those that the run file starts."""
         return self.gpus if self.gpus is not None else self.run(None).world_size
 
 
-def _check_together(search: bool, write: Path | None, dry_run: bool, rank: int | None) -> None:
-    if write is not None and not search:
-        raise ValueError("--write is for the best of a --search")
+def _check_together(
+    of_search: Mapping[str, object], of_plan: Mapping[str, object], *, search: bool, dry_run: bool, rank: int | None
+) -> None:
+    """Raises: ValueError: an option that what is asked for does not read."""
     if rank is not None and not dry_run:
         raise ValueError("--rank is for a --dry-run")
     if search and dry_run:
         raise ValueError("--search and --dry-run are two questions; ask one")
+    for options, applies, what in (
+        (of_search, search, "a --search"),
+        (of_plan, not dry_run, "a plan; a --dry-run prints what it found"),
+    ):
+        if not applies and (given := [name for name, value in options.items() if value is not None]):
+            raise ValueError(f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for {what}")
 
 
 def _check_numbers(positive: _Numbers, others: _Numbers) -> None:

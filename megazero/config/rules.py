@@ -221,7 +221,7 @@ def _kernels_take_the_heads(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _ranks_split_sequence(config: RunConfig, _: int) -> Iterator[Problem]:
-    parallel, length = config.parallel, config.model.seq_len
+    parallel, length, heads = config.parallel, config.model.seq_len, config.model.num_heads
     degrees = {name: getattr(parallel, name) for name in ("cp", "tp")[: 1 + parallel.sequence_parallel]}
     degrees = {name: degree for name, degree in degrees.items() if degree > 1}
     if length % (each := prod(degrees.values())):
@@ -229,9 +229,8 @@ def _ranks_split_sequence(config: RunConfig, _: int) -> Iterator[Problem]:
         hint = nearest_text(nearest_multiples(length, each), "seq_len")
         for name, degree in degrees.items():  # what may be changed alone
             if length % (each // degree) == 0:
-                others = [
-                    other for other in divisors(length // (each // degree)) if other <= 2 * degree
-                ]  # of so many ranks
+                others = [other for other in divisors(length // (each // degree)) if name == "cp" or heads % other == 0]
+                others = [other for other in others if degree % other == 0 or other == 2 * degree]  # of so many ranks
                 hint += f", {nearest_text(nearest_of(degree, others), name)}"
         why = " (sequence_parallel)" if "tp" in degrees else ""
         yield Problem("model.seq_len", length, f"must be divisible by {by}{why}", hint)

@@ -58,7 +58,13 @@ class Cluster:
         return f"{self.ranks} x {self.device.name}, {self.per_node} to a node, {links}"
 
 
-def cluster_of(gpu: str = "h200", gpus: int = 1, per_node: int = 8, network: str = "ib400") -> Cluster:
+def cluster_of(
+    gpu: str = "h200",
+    gpus: int = 1,
+    per_node: int = 8,
+    network: str = "ib400",
+    options: tuple[str, str] = ("--gpus", "--per-node"),
+) -> Cluster:
     """The cluster that these names mean.
 
     Args:
@@ -66,22 +72,26 @@ def cluster_of(gpu: str = "h200", gpus: int = 1, per_node: int = 8, network: str
         gpus: ranks.
         per_node: devices of a node; a smaller world has fewer.
         network: between nodes, a name of `NETWORKS`.
+        options: what errors call `gpus` and `per_node`.
 
     Raises:
         ValueError: a number below 1, nodes that are not full, or an unknown name; the text says which there are.
         OSError: the file cannot be read.
     """
-    for name, value in (("--gpus", gpus), ("--per-node", per_node)):
+    for name, value in zip(options, (gpus, per_node), strict=True):
         if value < 1:
             raise ValueError(f"{name} is {value}, but must be at least 1")
     if gpus > per_node and gpus % per_node:
         full = gpus - gpus % per_node
         near = f"the nearest are {full} and {full + per_node}"
-        raise ValueError(f"--gpus {gpus} must be divisible by --per-node {per_node}, since all nodes are alike; {near}")
+        each, node = options
+        raise ValueError(f"{each} {gpus} must be divisible by {node} {per_node}, since all nodes are alike; {near}")
     if network.lower() not in NETWORKS:
         raise unknown_name("network", network, NETWORKS)
     between = NETWORKS[network.lower()]
     if gpu.endswith(".json"):
+        if not Path(gpu).exists():
+            raise ValueError(f"--gpu {gpu}: there is no such file; megazero calibrate --out {gpu} writes one")
         calibration = read_calibration(Path(gpu))
         within, device = calibration.within, calibration.device
         return Cluster(device, gpus, min(per_node, gpus), within, between, calibration.processors)

@@ -123,6 +123,8 @@ def add_measured(path: Path, kept: Mapping[str, object]) -> None:
 def ratio_in(path: Path, device: str) -> float:
     """How much longer steps were than planned.  Raises: ValueError: nothing was measured, or on another device; OSError."""
     wrong = f"{path} is no plan: megazero plan --keep writes one, and train adds what it measured"
+    if not path.exists():
+        raise ValueError(f"{path} is not there: megazero plan --keep writes a plan, and train adds what it measured")
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
         planned_for, ratio = str(written["cluster"]["device"]), written.get("measured", {}).get("seconds_ratio")

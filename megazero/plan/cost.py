@@ -15,7 +15,7 @@ Storage: the same (section 3.3.1) had 2 TB/s sustained for 2,048 nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import ceil, exp, sqrt
 
 DAY, HOUR, MINUTE = 86_400, 3_600, 60
 
@@ -103,15 +103,19 @@ class Failures:
     lost_share: float
 
 
-def failures(per_device_hour: float, ranks: int, checkpoint: Checkpoint, restart_seconds: float) -> Failures | None:
+def failures(
+    per_device_hour: float, ranks: int, checkpoint: Checkpoint, restart_seconds: float, step_seconds: float = 0.0
+) -> Failures | None:
     """The best interval and what it loses; None for a cluster that never fails.
 
-    An interval is at least as long as a checkpoint takes to be written: the next one waits for it.
+    An interval is at least as long as a checkpoint takes to be written, for the next one waits for it, and whole steps.
     """
     if per_device_hour <= 0:
         return None
     mean = HOUR / (per_device_hour * ranks)
     interval = max(best_interval(checkpoint.wait_seconds, mean), checkpoint.write_seconds)
+    if step_seconds:
+        interval = ceil(interval / step_seconds) * step_seconds
     return Failures(mean, interval, lost_share(interval, checkpoint.wait_seconds, mean, restart_seconds))
 
 

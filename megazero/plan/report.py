@@ -121,7 +121,7 @@ def plan_of(run: ResolvedRun, cluster: Cluster, assumptions: Assumptions) -> Pla
     )
     given = assumptions.failures_per_device_hour
     rate = FAILURES_PER_DEVICE_HOUR if given is None else given
-    lost = failures(rate, cluster.ranks, saved, assumptions.restart_seconds)
+    lost = failures(rate, cluster.ranks, saved, assumptions.restart_seconds, time.seconds)
     every = assumptions.tokens or run.config.training.steps * tokens
     cost = run_cost(
         every,

@@ -19,8 +19,10 @@ from megazero.plan.dry_run import DryRun
 from megazero.plan.fake_tensors import Message
 from megazero.plan.report import Plan
 from megazero.plan.search import Candidate, Found, Ranked
+from megazero.settings import counted
 
 _SHOWN_TENSORS, _SHOWN_MESSAGES = 12, 24
+_SURE = 0.02  # of a GPU's memory: what is stated of communicators and slack may be off by so much
 _SHOWN_RANKS = 9  # pipeline ranks of a table; of more the first, the last and the fullest
 NAMES = {
     "compute": "computes",
@@ -57,7 +59,8 @@ def fit_text(plan: Plan) -> str:
     rank = f"pipeline rank {fullest.stage}" if len(plan.memory) > 1 else "a rank"
     when = f"{size_text(fullest.peak)} of {size_text(capacity)} on {rank}, most in the {fullest.moment}"
     if plan.fits:
-        return f"fits: {when}"
+        left = 1 - fullest.peak / capacity
+        return f"fits: {when}" + (f"; only {left:.1%} is left, less than a plan is sure of" if left < _SURE else "")
     return f"does not fit: {when}; {size_text(fullest.peak - capacity)} too much"
 
 
@@ -67,6 +70,8 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"cluster  {plan.cluster}"
     yield f"shape    {shape_text(plan)}; {run.global_batch_size:,} samples a step"
     yield from (f"note     {text}" for text in run.notices)
+    if run.config.data.document_mask:
+        yield "note     attention is planned for samples that are one document each: shorter documents take less time"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -230,7 +235,9 @@ def dry_run_text(done: DryRun, rank: int | None) -> str:
         what = f"{len(done.ranks)} of {total:,} ranks ran a step"
     else:
         ran = "ran a step" if rank in done.ranks else "did not end its step"
-        what = f"rank {rank} of {total:,} {ran}, {simulated} ranks were built"
+        what = (
+            f"rank {rank} of {total:,} {ran}, {counted(simulated, 'rank')} {'was' if simulated == 1 else 'were'} built"
+        )
     lines = [f"dry run  {what}, in {done.seconds:.1f} s"]
     agree = "of every group, those that ran start the same" if rank is None else "its engine is built and runs"
     lines += [f"{'problem':<9}{text}" for text in done.problems] or [f"         {agree}: no problem was found"]
