@@ -15,7 +15,7 @@ from megazero.models.registry import FAMILIES
 from megazero.plan.bounds import bounds_of
 from megazero.plan.choices import Choice, Relief, Space, config_of, groups_in, space_of
 from megazero.plan.cluster import Cluster, cluster_of
-from megazero.plan.search import Found, base_of, front_of, search
+from megazero.plan.search import Found, Need, base_of, front_of, search
 
 RUN = """
 [model]
@@ -217,3 +217,30 @@ def test_more_recomputed_is_no_more_memory_of_a_relief() -> None:
                 assert not b.needs_no_more_than(a)
     assert not Relief(1, "none").needs_no_more_than(Relief(0, "both"))
     assert not Relief(0, "activations").needs_no_more_than(Relief(3, "optimizer"))
+
+
+def test_the_files_own_shape_is_told_and_wins_where_it_is_faster(base: ResolvedRun) -> None:
+    """A search took another method of context parallelism than the file, and never looked at the file's."""
+    cluster = _cluster(30e6)
+    judge = _judge(cluster)
+    shape = {"cp": 2, "cp_method": "ulysses", "pp": 4, "schedule": "zb-h1"}
+    config = base.config.model_copy(update={"parallel": base.config.parallel.model_copy(update=shape)})
+    own = resolve(config, 8)
+    found = search(base, cluster, judge, own=own, space=_SPACE)
+    assert found.own == Need(*judge.memory(own), judge.seconds(own))
+    assert not found.beats_best(int(30e6))
+    best = found.best[0].candidate.need
+    assert replace(found, own=replace(best, seconds=found.best[0].candidate.seconds / 2)).beats_best(int(30e6))
+    assert not replace(found, own=replace(best, seconds=0.0)).beats_best(best.peak - 1)  # does not fit
+
+
+def test_every_ulysses_degree_worth_it_is_compared(base: ResolvedRun) -> None:
+    space = replace(_SPACE, tp=(1, 2), cp=(4,), pp=(1,), per_node=4)
+    degrees = {(one.tp, one.ulysses) for one in groups_in(space, base.config, 8)}
+    assert degrees == {(1, 1), (1, 4), (2, 1), (2, 2), (2, 4)}
+    methods = {
+        one.ulysses: (parallel.cp_method, parallel.cp_ulysses)
+        for one in groups_in(space, base.config, 8)
+        if one.tp == 2 and (parallel := config_of(base.config, one).parallel)
+    }
+    assert methods == {1: ("ring", None), 2: ("hybrid", 2), 4: ("ulysses", None)}

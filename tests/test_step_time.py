@@ -114,6 +114,39 @@ def test_a_group_across_nodes_uses_the_cards_of_all_its_ranks_of_a_node() -> Non
     assert shared["shard"].bytes_per_second == 1e9 / 2  # beside the other tp rank's group
 
 
+def test_a_shift_between_nodes_goes_over_one_card_however_many_of_the_ring_are_on_a_node() -> None:
+    """A ring of 8 over two nodes of 4: one rank of a node sends to the other node, and all wait for it."""
+    fast, card = replace(BARE, bytes_per_second=1e12), replace(BARE, bytes_per_second=1e9)
+    link = links_of(run_of(8, parallel={"cp": 8, "cp_method": "ring"}), bare(8, 4, fast, card))["cp_ring"]
+    assert link.seconds("ring_shift", 1e9) == pytest.approx(1.0)
+    assert link.seconds("all_gather", 1e9) == pytest.approx(0.25)
+    shared = replace(card, is_shared=True)
+    two = links_of(run_of(8, parallel={"tp": 2, "cp": 4, "cp_method": "ring"}), bare(8, 4, fast, shared))["cp_ring"]
+    assert two.seconds("ring_shift", 1e9) == pytest.approx(2.0)  # beside that of the other tp rank
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "per_node", "axis", "counts"),
+    [
+        ({"tp": 2}, 6, 3, "tp", [(1, 1)]),  # ranks 2 and 3 are on two nodes
+        ({"tp": 2, "pp": 2}, 8, 4, "pp", [(1, 1)]),
+        ({"tp": 4}, 12, 6, "tp", [(2, 2)]),  # ranks 4 to 7
+        ({"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2}, 12, 6, "cp", [(2, 2)]),
+        ({"tp": 3}, 12, 4, "tp", [(2, 1)]),
+    ],
+)
+def test_of_an_axis_the_slowest_group_counts(
+    parallel: dict[str, Any], ranks: int, per_node: int, axis: str, counts: list[tuple[int, int]]
+) -> None:
+    """Those of rank 0 lie within a node: the others waited for no network."""
+    model = MODEL | {"num_heads": 12, "hidden_size": 768, "ffn_hidden_size": 1536, "vocab_size": 768}
+    training = {"micro_batch_size": 1, "accumulation": 2}
+    run = resolve(RunConfig.model_validate({"model": model, "training": training, "parallel": parallel}), ranks)
+    link = links_of(run, bare(ranks, per_node))[axis]
+    assert [(link.per_node, link.fewest)] == counts
+    assert link.crosses == (link.ranks > link.per_node)
+
+
 def test_a_collective_is_exposed_until_the_first_operator_that_reads_it() -> None:
     """1 ms on the wire beside a product that takes less and does not need it, before one that does."""
     cluster = bare(2)

@@ -2,9 +2,9 @@
 
     a ring through n ranks of each node      bytes that a rank sends / min(link within, n x link between) + hops x latency
 
-Between nodes a ring uses the cards of all its ranks of a node at once, and waits for the node with the fewest; a shift by one
-rank, and a message, use one.  Groups that cross the same nodes side by side have cards of their own; a card that a node's ranks
-share is divided among them.  Of the groups of an axis the slowest counts.  A calibrated host takes what was measured there.
+Between nodes a ring uses the cards of all its ranks of a node at once, and waits for the node with the fewest; a shift by
+one rank, and a message, use one.  Groups that cross the same nodes side by side have cards of their own, or share one that
+is the node's.  Of an axis the slowest group counts.  A calibrated host takes what was measured there.
 
 Source: NCCL's rings, one for each card; Thakur et al. 2005 (2 (n - 1) / n of the bytes, log n hops of trees).
 """

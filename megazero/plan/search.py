@@ -127,8 +127,9 @@ class Found:
 
     def beats_best(self, capacity: int) -> bool:
         """Whether the run file's own shape fits and takes less time than the best."""
-        fits = self.own is not None and self.own.seconds is not None and self.own.peak <= capacity
-        return fits and not (self.best and self.best[0].candidate.seconds <= self.own.seconds)  # type: ignore[union-attr]
+        if self.own is None or self.own.seconds is None or self.own.peak > capacity:
+            return False
+        return not self.best or self.own.seconds < self.best[0].candidate.seconds
 
 
 def search(
