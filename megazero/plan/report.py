@@ -230,5 +230,6 @@ def found_as_json(found: Found) -> dict[str, object]:
         "front": [one(candidate) for candidate in found.front],
         "computed": [one(candidate) for candidate in found.computed],
         "least": None if found.least is None else one(found.least),
+        "own": None if found.own is None else asdict(found.own),
         "counted": asdict(found.counted),
     }
