@@ -61,6 +61,12 @@ CASES = [
     (2, "activations.contiguous=true parallel.pp=2 training.accumulation=4 zero.stage=1 precision.dtype=bf16"),
     (1, "activations.offload=host zero.stage=1 precision.dtype=bf16 model.num_layers=6 model.seq_len=512"),
     (2, "activations.offload=host parallel.pp=2 parallel.schedule=zbv training.accumulation=4 precision.dtype=bf16"),
+    (2, "activations.offload=host activations.offload_layers=2 precision.dtype=bf16 model.num_layers=8 zero.stage=1"),
+    (
+        2,
+        "activations.offload=host activations.offload_layers=[0,2,3,7] parallel.pp=2 training.accumulation=4 "
+        "precision.dtype=bf16 model.num_layers=8",
+    ),
     (2, "activations.contiguous=true data.document_mask=true zero.stage=2 precision.dtype=bf16 model.seq_len=512"),
     (2, f"zero.stage=1 zero.offload.optimizer=nvme {FILES} precision.dtype=bf16"),
     (2, f"zero.stage=3 zero.offload.parameters=nvme zero.offload.nvme_path={gettempdir()} precision.dtype=bf16"),

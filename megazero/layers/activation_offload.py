@@ -37,7 +37,7 @@ from megazero.comm.arena import Arena
 from megazero.layers.saved_tensors import SavedTensorHooks, keep, kept_tensor
 
 PLAIN_TENSORS = (Tensor, FakeTensor)
-_NEAR = 2  # layers on the device, beside an arena on the host
+NEAR = 2  # layers on the device, beside an arena on the host
 _REMEDY = "offload fewer layers (activations.offload_layers), or recompute more of them"
 
 
@@ -205,7 +205,7 @@ class ActivationStore:
         self.copier = StreamCopier(device) if self.on_host and device.type == "cuda" else Copier()
         self.smallest_bytes = 1 << 16
         self.pool, self._device = arena or Arena(torch.device("cpu"), _REMEDY, pins=True), device
-        self._most_near = _NEAR if self.on_host else 1
+        self._most_near = NEAR if self.on_host else 1
         self._stay: set[int] = set()
         self.shared: dict[int, set[int]] = {}
         self._near: list[OffloadedLayer] = []  # on the device, or on their way there; the one worked on last is last

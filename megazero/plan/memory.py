@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from megazero.config import ResolvedRun
+from megazero.layers.activation_offload import NEAR
 from megazero.models.activation_config import layer_policies
 from megazero.models.stages import StageLayout, cut_by_rank
 from megazero.parallel_state import Coordinate
@@ -121,6 +123,10 @@ class _Ledger:
     moved: int = 0  # to the host, or to an arena
 
 
+_Layer: TypeAlias = tuple[int, int, int]
+"""Chunk, micro-batch, number among the units of the chunk."""
+
+
 class _Extent(NamedTuple):
     """Bytes of one pass."""
 
@@ -152,7 +158,10 @@ class _Walk:
         own = layer_policies(config.activations, list(self._policies), stage)
         self._in_arena = any(policy.contiguous for policy in own.values())
         self._moves = {f"layer {layer}" for layer, policy in own.items() if policy.offload}
-        self._most_moved, self._near = 0, list[int]()  # bytes of offloaded layers on the device, the last one last
+        self._most_moved = 0
+        self._near: list[tuple[_Layer, int]] = []  # on the device, with what of it moves; the last one last
+        passes = [one for one in schedule.ranks[stage] if one.kind is not ActionKind.WEIGHT]
+        self._next = dict(pairwise(passes))
         # By whether a micro-batch adds its gradients to those of others, and by chunk.
         self._units = [[self._units_of(chunk, layout, key) for chunk, layout in enumerate(chunks)] for key in keys]
         self._passes: dict[tuple[bool, int, ActionKind, bool], _Extent] = {}
@@ -219,13 +228,10 @@ class _Walk:
             text = f"{PASS_NAMES[action.kind]} of {name}, micro-batch {action.microbatch}"
             moves = name in self._moves and action.kind is not ActionKind.WEIGHT
             moved = trace.forward.kept if moves else 0
-            if moves and is_forward:
-                beside, near = sum(self._near[-1:]), [*self._near[-1:], moved]
-            elif moves:  # the layer before it, or the last one of another pass, is on its way
-                near = [moved] if self._ledger.moved > moved else []
-                beside = moved + sum(near)
-            else:
-                beside, near = sum(self._near), self._near
+            own: _Layer = action.chunk, action.microbatch, number
+            if self._moves and name not in (EMBEDDING, HEAD) and action.kind is not ActionKind.WEIGHT:
+                self._work_on(action, number)
+            beside = sum(count for one, count in self._near if not (is_forward and one == own))
             for span, level in self._spans(action, number, passed):
                 held = max(held, self._message * (arrives and number == units[-1][0] and span.parameter == DY))
                 before = self._gradients
@@ -237,7 +243,32 @@ class _Walk:
             if action.kind is not ActionKind.WEIGHT:
                 self._ledger.moved += (moved + trace.in_arena) * (1 if is_forward else -1)
             self._most_moved = max(self._most_moved, self._ledger.moved)
-            self._near = near
+            self._near = [(one, 0 if not is_forward and one == own else count) for one, count in self._near]
+
+    def _work_on(self, action: Action, number: int) -> None:
+        """Have a layer and its neighbour on the device, as `ActivationStore` has them: offloaded ones or not."""
+        layers = self._layers_of(action)
+        near = [(action, number)]
+        if action.kind is ActionKind.BACKWARD and number != layers[0]:
+            near.append((action, layers[layers.index(number) - 1]))
+        elif action.kind is ActionKind.BACKWARD or number == layers[-1]:  # the last layer of the backward that follows
+            following = self._next.get(action)
+            if (
+                following is not None
+                and following.kind is not ActionKind.FORWARD
+                and (last := self._layers_of(following))
+            ):
+                near.append((following, last[-1]))
+        for one, at in near:
+            name, trace = self._units[one.microbatch > 0][one.chunk][at]
+            key = one.chunk, one.microbatch, at
+            count = trace.forward.kept if name in self._moves else 0
+            self._near = [*(other for other in self._near if other[0] != key), (key, count)][-NEAR:]
+
+    def _layers_of(self, action: Action) -> list[int]:
+        """Numbers of the layers among the units of a pass."""
+        units = self._units[action.microbatch > 0][action.chunk]
+        return [number for number, (name, _) in enumerate(units) if name not in (EMBEDDING, HEAD)]
 
     def _skip(self, action: Action, *, arrives: bool) -> bool:
         """Go over a whole pass, where its fullest unit cannot be fuller than what was before."""
