@@ -376,8 +376,8 @@ def check_knows_parts(blocks: Iterable[nn.Module], family: str) -> None:
 
 
 def _knows_parts(module: nn.Module) -> bool:
-    """Whether the class whose `forward` and `heads` a module has says so, or one that is made of it."""
-    for one in type(module).__mro__:
+    """Whether what defines a module's `forward` and `heads` says so: itself, its class, or one that this is made of."""
+    for one in (module, *type(module).__mro__):
         if "knows_parts" in vars(one):
             return bool(module.knows_parts)
         if vars(one).keys() & {"forward", "heads"}:

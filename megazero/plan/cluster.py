@@ -104,7 +104,9 @@ def cluster_of(
 
 
 def with_memory(cluster: Cluster, gib: float, *, on_cuda: bool = True) -> Cluster:
-    """The same cluster with so much memory for each rank: of GPUs, or of CPUs."""
+    """The same cluster with so much memory for each rank, of GPUs or of CPUs.  Raises: ValueError: more than there is."""
+    if gib > 2**30:
+        raise ValueError(f"--device-gib {gib:g} is more than any device has")
     name = f"a device of {gib:g} GiB"
     device = replace(cluster.device, name=name, memory_bytes=int(gib * 2**30))
     return replace(cluster, device=device, processors=cluster.processors if on_cuda else max(cluster.processors, 1))

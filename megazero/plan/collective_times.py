@@ -34,7 +34,7 @@ class GroupLink:
     Args:
         ranks: of the group.
         per_node: most of them on one node.
-        side_by_side: groups of the axis that have ranks on one node.
+        side_by_side: groups of the axis that leave a node, or have ranks on it where none leaves.
         fewest: of them on one node; 0: as many as on any other.
     """
 
@@ -141,21 +141,22 @@ class GroupLink:
 
 
 class _Place(NamedTuple):
-    """How many ranks a group has, and how many of these are on the node with the most and with the fewest."""
+    """How many ranks a group has, how many are on the node with the most and with the fewest, and groups beside it."""
 
     ranks: int
     most: int
     fewest: int
+    side_by_side: int = 1
 
 
 def links_of(run: ResolvedRun, cluster: Cluster) -> dict[str, GroupLink]:
     """By axis, as traffic is counted: "tp", "cp", "cp_ring", "shard", "host", "hosts", "replica", "pp", "world"."""
     parallel = run.config.parallel
     grid = RankGrid(parallel.tp, parallel.cp, run.dp, parallel.pp, parallel.order)
-    second, on_node = run.config.zero.secondary_shard_size, min(cluster.per_node, cluster.ranks)
+    places = _places(grid, parallel.ulysses, run.shards, run.config.zero.secondary_shard_size or 1, cluster.per_node)
     return {
-        axis: GroupLink(cluster, place.ranks, place.most, max(1, on_node // place.most), place.fewest)
-        for axis, place in _places(grid, parallel.ulysses, run.shards, second or 1, cluster.per_node).items()
+        axis: GroupLink(cluster, place.ranks, place.most, place.side_by_side, place.fewest)
+        for axis, place in places.items()
     }
 
 
@@ -177,8 +178,10 @@ def _places(grid: RankGrid, ulysses: int, shards: int, second: int, per_node: in
     shard = same[:shards]
     hosts = hosts_of([str(rank // per_node) for rank in shard], 0)
     size = hosts.size if hosts is not None and hosts.count > 1 else 1
+    on_node = min(per_node, grid.world_size)
     for name, ranks in (("host", shard[:size]), ("hosts", shard[::size])):
-        places[name] = _place(ranks // per_node)
+        place = _place(ranks // per_node)
+        places[name] = place._replace(side_by_side=max(1, on_node // place.most))
     return places
 
 
@@ -191,10 +194,14 @@ def _slowest(grid: RankGrid, axes: tuple[str, ...], parts: NDArray[np.int64], pe
     for axis in axes:
         if len(own := grid.group_of(0, axis)) > 1:
             firsts = firsts[firsts // own[1] % len(own) == 0]
-    begins = np.unique(firsts % per_node)
-    nodes = (begins[:, None, None] + parts).reshape(-1, parts.shape[1]) // per_node
+    nodes = (firsts[:, None, None] + parts).reshape(-1, parts.shape[1]) // per_node
     places = map(_place, np.unique(nodes - nodes[:, :1], axis=0))
-    return max(places, key=lambda one: (one.ranks > one.most, -one.fewest, -one.most))
+    slowest = max(places, key=lambda one: (one.ranks > one.most, -one.fewest, -one.most))
+    leaving = nodes[nodes.min(1) < nodes.max(1)]
+    if not len(leaving):
+        return slowest._replace(side_by_side=max(1, min(per_node, grid.world_size) // slowest.most))
+    apart = np.unique(leaving + np.arange(len(leaving))[:, None] * grid.world_size)  # each node of each group once
+    return slowest._replace(side_by_side=int(np.bincount(apart % grid.world_size).max()))
 
 
 def _place(nodes: NDArray[np.int64]) -> _Place:
