@@ -14,7 +14,7 @@ from megazero.training.signals import EXIT_REFUSED
 
 def calibrate(
     out: Annotated[Path, typer.Option(help="The file, for `megazero plan --gpu FILE`.")] = Path("calibration.json"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes: seconds instead of minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes: a minute instead of four, on a CPU.")] = False,
 ) -> None:
     """Measure this machine's processors, or its one GPU, for `megazero plan`; nothing else should run meanwhile."""
     from megazero.plan.calibrate import calibrate as measure
