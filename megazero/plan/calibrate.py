@@ -6,7 +6,7 @@
     collectives  of 2, 4 and 8 ranks, and how long these wait for the last of them
     steps        of runs beside their plans: what is left stretches every operator
 
-Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: seconds.
+Every measurement runs in forked processes of one thread each, since ranks on a CPU have one.  Minutes; `quick`: one.
 Of a GPU the operators of large Llamas tell the shares (calibrate_gpu.py).  Its host runs ahead, so a whole step bounds the
 host's time for an operator from above; the least of all steps is it, that of a small model.
 """
