@@ -211,13 +211,7 @@ def read_calibration(path: Path) -> Calibration:
         shared = Device(**values, link=within), found["processors"], within, alone, crowded
         bare = Calibration(*shared, collectives, (alone_probe, crowded_probe), conditions)
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        why = (
-            error
-            if isinstance(error, ValueError)
-            else f"it lacks {error}"
-            if isinstance(error, KeyError)
-            else repr(error)
-        )
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error) or repr(error)
         raise ValueError(
             f"{path} is no calibration ({why}); write one with: megazero calibrate --out {path}"
         ) from error

@@ -251,9 +251,9 @@ def _search(found: Found, capacity: int) -> str:
         limits = "".join(f"<li>{escape(line)}</li>" for line in one.limits)
         cell = f"<details><summary>{escape(choice)}</summary><ul>{limits}</ul></details>"
         rows.append(f"<tr><td>{index}<td>{one.candidate.seconds:.3f}<td>{need.peak / 2**30:.1f}<td class=w>{cell}</tr>")
-    if (own := found.own) is not None and own.seconds is not None:
-        words = "the run file's own shape" + ("" if own.peak <= capacity else ", which does not fit")
-        rows.append(f"<tr><td>own<td>{own.seconds:.3f}<td>{own.peak / 2**30:.1f}<td class=w>{escape(words)}</tr>")
+    if own := found.own_row(capacity):
+        *numbers, words = map(escape, own)
+        rows.append(f"<tr>{''.join(f'<td>{one}' for one in numbers)}<td class=w>{words}</tr>")
     heads = '<tr><th><th>s a step<th>GiB<th class="l">shape; why it is not better</tr>'
     parts.append(f"<table>{heads}{''.join(rows)}</table>")
     return section("Search: the best that fit", *parts)

@@ -131,6 +131,14 @@ class Found:
             return False
         return not self.best or self.own.seconds < self.best[0].candidate.seconds
 
+    def own_row(self, capacity: int) -> list[str]:
+        """The file's own shape as cells of the table of the best; none where it has none."""
+        if self.own is None:
+            return []
+        fits = "" if self.own.peak <= capacity else ", which does not fit"
+        words = f"the run file's own shape{', better than these' if self.beats_best(capacity) else fits}"
+        return ["own", f"{self.own.seconds:.3f}", f"{self.own.peak / 2**30:.1f}", words]
+
 
 def search(
     run: ResolvedRun,

@@ -180,11 +180,8 @@ def search_text(found: Found, capacity: int) -> str:
     for index, one in enumerate(found.best, 1):
         need = one.candidate.need
         rows.append([f"{index}", f"{one.candidate.seconds:.3f}", f"{need.peak / 2**30:.1f}", str(one.candidate.choice)])
-    if found.own is not None and found.own.seconds is not None:
-        words = "the run file's own shape" + (", better than these" if found.beats_best(capacity) else "")
-        words += "" if found.own.peak <= capacity else ", which does not fit"
-        rows.append(["own", f"{found.own.seconds:.3f}", f"{found.own.peak / 2**30:.1f}", words])
-    lines += ["", *_table("best", rows, left=(3,))]
+    own = found.own_row(capacity)
+    lines += ["", *_table("best", [*rows, own] if own else rows, left=(3,))]
     lines += ["", *_limits(found.best[:3])]
     shown = _thinned(found.front, 12)
     more = f"{len(shown)} of {len(found.front)}, all in --json" if len(shown) < len(found.front) else ""
