@@ -325,6 +325,12 @@ class Axis:
         return self.ranks[index] // block != self.ranks[self.index] // block
 
     @property
+    def meets_on_hosts(self) -> bool:
+        """Whether a host has several of these ranks; all of them say the same."""
+        block = self.group.neighbours if self.group is not None else 1
+        return len({rank // block for rank in self.ranks}) < len(self.ranks)
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """torch's process group of these ranks.  Raises: RuntimeError where there is none, or no longer."""
         if self.group is None or self.group.process_group is None:

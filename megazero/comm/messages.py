@@ -20,7 +20,7 @@ from megazero.parallel_state import Axis, Wait
 # 0 is torch's own: `exchange`.
 LABEL_TAG = 1
 _FIRST_LABELLED_TAG, _LABELLED_TAGS = 2, 2**24
-REDUCE_TAG, ALL_TO_ALL_TAG, OBJECT_TAG, RING_TAG = 2**25, 2**25 + 1, 2**25 + 2, 2**25 + 3
+REDUCE_TAG, ALL_TO_ALL_TAG, OBJECT_TAG, RING_TAG, SUMS_TAG = range(2**25, 2**25 + 5)
 
 
 def tag_of(label: str) -> int:

@@ -26,6 +26,7 @@ Start: TypeAlias = Callable[[], Wait]
 Post: TypeAlias = Callable[[Start], Wait]
 """Has an operation started, in the order of the calls, and returns a function that waits for it."""
 
+_LENT_SECONDS = 2e-3  # a call takes 0.2 ms, but may meet gloo's lock
 _JOIN_SECONDS = 5.0  # one that waits in a system call alone needs a moment
 
 
@@ -66,6 +67,10 @@ class _Posted:
         self._start = None
         self._is_over.set()
 
+    def wait_for_call(self, seconds: float) -> None:
+        """Until the call has returned or raised, but not for longer."""
+        self._is_over.wait(seconds)
+
     def wait(self) -> None:
         """Raises: what the call, or the wait that it returned, has raised."""
         self._is_over.wait()
@@ -82,9 +87,12 @@ class Worker:
 
     Args:
         name: of the thread.
+        lends: whoever posts while it has no call lends it the core for one: as a batch job's it would not wake beside a
+            computation for milliseconds, in which the link stands idle.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, lends: bool = False) -> None:
+        self._lends = lends
         self._queue: SimpleQueue[_Posted | None] = SimpleQueue()
         self._posted: deque[_Posted] = deque()  # and not over
         arguments = (self._queue, self._posted, is_ready := threading.Event())
@@ -100,9 +108,11 @@ class Worker:
                 self._is_ready.wait()
             finally:
                 torch.set_num_threads(threads)  # the default of further threads, which this one has changed
-        posted = _Posted(start)
+        posted, is_idle = _Posted(start), not self._posted
         self._posted.append(posted)
         self._queue.put(posted)
+        if is_idle and self._lends:
+            posted.wait_for_call(_LENT_SECONDS)
         return posted.wait
 
     def close(self, error: RuntimeError, interrupt: Callable[[], object]) -> None:

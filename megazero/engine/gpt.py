@@ -37,7 +37,7 @@ from megazero.layers.recompute import WHOLE
 from megazero.layers.sample_part import SamplePart, part_of
 from megazero.models.activation_config import layer_policies
 from megazero.models.activations import save_by_policy
-from megazero.models.compiled import compile_blocks, wants_compiling
+from megazero.models.compiled import compile_blocks, may_compile, wants_compiling
 from megazero.models.gpt import BuildContext, GPTStage, MicroBatch
 from megazero.models.registry import FAMILIES
 from megazero.models.stages import cut_by_rank
@@ -117,7 +117,8 @@ class Engine:
         if placement[0][0] != placement[-1][0] and any(gather_objects(bool(tied), state.pp)):
             ties = dict.fromkeys(tied, state.among_stages([placement[0][0], placement[-1][0]], "embedding"))
         self.sharded_model = ShardedModel(
-            units_of(self._stages),
+            # compiled code takes no hooks of layers
+            units_of(self._stages, by_layer=not may_compile(config.training.compile, state.device)),
             described,
             state,
             config.zero,

@@ -38,17 +38,26 @@ from megazero.models.gpt import Block, GPTStage
 _ALIGNED_BYTES = 16
 
 
+def may_compile(setting: bool | str, device: torch.device) -> bool:
+    """Whether a run compiles its blocks if it can.
+
+    Args:
+        setting: `training.compile`; "auto" does on CUDA where it can.  On a CPU it takes minutes and a C++ compiler.
+    """
+    return device.type == "cuda" if setting == "auto" else bool(setting)
+
+
 def wants_compiling(setting: bool | str, device: torch.device, parameters: Iterable[Tensor]) -> bool:
     """Whether a run compiles its blocks.
 
     Args:
-        setting: `training.compile`; "auto" does on CUDA where it can.  On a CPU it takes minutes and a C++ compiler.
+        setting: see `may_compile`.
         device, parameters: of this rank.
 
     Raises:
         ValueError: `compile` is true and cannot be; see [Note: alignment].
     """
-    if not (device.type == "cuda" if setting == "auto" else setting):
+    if not may_compile(setting, device):
         return False
     aligned = device.type != "cuda" or all(parameter.data_ptr() % _ALIGNED_BYTES == 0 for parameter in parameters)
     if setting is True and not aligned:

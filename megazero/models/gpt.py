@@ -320,6 +320,11 @@ class Head(nn.Module):
         return self.output(self.norm(x), labels)
 
 
+# What a block consists of: layers that read their own weights, and what calls them and reads none.
+_LAYERS = {ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, HeadNorm, WidthNorm}
+_BRANCHES = {Block, PostNormBlock, Attention, SwiGLU, GELU}
+
+
 class GPTStage(nn.Module):
     """The part of a GPT that one pipeline stage holds."""
 
@@ -336,6 +341,12 @@ class GPTStage(nn.Module):
     def units(self) -> list[nn.Module]:
         """The modules that ZeRO-3 gathers one at a time, in forward order."""
         return [unit for unit in (self.embedding, *self.blocks, self.head) if unit is not None]
+
+    def readers(self, unit: nn.Module) -> list[nn.Module]:
+        """The layers of a block, each of which alone reads its weights; of one with a module of a family's own, none."""
+        holding = [module for module in unit.modules() if next(module.parameters(), None) is not None]
+        layers = [module for module in holding if type(module) in _LAYERS]
+        return layers if all(type(module) in _LAYERS | _BRANCHES for module in holding) else []
 
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Hidden states for the next stage; on the last stage the loss summed over counted tokens, or without labels logits.

@@ -205,7 +205,7 @@ def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int,
     device = torch.device("cpu" if on_cpu else "cuda")
     policy = ShardingPolicy(zero.stage, torch.float32, shard, replica, device)
     cuts = zero.stage >= 2 and (run.shards > 1 or zero.offload.optimizer != "none")
-    return bucket_sizes(zero.bucket_bytes, policy, own, cuts=cuts, hides=hides and zero.stage < 3).elements
+    return bucket_sizes(zero.bucket_bytes, policy, own, cuts=cuts, hides=hides).elements
 
 
 def _reduction(

@@ -19,7 +19,7 @@ embedding goes in parts as large as a block, however small buckets should be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -40,6 +40,7 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
 BLOCK = 256  # elements that travel with one scale where they are quantized: see `quantized`, [Note: blocks]
+_LEAST_SHARE = 16  # what joins a parameter that is larger than a bucket should be has at most 1/16 of a bucket
 _ROWS_OF_PADDING = 32  # a bucket is cut into parts only if padding to whole rows adds at most 1/32 to it: see shapes.md
 
 
@@ -267,9 +268,22 @@ def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool
 
 
 def _fits(members: Sequence[ParamInfo], limit: int, shards: int) -> bool:
-    """Whether parameters may share a bucket; what is small enough may lie in one part of a larger parameter's."""
+    """Whether parameters may share a bucket; what is small enough may lie in one part of a larger parameter's.
+
+    More would wait for the larger parameter, and it for them.
+    """
     sizes = [numel(info.shape) for info in members]
-    return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * shards <= limit
+    return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _LEAST_SHARE) <= limit
+
+
+def _filled(parameters: Iterable[ParamInfo], limit: int, shards: int) -> list[list[ParamInfo]]:
+    """The parameters, in their order, in groups that each may be a bucket."""
+    groups = list[list[ParamInfo]]()
+    for info in parameters:
+        if not groups or not _fits([*groups[-1], info], limit, shards):
+            groups.append([])
+        groups[-1].append(info)
+    return groups
 
 
 def plan_buckets(
@@ -279,15 +293,18 @@ def plan_buckets(
     bucket_elements: int,
     shards: int,
     cuts: bool = False,
+    part_elements: int | None = None,
+    cuts_units: bool = False,
     align: int = ALIGN_ELEMENTS,
 ) -> tuple[BucketLayout, ...]:
     """Assign every parameter, given in forward order, to one bucket of `shards` equal parts.
 
-    `by_unit`: one bucket per unit, in forward order (what ZeRO-3 gathers at once).  Otherwise, and for persistent
-    parameters, buckets are filled in the order in which the backward completes gradients, with at most `bucket_elements`:
-    a parameter that is larger has a bucket with others that are at most 1/shards as large as a bucket.
+    `by_unit`: one bucket per unit, in forward order (what ZeRO-3 gathers at once), or with `cuts_units` as many as
+    `bucket_elements` ask for, in the order of a unit's backward.  Otherwise, and for persistent parameters, buckets are
+    filled in the order in which the backward completes gradients, with at most `bucket_elements`: a parameter that is larger
+    has a bucket with others that are small beside one (`_fits`).
 
-    `cuts`: buckets of more elements, nearly all of one parameter, are reduced in parts of `bucket_elements` at most, or as
+    `cuts`: buckets of more than `part_elements`, nearly all of one parameter, are reduced in parts of so many at most, or as
     large as the largest bucket that cannot be cut, but of a row of each shard at least.
 
     `align`: shards have a multiple of so many elements; with `BLOCK` what is split over tp begins at such a multiple, too.
@@ -300,12 +317,17 @@ def plan_buckets(
     units = sorted(
         (info for info in free if by_unit and not info.persistent), key=lambda info: (info.unit, info.trains)
     )
-    groups = [list(members) for _, members in groupby(units, key=lambda info: (info.unit, info.trains))]
+    groups = list[list[ParamInfo]]()
+    for _, members in groupby(units, key=lambda info: (info.unit, info.trains)):
+        together = list(members)
+        groups += _filled(reversed(together), bucket_elements, shards) if cuts_units else [together]
     filling: dict[bool, list[ParamInfo]] = {}
 
+    most = bucket_elements if part_elements is None else part_elements
+
     def is_cut(members: Sequence[ParamInfo]) -> bool:
-        is_large = cuts and sum(numel(member.shape) for member in members) > bucket_elements
-        return is_large and _layout(members, shards, bucket_elements, cuts=cuts, align=align).part_count > 1
+        is_large = cuts and sum(numel(member.shape) for member in members) > most
+        return is_large and _layout(members, shards, most, cuts=cuts, align=align).part_count > 1
 
     for info in reversed([info for info in free if not by_unit or info.persistent]):
         last = filling.get(info.trains, [])
@@ -316,9 +338,9 @@ def plan_buckets(
             filling[info.trains] = last = []
             groups.append(last)
         last.append(info)
-    layouts = [_layout(members, shards, bucket_elements, cuts=cuts, align=align) for members in [*groups, *single]]
+    layouts = [_layout(members, shards, most, cuts=cuts, align=align) for members in [*groups, *single]]
     largest = max((one.parts[0].stop * shards for one in layouts if one.trains), default=0)
-    limit = max(bucket_elements, largest)
+    limit = max(most, largest)
     return tuple(one.in_parts_of(limit) if one.part_count > 1 else one for one in layouts)
 
 

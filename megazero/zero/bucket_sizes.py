@@ -23,8 +23,9 @@ from megazero.zero.bucket import ShardingPolicy
 _FP32_BYTES = 4
 DEFAULT_BYTES = 40 * 2**20
 # What one rank sends another of a bucket.  Over sockets, with half a megabyte, links of 0.3 and 1 Gbit/s stay busy beside a
-# computation; NCCL's rings want more (Megatron-LM's buckets grow by 4 MB with each rank).
-_SOCKET_PIECE, _DEVICE_PIECE = 2**19, 2**20
+# computation; a sixteenth more, so that matrices of a power of two fit with their vectors.  NCCL's rings want more
+# (Megatron-LM's buckets grow by 4 MB with each rank).
+_SOCKET_PIECE, _DEVICE_PIECE = 2**19 + 2**15, 2**20
 _MOST_BUCKETS = 64  # each costs the host about 0.1 ms
 # Pieces for many ranks give way to this: one bucket hides nothing, and at stage 2 the buffers would hold whole gradients.
 _FEWEST_BUCKETS = 8
@@ -33,6 +34,8 @@ _UNSENT_BYTES = 4 * 2**20
 # From stage 2 on gradients pass through two buckets' worth of buffers: one that fills, two that are sent, and over gloo two
 # for what arrives.
 _BUFFERS = 5
+# Over sockets buckets are small, and to cut matrices of a few buckets' size costs their products more than it hides.
+_PART_BUCKETS = 4
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,16 @@ class BucketSizes:
     """How large a bucket is, and the working buffers that it passes through.
 
     Args:
-        elements: most of a bucket, or of a part of one; a parameter that cannot be cut may have more.
+        elements: most of a bucket; a parameter that is larger has one of its own.
+        part_elements: most of a part in which such a parameter is reduced, where it can be cut; None: as `elements`.
         bucket_bytes: `zero.bucket_bytes`, or what "auto" has chosen: working buffers take two of them at most.
+        cuts_units: what stage 3 gathers of a unit has buckets of this size, too.
     """
 
     elements: int
     bucket_bytes: int
+    part_elements: int | None = None
+    cuts_units: bool = False
 
 
 def bucket_sizes(
@@ -67,12 +74,13 @@ def bucket_sizes(
         bucket_bytes = min(bucket_bytes, _UNSENT_BYTES)
     elements = bucket_bytes // _FP32_BYTES
     elements = elements * 2 // _BUFFERS if cuts else elements
-    if setting == "auto" and on_cpu and hides:
-        elements = min(elements, max(_SOCKET_PIECE * ranks // _FP32_BYTES, numel // _MOST_BUCKETS))
-    if cuts:
-        smallest = policy.align * policy.shard.size
-        elements = max(elements // smallest, 1) * smallest
-    return BucketSizes(elements, bucket_bytes)
+    smallest = policy.align * policy.shard.size if cuts else 1
+    part = max(elements // smallest, 1) * smallest
+    if setting != "auto" or not on_cpu or not hides:
+        return BucketSizes(part, bucket_bytes)
+    elements = min(elements, max(_SOCKET_PIECE * ranks // _FP32_BYTES, numel // _MOST_BUCKETS))
+    elements = max(elements // smallest, 1) * smallest
+    return BucketSizes(elements, bucket_bytes, min(part, _PART_BUCKETS * elements), cuts_units=True)
 
 
 def _with_buffers(nbytes: int, cuts: bool) -> int:

@@ -281,6 +281,7 @@ class UnitGatherer:
         users = Counter(storage_of(bucket.weights) for bucket in gathered)
         self._shares: list[bool] = []  # whether another unit may take a buffer of this one
         self._attributes: list[list[tuple[nn.Module, str, nn.Parameter, UngatheredParameter]]] = []
+        self._waits_by_reader: list[bool] = []  # whether in a forward each reader of a unit waits for its weights alone
         names = {id(parameter): name for name, parameter in parameters.items()}
         proxies: dict[str, UngatheredParameter] = {}
         for index, unit in enumerate(units):
@@ -307,6 +308,11 @@ class UnitGatherer:
                 before, after = map(torch.compiler.disable, (self._before_forward(index), self._after_forward(index)))
                 self._hooks.append(unit.module.register_forward_pre_hook(before))
                 self._hooks.append(unit.module.register_forward_hook(after, always_call=True))
+            waits_by_reader = len(self._buckets[index]) > 1 and bool(unit.readers)
+            self._waits_by_reader.append(waits_by_reader)
+            for reader in unit.readers if waits_by_reader else ():
+                own = [self._owner[id(one)] for one in reader.parameters() if id(one) in self._owner]
+                self._hooks.append(reader.register_forward_pre_hook(self._before_reader(list(dict.fromkeys(own)))))
         self._bytes_of = [sum(bucket.weights.nbytes for bucket in buckets) for buckets in self._buckets]
         for index in range(len(units)):
             self.reshard(index)
@@ -363,10 +369,15 @@ class UnitGatherer:
         """Whether a unit's weights are in their buffers, or on their way."""
         return all(map(self._gatherer.is_unsharded, self._buckets[index]))
 
-    def wait_for_unshard(self, index: int) -> None:
-        """Have a unit's weights in their buffers."""
+    def unshard(self, index: int) -> None:
+        """Have a unit's weights in their buffers, or on their way."""
         for bucket in self._buckets[index]:
             self._gatherer.unshard(bucket)
+
+    def wait_for_unshard(self, index: int) -> None:
+        """Have a unit's weights in their buffers."""
+        self.unshard(index)
+        for bucket in self._buckets[index]:
             self._gatherer.wait_for_unshard(bucket)
 
     def unshard_next(self, index: int) -> None:
@@ -425,7 +436,10 @@ class UnitGatherer:
         if closes and not self.is_unsharded(index):  # before a wait for ranks that may wait for its reductions
             self.on_backward(self._chunk_of[index], index)
             closes = False
-        self.wait_for_unshard(index)
+        if self._waits_by_reader[index] and direction in ("forward", "evaluation"):
+            self.unshard(index)
+        else:
+            self.wait_for_unshard(index)
         self._history.record((direction, index))
         self.unshard_next(index)
         if closes:
@@ -445,6 +459,13 @@ class UnitGatherer:
             saving.enter()
             versions = [parameter._version for _, _, parameter, _ in self._attributes[index]]
             self._running.append(_Running(index, saving, versions))
+
+        return hook
+
+    def _before_reader(self, buckets: Sequence[Bucket]) -> Any:
+        def hook(*_: Any) -> None:
+            for bucket in buckets:
+                self._gatherer.wait_for_unshard(bucket)
 
         return hook
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,25 +59,36 @@ def plan_buffers(
         gather_policy: "action", "chunk" or "step".
         prefetch_elements: elements of weights that may lie in the buffers beside the largest unit.
     """
-    alone, sharing = list[BucketLayout](), list[tuple[int, BucketLayout]]()  # with the position
+    alone, sharing = list[BucketLayout](), list[_Shared]()
+    of_units = Counter[tuple[int, bool]]()
     for one in layouts:
         if one.tied or gather_policy == "step" or one.slots[0].info.alone:
             alone += [] if one.persistent else [one]
         elif not one.persistent:
-            sharing.append((one.unit - chunk_of_unit.index(chunk_of_unit[one.unit]), one))
-    count = max((position + 1 for position, _ in sharing), default=0)
+            position = one.unit - chunk_of_unit.index(chunk_of_unit[one.unit])
+            sharing.append(_Shared(position, of_units[one.unit, one.trains], one))
+            of_units[one.unit, one.trains] += 1
+    count = max((one.position + 1 for one in sharing), default=0)
     if gather_policy == "action":
         units = Counter[int]()
-        for _, one in sharing:
+        for _, _, one in sharing:
             units[one.unit] += one.padded_numel
         most = max(units.values(), default=0) + prefetch_elements
         count = next((n for n in range(count, 2, -1) if sum(_in_turn(sharing, n).sizes) <= most), 2)
     return BufferPlan((*_in_turn(sharing, count).buffers, *((one,) for one in alone)))
 
 
-def _in_turn(sharing: Sequence[tuple[int, BucketLayout]], count: int) -> BufferPlan:
-    """Units whose positions are equal modulo `count` share a buffer; what is frozen has buffers beside what trains."""
-    members: dict[tuple[int, bool], list[BucketLayout]] = {}
-    for position, one in sharing:
-        members.setdefault((position % count, one.trains), []).append(one)
+class _Shared(NamedTuple):
+    """A bucket that shares its buffer."""
+
+    position: int  # of its unit in its chunk
+    number: int  # among the buckets of the unit
+    layout: BucketLayout
+
+
+def _in_turn(sharing: Sequence[_Shared], count: int) -> BufferPlan:
+    """Units whose positions are equal modulo `count` share buffers; what is frozen has buffers beside what trains."""
+    members: dict[tuple[int, int, bool], list[BucketLayout]] = {}
+    for position, number, one in sharing:
+        members.setdefault((position % count, number, one.trains), []).append(one)
     return BufferPlan(tuple(map(tuple, members.values())))

@@ -91,8 +91,10 @@ class ShardedOptimizer:
 
     def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: Offload) -> None:
         self.known_states, self._scalars = recipe.states, recipe.scalars
-        # In the order in which a forward uses them.  This rank may own nothing of a bucket but padding.
-        trained = sorted((one for one in buckets if one.layout.trains), key=lambda bucket: bucket.layout.unit)
+        # In the order in which a forward uses them: buckets of one unit come in the order of its backward.  This rank may
+        # own nothing of a bucket but padding.
+        trained = [one for one in reversed(buckets) if one.layout.trains]
+        trained.sort(key=lambda bucket: bucket.layout.unit)
         self._parts = _cut(trained)
         self._of_bucket: dict[Bucket, list[Part]] = {bucket: [] for bucket in trained}
         parts: list[list[nn.Parameter]] = [[] for _ in range(recipe.groups)]

@@ -87,8 +87,16 @@ class ShardedParameters:
         shards = policy.shard.size
         cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
         self.sizes = self._sizes(zero, sum(numel(info.shape) for info in infos), world, cuts=cuts)
-        most, align = self.sizes.elements, policy.align
-        layouts = plan_buckets(infos, by_unit=by_unit, bucket_elements=most, shards=shards, cuts=cuts, align=align)
+        layouts = plan_buckets(
+            infos,
+            by_unit=by_unit,
+            bucket_elements=self.sizes.elements,
+            shards=shards,
+            cuts=cuts,
+            part_elements=self.sizes.part_elements,
+            cuts_units=self.sizes.cuts_units,
+            align=policy.align,
+        )
         self.offload = agree(partial(Offload, zero.offload, policy, layouts, moments, rank), world, StorageError)
         chunks = [unit.chunk for unit in units]
         self.gather_plan = BufferPlan(())
@@ -118,9 +126,7 @@ class ShardedParameters:
         policy, hides = self.policy, False
         if zero.bucket_bytes == "auto":
             # Both are asked: the other ranks of the second may have got another answer to the first.
-            by_themselves = policy.zero_stage < 3 and any(
-                [runs_by_itself(policy.shard), runs_by_itself(policy.replica)]
-            )
+            by_themselves = any([runs_by_itself(policy.shard), runs_by_itself(policy.replica)])
             most, some_wait = largest([elements, not by_themselves], world)
             elements, hides = int(most), not some_wait
         return bucket_sizes(zero.bucket_bytes, policy, elements, cuts=cuts, hides=hides)

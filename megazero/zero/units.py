@@ -6,7 +6,8 @@
       head                      head
       scale: Parameter          Model, with `scale` alone   it is in use while the others run, and so never shares a buffer
 
-A model may say so itself: its `units()` gives modules in forward order, which together hold every parameter.
+A model may say so itself: its `units()` gives modules in forward order, which together hold every parameter.  Its
+`readers(unit)` gives modules that together hold a unit's parameters, each read within its module's forward alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ class Unit:
     attributes: tuple[tuple[nn.Module, str], ...]  # (module, attribute) of each parameter that belongs to it
     chunk: int  # the model chunk of this rank that it lies in
     spans_others: bool = False  # other units run within its forward
+    readers: tuple[nn.Module, ...] = ()  # those within whose forward alone its parameters are read; none: the module
+
+    def reads(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """The modules whose forward reads parameters of the unit, each with those."""
+        if not self.readers:
+            yield self.module, [one for part, key in self.attributes if (one := part._parameters[key]) is not None]
+        for reader in self.readers:
+            yield reader, list(reader.parameters())
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,13 +50,19 @@ class Described:
     group: int = 0  # the optimizer group that steps it
 
 
-def units_of(chunks: Sequence[nn.Module]) -> list[Unit]:
-    """The units of this rank's chunks, in forward order as far as the order of attributes shows it."""
+def units_of(chunks: Sequence[nn.Module], *, by_layer: bool = False) -> list[Unit]:
+    """The units of this rank's chunks, in forward order as far as the order of attributes shows it.
+
+    `by_layer`: with the readers that the model names.
+    """
     found = []
     for chunk, model in enumerate(chunks):
         own = getattr(model, "units", None)
         if callable(own):
-            found += [Unit(module, _attributes(module.modules()), chunk) for module in own()]
+            readers = model.readers if by_layer else lambda _: ()
+            found += [
+                Unit(module, _attributes(module.modules()), chunk, readers=tuple(readers(module))) for module in own()
+            ]
         else:
             found += _find(model, chunk, False)
     return found

@@ -4,7 +4,9 @@
     network                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
     next forward                                       wait(0) unit 0   wait(1) unit 1   wait(2) unit 2
 
-Buckets start in the order in which a forward uses them, so that the first unit waits for one bucket and not for all.
+Buckets start in the order in which a forward uses them, so that the first unit waits for one bucket and not for all.  On a
+slow link weights travel for longer than a forward takes: a unit that tells which of its layers reads what waits layer by
+layer, and computes with the first while the others are on their way.
 
 Invariant: from `start` to the wait for a bucket nobody reads its whole weights, and nobody writes the part that this rank
 owns, which travels.
@@ -32,12 +34,15 @@ class WeightGathers:
         self._hooks: list[RemovableHandle] = []
 
     def attach(self, units: Sequence[Unit], home: Mapping[int, Bucket]) -> None:
-        """Have every unit wait for its weights before its forward.  `home`: bucket by identity of a parameter."""
-        for unit in units:
-            every = [home[id(part._parameters[key])] for part, key in unit.attributes]
-            buckets = [bucket for bucket in dict.fromkeys(every) if bucket.gathers_weights]
+        """Have every unit, or each of its readers, wait for its weights before its forward.
+
+        `home`: bucket by identity of a parameter.
+        """
+        for reader, parameters in [one for unit in units for one in unit.reads()]:
+            every = dict.fromkeys(home[id(parameter)] for parameter in parameters)
+            buckets = [bucket for bucket in every if bucket.gathers_weights]
             if buckets:
-                self._hooks.append(unit.module.register_forward_pre_hook(self._before_forward(buckets)))
+                self._hooks.append(reader.register_forward_pre_hook(self._before_forward(buckets)))
 
     def _before_forward(self, buckets: Sequence[Bucket]) -> Any:
         return lambda *_: self.wait_for(buckets)  # a function: a copy of the module must not copy `self`

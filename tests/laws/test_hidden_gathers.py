@@ -28,11 +28,14 @@ from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.engine.step import NonFiniteError
 from megazero.engine.trainer_state import Position
+from megazero.layers.mlp import SwiGLU
+from megazero.models.gpt import GPTStage
 from megazero.parallel_state import Axis, ParallelState, RankGrid, Wait
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
 from megazero.training.record import StepRecord
 from megazero.zero.bucket import Bucket
+from megazero.zero.parameters import ShardedParameters
 from megazero.zero.weight_gathers import WeightGathers
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the test double stands for gloo")
@@ -156,39 +159,111 @@ def test_late_weights_give_the_bits_and_the_bytes_of_weights_that_are_waited_for
         run_world(4, _late_and_at_once, tmp_path)
 
 
-def _order(rank: int, run: ResolvedRun) -> tuple[list[int], list[int], list[int]]:
-    """First units of buckets: as their gathers start, as a forward waits for them; and how many are left after each wait."""
+def _order(rank: int, run: ResolvedRun) -> tuple[list[str], list[tuple[list[str], int]]]:
+    """Buckets as their gathers start; those that each wait of a forward is for, and how many are left after it."""
     engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
-    started: list[int] = []
-    waited: list[int] = []
-    left: list[int] = []
+    started: list[str] = []
+    waits: list[tuple[list[str], int]] = []
     start, wait_for = WeightGathers.start, WeightGathers.wait_for
 
     def note_start(self: WeightGathers, bucket: Bucket) -> None:
-        started.append(bucket.layout.unit)
+        started.append(bucket.layout.name)
         start(self, bucket)
 
     def note_wait(self: WeightGathers, buckets: Sequence[Bucket]) -> None:
-        waited.extend(bucket.layout.unit for bucket in buckets if bucket in self._under_way)
+        names = [bucket.layout.name for bucket in buckets if bucket in self._under_way]
         wait_for(self, buckets)
-        left.append(len(self._under_way))
+        waits.append((names, len(self._under_way)))
 
     with patch.object(WeightGathers, "start", note_start), patch.object(WeightGathers, "wait_for", note_wait):
         engine.train_step(micro_batches(run, engine.state, 0), LR)
         started.clear()
-        left.clear()
+        waits.clear()
         engine.train_step(micro_batches(run, engine.state, 1), LR)  # its forwards wait, its update starts
     engine.sharded_model.close()
-    return started, waited, left
+    return started, [one for one in waits if one[0]]
 
 
-def test_gathers_start_in_the_order_of_use_and_a_unit_waits_for_its_own_alone() -> None:
+def test_gathers_start_in_the_order_of_use_and_a_layer_waits_for_its_own_alone() -> None:
     model = {"family": "llama", "num_layers": 4, "tie_embeddings": False}
     run = run_of(2, model=model, zero={"stage": 1, "bucket_bytes": 1024}, training={"micro_batch_size": 4})
-    for started, waited, left in run_world(2, _order, run):
-        assert started == waited == sorted(started)
-        assert set(started) == {*range(6)}  # the embedding, four blocks, the head
-        assert left[:6] == [sum(first > unit for first in started) for unit in range(6)]
+    for started, waits in run_world(2, _order, run):
+        assert [name for names, _ in waits for name in names] == started
+        waited = 0
+        for names, left in waits:
+            assert len(names) == 1 or not names[0].startswith("bucket of 0.blocks")
+            waited += len(names)
+            assert left == len(started) - waited
+        assert len(started) >= 4 * 4 + 2  # qkv, out, gate and up, down
+
+
+FAMILIES: list[dict[str, Any]] = [
+    {"family": "llama"},
+    {"family": "gpt2"},
+    {"family": "qwen3"},  # a norm of each head
+    {"family": "olmo2"},  # norms of all heads, and behind each branch
+]
+
+
+def _of_families(rank: int, runs: Sequence[ResolvedRun]) -> None:
+    for run in runs:
+        state = state_on(rank, run, shares_memory=False)
+        with _waiting_at_once(), patch.object(GPTStage, "readers", lambda *_: []):
+            losses, weights, sent = _trained(run, state, None)
+        buckets: list[Bucket] = []
+        with patch.object(ShardedParameters, "_bind", _noting(buckets)):
+            late = _trained(run, state, None)
+        of_first_block = [one for one in buckets if one.layout.slots[0].info.name.startswith("0.blocks.0.")]
+        assert len(of_first_block) > 1, run.config
+        assert not any(map(isnan, losses))
+        assert (losses, sent) == (late[0], late[2]), run.config
+        assert all(map(torch.equal, weights, late[1])), run.config
+
+
+def _noting(buckets: list[Bucket]) -> Any:
+    bind = ShardedParameters._bind
+
+    def noting(self: ShardedParameters, *arguments: Any) -> None:
+        buckets[:] = self.buckets
+        bind(self, *arguments)
+
+    return noting
+
+
+def test_layers_that_wait_for_their_weights_alone_give_the_bits_of_blocks_that_wait_for_all() -> None:
+    """All families, stages 1 to 3, recomputed too; what a layer reads before its weights are there is not a number."""
+    runs = [
+        run_of(
+            2,
+            model=model,
+            zero={"stage": stage, "bucket_bytes": "auto"},
+            activations={"recompute": recompute},
+            training={"micro_batch_size": 2, "accumulation": 2},
+        )
+        for model in FAMILIES
+        for stage, recompute in ((1, "none"), (2, "full"), (3, "selective"), (3, "full"))
+    ]
+    with (
+        patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
+        patch("megazero.zero.bucket_sizes._SOCKET_PIECE", 1024),
+    ):
+        run_world(2, _of_families, runs)
+
+
+def test_a_block_with_a_module_of_a_familys_own_waits_as_a_whole() -> None:
+    """It may read the weights of another one."""
+    engine = engine_on(0, run_of(1, model={"family": "llama"}))
+    (stage,) = engine._stages
+    block = stage.blocks[0]
+    readers = stage.readers(block)
+    assert {id(one) for reader in readers for one in reader.parameters()} == {id(one) for one in block.parameters()}
+    assert stage.readers(stage.head) == stage.readers(stage.embedding) == []
+
+    class Own(SwiGLU):
+        """Reads the weights of its layers itself."""
+
+    block.mlp.__class__ = Own
+    assert stage.readers(block) == []
 
 
 def _after_failures(rank: int, run: ResolvedRun) -> str:
