@@ -184,7 +184,9 @@ class Engine:
 
     def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         """A `train_step` without the update; every bucket then holds the global batch's mean gradient."""
-        return check_finite(self._compute_gradients(batches))
+        statistics = self._compute_gradients(batches)
+        self.sharded_model.gather_gradients()
+        return check_finite(statistics)
 
     def _compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         if not torch.is_grad_enabled():
@@ -225,6 +227,7 @@ class Engine:
 
         The weights may travel to the other ranks until the next forward; `chunks` waits for them.
         """
+        self.sharded_model.parameters.gathers.wait()  # a bucket of the last step is stepped with its own learning rate
         for group in self.sharded_model.optimizer.torch_optimizer.param_groups:
             group["lr"] = lr
         return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)

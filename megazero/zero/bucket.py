@@ -453,6 +453,8 @@ class Bucket:
         self.reduces_in_place = self.keeps_gradients and on_device and policy.accumulate_dtype == torch.float32
         # A CPU maps large blocks page by page every time; blocks that are not sent are small (`ShardedParameters`).
         self.frees_gradient = self.reduces_in_place and not (policy.on_cpu and policy.sends_gradients)
+        # Stage 0: a rank sums its shard of the gradients alone, and the others' are gathered behind the next forward.
+        self.gathers_gradients = False
         self.full_gradient: Tensor | None = None  # [padded] in the accumulation dtype, from a step's first gradient on
         self.gradient = torch.zeros(0)  # fp32 [owned], the reduced gradient, beside the master weights
         if layout.trains and not self.reduces_in_place:
@@ -465,6 +467,19 @@ class Bucket:
     def gathers_weights(self) -> bool:
         """Whether this rank keeps the whole weights and steps a part of them: they are gathered after every step."""
         return self.keeps_weights and self.owned != self.layout.whole
+
+    @property
+    def can_gather_gradients(self) -> bool:
+        """Whether a rank may sum its shard of the gradients alone, and nobody needs the others' before they are stepped."""
+        policy, layout = self.policy, self.layout
+        needed = layout.tied or any(slot.info.spec.sum_over_tp for slot in layout.slots)
+        alone = policy.zero_stage == 0 and policy.shard.size > 1 and policy.replica.size == 1 and policy.on_cpu
+        return alone and self.reduces_in_place and not needed
+
+    @property
+    def summed_gradient(self) -> Tensor:
+        """Of a bucket that gathers gradients: this rank's shard of them."""
+        return self.gradient[self.counted.start : self.counted.stop]
 
     @property
     def gradient_parts(self) -> tuple[Run, ...]:

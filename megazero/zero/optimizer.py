@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,10 @@ def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False)
     return OptimizerRecipe(len(optimizer.param_groups), *state_names(optimizer), build)
 
 
+Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
+"""(bucket, what is still to be called to step it; None if it has been stepped)."""
+
+
 class ShardedOptimizer:
     """Any element-wise optimizer over the owned elements of every bucket.
 
@@ -113,11 +117,11 @@ class ShardedOptimizer:
                 self._start_state(part)
         self._on_device = [part for part in self._parts if part.location == "device"]
 
-    def step(self, factor: float, stepped: Callable[[Bucket], None] | None = None) -> None:
+    def step(self, factor: float, stepped: Stepped | None = None) -> None:
         """Step every owned element with `factor` times its gradient, and copy the new values to the weight shards.
 
         `stepped`: called with each bucket as soon as its weight shard is complete, in the same order on all ranks that
-        share buckets.
+        share buckets; with one that gathers gradients before it is stepped, and with what steps it then.
         """
         self.steps_taken += 1
         self._before_step = [dict(group) for group in self.torch_optimizer.param_groups]
@@ -135,10 +139,14 @@ class ShardedOptimizer:
                 if copy is not None:
                     copy.wait()
                 if stepped is not None:
-                    stepped(bucket)
+                    stepped(bucket, None)
 
         for bucket, parts in self._of_bucket.items():
             location = bucket.master.location
+            if bucket.gathers_gradients and stepped is not None:
+                finish_all_but(0)
+                stepped(bucket, partial(self._step_late, step, bucket, parts))
+                continue
             if parts and (location == "host" or (location == "device" and stepped is not None)):
                 step(parts)
             if location != "file":
@@ -147,6 +155,16 @@ class ShardedOptimizer:
         self._file.step(step, self.torch_optimizer)
         copying.extend((bucket, None) for bucket in self._of_bucket if bucket.master.location == "file")
         finish_all_but(0)
+
+    def _step_late(self, step: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
+        """Step a bucket as if in the step that has begun last; what has been set in the groups since then stays set."""
+        groups, nothing = self.torch_optimizer.param_groups, object()
+        found = [dict(group) for group in groups]
+        step(parts)
+        for group, values, before in zip(groups, found, self._before_step, strict=True):
+            group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
+        if (copy := _start_copy(bucket)) is not None:
+            copy.wait()
 
     def _step_parts(self, scale: float | None, parts: Sequence[Part]) -> None:
         """Step some parts; a fused kernel divides their gradients by `scale`.

@@ -1,6 +1,7 @@
 """How gradients are summed over ranks: each bucket while the backward runs, and the sums that end a step.
 
 full [n * part] --reduce_dtype--> all-reduce (stage 0) or reduce-scatter over the shard axis --> result [owned]
+                                  or at stage 0, where the rest follows behind the next forward  --> result [shard]
 full [n * part] --quantized-----> all-to-all over the shard axis, summed in fp32 -------------> result [owned]
 result --set or add--> bucket.gradient, on the device, or on the host where the optimizer state is offloaded
 the last result of a step -> summed over the ranks that hold the same shard (`replica_sums`)
@@ -77,7 +78,8 @@ class ReductionQueue:
         self._sender = policy.replica.index * self._hosts.size + self._hosts.index  # groups round on their own
         self._newest: InTwo | None = None
         scatters = self._axis if self._blocks is None else self._host
-        self._scratch_numel = 0 if self._all_reduces else arriving_elements(self._largest, scatters)
+        all_reduced = self._all_reduces and not any(bucket.gathers_gradients for bucket in buckets)
+        self._scratch_numel = 0 if all_reduced else arriving_elements(self._largest, scatters)
         shared = [part.stop - part.start for one in buckets if len(one.layout.slots) > 1 for part in one.gradient_parts]
         self._usual = max(shared, default=max(lengths)) * self._axis.size
         is_cast = reduce_dtype != policy.accumulate_dtype and self._axis.size > 1
@@ -131,6 +133,7 @@ class ReductionQueue:
         full = buffer[: (part.stop - part.start) * bucket.layout.shards]
         is_all = full.numel() == bucket.layout.padded_numel
         gradient = bucket.gradient if is_all else bucket.gradient[part.start : part.stop]
+        gradient = bucket.summed_gradient if bucket.gathers_gradients else gradient
         lent = [] if bucket.keeps_gradients else [buffer]
         send = self._send if self._blocks is None else self._send_blocks
         pending, result, buffers = send(bucket, part, full, gradient, lent, reduced)
@@ -147,7 +150,7 @@ class ReductionQueue:
             for one in buffers:  # what comes next on this device comes after the copy
                 self.pool.release(one)
             buffers = [narrow]
-        if self._all_reduces:
+        if self._all_reduces and not bucket.gathers_gradients:
             pending = all_reduce(sent, self._axis)
             return pending, sent if sent is not full or not bucket.reduces_in_place else None, buffers
         if reduced or gradient.dtype != sent.dtype or gradient.device != sent.device:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.arena import Arena
-from megazero.comm.collectives import LostPeerError, agree, gather_objects
+from megazero.comm.collectives import LostPeerError, agree, all_gather, gather_objects
 from megazero.comm.two_level import hosts_of
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
@@ -113,9 +113,10 @@ class ShardedModel:
         )
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
-        every_micro_batch = zero.reduce == "micro_batch"
-        bucket_bytes = self.parameters.sizes.bucket_bytes
-        self.reducer = GradientReducer(buckets, every_micro_batch, DTYPES[precision.reduce_dtype], bucket_bytes)
+        every_micro_batch, reduce_dtype = zero.reduce == "micro_batch", DTYPES[precision.reduce_dtype]
+        if reduce_dtype == self.policy.accumulate_dtype:  # else whole sums travel in fewer bytes
+            self.parameters.hide_gradients()
+        self.reducer = GradientReducer(buckets, every_micro_batch, reduce_dtype, self.parameters.sizes.bucket_bytes)
         self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
         if self.parameters.gatherer is not None:
             self.reducer.on_close = self.parameters.gatherer.mark_end_of_pass
@@ -123,7 +124,7 @@ class ShardedModel:
                 self.parameters.gatherer.on_backward = self.reducer.close_unused
                 self.reducer.leaves_out_by_unit = True
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
-        self.sharded_state = ShardedState(buckets, self.optimizer)
+        self.sharded_state = ShardedState(buckets, self.optimizer, self.parameters.gathers.wait)
         self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
         self.scale, self.steps = 1.0, 0
         self.begin_step(1)
@@ -141,7 +142,7 @@ class ShardedModel:
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
-        """Have the whole step's gradients, times `scale`, in the buckets.
+        """Have the whole step's gradients, times `scale`, in the buckets; of those that gather them, this rank's shard.
 
         Raises: RuntimeError: a parameter was frozen or unfrozen since the model was sharded.
         """
@@ -150,6 +151,12 @@ class ShardedModel:
         self.reducer.finish()
         sum_partial_over_tp(buckets, self.state.tp)
         sum_tied(buckets, self.ties)
+
+    def gather_gradients(self) -> None:
+        """Have the gradients whole where they are gathered only behind the next forward."""
+        for bucket in self.reducer.buckets:
+            if bucket.gathers_gradients:
+                all_gather(bucket.gradient, bucket.summed_gradient, self.policy.shard).wait()
 
     def _check_still_trains(self) -> None:
         for bucket in self.parameters.buckets:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +15,16 @@ MODEL, MASTER, GRADIENT = "model", "master", "gradient"
 
 
 class ShardedState:
-    """Everything a rank holds for its parameters.  A kind is "model", "master", or the name of an optimizer state."""
+    """Everything a rank holds for its parameters.  A kind is "model", "master", or the name of an optimizer state.
 
-    def __init__(self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> None:
-        self.buckets, self.optimizer = buckets, optimizer
+    Args:
+        settle: waits for a step that is not over; see `WeightGathers`.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer, settle: Callable[[], None] = lambda: None
+    ) -> None:
+        self.buckets, self.optimizer, self._settle = buckets, optimizer, settle
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -44,6 +50,7 @@ class ShardedState:
 
     def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
         """Elements `run`, which this rank owns, 1-D: themselves, or a copy where they lie in a file; also "gradient"."""
+        self._settle()
         if kind == GRADIENT:
             if bucket.gradient.numel() < run.stop - run.start:
                 raise RuntimeError("there is no gradient between the start of a step and its first backward")
@@ -53,6 +60,7 @@ class ShardedState:
 
     def memory(self, kind: str, bucket: Bucket, run: Run) -> Tensor | None:
         """The elements themselves, to be overwritten; None where they lie in a file or do not exist yet."""
+        self._settle()
         array = _weights(kind, bucket)
         if array is None:
             return self.optimizer.memory(kind, bucket, run)
@@ -61,6 +69,7 @@ class ShardedState:
 
     def write(self, kind: str, bucket: Bucket, run: Run, values: Tensor) -> None:
         """Overwrite the elements."""
+        self._settle()
         array = _weights(kind, bucket)
         if array is None:
             self.optimizer.write(kind, bucket, run, values)

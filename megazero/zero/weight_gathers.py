@@ -8,13 +8,19 @@ Buckets start in the order in which a forward uses them, so that the first unit 
 slow link weights travel for longer than a forward takes: a unit that tells which of its layers reads what waits layer by
 layer, and computes with the first while the others are on their way.
 
+Where every rank steps all weights (stage 0), the gradients that step them travel in the same way, those that a forward
+needs first: each rank has summed a shard of them, and steps a bucket when the others' shards have come.
+
+    backward     all-reduce(3) reduce-scatter(2) (1) (0)      update   next forward
+    network      [ 3 ][ 3 ][ 2 ][ 1 ][ 0 ]                             [ 0 ][ 1 ][ 2 ]  step(0) unit 0   step(1) unit 1
+
 Invariant: from `start` to the wait for a bucket nobody reads its whole weights, and nobody writes the part that this rank
 owns, which travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -40,7 +46,7 @@ class WeightGathers:
         """
         for reader, parameters in [one for unit in units for one in unit.reads()]:
             every = dict.fromkeys(home[id(parameter)] for parameter in parameters)
-            buckets = [bucket for bucket in every if bucket.gathers_weights]
+            buckets = [bucket for bucket in every if bucket.gathers_weights or bucket.can_gather_gradients]
             if buckets:
                 self._hooks.append(reader.register_forward_pre_hook(self._before_forward(buckets)))
 
@@ -53,9 +59,15 @@ class WeightGathers:
             hook.remove()
         self._hooks.clear()
 
-    def start(self, bucket: Bucket) -> None:
-        """Start to gather a bucket whose part on this rank is complete, if other ranks step other parts of it."""
-        if bucket.gathers_weights:
+    def start(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
+        """Start to gather a bucket whose part on this rank is complete, if other ranks step other parts of it.
+
+        `step`: takes the step of a bucket whose gradients are gathered.
+        """
+        if step is not None:
+            gathered = all_gather(bucket.gradient, bucket.summed_gradient, self._axis)
+            self._under_way[bucket] = Pending(gathered.wait, step)
+        elif bucket.gathers_weights:
             mine = bucket.weights[bucket.owned.start : bucket.owned.stop]
             self._under_way[bucket] = all_gather(bucket.weights, mine, self._axis)
 

@@ -9,7 +9,7 @@ import gc
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import isnan
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from harness import DEVICE, run_world
 from torch import Tensor
 from worlds import LR, engine_on, micro_batches, run_of, state_on
 
+from megazero.checkpoint.gather import gather_logical
 from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import LostPeerError, all_gather
 from megazero.config import ResolvedRun
@@ -36,6 +37,7 @@ from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
 from megazero.training.record import StepRecord
 from megazero.zero.bucket import Bucket
 from megazero.zero.parameters import ShardedParameters
+from megazero.zero.state import GRADIENT, ShardedState
 from megazero.zero.weight_gathers import WeightGathers
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the test double stands for gloo")
@@ -54,7 +56,7 @@ class _LateBackend(GlooBackend):
 
         def finish() -> None:
             wait()
-            assert torch.equal(shard, sent), "a rank has written its part of the weights while it travelled"
+            assert torch.equal(shard.view(torch.uint8), sent.view(torch.uint8)), "a rank has written its part of the weights while it travelled"
             out.copy_(brought)
 
         return finish
@@ -64,8 +66,8 @@ class _LateBackend(GlooBackend):
 def _waiting_at_once() -> Iterator[None]:
     start = WeightGathers.start
 
-    def start_and_wait(self: WeightGathers, bucket: Bucket) -> None:
-        start(self, bucket)
+    def start_and_wait(self: WeightGathers, *started: Any) -> None:
+        start(self, *started)
         self.wait()
 
     with patch.object(WeightGathers, "start", start_and_wait):
@@ -84,6 +86,8 @@ SHAPES: list[tuple[dict[str, Any], list[tuple[dict[str, Any], ...]]]] = [
             (TIED, {"stage": 2}, HALF, {}),
             (TIED, {"stage": 1, "offload": {"optimizer": "cpu", "ratio": 0.5}}, {}, {}),
             (UNTIED, {"stage": 3, "persistent_elements": 1500}, {}, {}),
+            (UNTIED, {"stage": 0, "bucket_bytes": 4096}, {}, {}),
+            (TIED, {"stage": 0, "bucket_bytes": 4096}, HALF | {"reduce_dtype": "fp32"}, {}),
         ],
     ),
     ({"tp": 2}, [(TIED, {"stage": 1}, HALF, {"sequence_parallel": True})]),
@@ -94,6 +98,7 @@ SHAPES: list[tuple[dict[str, Any], list[tuple[dict[str, Any], ...]]]] = [
             (UNTIED, {"stage": 2}, {}, {"schedule": "zb-h1"}),
             (TIED | DEEP, {"stage": 2}, HALF, {"schedule": "interleaved", "virtual_stages": 2}),
             (UNTIED | DEEP, {"stage": 1}, {}, {"schedule": "zbv"}),
+            (TIED | DEEP, {"stage": 0, "bucket_bytes": 4096}, {}, {"schedule": "zbv"}),
         ],
     ),
     ({}, [(UNTIED, {"stage": 1, "shard_group_size": 2}, {}, {})]),
@@ -166,9 +171,9 @@ def _order(rank: int, run: ResolvedRun) -> tuple[list[str], list[tuple[list[str]
     waits: list[tuple[list[str], int]] = []
     start, wait_for = WeightGathers.start, WeightGathers.wait_for
 
-    def note_start(self: WeightGathers, bucket: Bucket) -> None:
+    def note_start(self: WeightGathers, bucket: Bucket, *step: Any) -> None:
         started.append(bucket.layout.name)
-        start(self, bucket)
+        start(self, bucket, *step)
 
     def note_wait(self: WeightGathers, buckets: Sequence[Bucket]) -> None:
         names = [bucket.layout.name for bucket in buckets if bucket in self._under_way]
@@ -241,7 +246,7 @@ def test_layers_that_wait_for_their_weights_alone_give_the_bits_of_blocks_that_w
             training={"micro_batch_size": 2, "accumulation": 2},
         )
         for model in FAMILIES
-        for stage, recompute in ((1, "none"), (2, "full"), (3, "selective"), (3, "full"))
+        for stage, recompute in ((0, "none"), (1, "none"), (2, "full"), (3, "selective"), (3, "full"))
     ]
     with (
         patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
@@ -264,6 +269,82 @@ def test_a_block_with_a_module_of_a_familys_own_waits_as_a_whole() -> None:
 
     block.mlp.__class__ = Own
     assert stage.readers(block) == []
+
+
+def _state_of(engine: Engine, kinds: Sequence[str]) -> dict[str, Tensor]:
+    found = {}
+    for kind in kinds:
+        found |= {f"{kind} {name}": value.clone() for name, value in gather_logical(_state(engine), kind, engine.state)}
+    return found
+
+
+def _state(engine: Engine) -> ShardedState:
+    return engine.sharded_model.sharded_state
+
+
+def _gradients_behind(rank: int, run: ResolvedRun, folder: Path) -> None:
+    """Beside a run whose sums are whole before the update."""
+    state, found = state_on(rank, run, shares_memory=False), []
+    for hides in (False, True):
+        with nullcontext() if hides else patch.object(ShardedParameters, "hide_gradients"):
+            engine = engine_on(rank, run, state=state)
+        late = [bucket for bucket in engine.sharded_model.parameters.buckets if bucket.gathers_gradients]
+        assert len(late) >= 3 if hides else not late
+        numbers: list[Any] = []
+        path = folder / f"{hides}"
+        for step in range(6):
+            batches, lr = micro_batches(run, state, step), LR / (1 + step)
+            if step == 3:  # a script that looks at the gradients, and then steps
+                statistics = engine.compute_gradients(batches)
+                numbers.append(_state_of(engine, [GRADIENT]))
+                assert engine.update(lr)
+            else:
+                statistics = engine.train_step(batches, lr)
+            assert not hides or len(engine.sharded_model.parameters.gathers._under_way) == len(late)
+            numbers += [statistics.loss, statistics.grad_norm]
+            if step == 1:
+                numbers.append(engine.evaluate(micro_batches(run, state, 50)).loss)
+            if step == 2:
+                engine.save(path, Position(3), "data")
+        numbers.append(_state_of(engine, [GRADIENT, *_state(engine).kinds]))
+        engine.load(path, "data")
+        numbers.append(_state_of(engine, _state(engine).kinds))
+        engine.train_step(micro_batches(run, state, 7), LR)
+        (group,) = {group["lr"] for group in engine.sharded_model.optimizer.torch_optimizer.param_groups}
+        engine.sharded_model.optimizer.torch_optimizer.param_groups[0]["lr"] = 2 * LR  # by a script; not for the last step
+        numbers.append(_state_of(engine, _state(engine).kinds))
+        assert group == LR
+        assert engine.sharded_model.optimizer.torch_optimizer.param_groups[0]["lr"] == 2 * LR
+        numbers.append(engine.sharded_model.optimizer.scalars())
+        engine.sharded_model.close()
+        found.append(numbers)
+    for plain, hidden in zip(*found, strict=True):
+        if isinstance(plain, dict) and all(isinstance(one, Tensor) for one in plain.values()):
+            assert plain.keys() == hidden.keys()
+            assert all(torch.equal(plain[name], hidden[name]) for name in plain)
+        else:
+            assert plain == hidden
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_of_stage_0_that_come_behind_the_next_forward_step_as_if_they_had_come_before(
+    precision: str, optimizer: str, tmp_path: Path
+) -> None:
+    """Each rank sums a shard; the others' are not numbers until they are waited for, and nobody can tell."""
+    run = run_of(
+        3,
+        model={"family": "llama", "num_layers": 3, "tie_embeddings": False},
+        zero={"stage": 0, "bucket_bytes": 4096},
+        precision={"dtype": precision, "reduce_dtype": "fp32"},
+        optimizer={"name": optimizer, "grad_clip": 0.5},
+        training={"micro_batch_size": 1, "accumulation": 2, "global_batch_size": 6},
+    )
+    with (
+        patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
+        patch("megazero.comm.backend._SMALL_BYTES", 512),  # sums of buckets are in the order of ranks
+    ):
+        run_world(3, _gradients_behind, run, tmp_path, timeout=60)
 
 
 def _after_failures(rank: int, run: ResolvedRun) -> str:
