@@ -42,7 +42,7 @@ def test_over_sockets_pieces_are_no_smaller_than_half_a_mebibyte_and_buckets_few
 
 
 def test_a_small_model_has_buckets_to_hide_behind_its_backward() -> None:
-    """The benchmarks' `tiny`, 3.7 M parameters, between two hosts: three of a layer, since a block's attention fits into one."""
+    """The benchmarks' `tiny`, 3.7 M parameters, between two hosts; a block's attention fits into one."""
     assert 3_700_000 // _sizes(2, 3_700_000).elements >= 13
     assert _sizes(2, 3_700_000).elements >= 4 * 256**2 + 2 * 256
 

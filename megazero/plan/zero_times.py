@@ -28,6 +28,7 @@ from megazero.plan.state_bytes import StateFormula, formula_of
 from megazero.schedules.action import Action, ActionKind
 from megazero.zero.bucket import ShardingPolicy
 from megazero.zero.bucket_sizes import bucket_sizes
+from megazero.zero.parameters import BEHIND_FORWARD
 
 HOST_MEMORY, NVME = 25e9, 3e9
 _FP32 = 4
@@ -54,7 +55,7 @@ class RankZero:
     """Of one pipeline rank; times in seconds.
 
     Args:
-        gathers: of all weights of a chunk once; none where the optimizer waits for them.
+        gathers: of all weights of a chunk once, or of gradients that step them; none where the optimizer waits for them.
         reductions: of all gradients of a chunk once.
         shares: largest unit's share of a chunk: what nothing hides.
         bucket_counts: of a chunk.
@@ -170,8 +171,14 @@ def _rank_zero(
     buckets = {chunk: sum(-(-unit // most) for unit in units) for chunk, units in own.items()}
     if zero.stage < 3:
         buckets = {chunk: -(-count // most) for chunk, count in counts.items()}
-    reductions = {chunk: _reduction(run, links, counts[chunk], formula, buckets[chunk]) for chunk in counts}
+    hidden = 0.0  # part of stage 0's gradients that is gathered behind the next forward
+    if zero.stage == 0 and overlaps and cluster.processors and formula.reduce_bytes == formula.accumulate_bytes:
+        hidden = BEHIND_FORWARD
+    reductions = {chunk: _reduction(run, links, counts[chunk], formula, buckets[chunk], hidden) for chunk in counts}
     gathers, is_stage_3 = {}, zero.stage == 3
+    if hidden and run.shards > 1:
+        sizes = {chunk: count * hidden * formula.reduce_bytes for chunk, count in counts.items()}
+        gathers = {chunk: _pieces(links["shard"], "all_gather", sizes[chunk], buckets[chunk]) for chunk in counts}
     if zero.stage and run.shards > 1:
         axis, nbytes = links["shard"], formula.gathered_bytes
         if formula.second_copy and is_stage_3:
@@ -209,12 +216,18 @@ def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int,
 
 
 def _reduction(
-    run: ResolvedRun, links: Mapping[str, GroupLink], elements: int, formula: StateFormula, pieces: int
+    run: ResolvedRun,
+    links: Mapping[str, GroupLink],
+    elements: int,
+    formula: StateFormula,
+    pieces: int,
+    hidden: float = 0.0,
 ) -> Cost:
     """Of so many gradients: over the ranks that share the state, then over those that hold the same part."""
     shards, same, size = run.shards, run.dp * run.config.parallel.cp, elements * formula.reduce_bytes
     if run.config.zero.stage == 0:
-        return _pieces(links["shard"], "all_reduce", 2 * size, pieces)
+        whole = _pieces(links["shard"], "all_reduce", 2 * size * (1 - hidden), pieces)
+        return whole.and_also(_pieces(links["shard"], "reduce_scatter", size * hidden, pieces)) if hidden else whole
     shared = _pieces(links["shard"], "reduce_scatter", size, pieces)
     if formula.block_bytes:
         host = links["host"]

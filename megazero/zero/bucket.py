@@ -523,3 +523,8 @@ class Bucket:
         like a change of weights it has saved: only an update is one.
         """
         return self.weights.data[slot.start : slot.stop].view(slot.info.shape)
+
+
+def in_order_of_use(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Buckets as a forward uses them; those of one unit are given in the order of its backward."""
+    return sorted(buckets[::-1], key=lambda bucket: bucket.layout.unit)

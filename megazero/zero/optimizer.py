@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.optim.optimizers import Lion, check_elementwise, make_optimizer, state_names
-from megazero.zero.bucket import Bucket, Run, intersect
+from megazero.zero.bucket import Bucket, Run, in_order_of_use, intersect
 from megazero.zero.file_stepper import FileStepper, Part
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
@@ -95,10 +95,8 @@ class ShardedOptimizer:
 
     def __init__(self, buckets: Sequence[Bucket], recipe: OptimizerRecipe, offload: Offload) -> None:
         self.known_states, self._scalars = recipe.states, recipe.scalars
-        # In the order in which a forward uses them: buckets of one unit come in the order of its backward.  This rank may
-        # own nothing of a bucket but padding.
-        trained = [one for one in reversed(buckets) if one.layout.trains]
-        trained.sort(key=lambda bucket: bucket.layout.unit)
+        # This rank may own nothing of a bucket but padding.
+        trained = in_order_of_use([one for one in buckets if one.layout.trains])
         self._parts = _cut(trained)
         self._of_bucket: dict[Bucket, list[Part]] = {bucket: [] for bucket in trained}
         parts: list[list[nn.Parameter]] = [[] for _ in range(recipe.groups)]

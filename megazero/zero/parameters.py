@@ -28,6 +28,7 @@ from megazero.zero.bucket import (
     BucketLayout,
     ParamInfo,
     ShardingPolicy,
+    in_order_of_use,
     intersect,
     plan_buckets,
 )
@@ -42,7 +43,7 @@ from megazero.zero.weight_gathers import WeightGathers
 _ALONE = Axis("world")
 # Of the gradients of stage 0.  A backward takes twice as long as a forward: so their sums and two thirds of the whole
 # gradients travel in proportion to what hides them.
-_BEHIND_FORWARD = 2 / 3
+BEHIND_FORWARD = 2 / 3
 SECOND_COPY = "second_copy"  # the kind of memory
 
 # Initial values of a parameter that has no memory yet, by name, asked for once; None if they are not known here.
@@ -126,8 +127,8 @@ class ShardedParameters:
     def hide_gradients(self) -> None:
         """Choose the buckets of stage 0 whose gradients are gathered behind the next forward; see `weight_gathers`."""
         able = [bucket for bucket in self.buckets if self.hides_gathers and bucket.can_gather_gradients]
-        left = _BEHIND_FORWARD * sum(bucket.layout.numel for bucket in able)
-        for bucket in sorted(reversed(able), key=lambda bucket: bucket.layout.unit):  # as a forward uses them
+        left = BEHIND_FORWARD * sum(bucket.layout.numel for bucket in able)
+        for bucket in in_order_of_use(able):
             bucket.gathers_gradients = left > 0
             left -= bucket.layout.numel
 

@@ -59,10 +59,10 @@ def units_of(chunks: Sequence[nn.Module], *, by_layer: bool = False) -> list[Uni
     for chunk, model in enumerate(chunks):
         own = getattr(model, "units", None)
         if callable(own):
-            readers = model.readers if by_layer else lambda _: ()
-            found += [
-                Unit(module, _attributes(module.modules()), chunk, readers=tuple(readers(module))) for module in own()
-            ]
+            readers_of = getattr(model, "readers", None) if by_layer else None
+            for module in own():
+                readers = tuple(readers_of(module)) if callable(readers_of) else ()
+                found.append(Unit(module, _attributes(module.modules()), chunk, readers=readers))
         else:
             found += _find(model, chunk, False)
     return found
