@@ -169,7 +169,7 @@ class GlooBackend(TorchBackend):
 
 
 def _sums_by_messages(tensor: Tensor, axis: Axis) -> bool:
-    """Whether every rank sends to every other: not where latency counts, or a ring would leave a host of several ranks once."""
+    """Whether every rank sends to every other: not where latency counts, or a ring leaves a host of several ranks once."""
     return tensor.nbytes > _SMALL_BYTES and not axis.meets_on_hosts
 
 

@@ -527,4 +527,5 @@ class Bucket:
 
 def in_order_of_use(buckets: Sequence[Bucket]) -> list[Bucket]:
     """Buckets as a forward uses them; those of one unit are given in the order of its backward."""
-    return sorted(buckets[::-1], key=lambda bucket: bucket.layout.unit)
+    forward = buckets[::-1]
+    return sorted(forward, key=lambda bucket: bucket.layout.unit)
