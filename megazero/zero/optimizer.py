@@ -158,7 +158,8 @@ class ShardedOptimizer:
         """Step a bucket as if in the step that has begun last; what has been set in the groups since then stays set."""
         groups, nothing = self.torch_optimizer.param_groups, object()
         found = [dict(group) for group in groups]
-        step(parts)
+        with torch.inference_mode(False):  # an evaluation may be who waits: what it made could not be stepped again
+            step(parts)
         for group, values, before in zip(groups, found, self._before_step, strict=True):
             group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
         if (copy := _start_copy(bucket)) is not None:
