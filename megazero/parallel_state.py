@@ -325,8 +325,8 @@ class Axis:
         return self.ranks[index] // block != self.ranks[self.index] // block
 
     @property
-    def meets_on_hosts(self) -> bool:
-        """Whether a host has several of these ranks; all of them say the same."""
+    def shares_hosts(self) -> bool:
+        """Whether a host has several of these ranks; all of them say the same.  Without a group each is alone."""
         block = self.group.neighbours if self.group is not None else 1
         return len({rank // block for rank in self.ranks}) < len(self.ranks)
 

@@ -31,8 +31,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_SMALL_BYTES = 2**16  # up to here an all-reduce is gloo's own: latency counts
-_ARRIVING_BYTES = 2**23  # of the parts that all-reduces of a group wait for, if one alone has no more
+_SMALL_BYTES = 2**16  # smaller all-reduces are gloo's own: fewer messages
+_MOST_ARRIVING_BYTES = 2**23  # of parts that wait to be added, in a group; one larger all-reduce is let through alone
 _MOST_UNCHECKED = 1000  # gathers whose labels wait to be compared; the oldest ones' arrived long ago
 
 
@@ -94,53 +94,54 @@ class GlooBackend(TorchBackend):
     """Gloo, with all but its small all-reduces replaced by messages.
 
     Gloo's all-gather copies through memory that it allocates each time, its reduce-scatter moves an all-reduce's bytes, and
-    few of its threads carry all operations: one step of a ring waits for the step before it while the link is idle.
+    its all-reduce is a ring, each step of which waits for the one before while the link is idle.
 
     Args:
-        post: hands messages over; where a thread does, it is this group's alone, since messages of a group keep their order.
-        sum_up: waits for the parts of all-reduces, sums them and hands the sums over; a thread of its own, too.
+        post: hands messages over; where a thread does, it is this group's alone: messages of one tag keep their order.
+        post_sum: waits for the parts of an all-reduce, adds them and hands the sum over; a second thread, so that the first
+            goes on with the next operation.
     """
 
     needs_scratch = True
     _rings = ("all_reduce",)
 
-    def __init__(self, post: Post = at_once, sum_up: Post = at_once) -> None:
+    def __init__(self, post: Post = at_once, post_sum: Post = at_once) -> None:
         super().__init__()
-        self._post, self._sum_up = post, sum_up
-        self._arriving: deque[tuple[int, Event]] = deque()  # bytes of all-reduces, and whether they are summed
+        self._post, self._post_sum = post, post_sum
+        self._arriving: deque[tuple[int, Event]] = deque()  # bytes of all-reduces, and whether they are added
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
-        """A reduce-scatter and an all-gather of messages; those of the next all-reduces travel meanwhile."""
-        if not _sums_by_messages(tensor, axis):
+        """Every rank gets its part of all tensors, adds them in rank order and sends the sum to all; several overlap."""
+        if not _goes_in_messages(tensor, axis):
             return super().all_reduce(tensor, axis, op)
-        parts, is_summed = list(tensor.detach().view(-1).tensor_split(axis.size)), Event()
-        mine, others = parts[axis.index], list[Tensor]()
+        parts, is_added = list(tensor.detach().view(-1).tensor_split(axis.size)), Event()
+        mine, of_ranks = parts[axis.index], list[Tensor]()
 
         def send_parts() -> Wait:
-            self._make_room(mine.nbytes * (axis.size - 1), is_summed)
-            others.extend(mine if index == axis.index else torch.empty_like(mine) for index in range(axis.size))
-            return partial(wait_for, swap(others, parts, axis, REDUCE_TAG))
+            self._limit_arriving(mine.nbytes * (axis.size - 1), is_added)
+            of_ranks.extend(mine if index == axis.index else torch.empty_like(mine) for index in range(axis.size))
+            return partial(wait_for, swap(of_ranks, parts, axis, REDUCE_TAG))
 
         def send_sum() -> Wait:
             try:
                 arrived()
-                combine(others[0], others, REDUCTIONS[op])
-                mine.copy_(others[0])  # nothing to do on the first rank
+                combine(of_ranks[0], of_ranks, REDUCTIONS[op])
+                mine.copy_(of_ranks[0])  # of the first rank they are one tensor
             finally:
-                others.clear()
-                is_summed.set()
+                of_ranks.clear()
+                is_added.set()
             return partial(wait_for, swap(parts, [mine] * axis.size, axis, SUMS_TAG))
 
         arrived = self._post(send_parts)
-        return self._sum_up(send_sum)
+        return self._post_sum(send_sum)
 
-    def _make_room(self, nbytes: int, is_summed: Event) -> None:
-        """Wait until all that arrives, with these bytes, is little enough; in the thread that hands messages over."""
+    def _limit_arriving(self, nbytes: int, is_added: Event) -> None:
+        """Wait for the oldest all-reduces until what arrives fits; in the thread that posts."""
         while self._arriving and (
-            self._arriving[0][1].is_set() or nbytes + sum(one for one, _ in self._arriving) > _ARRIVING_BYTES
+            self._arriving[0][1].is_set() or nbytes + sum(one for one, _ in self._arriving) > _MOST_ARRIVING_BYTES
         ):
             self._arriving.popleft()[1].wait()
-        self._arriving.append((nbytes, is_summed))
+        self._arriving.append((nbytes, is_added))
 
     def all_gather(self, out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Wait:
         """Messages to and from every other rank, straight to their positions in the result."""
@@ -161,16 +162,17 @@ class GlooBackend(TorchBackend):
         return self._post(partial(shift, out, x, axis))
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
-        if operation != "all_reduce" or not _sums_by_messages(full, axis):
+        if operation != "all_reduce" or not _goes_in_messages(full, axis):
             return super().link_bytes(operation, full, axis)
         each, longer = divmod(full.numel(), axis.size)
         mine = each + (axis.index < longer)  # the others' parts, and this one's sum to each of them
         return (full.numel() - mine + mine * (axis.size - 1)) * full.element_size()
 
 
-def _sums_by_messages(tensor: Tensor, axis: Axis) -> bool:
-    """Whether every rank sends to every other: not where latency counts, or a ring leaves a host of several ranks once."""
-    return tensor.nbytes > _SMALL_BYTES and not axis.meets_on_hosts
+def _goes_in_messages(tensor: Tensor, axis: Axis) -> bool:
+    """Whether an all-reduce is messages between all ranks: not a small one, nor where hosts have several of these ranks;
+    there a ring crosses each host's link once."""
+    return tensor.nbytes > _SMALL_BYTES and not axis.shares_hosts
 
 
 class HostBackend(GlooBackend):
@@ -186,6 +188,11 @@ class HostBackend(GlooBackend):
             combine(tensor, parts, REDUCTIONS[op])
 
         return wait
+
+    def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
+        if operation == "all_reduce":  # each rank sends all
+            return full.nbytes * sum(axis.is_apart(index) for index in range(axis.size))
+        return super().link_bytes(operation, full, axis)
 
 
 def kind_between(hosts: Hosts | None) -> type[GlooBackend | TwoLevelBackend | SharedMemoryBackend]:
@@ -206,9 +213,13 @@ def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gathe
         each, rank = group.neighbours, axis.ranks[axis.index]
         name = this_host() + (f" {rank // each} of {each}" if each > 1 else "")  # so one machine passes for several
         hosts = hosts_of([one[0] for one in gather((name, "")) if one is not None], axis.index)
-    post, sum_up = Worker(f"messages of {axis.name}", lends=True).post, Worker(f"sums of {axis.name}").post
+    post = Worker(f"messages of {axis.name}", waits_for_start=True).post
+
+    def over_sockets() -> GlooBackend:
+        return GlooBackend(post, Worker(f"sums of {axis.name}").post)
+
     if hosts is None or kind_between(hosts) is GlooBackend:
-        return GlooBackend(post, sum_up)
+        return over_sockets()
     first = hosts.host * hosts.size
 
     def gather_on_host(offer: Offer) -> list[Offer]:
@@ -217,7 +228,7 @@ def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gathe
     found = [rendezvous(hosts.local, hosts.size, AREA_BYTES, gather_on_host) for _ in range(2)]
     made = [one for one in found if one is not None]
     if not all(gather((name, "") if len(made) == len(found) else None)):
-        return GlooBackend(post, sum_up)
+        return over_sockets()
     if hosts.count > 1:
         lanes = [Lane(one, hosts.local, group.timeout_seconds, f"lane of {axis.name}") for one in made]
         return TwoLevelBackend(hosts, lanes[0], lanes[1], post)

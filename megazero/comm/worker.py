@@ -3,9 +3,9 @@
     computation   post(a) ..... post(b) ................ wait(a)
     worker              a a a a a a a a b b b b b b
 
-Between hosts it hands messages to gloo.  gloo locks a connection while it reads or writes.  Where every core computes, its
-thread may lose its core with the lock held, and who has a message then waits: 2 to 7 ms for each were measured, a fifth of a
-step of ZeRO-1 between two hosts.
+Between hosts one hands messages to gloo, another adds up all-reduces.  gloo locks a connection while it reads or writes.
+Where every core computes, its thread may lose its core with the lock held, and who has a message then waits: 2 to 7 ms for
+each were measured, a fifth of a step of ZeRO-1 between two hosts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Start: TypeAlias = Callable[[], Wait]
 Post: TypeAlias = Callable[[Start], Wait]
 """Has an operation started, in the order of the calls, and returns a function that waits for it."""
 
-_LENT_SECONDS = 2e-3  # a call takes 0.2 ms, but may meet gloo's lock
+_START_SECONDS = 2e-3  # a call takes 0.2 ms, but may meet gloo's lock
 _JOIN_SECONDS = 5.0  # one that waits in a system call alone needs a moment
 
 
@@ -67,7 +67,7 @@ class _Posted:
         self._start = None
         self._is_over.set()
 
-    def wait_for_call(self, seconds: float) -> None:
+    def wait_until_made(self, seconds: float) -> None:
         """Until the call has returned or raised, but not for longer."""
         self._is_over.wait(seconds)
 
@@ -87,12 +87,12 @@ class Worker:
 
     Args:
         name: of the thread.
-        lends: whoever posts while it has no call lends it the core for one: as a batch job's it would not wake beside a
-            computation for milliseconds, in which the link stands idle.
+        waits_for_start: `post` waits up to 2 ms for an idle thread to make the call.  Beside a computation Linux wakes a
+            batch job's thread only after milliseconds, in which the link is idle.
     """
 
-    def __init__(self, name: str, *, lends: bool = False) -> None:
-        self._lends = lends
+    def __init__(self, name: str, *, waits_for_start: bool = False) -> None:
+        self._waits_for_start = waits_for_start
         self._queue: SimpleQueue[_Posted | None] = SimpleQueue()
         self._posted: deque[_Posted] = deque()  # and not over
         arguments = (self._queue, self._posted, is_ready := threading.Event())
@@ -111,8 +111,8 @@ class Worker:
         posted, is_idle = _Posted(start), not self._posted
         self._posted.append(posted)
         self._queue.put(posted)
-        if is_idle and self._lends:
-            posted.wait_for_call(_LENT_SECONDS)
+        if is_idle and self._waits_for_start:
+            posted.wait_until_made(_START_SECONDS)
         return posted.wait
 
     def close(self, error: RuntimeError, interrupt: Callable[[], object]) -> None:

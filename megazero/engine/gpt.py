@@ -2,13 +2,14 @@
 
 micro-batches -> executor(schedule, stage) -> gradients reduced as they become ready
               -> end of the step (step.py): norm, loss, tokens; clip; sharded optimizer
-              -> all-gather of the weights, behind the next forward (zero/weight_gathers.py)
+              -> all-gather of the weights, or of stage 0's gradients, behind the next forward (zero/weight_gathers.py)
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -51,7 +52,7 @@ from megazero.schedules.proof import Timeline
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
 from megazero.zero.bucket import DTYPES
-from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
+from megazero.zero.optimizer import HalfSteppedError, OptimizerRecipe, recipe_by_name
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
 
@@ -117,7 +118,7 @@ class Engine:
         if placement[0][0] != placement[-1][0] and any(gather_objects(bool(tied), state.pp)):
             ties = dict.fromkeys(tied, state.among_stages([placement[0][0], placement[-1][0]], "embedding"))
         self.sharded_model = ShardedModel(
-            # compiled code takes no hooks of layers
+            # a compiled block waits as a whole: hooks of its layers would break its graph
             units_of(self._stages, by_layer=not may_compile(config.training.compile, state.device)),
             described,
             state,
@@ -183,10 +184,8 @@ class Engine:
         return replace(statistics, skipped=not (statistics.finite and self.update(lr)))
 
     def compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
-        """A `train_step` without the update; every bucket then holds the global batch's mean gradient."""
-        statistics = self._compute_gradients(batches)
-        self.sharded_model.gather_gradients()
-        return check_finite(statistics)
+        """A `train_step` without the update: the buckets hold the global batch's mean gradient, each rank what it counts."""
+        return check_finite(self._compute_gradients(batches))
 
     def _compute_gradients(self, batches: Sequence[MicroBatch]) -> StepStatistics:
         if not torch.is_grad_enabled():
@@ -225,9 +224,8 @@ class Engine:
     def update(self, lr: float) -> bool:
         """Clip by the norm of the computed gradients and step; False after an overflow under fp16.
 
-        The weights may travel to the other ranks until the next forward; `chunks` waits for them.
+        Weights, and gradients of stage 0, may travel until the next forward; `chunks` waits for them.
         """
-        self.sharded_model.parameters.gathers.wait()  # a bucket of the last step is stepped with its own learning rate
         for group in self.sharded_model.optimizer.torch_optimizer.param_groups:
             group["lr"] = lr
         return self.sharded_model.update(self._grad_norm, self.config.optimizer.grad_clip)
@@ -328,7 +326,8 @@ class Engine:
             CheckpointError: on every rank, and nothing has changed: it is of another model or other data, and
                 `checkpoint.accept_changes` does not allow it.
         """
-        self.sharded_model.parameters.gathers.wait()
+        with suppress(HalfSteppedError):  # its weights are read now
+            self.sharded_model.parameters.gathers.wait()
         trainer = load_checkpoint(
             path,
             self.sharded_model.sharded_state,

@@ -320,7 +320,8 @@ class Head(nn.Module):
         return self.output(self.norm(x), labels)
 
 
-# What a block consists of: layers that read their own weights, and what calls them and reads none.
+# Layers read their weights within their own forward alone, branches only call layers.  Exact types: a subclass may read them
+# elsewhere.
 _LAYERS = {ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, HeadNorm, WidthNorm}
 _BRANCHES = {Block, PostNormBlock, Attention, SwiGLU, GELU}
 
@@ -343,7 +344,11 @@ class GPTStage(nn.Module):
         return [unit for unit in (self.embedding, *self.blocks, self.head) if unit is not None]
 
     def readers(self, unit: nn.Module) -> list[nn.Module]:
-        """The layers of a block, each of which alone reads its weights; of one with a module of a family's own, none."""
+        """The layers of a block that wait for their own weights.
+
+        None of the embedding and of the head, nor where a block holds a module of another class: it may read the weights of
+        its layers itself.
+        """
         holding = [module for module in unit.modules() if next(module.parameters(), None) is not None]
         layers = [module for module in holding if type(module) in _LAYERS]
         return layers if all(type(module) in _LAYERS | _BRANCHES for module in holding) else []

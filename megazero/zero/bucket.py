@@ -13,17 +13,17 @@ A part has the same rows of every shard, and so each rank owns as much of it:
     flat buffer  [ a b c | a b c | a b c ]      three shards, parts a, b and c
     part b       [b|b|b]                        reduced into elements b of each rank's shard
 
-All buffers for gradients have the size of the largest part.  Under stage 3 that is a block, which is not cut: so an
-embedding goes in parts as large as a block, however small buckets should be.
+All buffers for gradients have the size of the largest part.  Under stage 3 that is a block, which is not cut, or between
+hosts of CPUs the largest bucket of one: so an embedding goes in parts as large, however small buckets should be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from math import lcm
+from math import inf, lcm
 from typing import Final, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 ALIGN_ELEMENTS = 16  # a shard begins on a 64-byte border in fp32
 BLOCK = 256  # elements that travel with one scale where they are quantized: see `quantized`, [Note: blocks]
-_LEAST_SHARE = 16  # what joins a parameter that is larger than a bucket should be has at most 1/16 of a bucket
+_SMALL_PARTS = 16  # beside a parameter that is larger than a bucket should be, others have 1/16 of a bucket in all
 _ROWS_OF_PADDING = 32  # a bucket is cut into parts only if padding to whole rows adds at most 1/32 to it: see shapes.md
 
 
@@ -268,22 +268,12 @@ def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool
 
 
 def _fits(members: Sequence[ParamInfo], limit: int, shards: int) -> bool:
-    """Whether parameters may share a bucket; what is small enough may lie in one part of a larger parameter's.
+    """Whether parameters may share a bucket: all fit, or all but the largest are small, and lie in one part of it.
 
-    More would wait for the larger parameter, and it for them.
+    More would wait for the largest, and it for them.
     """
     sizes = [numel(info.shape) for info in members]
-    return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _LEAST_SHARE) <= limit
-
-
-def _filled(parameters: Iterable[ParamInfo], limit: int, shards: int) -> list[list[ParamInfo]]:
-    """The parameters, in their order, in groups that each may be a bucket."""
-    groups = list[list[ParamInfo]]()
-    for info in parameters:
-        if not groups or not _fits([*groups[-1], info], limit, shards):
-            groups.append([])
-        groups[-1].append(info)
-    return groups
+    return sum(sizes) <= limit or (sum(sizes) - max(sizes)) * max(shards, _SMALL_PARTS) <= limit
 
 
 def plan_buckets(
@@ -309,35 +299,38 @@ def plan_buckets(
 
     `align`: shards have a multiple of so many elements; with `BLOCK` what is split over tp begins at such a multiple, too.
 
+    `bucket_elements`, `part_elements`: of whole buckets, all shards together; `part_elements` None: as `bucket_elements`.
+
     No bucket spans two chunks, or holds both frozen and trained parameters.  A tied parameter has its own bucket, equal on
     all stages that hold it.
     """
     single = [[info] for info in parameters if info.spec.tied or (by_unit and info.alone)]
     free = [info for info in parameters if [info] not in single]
-    units = sorted(
-        (info for info in free if by_unit and not info.persistent), key=lambda info: (info.unit, info.trains)
-    )
-    groups = list[list[ParamInfo]]()
-    for _, members in groupby(units, key=lambda info: (info.unit, info.trains)):
-        together = list(members)
-        groups += _filled(reversed(together), bucket_elements, shards) if cuts_units else [together]
-    filling: dict[bool, list[ParamInfo]] = {}
-
     most = bucket_elements if part_elements is None else part_elements
 
     def is_cut(members: Sequence[ParamInfo]) -> bool:
         is_large = cuts and sum(numel(member.shape) for member in members) > most
         return is_large and _layout(members, shards, most, cuts=cuts, align=align).part_count > 1
 
-    for info in reversed([info for info in free if not by_unit or info.persistent]):
-        last = filling.get(info.trains, [])
+    def may_share(last: list[ParamInfo], info: ParamInfo) -> bool:
         together = [*last, info]
-        fits = _fits(together, bucket_elements, shards)
         loses_cut = (is_cut(last) or is_cut([info])) and not is_cut(together)
-        if not last or last[0].chunk != info.chunk or not fits or loses_cut:
-            filling[info.trains] = last = []
-            groups.append(last)
-        last.append(info)
+        return last[0].chunk == info.chunk and _fits(together, bucket_elements, shards) and not loses_cut
+
+    def scope(info: ParamInfo) -> tuple[float, bool]:
+        """What a bucket does not leave."""
+        return info.unit if by_unit and not info.persistent else inf, info.trains
+
+    groups, backward = list[list[ParamInfo]](), free[::-1]
+    for (unit, _), members in groupby(sorted(backward, key=scope), key=scope):
+        last = list[ParamInfo]()
+        if unit < inf and not cuts_units:
+            groups.append(list(members)[::-1])
+            continue
+        for info in members:
+            if not last or not may_share(last, info):
+                groups.append(last := [])
+            last.append(info)
     layouts = [_layout(members, shards, most, cuts=cuts, align=align) for members in [*groups, *single]]
     largest = max((one.parts[0].stop * shards for one in layouts if one.trains), default=0)
     limit = max(most, largest)
@@ -453,7 +446,8 @@ class Bucket:
         self.reduces_in_place = self.keeps_gradients and on_device and policy.accumulate_dtype == torch.float32
         # A CPU maps large blocks page by page every time; blocks that are not sent are small (`ShardedParameters`).
         self.frees_gradient = self.reduces_in_place and not (policy.on_cpu and policy.sends_gradients)
-        # Stage 0: a rank sums its shard of the gradients alone, and the others' are gathered behind the next forward.
+        # Set by `ShardedParameters`: at stage 0 a rank sums its shard of these gradients alone, and the others' are gathered
+        # behind the next forward.
         self.gathers_gradients = False
         self.full_gradient: Tensor | None = None  # [padded] in the accumulation dtype, from a step's first gradient on
         self.gradient = torch.zeros(0)  # fp32 [owned], the reduced gradient, beside the master weights
@@ -470,15 +464,14 @@ class Bucket:
 
     @property
     def can_gather_gradients(self) -> bool:
-        """Whether a rank may sum its shard of the gradients alone, and nobody needs the others' before they are stepped."""
+        """Whether a rank may sum its shard of the gradients alone: nobody needs the others' before they are stepped."""
         policy, layout = self.policy, self.layout
-        needed = layout.tied or any(slot.info.spec.sum_over_tp for slot in layout.slots)
-        alone = policy.zero_stage == 0 and policy.shard.size > 1 and policy.replica.size == 1 and policy.on_cpu
-        return alone and self.reduces_in_place and not needed
+        is_plain = policy.zero_stage == 0 and policy.shard.size > 1 and policy.replica.size == 1 and policy.on_cpu
+        return is_plain and self.reduces_in_place and not layout.tied  # the stages of a tie choose apart
 
     @property
-    def summed_gradient(self) -> Tensor:
-        """Of a bucket that gathers gradients: this rank's shard of them."""
+    def gradient_shard(self) -> Tensor:
+        """[shard], fp32: this rank's part of `gradient` where that is whole; a view."""
         return self.gradient[self.counted.start : self.counted.stop]
 
     @property

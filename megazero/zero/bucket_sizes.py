@@ -34,7 +34,7 @@ _UNSENT_BYTES = 4 * 2**20
 # From stage 2 on gradients pass through two buckets' worth of buffers: one that fills, two that are sent, and over gloo two
 # for what arrives.
 _BUFFERS = 5
-# Over sockets buckets are small, and to cut matrices of a few buckets' size costs their products more than it hides.
+# A larger part costs less: the product of a matrix that is cut in many parts is slower by more than smaller parts hide.
 _PART_BUCKETS = 4
 
 
@@ -43,7 +43,7 @@ class BucketSizes:
     """How large a bucket is, and the working buffers that it passes through.
 
     Args:
-        elements: most of a bucket; a parameter that is larger has one of its own.
+        elements: most of a bucket; a larger parameter has one of its own, with small ones beside it.
         part_elements: most of a part in which such a parameter is reduced, where it can be cut; None: as `elements`.
         bucket_bytes: `zero.bucket_bytes`, or what "auto" has chosen: working buffers take two of them at most.
         cuts_units: what stage 3 gathers of a unit has buckets of this size, too.

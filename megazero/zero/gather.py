@@ -3,6 +3,8 @@
     forward      unshard(0) wait(0) unshard(1) | wait(1) unshard(2) | ...      backward: the same, downward
     buffers      A: 0                B: 1        A: 2                          few buffers serve all units (`gather_buffers`)
 
+A unit of several buckets starts all of them, and in a forward each of its layers waits for its own (`Unit.readers`).
+
 An offloaded shard comes to the device first, into a staging buffer: `read_ahead`, then `unshard`, then `wait_for_unshard`.
 
 [Note: fixed addresses]  A unit always comes to the same buffer, and its neighbours to others.  Between two uses of a unit
@@ -281,7 +283,7 @@ class UnitGatherer:
         users = Counter(storage_of(bucket.weights) for bucket in gathered)
         self._shares: list[bool] = []  # whether another unit may take a buffer of this one
         self._attributes: list[list[tuple[nn.Module, str, nn.Parameter, UngatheredParameter]]] = []
-        self._waits_by_reader: list[bool] = []  # whether in a forward each reader of a unit waits for its weights alone
+        self._waits_by_reader: list[bool] = []  # whether in a forward each layer of a unit waits for its own weights
         names = {id(parameter): name for name, parameter in parameters.items()}
         proxies: dict[str, UngatheredParameter] = {}
         for index, unit in enumerate(units):
@@ -308,11 +310,10 @@ class UnitGatherer:
                 before, after = map(torch.compiler.disable, (self._before_forward(index), self._after_forward(index)))
                 self._hooks.append(unit.module.register_forward_pre_hook(before))
                 self._hooks.append(unit.module.register_forward_hook(after, always_call=True))
-            waits_by_reader = len(self._buckets[index]) > 1 and bool(unit.readers)
-            self._waits_by_reader.append(waits_by_reader)
-            for reader in unit.readers if waits_by_reader else ():
-                own = [self._owner[id(one)] for one in reader.parameters() if id(one) in self._owner]
-                self._hooks.append(reader.register_forward_pre_hook(self._before_reader(list(dict.fromkeys(own)))))
+            self._waits_by_reader.append(len(self._buckets[index]) > 1 and bool(unit.readers))
+            for reader, read in unit.reads() if self._waits_by_reader[index] else ():
+                own = dict.fromkeys(self._owner[id(one)] for one in read if id(one) in self._owner)
+                self._hooks.append(reader.register_forward_pre_hook(self._before_reader(list(own))))
         self._bytes_of = [sum(bucket.weights.nbytes for bucket in buckets) for buckets in self._buckets]
         for index in range(len(units)):
             self.reshard(index)
@@ -432,6 +433,7 @@ class UnitGatherer:
                 part._parameters[key] = proxy
 
     def visit(self, direction: str, index: int) -> None:
+        """Have a unit's weights, or on their way in a forward whose layers wait for theirs; start on what follows."""
         closes = direction == "backward"
         if closes and not self.is_unsharded(index):  # before a wait for ranks that may wait for its reductions
             self.on_backward(self._chunk_of[index], index)

@@ -8,6 +8,8 @@ largest unit and at most `prefetch_bytes` more; there are always two.  Each is a
 
     bytes = sum over buffers of the largest unit in it
 
+Where a unit has several buckets, the i-th buckets of its units share a buffer; if that takes 1/32 more, each unit has one.
+
 A gather policy says how long a gathered unit stays:
     action    units take turns in the buffers: every forward and backward gathers anew what has made room; least memory
     chunk     units at the same position of different chunks share: a chunk stays until another chunk runs
@@ -38,6 +40,11 @@ class BufferPlan:
     def sizes(self) -> tuple[int, ...]:
         """Elements of each buffer."""
         return tuple(max(layout.padded_numel for layout in members) for members in self.buffers)
+
+    @property
+    def elements(self) -> int:
+        """Of all buffers together."""
+        return sum(self.sizes)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """By name of each bucket its buffer, [padded]."""
@@ -79,7 +86,7 @@ def plan_buffers(
 
 
 class _Shared(NamedTuple):
-    """A bucket that shares its buffer."""
+    """A bucket that shares its buffer with those of the same number of other units."""
 
     position: int  # of its unit in its chunk
     number: int  # among the buckets of the unit

@@ -84,6 +84,10 @@ Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
 """(bucket, what is still to be called to step it; None if it has been stepped)."""
 
 
+class HalfSteppedError(RuntimeError):
+    """An interrupt ended the step of some weights half-way."""
+
+
 class ShardedOptimizer:
     """Any element-wise optimizer over the owned elements of every bucket.
 
@@ -106,6 +110,7 @@ class ShardedOptimizer:
         self.torch_optimizer = recipe.build(parts)
         self.steps_taken = 0
         self._before_step: list[dict[str, Any]] = []  # the optimizer's groups
+        self._stepping: set[Bucket] = set()  # those whose late step has begun and not ended
         is_fused = all(group.get("fused") for group in self.torch_optimizer.param_groups)
         self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
         self._file = FileStepper(self._parts, self.known_states, offload)
@@ -155,7 +160,17 @@ class ShardedOptimizer:
         finish_all_but(0)
 
     def _step_late(self, step: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Step a bucket as if in the step that has begun last; what has been set in the groups since then stays set."""
+        """Step a bucket whose gradients have come as in the step that began last; what was set in the groups since stays.
+
+        Raises: HalfSteppedError: it was interrupted half-way before.
+        """
+        if bucket in self._stepping:
+            self._stepping.clear()
+            raise HalfSteppedError(
+                f"the step of {bucket.layout.name} was interrupted half-way: its weights are neither the old nor the new "
+                "ones; load a checkpoint"
+            )
+        self._stepping.add(bucket)
         groups, nothing = self.torch_optimizer.param_groups, object()
         found = [dict(group) for group in groups]
         with torch.inference_mode(False):  # an evaluation may be who waits: what it made could not be stepped again
@@ -164,6 +179,7 @@ class ShardedOptimizer:
             group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
         if (copy := _start_copy(bucket)) is not None:
             copy.wait()
+        self._stepping.discard(bucket)
 
     def _step_parts(self, scale: float | None, parts: Sequence[Part]) -> None:
         """Step some parts; a fused kernel divides their gradients by `scale`.

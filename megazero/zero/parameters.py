@@ -41,8 +41,9 @@ from megazero.zero.units import Described, Unit
 from megazero.zero.weight_gathers import WeightGathers
 
 _ALONE = Axis("world")
-# Of the gradients of stage 0.  A backward takes twice as long as a forward: so their sums and two thirds of the whole
-# gradients travel in proportion to what hides them.
+_MORE_FOR_BUCKETS = 1 / 32  # of gather buffers, at most, for several buckets in a unit
+# Of the gradients of stage 0.  A backward takes twice as long as a forward, so twice the bytes travel behind it: the
+# reduce-scatter of all and the all-gather of a third there, that of two thirds behind the forward.
 BEHIND_FORWARD = 2 / 3
 SECOND_COPY = "second_copy"  # the kind of memory
 
@@ -63,6 +64,7 @@ class ShardedParameters:
         world: all ranks: their buckets have one size, and they fail together if one cannot allocate.
         checks_order: see `BucketGatherer`.
         hides_gathers: nobody reads weights between an update and the next forward of their unit without `wait`.
+        hides_gradients: where stage 0 hides gathers, gradients are gathered behind the next forward, too.
 
     Attributes:
         sizes: of buckets and of the buffers that gradients pass through.
@@ -84,6 +86,7 @@ class ShardedParameters:
         *,
         checks_order: bool = True,
         hides_gathers: bool = False,
+        hides_gradients: bool = False,
     ) -> None:
         self.policy = policy
         infos = _describe_parameters(units, described, zero.persistent_elements if policy.zero_stage == 3 else 0)
@@ -91,22 +94,27 @@ class ShardedParameters:
         shards = policy.shard.size
         cuts = policy.zero_stage >= 2 and (shards > 1 or zero.offload.optimizer != "none")
         self.sizes = self._sizes(zero, sum(numel(info.shape) for info in infos), world, cuts=cuts)
-        layouts = plan_buckets(
-            infos,
-            by_unit=by_unit,
-            bucket_elements=self.sizes.elements,
-            shards=shards,
-            cuts=cuts,
-            part_elements=self.sizes.part_elements,
-            cuts_units=self.sizes.cuts_units,
-            align=policy.align,
-        )
+        chunks, ahead = [unit.chunk for unit in units], zero.prefetch_bytes // policy.dtype.itemsize
+
+        def planned(*, cuts_units: bool) -> tuple[tuple[BucketLayout, ...], BufferPlan]:
+            layouts = plan_buckets(
+                infos,
+                by_unit=by_unit,
+                bucket_elements=self.sizes.elements,
+                shards=shards,
+                cuts=cuts,
+                part_elements=self.sizes.part_elements,
+                cuts_units=cuts_units,
+                align=policy.align,
+            )
+            return layouts, plan_buffers(layouts, chunks, zero.gather_policy, ahead) if by_unit else BufferPlan(())
+
+        layouts, self.gather_plan = planned(cuts_units=False)
+        if self.sizes.cuts_units and by_unit:
+            finer = planned(cuts_units=True)
+            if finer[1].elements <= (1 + _MORE_FOR_BUCKETS) * self.gather_plan.elements:
+                layouts, self.gather_plan = finer
         self.offload = agree(partial(Offload, zero.offload, policy, layouts, moments, rank), world, StorageError)
-        chunks = [unit.chunk for unit in units]
-        self.gather_plan = BufferPlan(())
-        if by_unit:
-            ahead = zero.prefetch_bytes // policy.dtype.itemsize
-            self.gather_plan = plan_buffers(layouts, chunks, zero.gather_policy, ahead)
         buffers = self.gather_plan.allocate(policy.dtype, policy.device)
         self.buckets: list[Bucket] = []
         agree(partial(self._make_buckets, layouts, buffers, ties), world, StorageError)
@@ -117,6 +125,8 @@ class ShardedParameters:
         self.gathers = WeightGathers(policy.shard)
         self.hides_gathers = hides_gathers and runs_by_itself(policy.shard)
         if self.hides_gathers:
+            if hides_gradients:
+                self._choose_late_gradients()
             self.gathers.attach(units, {id(self.by_name[name]): bucket for name, bucket in home.items()})
         self.gatherer: UnitGatherer | None = None
         if by_unit:
@@ -124,9 +134,9 @@ class ShardedParameters:
                 units, home, self.by_name, policy, zero.prefetch_bytes, checks_order=checks_order
             )
 
-    def hide_gradients(self) -> None:
-        """Choose the buckets of stage 0 whose gradients are gathered behind the next forward; see `weight_gathers`."""
-        able = [bucket for bucket in self.buckets if self.hides_gathers and bucket.can_gather_gradients]
+    def _choose_late_gradients(self) -> None:
+        """Choose the buckets of stage 0 whose gradients are gathered behind the next forward: the first in its order."""
+        able = [bucket for bucket in self.buckets if bucket.can_gather_gradients]
         left = BEHIND_FORWARD * sum(bucket.layout.numel for bucket in able)
         for bucket in in_order_of_use(able):
             bucket.gathers_gradients = left > 0

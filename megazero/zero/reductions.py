@@ -1,7 +1,8 @@
 """How gradients are summed over ranks: each bucket while the backward runs, and the sums that end a step.
 
 full [n * part] --reduce_dtype--> all-reduce (stage 0) or reduce-scatter over the shard axis --> result [owned]
-                                  or at stage 0, where the rest follows behind the next forward  --> result [shard]
+                                  or reduce-scatter at stage 0, of buckets whose gradients are
+                                  gathered behind the next forward                               --> result [shard]
 full [n * part] --quantized-----> all-to-all over the shard axis, summed in fp32 -------------> result [owned]
 result --set or add--> bucket.gradient, on the device, or on the host where the optimizer state is offloaded
 the last result of a step -> summed over the ranks that hold the same shard (`replica_sums`)
@@ -133,7 +134,7 @@ class ReductionQueue:
         full = buffer[: (part.stop - part.start) * bucket.layout.shards]
         is_all = full.numel() == bucket.layout.padded_numel
         gradient = bucket.gradient if is_all else bucket.gradient[part.start : part.stop]
-        gradient = bucket.summed_gradient if bucket.gathers_gradients else gradient
+        gradient = bucket.gradient_shard if bucket.gathers_gradients else gradient
         lent = [] if bucket.keeps_gradients else [buffer]
         send = self._send if self._blocks is None else self._send_blocks
         pending, result, buffers = send(bucket, part, full, gradient, lent, reduced)

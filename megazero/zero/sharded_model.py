@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megazero.comm.arena import Arena
-from megazero.comm.collectives import LostPeerError, agree, all_gather, gather_objects
+from megazero.comm.collectives import LostPeerError, agree, gather_objects
 from megazero.comm.two_level import hosts_of
 from megazero.config.schema import PrecisionConfig, ZeroConfig
 from megazero.layers.linear import WeightGradQueue
@@ -99,6 +99,7 @@ class ShardedModel:
         elements, moments = sum(one.parameter.numel() for one in described), len(recipe.states)
         offload = without_auto(zero.offload, self.policy, elements, moments, state.world, state.neighbours)
         zero = zero.model_copy(update={"offload": offload})
+        reduce_dtype = DTYPES[precision.reduce_dtype]
         self.parameters = ShardedParameters(
             units,
             described,
@@ -110,12 +111,12 @@ class ShardedModel:
             state.world,
             checks_order=checks_order,
             hides_gathers=hides_gathers,
+            # in a narrower format an all-reduce sends less than a gather of fp32 sums
+            hides_gradients=reduce_dtype == self.policy.accumulate_dtype,
         )
         buckets = self.parameters.buckets
         self.names = {id(parameter): name for name, parameter in self.parameters.by_name.items()}
-        every_micro_batch, reduce_dtype = zero.reduce == "micro_batch", DTYPES[precision.reduce_dtype]
-        if reduce_dtype == self.policy.accumulate_dtype:  # else whole sums travel in fewer bytes
-            self.parameters.hide_gradients()
+        every_micro_batch = zero.reduce == "micro_batch"
         self.reducer = GradientReducer(buckets, every_micro_batch, reduce_dtype, self.parameters.sizes.bucket_bytes)
         self.reducer.attach(self.parameters.by_name, wgrad_queues or {})
         if self.parameters.gatherer is not None:
@@ -142,7 +143,7 @@ class ShardedModel:
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
 
     def finish_gradients(self) -> None:
-        """Have the whole step's gradients, times `scale`, in the buckets; of those that gather them, this rank's shard.
+        """Have the whole step's gradients, times `scale`, in the buckets; this rank's shard of those that gather them later.
 
         Raises: RuntimeError: a parameter was frozen or unfrozen since the model was sharded.
         """
@@ -151,12 +152,6 @@ class ShardedModel:
         self.reducer.finish()
         sum_partial_over_tp(buckets, self.state.tp)
         sum_tied(buckets, self.ties)
-
-    def gather_gradients(self) -> None:
-        """Have the gradients whole where they are gathered only behind the next forward."""
-        for bucket in self.reducer.buckets:
-            if bucket.gathers_gradients:
-                all_gather(bucket.gradient, bucket.summed_gradient, self.policy.shard).wait()
 
     def _check_still_trains(self) -> None:
         for bucket in self.parameters.buckets:
@@ -180,7 +175,7 @@ class ShardedModel:
     def update(self, norm: float, max_norm: float) -> bool:
         """Unscale, clip to `max_norm` if it is not 0, step and gather the weights; False if `norm` is not finite.
 
-        With `hides_gathers` the gathers are under way afterwards: see `WeightGathers`.
+        With `hides_gathers` gathers are under way afterwards, and buckets of stage 0 may be unstepped: see `WeightGathers`.
 
         Raises:
             LossScaleError: on every rank, an overflow at the smallest loss scale.

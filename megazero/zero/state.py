@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megazero.zero.bucket import Bucket, Run
+from megazero.zero.bucket import Bucket, Run, intersect
 from megazero.zero.optimizer import ShardedOptimizer
 from megazero.zero.storage import FlatArray
 
@@ -18,13 +18,13 @@ class ShardedState:
     """Everything a rank holds for its parameters.  A kind is "model", "master", or the name of an optimizer state.
 
     Args:
-        settle: waits for a step that is not over; see `WeightGathers`.
+        wait_for_step: called before every read and write: buckets of the last step may be unstepped; see `WeightGathers`.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer, settle: Callable[[], None] = lambda: None
+        self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer, wait_for_step: Callable[[], None] = lambda: None
     ) -> None:
-        self.buckets, self.optimizer, self._settle = buckets, optimizer, settle
+        self.buckets, self.optimizer, self._wait_for_step = buckets, optimizer, wait_for_step
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -50,17 +50,19 @@ class ShardedState:
 
     def read(self, kind: str, bucket: Bucket, run: Run) -> Tensor:
         """Elements `run`, which this rank owns, 1-D: themselves, or a copy where they lie in a file; also "gradient"."""
-        self._settle()
+        self._wait_for_step()
         if kind == GRADIENT:
             if bucket.gradient.numel() < run.stop - run.start:
                 raise RuntimeError("there is no gradient between the start of a step and its first backward")
+            if bucket.gathers_gradients and intersect(run, bucket.counted) != run:
+                raise RuntimeError("a rank has summed its shard of these gradients alone; read elements that it counts")
             return bucket.owned_part(bucket.gradient, run)
         array = _weights(kind, bucket)
         return self.optimizer.read(kind, bucket, run) if array is None else bucket.read(array, run)
 
     def memory(self, kind: str, bucket: Bucket, run: Run) -> Tensor | None:
         """The elements themselves, to be overwritten; None where they lie in a file or do not exist yet."""
-        self._settle()
+        self._wait_for_step()
         array = _weights(kind, bucket)
         if array is None:
             return self.optimizer.memory(kind, bucket, run)
@@ -69,7 +71,7 @@ class ShardedState:
 
     def write(self, kind: str, bucket: Bucket, run: Run, values: Tensor) -> None:
         """Overwrite the elements."""
-        self._settle()
+        self._wait_for_step()
         array = _weights(kind, bucket)
         if array is None:
             self.optimizer.write(kind, bucket, run, values)

@@ -1,4 +1,4 @@
-"""What stage 3 gathers at once: the modules of a model, cut into units, each with the parameters that its forward uses.
+"""What stage 3 gathers at once, and a forward waits for: a model in units, each with the parameters that its forward uses.
 
     Model                       units
       embedding                 embedding
@@ -7,7 +7,8 @@
       scale: Parameter          Model, with `scale` alone   it is in use while the others run, and so never shares a buffer
 
 A model may say so itself: its `units()` gives modules in forward order, which together hold every parameter.  Its
-`readers(unit)` gives modules that together hold a unit's parameters, each read within its module's forward alone.
+`readers(unit)` names a unit's layers, each of which reads its weights within its own forward alone, and can wait for those
+alone; none where the unit waits as a whole.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Unit:
     attributes: tuple[tuple[nn.Module, str], ...]  # (module, attribute) of each parameter that belongs to it
     chunk: int  # the model chunk of this rank that it lies in
     spans_others: bool = False  # other units run within its forward
-    readers: tuple[nn.Module, ...] = ()  # those within whose forward alone its parameters are read; none: the module
+    readers: tuple[nn.Module, ...] = ()  # layers that wait for their own weights; none: the module waits for all
 
     def reads(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
         """The modules whose forward reads parameters of the unit, each with those."""
@@ -53,7 +54,7 @@ class Described:
 def units_of(chunks: Sequence[nn.Module], *, by_layer: bool = False) -> list[Unit]:
     """The units of this rank's chunks, in forward order as far as the order of attributes shows it.
 
-    `by_layer`: with the readers that the model names.
+    `by_layer`: let the layers that `model.readers` names wait for themselves.
     """
     found = []
     for chunk, model in enumerate(chunks):

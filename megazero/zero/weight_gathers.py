@@ -1,21 +1,21 @@
-"""The all-gathers that bring stepped weights to every rank, behind whatever does not read them yet.
+"""The all-gathers behind the next forward: of stepped weights, or of gradients whose step is still to be taken (stage 0).
 
     update         step(0) start(0)   step(1) start(1)   step(2) start(2)
     network                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
     next forward                                       wait(0) unit 0   wait(1) unit 1   wait(2) unit 2
 
 Buckets start in the order in which a forward uses them, so that the first unit waits for one bucket and not for all.  On a
-slow link weights travel for longer than a forward takes: a unit that tells which of its layers reads what waits layer by
-layer, and computes with the first while the others are on their way.
+slow link they travel for longer than a forward takes.  So where a model names a unit's readers, each layer waits for its own
+buckets, and the first computes while the others are on their way.
 
-Where every rank steps all weights (stage 0), the gradients that step them travel in the same way, those that a forward
-needs first: each rank has summed a shard of them, and steps a bucket when the others' shards have come.
+At stage 0 every rank steps all weights.  Of the buckets that a forward uses first, a reduce-scatter leaves each rank a shard
+of the sums; whoever needs such a bucket's weights waits for the other shards, and then steps it.
 
     backward     all-reduce(3) reduce-scatter(2) (1) (0)      update   next forward
-    network      [ 3 ][ 3 ][ 2 ][ 1 ][ 0 ]                             [ 0 ][ 1 ][ 2 ]  step(0) unit 0   step(1) unit 1
+    network      [ 3, twice  ][ 2 ][ 1 ][ 0 ]                          [ 0 ][ 1 ][ 2 ]  step(0) unit 0   step(1) unit 1
 
-Invariant: from `start` to the wait for a bucket nobody reads its whole weights, and nobody writes the part that this rank
-owns, which travels.
+Invariant: from `start` to the wait for a bucket nobody reads its whole weights (at stage 0: gradients), and nobody writes
+the part that this rank owns, which travels.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from megazero.comm.collectives import LostPeerError, Pending, all_gather
+from megazero.comm.collectives import Pending, all_gather
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
 from megazero.zero.units import Unit
 
 
 class WeightGathers:
-    """Gathers of whole weights over `axis` that are under way, by bucket."""
+    """Gathers over `axis` that are under way, by bucket."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -46,7 +46,7 @@ class WeightGathers:
         """
         for reader, parameters in [one for unit in units for one in unit.reads()]:
             every = dict.fromkeys(home[id(parameter)] for parameter in parameters)
-            buckets = [bucket for bucket in every if bucket.gathers_weights or bucket.can_gather_gradients]
+            buckets = [bucket for bucket in every if bucket.gathers_weights or bucket.gathers_gradients]
             if buckets:
                 self._hooks.append(reader.register_forward_pre_hook(self._before_forward(buckets)))
 
@@ -62,23 +62,26 @@ class WeightGathers:
     def start(self, bucket: Bucket, step: Callable[[], object] | None = None) -> None:
         """Start to gather a bucket whose part on this rank is complete, if other ranks step other parts of it.
 
-        `step`: takes the step of a bucket whose gradients are gathered.
+        `step`: steps the bucket, whose gradients are gathered instead, when the others' are here; once.
         """
+        if step is None and not bucket.gathers_weights:
+            return
+        whole, mine = bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop]
         if step is not None:
-            gathered = all_gather(bucket.gradient, bucket.summed_gradient, self._axis)
-            self._under_way[bucket] = Pending(gathered.wait, step)
-        elif bucket.gathers_weights:
-            mine = bucket.weights[bucket.owned.start : bucket.owned.stop]
-            self._under_way[bucket] = all_gather(bucket.weights, mine, self._axis)
+            whole, mine = bucket.gradient, bucket.gradient_shard
+        self._under_way[bucket] = Pending(all_gather(whole, mine, self._axis).wait, step)
 
     def wait_for(self, buckets: Iterable[Bucket]) -> None:
-        """Wait until the whole weights of some buckets are here.  Raises: LostPeerError: nothing is under way any more."""
+        """Wait until the whole weights of some buckets are here.
+
+        Raises: LostPeerError, HalfSteppedError: nothing is under way any more.
+        """
         try:
             for bucket in buckets:
                 if (pending := self._under_way.get(bucket)) is not None:
                     pending.wait()
                     del self._under_way[bucket]  # not before: after an interrupt whoever reads it must wait
-        except LostPeerError:
+        except RuntimeError:
             self._under_way.clear()
             raise
 

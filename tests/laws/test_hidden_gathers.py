@@ -35,7 +35,8 @@ from megazero.parallel_state import Axis, ParallelState, RankGrid, Wait
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
 from megazero.training.record import StepRecord
-from megazero.zero.bucket import Bucket
+from megazero.zero.bucket import Bucket, in_order_of_use
+from megazero.zero.optimizer import HalfSteppedError
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.state import GRADIENT, ShardedState
 from megazero.zero.weight_gathers import WeightGathers
@@ -288,10 +289,16 @@ def _gradients_behind(rank: int, run: ResolvedRun, folder: Path) -> None:
     """Beside a run whose sums are whole before the update."""
     state, found = state_on(rank, run, shares_memory=False), []
     for hides in (False, True):
-        with nullcontext() if hides else patch.object(ShardedParameters, "hide_gradients"):
+        with nullcontext() if hides else patch.object(ShardedParameters, "_choose_late_gradients"):
             engine = engine_on(rank, run, state=state)
         late = [bucket for bucket in engine.sharded_model.parameters.buckets if bucket.gathers_gradients]
-        assert len(late) >= 3 if hides else not late
+        assert late if hides else not late
+        if hides and run.config.parallel.pp == 1:
+            able = [bucket for bucket in engine.sharded_model.parameters.buckets if not bucket.layout.tied]
+            first, numel = in_order_of_use(able)[: len(late)], sum(bucket.layout.numel for bucket in able)
+            assert set(late) == set(first)
+            behind = [sum(bucket.layout.numel for bucket in first[:count]) for count in (len(late) - 1, len(late))]
+            assert behind[0] < 2 / 3 * numel <= behind[1]
         numbers: list[Any] = []
         path = folder / f"{hides}"
         for step in range(6):
@@ -327,25 +334,107 @@ def _gradients_behind(rank: int, run: ResolvedRun, folder: Path) -> None:
             assert plain == hidden
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+STAGE_0: list[tuple[int, dict[str, Any]]] = [  # (ranks, sections)
+    (3, {"precision": HALF, "training": {"accumulation": 2, "global_batch_size": 6}}),
+    (3, {"optimizer": {"name": "lion"}, "training": {"accumulation": 2, "global_batch_size": 6}}),
+    (4, {"model": TIED | DEEP, "parallel": {"pp": 2, "schedule": "zbv"}}),
+    (4, {"model": TIED, "parallel": {"pp": 2}}),
+    (4, {"model": TIED, "parallel": {"tp": 2, "sequence_parallel": True}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "sections"), STAGE_0, ids=["bf16", "lion", "tied, zbv", "tied, 1f1b", "sequence parallel"]
+)
 def test_gradients_of_stage_0_that_come_behind_the_next_forward_step_as_if_they_had_come_before(
-    precision: str, optimizer: str, tmp_path: Path
+    world: int, sections: dict[str, Any], tmp_path: Path
 ) -> None:
     """Each rank sums a shard; the others' are not numbers until they are waited for, and nobody can tell."""
     run = run_of(
-        3,
-        model={"family": "llama", "num_layers": 3, "tie_embeddings": False},
+        world,
+        model={"family": "llama", "num_layers": 3, "tie_embeddings": False} | sections.get("model", {}),
         zero={"stage": 0, "bucket_bytes": 4096},
-        precision={"dtype": precision, "reduce_dtype": "fp32"},
-        optimizer={"name": optimizer, "grad_clip": 0.5},
-        training={"micro_batch_size": 1, "accumulation": 2, "global_batch_size": 6},
+        precision={"reduce_dtype": "fp32"} | sections.get("precision", {}) if "precision" in sections else {},
+        optimizer={"grad_clip": 0.5} | sections.get("optimizer", {}),
+        parallel=sections.get("parallel", {}),
+        training={"micro_batch_size": 1} | sections.get("training", {}),
     )
     with (
         patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
         patch("megazero.comm.backend._SMALL_BYTES", 512),  # sums of buckets are in the order of ranks
     ):
-        run_world(3, _gradients_behind, run, tmp_path, timeout=60)
+        run_world(world, _gradients_behind, run, tmp_path, timeout=60)
+
+
+def _reduces_in_bf16(rank: int, run: ResolvedRun) -> int:
+    engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
+    return sum(bucket.gathers_gradients for bucket in engine.sharded_model.parameters.buckets)
+
+
+def test_sums_that_travel_in_fewer_bytes_are_not_gathered_in_fp32() -> None:
+    half = {"dtype": "bf16", "reduce_dtype": "bf16"}
+    run = run_of(2, model={"family": "llama"}, zero={"stage": 0, "bucket_bytes": 4096}, precision=half)
+    assert run_world(2, _reduces_in_bf16, run) == [0, 0]
+
+
+def _half_stepped(rank: int, run: ResolvedRun, folder: Path) -> list[str]:
+    engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
+    optimizer, said = engine.sharded_model.optimizer, []
+    engine.save(folder, Position(0), "data")
+    whole = _state_of(engine, _state(engine).kinds)
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    step = optimizer.torch_optimizer.step
+
+    def interrupted() -> None:
+        step()
+        raise KeyboardInterrupt
+
+    with patch.object(optimizer.torch_optimizer, "step", interrupted), pytest.raises(KeyboardInterrupt):
+        _ = engine.chunks
+    with pytest.raises(HalfSteppedError, match="load a checkpoint") as caught:
+        _ = engine.chunks
+    said.append(str(caught.value))
+    engine.train_step(micro_batches(run, engine.state, 1), LR)
+    with patch.object(optimizer.torch_optimizer, "step", interrupted), pytest.raises(KeyboardInterrupt):
+        _ = engine.chunks
+    engine.load(folder, "data")
+    again = _state_of(engine, _state(engine).kinds)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    engine.sharded_model.close()
+    return said
+
+
+def test_a_late_step_that_was_interrupted_is_not_taken_twice(tmp_path: Path) -> None:
+    """The optimizer would see the same gradient again, on one rank."""
+    run = run_of(2, model={"family": "llama"}, zero={"stage": 0, "bucket_bytes": 4096})
+    for said in run_world(2, _half_stepped, run, tmp_path / "saved", timeout=60):
+        assert said
+        assert "interrupted half-way" in said[0]
+
+
+def _left_on_their_way(rank: int, run: ResolvedRun) -> tuple[int, int]:
+    """Gathers of a unit's buckets that are under way when one of its layers begins, most of all; and after its wait."""
+    engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
+    gatherer = engine.sharded_model.parameters.gatherer
+    assert gatherer is not None
+    found: list[int] = []
+    (stage,) = engine._stages
+    stage.blocks[0].attention.qkv.register_forward_pre_hook(lambda *_: found.append(len(gatherer._gatherer._gathering)))
+    engine.train_step(micro_batches(run, engine.state, 0), LR)
+    engine.sharded_model.close()
+    return max(found), len(gatherer._gathered)
+
+
+def test_a_layer_of_stage_3_runs_while_other_weights_of_its_block_are_on_their_way() -> None:
+    run = run_of(2, model={"family": "llama"}, zero={"stage": 3, "bucket_bytes": "auto"})
+    with (
+        patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
+        patch("megazero.zero.bucket_sizes._SOCKET_PIECE", 1024),
+    ):
+        for left, buckets in run_world(2, _left_on_their_way, run):
+            assert buckets > 6
+            assert left >= 2  # at least the MLP's
 
 
 def _after_failures(rank: int, run: ResolvedRun) -> str:
