@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -141,6 +143,33 @@ def _held_up(rank: int) -> None:
 
 def test_operations_over_sockets_start_without_waiting_for_the_thread_that_hands_them_over() -> None:
     run_world(2, _held_up)
+
+
+def _interrupted_start(rank: int) -> list[list[float]]:
+    """An interrupt while a starting operation lends its core: the group's next operation waits for it."""
+    axis, found = _axis(rank, 2), []
+    all_gather(torch.empty(2), torch.zeros(1), axis).wait()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    starts = [
+        partial(all_gather, torch.empty(2), torch.zeros(1), axis),
+        partial(reduce_scatter, torch.empty(2), torch.zeros(4), axis),
+    ]
+    for start in starts:
+        with patch("megazero.comm.collectives.let_begin", interrupt), pytest.raises(KeyboardInterrupt):
+            start()
+        whole = torch.empty(2)
+        all_gather(whole, torch.full((1,), float(rank)), axis, "weights").wait()
+        assert axis.group is not None
+        assert not axis.group.unfinished
+        found.append(whole.tolist())
+    return found
+
+
+def test_an_operation_whose_start_was_interrupted_is_waited_for_by_the_next() -> None:
+    assert run_world(2, _interrupted_start) == [[[0.0, 1.0]] * 2] * 2
 
 
 def _of_inference(rank: int) -> list[float]:

@@ -213,7 +213,7 @@ def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gathe
         each, rank = group.neighbours, axis.ranks[axis.index]
         name = this_host() + (f" {rank // each} of {each}" if each > 1 else "")  # so one machine passes for several
         hosts = hosts_of([one[0] for one in gather((name, "")) if one is not None], axis.index)
-    post = Worker(f"messages of {axis.name}", waits_for_start=True).post
+    post = Worker(f"messages of {axis.name}", is_brief=True).post
 
     def over_sockets() -> GlooBackend:
         return GlooBackend(post, Worker(f"sums of {axis.name}").post)

@@ -20,6 +20,7 @@ from megazero.comm.identity import address_of
 from megazero.comm.labels import OrderError
 from megazero.comm.process_groups import ProcessGroups
 from megazero.comm.shared_memory import combine
+from megazero.comm.worker import let_begin
 from megazero.parallel_state import Axis, Backend, Group, Messages, Transfers, Wait
 
 T = TypeVar("T")
@@ -85,9 +86,14 @@ class Pending:
             self._finish()
             self._finish = None
 
-    def __del__(self) -> None:
+    def leave(self) -> None:
+        """Let the group's next operation wait for it."""
         if self._wait is not None and self._group is not None:
             self._group.unfinished.append(self._wait)
+        self._wait = None
+
+    def __del__(self) -> None:
+        self.leave()
 
 
 def _guarded(operation: str, axis: Axis, call: Callable[[], T]) -> T:
@@ -118,7 +124,14 @@ def _start(
     axis.traffic.add(axis.name, operation, sent_bytes, link_bytes, (filled,))
     _end_unfinished(axis)
     named = f"{operation} of {label}" if label else operation
-    return Pending(partial(_guarded, named, axis, _guarded(named, axis, start)), finish, axis.group)
+    wait = _guarded(named, axis, start)
+    pending = Pending(partial(_guarded, named, axis, wait), finish, axis.group)
+    try:
+        let_begin(wait)
+    except BaseException:
+        pending.leave()
+        raise
+    return pending
 
 
 def _end_unfinished(axis: Axis) -> None:

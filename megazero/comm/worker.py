@@ -41,7 +41,13 @@ def in_turn(*waits: Wait) -> Wait:
 
 
 class _Posted:
-    """A call of the thread."""
+    """A call of the thread; called itself, it waits for the operation.
+
+    Attributes:
+        is_first: the thread was idle when it was posted.
+    """
+
+    is_first = False
 
     def __init__(self, start: Start) -> None:
         self._start: Start | None = start  # until it is over, with its tensors: those of messages are gloo's to keep
@@ -71,13 +77,22 @@ class _Posted:
         """Until the call has returned or raised, but not for longer."""
         self._is_over.wait(seconds)
 
-    def wait(self) -> None:
+    def __call__(self) -> None:
         """Raises: what the call, or the wait that it returned, has raised."""
         self._is_over.wait()
         if self._error is not None:
             raise self._error
         if self._wait is not None:
             self._wait()
+
+
+def let_begin(wait: Wait) -> None:
+    """Lend the core for up to 2 ms to an idle thread that an operation was posted to; `wait`: the operation's.
+
+    Beside a computation Linux wakes a batch job's thread only after milliseconds, in which the link is idle.
+    """
+    if isinstance(wait, _Posted) and wait.is_first:
+        wait.wait_until_made(_START_SECONDS)
 
 
 class Worker:
@@ -87,12 +102,11 @@ class Worker:
 
     Args:
         name: of the thread.
-        waits_for_start: `post` waits up to 2 ms for an idle thread to make the call.  Beside a computation Linux wakes a
-            batch job's thread only after milliseconds, in which the link is idle.
+        is_brief: its calls wait for nobody: see `let_begin`.
     """
 
-    def __init__(self, name: str, *, waits_for_start: bool = False) -> None:
-        self._waits_for_start = waits_for_start
+    def __init__(self, name: str, *, is_brief: bool = False) -> None:
+        self._is_brief = is_brief
         self._queue: SimpleQueue[_Posted | None] = SimpleQueue()
         self._posted: deque[_Posted] = deque()  # and not over
         arguments = (self._queue, self._posted, is_ready := threading.Event())
@@ -108,12 +122,11 @@ class Worker:
                 self._is_ready.wait()
             finally:
                 torch.set_num_threads(threads)  # the default of further threads, which this one has changed
-        posted, is_idle = _Posted(start), not self._posted
+        posted = _Posted(start)
+        posted.is_first = self._is_brief and not self._posted
         self._posted.append(posted)
         self._queue.put(posted)
-        if is_idle and self._waits_for_start:
-            posted.wait_until_made(_START_SECONDS)
-        return posted.wait
+        return posted
 
     def close(self, error: RuntimeError, interrupt: Callable[[], object]) -> None:
         """End the thread; what is not over fails with `error`.  A forked child has no thread, and interrupts nothing.

@@ -17,7 +17,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.attention import Attention, RotaryEmbedding, SlidingWindow
+from megazero.layers.attention import Attention, RotaryEmbedding, SharedKVHead, SlidingWindow
 from megazero.layers.context_attention import ContextAttention
 from megazero.layers.counter_rng import Dropout
 from megazero.layers.cross_entropy import VocabParallelHead
@@ -320,10 +320,10 @@ class Head(nn.Module):
         return self.output(self.norm(x), labels)
 
 
-# Layers read their weights within their own forward alone, branches only call layers.  Exact types: a subclass may read them
-# elsewhere.
+# Layers read their weights within their own forward alone, the others only call layers.  Exact types: a subclass may read
+# them elsewhere.
 _LAYERS = {ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm, HeadNorm, WidthNorm}
-_BRANCHES = {Block, PostNormBlock, Attention, SwiGLU, GELU}
+_KNOWN = _LAYERS | {Block, PostNormBlock, Attention, SharedKVHead, SwiGLU, GELU, Dropout}
 
 
 class GPTStage(nn.Module):
@@ -349,9 +349,8 @@ class GPTStage(nn.Module):
         None of the embedding and of the head, nor where a block holds a module of another class: it may read the weights of
         its layers itself.
         """
-        holding = [module for module in unit.modules() if next(module.parameters(), None) is not None]
-        layers = [module for module in holding if type(module) in _LAYERS]
-        return layers if all(type(module) in _LAYERS | _BRANCHES for module in holding) else []
+        kinds = [(module, type(module)) for module in unit.modules()]
+        return [module for module, kind in kinds if kind in _LAYERS] if {kind for _, kind in kinds} <= _KNOWN else []
 
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         """Hidden states for the next stage; on the last stage the loss summed over counted tokens, or without labels logits.

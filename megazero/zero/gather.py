@@ -46,7 +46,7 @@ from megazero.zero.reach import in_backward
 from megazero.zero.saved_weights import SavingForward
 from megazero.zero.second_copy import SecondCopy
 from megazero.zero.storage import PendingCopy
-from megazero.zero.units import Unit
+from megazero.zero.units import Unit, is_hooked
 from megazero.zero.visit_history import VisitHistory
 
 P = ParamSpec("P")
@@ -275,7 +275,7 @@ class UnitGatherer:
         self.mark_end_of_pass = self._gatherer.mark_end_of_pass
         self._gathered, self._hooks, self._prefetch_bytes = gathered, list[RemovableHandle](), prefetch_bytes
         self.on_backward: Callable[[int, int], None] = lambda *_: None
-        self._chunk_of = [unit.chunk for unit in units]
+        self._chunk_of, self._modules = [unit.chunk for unit in units], [unit.module for unit in units]
         self._history = VisitHistory(self._chunk_of)
         self._buckets: list[list[Bucket]] = []  # of each unit
         self._owner: dict[int, Bucket] = {}  # by identity of a parameter
@@ -438,7 +438,11 @@ class UnitGatherer:
         if closes and not self.is_unsharded(index):  # before a wait for ranks that may wait for its reductions
             self.on_backward(self._chunk_of[index], index)
             closes = False
-        if self._waits_by_reader[index] and direction in ("forward", "evaluation"):
+        if (
+            self._waits_by_reader[index]
+            and direction in ("forward", "evaluation")
+            and not is_hooked(self._modules[index])
+        ):
             self.unshard(index)
         else:
             self.wait_for_unshard(index)

@@ -51,6 +51,11 @@ class Described:
     group: int = 0  # the optimizer group that steps it
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a script's hooks run before a unit's forward, behind ZeRO's own: they may read all its weights."""
+    return len(module._forward_pre_hooks) > 1
+
+
 def units_of(chunks: Sequence[nn.Module], *, by_layer: bool = False) -> list[Unit]:
     """The units of this rank's chunks, in forward order as far as the order of attributes shows it.
 

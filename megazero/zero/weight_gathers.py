@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from megazero.comm.collectives import Pending, all_gather
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
-from megazero.zero.units import Unit
+from megazero.zero.units import Unit, is_hooked
 
 
 class WeightGathers:
@@ -44,14 +44,22 @@ class WeightGathers:
 
         `home`: bucket by identity of a parameter.
         """
-        for reader, parameters in [one for unit in units for one in unit.reads()]:
-            every = dict.fromkeys(home[id(parameter)] for parameter in parameters)
-            buckets = [bucket for bucket in every if bucket.gathers_weights or bucket.gathers_gradients]
-            if buckets:
-                self._hooks.append(reader.register_forward_pre_hook(self._before_forward(buckets)))
+        for unit in units:
+            of_unit = dict[Bucket, None]()
+            for reader, parameters in unit.reads():
+                every = dict.fromkeys(home[id(parameter)] for parameter in parameters)
+                buckets = [bucket for bucket in every if bucket.gathers_weights or bucket.gathers_gradients]
+                of_unit |= dict.fromkeys(buckets)
+                if buckets:
+                    self._hooks.append(reader.register_forward_pre_hook(self._before_forward(buckets)))
+            if unit.readers and of_unit:
+                self._hooks.append(unit.module.register_forward_pre_hook(self._before_other_hooks(list(of_unit))))
 
     def _before_forward(self, buckets: Sequence[Bucket]) -> Any:
         return lambda *_: self.wait_for(buckets)  # a function: a copy of the module must not copy `self`
+
+    def _before_other_hooks(self, buckets: Sequence[Bucket]) -> Any:
+        return lambda module, _: self.wait_for(buckets) if is_hooked(module) else None
 
     def detach(self) -> None:
         """Have no unit wait any more."""

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from harness import DEVICE, run_world
-from torch import Tensor
+from torch import Tensor, nn
 from worlds import LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.checkpoint.gather import gather_logical
@@ -272,6 +272,37 @@ def test_a_block_with_a_module_of_a_familys_own_waits_as_a_whole() -> None:
 
     block.mlp.__class__ = Own
     assert stage.readers(block) == []
+    other = stage.blocks[1]
+    assert stage.readers(other)
+    other.mlp_dropout = nn.Identity()  # one without parameters may be given another's
+    assert stage.readers(other) == []
+
+
+def _hooked(rank: int, run: ResolvedRun) -> list[float]:
+    """What a script's hook on a block sees of its last layer."""
+    engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
+    (stage,) = engine._stages
+    seen: list[float] = []
+    stage.blocks[0].register_forward_pre_hook(lambda block, _: seen.append(block.mlp.down.weight.abs().sum().item()))
+    for step in range(3):
+        engine.train_step(micro_batches(run, engine.state, step), LR)
+    engine.sharded_model.close()
+    return seen
+
+
+def test_a_scripts_hook_on_a_block_sees_all_its_weights() -> None:
+    found = []
+    for stage in (0, 1, 3):
+        run = run_of(2, model={"family": "llama"}, zero={"stage": stage, "bucket_bytes": "auto"})
+        with (
+            patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
+            patch("megazero.zero.bucket_sizes._SOCKET_PIECE", 1024),
+        ):
+            found += run_world(2, _hooked, run)
+    plain = found[2]
+    assert not any(map(isnan, plain))
+    assert len(set(plain)) > 1
+    assert all(one == pytest.approx(plain, rel=1e-6) for one in found)
 
 
 def _state_of(engine: Engine, kinds: Sequence[str]) -> dict[str, Tensor]:
