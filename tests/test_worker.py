@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from functools import partial
 from unittest.mock import patch
@@ -201,3 +203,15 @@ def test_a_lost_rank_is_named_by_the_wait() -> None:
     said = run_world(2, _lose)[0]
     assert len(said) == 2
     assert all("reduce_scatter over dp, as rank 0 of (0, 1), did not finish" in text for text in said)
+
+
+def test_a_process_that_ends_lets_its_threads_end_a_wait() -> None:
+    """One in a message's wait returns to an interpreter that is gone, and the process aborts."""
+    script = (
+        "import time\n"
+        "from megazero.comm.worker import Worker\n"
+        "worker = Worker('waits')\n"
+        "worker.post(lambda: (time.sleep(0.2), print('ended', flush=True)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
