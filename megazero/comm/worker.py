@@ -27,6 +27,7 @@ Post: TypeAlias = Callable[[Start], Wait]
 """Has an operation started, in the order of the calls, and returns a function that waits for it."""
 
 _START_SECONDS = 2e-3  # a call takes 0.2 ms, but may meet gloo's lock
+_END_SECONDS = 1.0  # after a lost peer all messages fail at once
 _JOIN_SECONDS = 5.0  # one that waits in a system call alone needs a moment
 
 
@@ -111,7 +112,7 @@ class Worker:
         self._posted: deque[_Posted] = deque()  # and not over
         arguments = (self._queue, self._posted, is_ready := threading.Event())
         self._thread, self._is_ready = threading.Thread(target=_run, args=arguments, name=name, daemon=True), is_ready
-        weakref.finalize(self, self._queue.put, None)
+        weakref.finalize(self, _end, self._queue, self._thread)
 
     def post(self, start: Start) -> Wait:
         """Queue `start` for the thread; what is returned waits until the operation has ended."""
@@ -140,6 +141,13 @@ class Worker:
                 self._thread.join(_JOIN_SECONDS)
         for posted in list(self._posted):
             posted.fail(error)
+
+
+def _end(queue: SimpleQueue[_Posted | None], thread: threading.Thread) -> None:
+    """Let the thread end; a process that ends while it waits for a message aborts, so that one gets a moment."""
+    queue.put(None)
+    if thread.is_alive() and threading.current_thread() is not thread:
+        thread.join(_END_SECONDS)
 
 
 def _run(queue: SimpleQueue[_Posted | None], every: deque[_Posted], is_ready: threading.Event) -> None:
