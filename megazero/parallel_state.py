@@ -326,7 +326,7 @@ class Axis:
 
     @property
     def shares_hosts(self) -> bool:
-        """Whether a host has several of these ranks; all of them say the same.  Without a group each is alone."""
+        """Whether a host has several of these ranks, if all have as many neighbours.  Without a group each is alone."""
         block = self.group.neighbours if self.group is not None else 1
         return len({rank // block for rank in self.ranks}) < len(self.ranks)
 

@@ -32,7 +32,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _SMALL_BYTES = 2**16  # smaller all-reduces are gloo's own: fewer messages
-_MOST_ARRIVING_BYTES = 2**23  # of parts that wait to be added, in a group; one larger all-reduce is let through alone
+_MOST_ARRIVING_BYTES = 2**23  # of parts that wait to be added, in a group
 _MOST_UNCHECKED = 1000  # gathers whose labels wait to be compared; the oldest ones' arrived long ago
 
 
@@ -100,19 +100,21 @@ class GlooBackend(TorchBackend):
         post: hands messages over; where a thread does, it is this group's alone: messages of one tag keep their order.
         post_sum: waits for the parts of an all-reduce, adds them and hands the sum over; a second thread, so that the first
             goes on with the next operation.
+        shares_hosts: a host has several ranks of the group, the same on all of them; None: as the axis says, whose ranks
+            must then all know the same number of neighbours.
     """
 
     needs_scratch = True
     _rings = ("all_reduce",)
 
-    def __init__(self, post: Post = at_once, post_sum: Post = at_once) -> None:
+    def __init__(self, post: Post = at_once, post_sum: Post = at_once, *, shares_hosts: bool | None = None) -> None:
         super().__init__()
-        self._post, self._post_sum = post, post_sum
+        self._post, self._post_sum, self._shares_hosts = post, post_sum, shares_hosts
         self._arriving: deque[tuple[int, Event]] = deque()  # bytes of all-reduces, and whether they are added
 
     def all_reduce(self, tensor: Tensor, axis: Axis, op: str) -> Wait:
         """Every rank gets its part of all tensors, adds them in rank order and sends the sum to all; several overlap."""
-        if not _goes_in_messages(tensor, axis):
+        if not self._goes_in_messages(tensor, axis):
             return super().all_reduce(tensor, axis, op)
         parts, is_added = list(tensor.detach().view(-1).tensor_split(axis.size)), Event()
         mine, of_ranks = parts[axis.index], list[Tensor]()
@@ -134,6 +136,13 @@ class GlooBackend(TorchBackend):
 
         arrived = self._post(send_parts)
         return self._post_sum(send_sum)
+
+    def _goes_in_messages(self, tensor: Tensor, axis: Axis) -> bool:
+        """Not a small all-reduce, nor one for which much memory arrives, nor where hosts have several of the ranks: there a
+        ring crosses each host's link once."""
+        shares_hosts = axis.shares_hosts if self._shares_hosts is None else self._shares_hosts
+        arriving = tensor.nbytes // axis.size * (axis.size - 1)
+        return tensor.nbytes > _SMALL_BYTES and arriving <= _MOST_ARRIVING_BYTES and not shares_hosts
 
     def _limit_arriving(self, nbytes: int, is_added: Event) -> None:
         """Wait for the oldest all-reduces until what arrives fits; in the thread that posts."""
@@ -162,17 +171,11 @@ class GlooBackend(TorchBackend):
         return self._post(partial(shift, out, x, axis))
 
     def link_bytes(self, operation: str, full: Tensor, axis: Axis) -> int:
-        if operation != "all_reduce" or not _goes_in_messages(full, axis):
+        if operation != "all_reduce" or not self._goes_in_messages(full, axis):
             return super().link_bytes(operation, full, axis)
         each, longer = divmod(full.numel(), axis.size)
         mine = each + (axis.index < longer)  # the others' parts, and this one's sum to each of them
         return (full.numel() - mine + mine * (axis.size - 1)) * full.element_size()
-
-
-def _goes_in_messages(tensor: Tensor, axis: Axis) -> bool:
-    """Whether an all-reduce is messages between all ranks: not a small one, nor where hosts have several of these ranks;
-    there a ring crosses each host's link once."""
-    return tensor.nbytes > _SMALL_BYTES and not axis.shares_hosts
 
 
 class HostBackend(GlooBackend):
@@ -208,15 +211,18 @@ def choose_backend(axis: Axis, group: Group, device: torch.device, gather: Gathe
         return TorchBackend()
     if group.device.type != "cpu":
         return HostBackend()
-    hosts = None
+    hosts, shares_hosts = None, axis.shares_hosts
     if group.shares_memory:
         each, rank = group.neighbours, axis.ranks[axis.index]
         name = this_host() + (f" {rank // each} of {each}" if each > 1 else "")  # so one machine passes for several
-        hosts = hosts_of([one[0] for one in gather((name, "")) if one is not None], axis.index)
+        names = [one[0] for one in gather((name, "")) if one is not None]
+        hosts, shares_hosts = hosts_of(names, axis.index), len(set(names)) < len(names)
     post = Worker(f"messages of {axis.name}", is_brief=True).post
 
     def over_sockets() -> GlooBackend:
-        return GlooBackend(post, Worker(f"sums of {axis.name}").post)
+        # hosts may have started different numbers of ranks, and so differ in what they think of others
+        shares = [one is None or one[0] != "alone" for one in gather(("shares" if shares_hosts else "alone", ""))]
+        return GlooBackend(post, Worker(f"sums of {axis.name}").post, shares_hosts=any(shares))
 
     if hosts is None or kind_between(hosts) is GlooBackend:
         return over_sockets()

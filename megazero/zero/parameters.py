@@ -41,6 +41,7 @@ from megazero.zero.units import Described, Unit
 from megazero.zero.weight_gathers import WeightGathers
 
 _ALONE = Axis("world")
+_LATE_BUCKETS = 4  # as large as so many buckets should be: larger ones are not gathered late
 _MORE_FOR_BUCKETS = 1 / 32  # of gather buffers, at most, for several buckets in a unit
 # Of the gradients of stage 0.  A backward takes twice as long as a forward, so twice the bytes travel behind it: the
 # reduce-scatter of all and the all-gather of a third there, that of two thirds behind the forward.
@@ -135,8 +136,12 @@ class ShardedParameters:
             )
 
     def _choose_late_gradients(self) -> None:
-        """Choose the buckets of stage 0 whose gradients are gathered behind the next forward: the first in its order."""
-        able = [bucket for bucket in self.buckets if bucket.can_gather_gradients]
+        """Choose the buckets of stage 0 whose gradients are gathered behind the next forward: the first in its order.
+
+        What arrives of a large one, as of an embedding, would take as much memory.
+        """
+        most = _LATE_BUCKETS * self.sizes.elements
+        able = [one for one in self.buckets if one.can_gather_gradients and one.layout.padded_numel <= most]
         left = BEHIND_FORWARD * sum(bucket.layout.numel for bucket in able)
         for bucket in in_order_of_use(able):
             bucket.gathers_gradients = left > 0
