@@ -458,3 +458,17 @@ def test_a_real_link_carries_the_bytes_that_are_counted() -> None:
     except NoHostsError as error:
         pytest.skip(str(error))
     assert carried[True] < 0.52 * carried[False]
+
+
+def _on_uneven_hosts(rank: int, shares_memory: bool) -> list[float]:
+    neighbours = 2 if rank < 2 else 1
+    state = ParallelState(RankGrid(dp=3), rank, timeout_seconds=10, neighbours=neighbours, shares_memory=shares_memory)
+    x = torch.full((100_000,), rank + 1.0)
+    all_reduce(x, state.dp).wait()
+    return x.unique().tolist()
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_ranks_of_hosts_with_different_numbers_of_ranks_reduce_alike(shares_memory: bool) -> None:
+    """Each knows how many ranks its own host has: what two of them take for one host the third takes for two."""
+    assert run_world(3, _on_uneven_hosts, shares_memory, timeout=40) == [[6.0]] * 3
