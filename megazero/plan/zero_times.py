@@ -4,7 +4,8 @@
     stage 1, 2   reduce-scatter, all-gather               N + N       stage 2 after every micro-batch, unless reduce = "step"
     stage 3      reduce-scatter, all-gathers              N + 2 N     of every micro-batch
 
-Weights of stages 1 and 2 travel behind the first forward, whose units wait for their own; those of stage 3 one unit ahead.
+Weights of stages 1 and 2, and on CPUs of several hosts two thirds of stage 0's gradients, travel behind the first forward,
+whose units wait for their own; those of stage 3 one unit ahead.
 Where ranks copy through memory themselves (a calibrated host), nothing is behind anything.
 
 The optimizer reads gradient, master and moments and writes masters, moments and weights; the norm reads gradients once more.

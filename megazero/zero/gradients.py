@@ -23,7 +23,7 @@ says so (`reach`), and a zero is reduced like any other value, so no other rank 
 The order is the reverse of that in which parameters were registered; a script may use them in another one, which is
 learned in its first step (`learn_order`).
 
-Volume per step, in parameters Ψ and rounds G: stage 0 all-reduce 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
+Volume per step, in parameters Ψ and rounds G: stage 0 2Ψ, stage 1 reduce-scatter Ψ, stages 2 and 3 ΨG or Ψ
 (Rajbhandari et al. 2020, section 7).
 """
 
