@@ -173,11 +173,11 @@ def _rank_zero(
     if zero.stage < 3:
         buckets = {chunk: -(-count // most) for chunk, count in counts.items()}
     hidden = 0.0  # part of stage 0's gradients that is gathered behind the next forward
-    if zero.stage == 0 and overlaps and cluster.processors and formula.reduce_bytes == formula.accumulate_bytes:
-        hidden = BEHIND_FORWARD
+    if zero.stage == 0 and run.shards > 1 and overlaps and cluster.processors:
+        hidden = BEHIND_FORWARD if formula.reduce_bytes == formula.accumulate_bytes else 0.0
     reductions = {chunk: _reduction(run, links, counts[chunk], formula, buckets[chunk], hidden) for chunk in counts}
     gathers, is_stage_3 = {}, zero.stage == 3
-    if hidden and run.shards > 1:
+    if hidden:
         sizes = {chunk: count * hidden * formula.reduce_bytes for chunk, count in counts.items()}
         gathers = {chunk: _pieces(links["shard"], "all_gather", sizes[chunk], buckets[chunk]) for chunk in counts}
     if zero.stage and run.shards > 1:
