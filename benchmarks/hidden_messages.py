@@ -10,6 +10,9 @@ messages            alone
 both, inline        the computation hands the messages to gloo
 both, by a thread   a `Worker` does
 both, batch job     a `Worker` does, and the process's threads are a batch job's: as in a run
+ZeRO-1's order      the same, in a step of ZeRO-1: a third of the products wait for one message each, in order, two thirds
+                    send one each, a number is summed over the ranks when these have arrived, and then the messages leave
+                    for which the next step's first third waits.  As many messages each way, of half the bytes, in each pass
 over products       the step over that of products alone, the median of the rounds, with its least and most
 """
 
@@ -27,19 +30,23 @@ from benchmarks.hosts_net import Network, NoHostsError, network_of
 from benchmarks.report import markdown
 from benchmarks.setting import positive
 from benchmarks.worlds import World
+from megazero.comm.collectives import all_reduce
 from megazero.comm.messages import swap, wait_for
 from megazero.comm.process_groups import schedule_as_batch_job
-from megazero.comm.worker import Worker, at_once
-from megazero.parallel_state import ParallelState, RankGrid
+from megazero.comm.worker import Worker, at_once, let_begin
+from megazero.parallel_state import ParallelState, RankGrid, Wait
 
-ALONE = "products"
-_SHAPE = (512, 256, 704)  # of a product, as those of `tiny`
+ALONE, IN_ORDER = "products", "ZeRO-1's order"
+_SHAPE = (256, 256, 704)  # of a product, as those of `tiny`
 _TAG = 7
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does: `products` in `messages` groups, beside as many messages of `numel` fp32 numbers each way."""
+    """What a step does: `products` in `messages` groups, beside as many messages of `numel` fp32 numbers each way.
+
+    Three times as many products as messages divide without a rest.
+    """
 
     products: int
     messages: int
@@ -73,19 +80,51 @@ class Rank:
         self._leaving, self._arriving = torch.randn(shape), torch.empty(shape)
         self._products = work.products // work.messages if computes else 0
         self._messages = range(work.messages) if sends else ()
-        self._post = Worker("messages").post if by_thread else at_once
+        self._post = Worker("messages", is_brief=True).post if by_thread else at_once
 
     def step(self) -> None:
         """One step."""
         waits = []
         for number in range(self._work.messages):
             if number in self._messages:
-                parts = self._arriving[number], self._leaving[number]
-                waits.append(self._post(lambda parts=parts: partial(wait_for, swap(*parts, self._axis, _TAG))))
-            for _ in range(self._products):
-                torch.mm(self._a, self._b)
+                waits.append(self._start(self._arriving[number], self._leaving[number]))
+            self._compute(self._products)
         for wait in waits:
             wait()
+
+    def _start(self, arriving: Tensor, leaving: Tensor) -> Wait:
+        wait = self._post(lambda: partial(wait_for, swap(arriving, leaving, self._axis, _TAG)))
+        let_begin(wait)
+        return wait
+
+    def _compute(self, products: int) -> None:
+        for _ in range(products):
+            torch.mm(self._a, self._b)
+
+
+class RankInOrder(Rank):
+    """One rank, whose messages wait for one another as those of ZeRO-1 do."""
+
+    def __init__(self, work: Work, rank: int) -> None:
+        super().__init__(work, rank, computes=True, sends=True, by_thread=True, is_batch_job=True)
+        self._norm, self._gathers = torch.ones(1), list[Wait]()
+
+    def step(self) -> None:
+        """One step."""
+        half, third = self._work.numel // 2, self._work.products // self._work.messages // 3
+        for number in range(self._work.messages):
+            if self._gathers:
+                self._gathers[number]()
+            self._compute(third)
+        reductions = []
+        for number in range(self._work.messages):
+            self._compute(2 * third)
+            reductions.append(self._start(self._arriving[number, :, :half], self._leaving[number, :, :half]))
+        for wait in reductions:
+            wait()
+        all_reduce(self._norm, self._axis, "max").wait()
+        both = zip(self._arriving[..., half:], self._leaving[..., half:], strict=True)
+        self._gathers = [self._start(*parts) for parts in both]
 
 
 KINDS = {
@@ -94,6 +133,7 @@ KINDS = {
     "both, inline": partial(Rank, computes=True, sends=True),
     "both, by a thread": partial(Rank, computes=True, sends=True, by_thread=True),
     "both, batch job": partial(Rank, computes=True, sends=True, by_thread=True, is_batch_job=True),
+    IN_ORDER: RankInOrder,
 }
 
 
@@ -125,9 +165,11 @@ def main() -> None:
     parser.add_argument("--mbit", type=positive, default=1000, help="rate of each direction of the link")
     parser.add_argument("--megabytes", type=float, default=14.7, help="of a step, each way")
     parser.add_argument("--messages", type=positive, default=16, help="of a step, each way")
-    parser.add_argument("--products", type=positive, default=64, help="of a step")
+    parser.add_argument("--products", type=positive, default=144, help="of a step: three times --messages, or several times that")
     parser.add_argument("--rounds", type=positive, default=10)
     given = parser.parse_args()
+    if given.products % (3 * given.messages):
+        parser.error(f"--products: {given.products} is not divisible by three times {given.messages} messages")
     work = Work(given.products, given.messages, int(given.megabytes * 1e6 / 4 / given.messages))
     try:
         with network_of(2, given.mbit) as network:
