@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -52,7 +51,7 @@ from megazero.schedules.proof import Timeline
 from megazero.schedules.registry import SCHEDULES
 from megazero.settings import hide_passwords
 from megazero.zero.bucket import DTYPES
-from megazero.zero.optimizer import HalfSteppedError, OptimizerRecipe, recipe_by_name
+from megazero.zero.optimizer import OptimizerRecipe, recipe_by_name
 from megazero.zero.sharded_model import ShardedModel
 from megazero.zero.units import describe, units_of
 
@@ -326,17 +325,16 @@ class Engine:
             CheckpointError: on every rank, and nothing has changed: it is of another model or other data, and
                 `checkpoint.accept_changes` does not allow it.
         """
-        with suppress(HalfSteppedError):  # its weights are read now
-            self.sharded_model.parameters.gathers.wait()
-        trainer = load_checkpoint(
-            path,
-            self.sharded_model.sharded_state,
-            self.state,
-            check=partial(check_same_run, path, self.config, data_fingerprint, fingerprint_at=fingerprint_at),
-            by_hash=self.config.checkpoint.verify == "hash",
-        )
-        gathers = not fills_weights(path, self.state)
-        self.sharded_model.loaded(trainer.loss_scaler, trainer.step, gathers=gathers)
+        with self.sharded_model.parameters.gathers.renewing():
+            trainer = load_checkpoint(
+                path,
+                self.sharded_model.sharded_state,
+                self.state,
+                check=partial(check_same_run, path, self.config, data_fingerprint, fingerprint_at=fingerprint_at),
+                by_hash=self.config.checkpoint.verify == "hash",
+            )
+            gathers = not fills_weights(path, self.state)
+            self.sharded_model.loaded(trainer.loss_scaler, trainer.step, gathers=gathers)
         return position_after(trainer, self.config, data_fingerprint)
 
     def memory_bytes(self) -> dict[str, int]:

@@ -28,6 +28,7 @@ from megazero.zero.file_stepper import FileStepper, Part
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
 from megazero.zero.storage import PendingCopy
+from megazero.zero.weight_gathers import HalfSteppedError
 
 # torch's fused kernels of these divide gradients by `grad_scale`; another class may only say that it is fused.
 _SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -82,10 +83,6 @@ def recipe_of(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False)
 
 Stepped: TypeAlias = Callable[[Bucket, Callable[[], None] | None], None]
 """(bucket, what is still to be called to step it; None if it has been stepped)."""
-
-
-class HalfSteppedError(RuntimeError):
-    """An interrupt ended the step of some weights half-way."""
 
 
 class ShardedOptimizer:

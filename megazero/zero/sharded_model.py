@@ -32,6 +32,7 @@ from megazero.zero.parameters import ShardedParameters
 from megazero.zero.reductions import gradient_square_sum, sum_partial_over_tp, sum_tied
 from megazero.zero.state import ShardedState
 from megazero.zero.units import Described, Unit
+from megazero.zero.weight_gathers import HalfSteppedError
 
 
 class ShardedModel:
@@ -214,6 +215,7 @@ class ShardedModel:
 
     def optimizer_scalars(self) -> dict[str, dict[str, float]]:
         """State of the optimizer that is one number, by group, of all ranks together.  A collective call."""
+        self.parameters.gathers.wait()  # buckets may be unstepped
         merged: dict[str, dict[str, float]] = {}
         for one in gather_objects(self.optimizer.scalars(), self.state.world):
             merged |= one
@@ -253,7 +255,7 @@ class ShardedModel:
 
     def close(self) -> None:
         """Wait for the weights under way, as far as their ranks are there, and free what the state holds outside memory."""
-        with suppress(LostPeerError):  # whoever noticed has raised it
+        with suppress(LostPeerError, HalfSteppedError):  # whoever noticed has raised it
             self.parameters.gathers.wait()
         self.parameters.offload.close()
 

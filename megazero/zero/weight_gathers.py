@@ -20,7 +20,8 @@ the part that this rank owns, which travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -31,12 +32,17 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.units import Unit, is_hooked
 
 
+class HalfSteppedError(RuntimeError):
+    """An interrupt ended the step of some weights half-way."""
+
+
 class WeightGathers:
     """Gathers over `axis` that are under way, by bucket."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._under_way: dict[Bucket, Pending] = {}
+        self._broken: RuntimeError | None = None  # by which weights are neither the old nor the new ones
         self._hooks: list[RemovableHandle] = []
 
     def attach(self, units: Sequence[Unit], home: Mapping[int, Bucket]) -> None:
@@ -82,17 +88,32 @@ class WeightGathers:
     def wait_for(self, buckets: Iterable[Bucket]) -> None:
         """Wait until the whole weights of some buckets are here.
 
-        Raises: LostPeerError, HalfSteppedError: nothing is under way any more.
+        Raises: LostPeerError, HalfSteppedError: now and at every later call, nothing is under way any more.
         """
+        if self._broken is not None:
+            raise self._broken
         try:
             for bucket in buckets:
                 if (pending := self._under_way.get(bucket)) is not None:
                     pending.wait()
                     del self._under_way[bucket]  # not before: after an interrupt whoever reads it must wait
-        except RuntimeError:
+        except RuntimeError as error:
             self._under_way.clear()
+            self._broken = error
             raise
 
     def wait(self) -> None:
         """Wait until all weights are here."""
         self.wait_for(list(self._under_way))
+
+    @contextmanager
+    def renewing(self) -> Iterator[None]:
+        """A context that writes all weights anew: a late step that was interrupted does not matter, unless it raises."""
+        with suppress(HalfSteppedError):
+            self.wait()
+        broken, self._broken = self._broken, None
+        try:
+            yield
+        except BaseException:
+            self._broken = broken
+            raise

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from math import isnan
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,9 @@ from torch import Tensor, nn
 from worlds import LR, engine_on, micro_batches, run_of, state_on
 
 from megazero.checkpoint.gather import gather_logical
+from megazero.checkpoint.index import CheckpointError
 from megazero.comm.backend import GlooBackend
-from megazero.comm.collectives import LostPeerError, all_gather
+from megazero.comm.collectives import LostPeerError, Pending, all_gather
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.engine.step import NonFiniteError
@@ -36,10 +38,9 @@ from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
 from megazero.training.record import StepRecord
 from megazero.zero.bucket import Bucket, in_order_of_use
-from megazero.zero.optimizer import HalfSteppedError
 from megazero.zero.parameters import ShardedParameters
 from megazero.zero.state import GRADIENT, ShardedState
-from megazero.zero.weight_gathers import WeightGathers
+from megazero.zero.weight_gathers import HalfSteppedError, WeightGathers
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the test double stands for gloo")
 
@@ -343,6 +344,10 @@ def _gradients_behind(rank: int, run: ResolvedRun, folder: Path) -> None:
                 statistics = engine.train_step(batches, lr)
             assert not hides or len(engine.sharded_model.parameters.gathers._under_way) == len(late)
             numbers += [statistics.loss, statistics.grad_norm]
+            if step == 0:
+                numbers.append(engine.sharded_model.optimizer_scalars())
+                steps = engine.sharded_model.optimizer.torch_optimizer.state.values()
+                assert {float(one["step"]) for one in steps if "step" in one} <= {1.0}  # also of those stepped late
             if step == 1:
                 numbers.append(engine.evaluate(micro_batches(run, state, 50)).loss)
             if step == 2:
@@ -426,6 +431,16 @@ def _half_stepped(rank: int, run: ResolvedRun, folder: Path) -> list[str]:
     with pytest.raises(HalfSteppedError, match="load a checkpoint") as caught:
         _ = engine.chunks
     said.append(str(caught.value))
+    for look in (
+        lambda: engine.train_step(micro_batches(run, engine.state, 1), LR),
+        lambda: engine.evaluate(micro_batches(run, engine.state, 1)),
+        lambda: engine.save(folder.parent / "broken", Position(1), "data"),
+        lambda: engine.load(folder, "other data"),  # which is refused
+        lambda: engine.chunks,
+    ):
+        with pytest.raises((HalfSteppedError, CheckpointError)):  # nobody sees these weights
+            look()
+    engine.load(folder, "data")
     engine.train_step(micro_batches(run, engine.state, 1), LR)
     with patch.object(optimizer.torch_optimizer, "step", interrupted), pytest.raises(KeyboardInterrupt):
         _ = engine.chunks
@@ -496,6 +511,26 @@ def test_a_step_that_fails_leaves_nothing_under_way() -> None:
         2, model={"family": "llama"}, zero={"stage": 1, "bucket_bytes": 1024}, training={"micro_batch_size": 4}
     )
     assert run_world(2, _after_failures, run)[0] == "closed"
+
+
+def _lost(rank: int, runs: Sequence[ResolvedRun]) -> None:
+    for run in runs:
+        engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
+        batches = micro_batches(run, engine.state, 0)
+        engine.train_step(batches, LR)
+        with patch.object(Pending, "wait", side_effect=RuntimeError("a rank was lost")), pytest.raises(RuntimeError):
+            _ = engine.chunks
+        for look in (
+            partial(getattr, engine, "chunks"),
+            partial(engine.evaluate, batches),
+            partial(engine.train_step, batches, LR),
+        ):
+            with pytest.raises(RuntimeError, match="a rank was lost"):
+                look()
+
+
+def test_weights_that_did_not_come_are_not_seen_by_whoever_looks_again() -> None:
+    run_world(2, _lost, [run_of(2, model={"family": "llama"}, zero={"stage": stage}) for stage in (0, 1)])
 
 
 def _dropped(rank: int, run: ResolvedRun) -> list[float]:
