@@ -21,6 +21,7 @@ from megazero.comm.collectives import (
     all_gather,
     all_reduce,
     arriving_elements,
+    broadcast,
     check_order,
     exchange,
     gather_objects,
@@ -328,6 +329,24 @@ def _own_sum_fails(rank: int) -> None:
 
 def test_an_error_in_a_ranks_own_sum_is_no_lost_peer() -> None:
     run_world(2, _own_sum_fails)
+
+
+def _strided(rank: int) -> None:
+    for shares in (True, False):
+        axis, strided = _axis(rank, 2, shares=shares), torch.zeros(2**15, 2)[:, 0]  # more than what gloo sums itself
+        for call in (
+            lambda x, axis=axis: all_reduce(x, axis),
+            lambda x, axis=axis: broadcast(x, axis),
+            lambda x, axis=axis: ring_shift(torch.zeros(2**15), x, axis),
+            lambda x, axis=axis: all_gather(x, torch.zeros(2**14), axis),
+            lambda x, axis=axis: reduce_scatter(torch.zeros(2**14), x, axis),
+        ):
+            with pytest.raises(ValueError, match="contiguous"):
+                call(strided)
+
+
+def test_memory_with_gaps_is_refused_before_anything_is_sent() -> None:
+    run_world(2, _strided)
 
 
 def _save_beside_training(rank: int) -> None:

@@ -169,15 +169,27 @@ def runs_by_itself(axis: Axis) -> bool:
     return axis.group is not None and not _backend(axis, axis.group.device).progress()
 
 
+def _check_contiguous(operation: str, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{operation} takes contiguous tensors; one of shape {list(tensor.shape)} has strides {tensor.stride()}"
+            )
+
+
 def all_reduce(tensor: Tensor, axis: Axis, op: str = "sum") -> Pending:
     """Replace `tensor` by its sum or maximum over the axis.
 
     Args:
         tensor: contiguous, equal shape and dtype on every rank; overwritten.
         op: "sum" or "max".
+
+    Raises:
+        ValueError: it is not contiguous; so for the other operations.
     """
     if axis.size == 1:
         return Pending()
+    _check_contiguous("all_reduce", tensor)
     if axis.parts:
         first, *others = axis.parts
         begun = all_reduce(tensor, first, op)
@@ -206,6 +218,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     """
     if axis.size == 1:
         return Pending()
+    _check_contiguous("broadcast", tensor)
     sent, start = tensor.nbytes * (axis.index == source), partial(_messages(axis).broadcast, tensor, axis, source)
     return _start("broadcast", axis, sent, sent * any(map(axis.is_apart, range(axis.size))), tensor, start)
 
@@ -231,6 +244,7 @@ def all_gather(out: Tensor, shard: Tensor, axis: Axis, label: str = "") -> Pendi
         if address_of(out) != address_of(shard):
             out.copy_(shard)
         return Pending()
+    _check_contiguous("all_gather", out, shard)
     backend = _backend(axis, shard.device)
     sent, linked = shard.nbytes * (axis.size - 1), backend.link_bytes("all_gather", out, axis)
     return _start(
@@ -265,6 +279,7 @@ def reduce_scatter(out: Tensor, full: Tensor, axis: Axis, scratch: Tensor | None
         if address_of(out) != address_of(full):
             out.copy_(full)
         return Pending()
+    _check_contiguous("reduce_scatter", out, full)
     backend, sent = _backend(axis, full.device), full.nbytes * (axis.size - 1) // axis.size
     linked = backend.link_bytes("reduce_scatter", full, axis)
     if not backend.needs_scratch:
@@ -314,6 +329,7 @@ def ring_shift(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         out.copy_(x)
         return Pending()
+    _check_contiguous("ring_shift", out, x)
     backend, linked = _backend(axis, x.device), x.nbytes * axis.is_apart((axis.index + 1) % axis.size)
 
     def start() -> Wait:
