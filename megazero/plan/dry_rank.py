@@ -33,6 +33,7 @@ from megazero.plan.silent_state import SilentState
 from megazero.plan.simulated_world import SimulatedWorld
 from megazero.schedules.action import Action, ActionKind
 from megazero.schedules.table import read_schedule
+from megazero.zero.units import reading_no_weights
 
 _LR = 1e-4
 
@@ -184,7 +185,7 @@ def _labelled(engine: Engine, fake: LabelledTensors, batches: Sequence[MicroBatc
         return hook
 
     for name, module in _units(engine, batches):
-        hooks.append(module.register_forward_pre_hook(enter(name)))
+        hooks.append(module.register_forward_pre_hook(reading_no_weights(enter(name))))
     engine.on_action = watch
     try:
         yield

@@ -46,7 +46,7 @@ from megazero.zero.reach import in_backward
 from megazero.zero.saved_weights import SavingForward
 from megazero.zero.second_copy import SecondCopy
 from megazero.zero.storage import PendingCopy
-from megazero.zero.units import Unit, is_hooked
+from megazero.zero.units import Unit, is_hooked, reading_no_weights
 from megazero.zero.visit_history import VisitHistory
 
 P = ParamSpec("P")
@@ -308,7 +308,7 @@ class UnitGatherer:
             if buckets:
                 # A module that torch.compile runs breaks its graph here: what gathers is not traced.
                 before, after = map(torch.compiler.disable, (self._before_forward(index), self._after_forward(index)))
-                self._hooks.append(unit.module.register_forward_pre_hook(before))
+                self._hooks.append(unit.module.register_forward_pre_hook(reading_no_weights(before)))
                 self._hooks.append(unit.module.register_forward_hook(after, always_call=True))
             self._waits_by_reader.append(len(self._buckets[index]) > 1 and bool(unit.readers))
             for reader, read in unit.reads() if self._waits_by_reader[index] else ():

@@ -13,12 +13,15 @@ alone; none where the unit waits as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch import nn
 
 from megazero.layers.spec import ParamSpec, whole_spec
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -51,9 +54,15 @@ class Described:
     group: int = 0  # the optimizer group that steps it
 
 
+def reading_no_weights(hook: Hook) -> Hook:
+    """Say of a hook before a unit's forward that it reads no weights: its layers may still wait for theirs one by one."""
+    hook.reads_no_weights = True  # type: ignore[attr-defined]
+    return hook
+
+
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a script's hooks run before a unit's forward, behind ZeRO's own: they may read all its weights."""
-    return len(module._forward_pre_hooks) > 1
+    """Whether a script's hooks run before a unit's forward: they may read all its weights."""
+    return not all(hasattr(hook, "reads_no_weights") for hook in module._forward_pre_hooks.values())
 
 
 def units_of(chunks: Sequence[nn.Module], *, by_layer: bool = False) -> list[Unit]:

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from megazero.comm.collectives import Pending, all_gather
 from megazero.parallel_state import Axis
 from megazero.zero.bucket import Bucket
-from megazero.zero.units import Unit, is_hooked
+from megazero.zero.units import Unit, is_hooked, reading_no_weights
 
 
 class HalfSteppedError(RuntimeError):
@@ -65,7 +65,7 @@ class WeightGathers:
         return lambda *_: self.wait_for(buckets)  # a function: a copy of the module must not copy `self`
 
     def _before_other_hooks(self, buckets: Sequence[Bucket]) -> Any:
-        return lambda module, _: self.wait_for(buckets) if is_hooked(module) else None
+        return reading_no_weights(lambda module, _: self.wait_for(buckets) if is_hooked(module) else None)
 
     def detach(self) -> None:
         """Have no unit wait any more."""

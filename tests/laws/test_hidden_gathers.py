@@ -474,14 +474,15 @@ def _left_on_their_way(rank: int, run: ResolvedRun) -> tuple[int, int]:
 
 
 def test_a_layer_of_stage_3_runs_while_other_weights_of_its_block_are_on_their_way() -> None:
-    run = run_of(2, model={"family": "llama"}, zero={"stage": 3, "bucket_bytes": "auto"})
-    with (
-        patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
-        patch("megazero.zero.bucket_sizes._SOCKET_PIECE", 1024),
-    ):
-        for left, buckets in run_world(2, _left_on_their_way, run):
-            assert buckets > 6
-            assert left >= 2  # at least the MLP's
+    for whole in (0, 100):  # parameters that every rank keeps whole: the norms
+        zero = {"stage": 3, "bucket_bytes": "auto", "persistent_elements": whole}
+        with (
+            patch("megazero.comm.collectives.choose_backend", lambda *_: _LateBackend()),
+            patch("megazero.zero.bucket_sizes._SOCKET_PIECE", 1024),
+        ):
+            for left, buckets in run_world(2, _left_on_their_way, run_of(2, model={"family": "llama"}, zero=zero)):
+                assert buckets > 6
+                assert left >= 2  # at least the MLP's
 
 
 def _after_failures(rank: int, run: ResolvedRun) -> str:
