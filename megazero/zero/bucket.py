@@ -232,14 +232,15 @@ def intersect(a: Run, b: Run) -> Run | None:
     return Run(start, stop) if start < stop else None
 
 
-def _is_split(info: ParamInfo) -> bool:
-    return info.spec.split is not None
+def _over_tp(info: ParamInfo) -> tuple[bool, bool]:
+    """Whether ranks of tp hold different parts of a parameter, or of the gradient of what each holds whole."""
+    return info.spec.split is not None, info.spec.sum_over_tp
 
 
 def _layout(members: Sequence[ParamInfo], shards: int, limit: int, *, cuts: bool, align: int) -> BucketLayout:
     slots, start = list[Slot](), 0
     for info in sorted(members, key=lambda info: (info.group, info.spec.split is not None, not info.spec.sum_over_tp)):
-        if align == BLOCK and slots and _is_split(slots[-1].info) != _is_split(info):
+        if align == BLOCK and slots and _over_tp(slots[-1].info) != _over_tp(info):
             start += -start % BLOCK
         slots.append(Slot(info, start))
         start = slots[-1].stop

@@ -12,8 +12,9 @@ A block that holds an inf or a nan holds nothing finite afterwards: an overflow 
 [Note: equal weights]  Every rank computes with the weights that have travelled, also where they are its own; the shard
 itself, from which masters are stepped or which is the master, stays as it is.
 
-[Note: blocks]  Blocks begin at multiples of 256 elements of a bucket, and so do shards and what is split over tp (`bucket`):
-no block holds parts of two shards, and what all ranks of tp hold has the same blocks, integers and gradients on each.
+[Note: blocks]  Blocks begin at multiples of 256 elements of a bucket, and so do shards, what is split over tp and that whose
+gradients are summed over tp afterwards (`bucket`): no block holds parts of two shards, and what all ranks of tp hold has the
+same blocks, integers and gradients on each.
 
 [Note: one sum]  A gradient is sent once, by an all-to-all, and added up in fp32.  Where there are several hosts with several
 ranks, a host's ranks sum theirs first, as they are, so that only one of them sends an element to each other host:

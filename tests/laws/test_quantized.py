@@ -293,13 +293,13 @@ def _replicated(rank: int, runs: Sequence[ResolvedRun]) -> list[Any]:
             if gatherer is not None:
                 gatherer._gatherer.unshard(bucket)
                 gatherer._gatherer.wait_for_unshard(bucket)
-            kinds: dict[int, set[bool]] = {}
+            kinds: dict[int, set[tuple[bool, bool]]] = {}
             for slot in bucket.layout.slots:
                 for block in range(slot.start // BLOCK, -(-slot.stop // BLOCK)):
-                    kinds.setdefault(block, set()).add(slot.info.spec.split is None)
+                    kinds.setdefault(block, set()).add((slot.info.spec.split is None, slot.info.spec.sum_over_tp))
                 if slot.info.spec.split is None:
                     held.append(bucket.weights[slot.start : slot.stop].clone())
-            assert all(len(both) == 1 for both in kinds.values()), "a block holds what is split and what is whole"
+            assert all(len(both) == 1 for both in kinds.values()), "a block holds what is split, whole or summed"
             assert bucket.layout.shard_numel % BLOCK == 0
         same = gather_objects(held, state.tp)
         assert held
@@ -332,6 +332,13 @@ def test_every_shape_trains_near_the_plain_model_and_ranks_of_tp_stay_equal(
         for got, wanted in zip(found["loss"], plain["loss"], strict=True):
             assert got == pytest.approx(wanted, rel=5e-3)
         assert found["norm"][0] == pytest.approx(plain["norm"][0], rel=3e-2)
+
+
+def test_norms_of_queries_and_keys_whose_gradients_tp_sums_share_no_block_with_what_each_rank_has_whole() -> None:
+    zeros = ({"stage": 1, "quantized_gradients": 8}, {"stage": 3, **BOTH})
+    run_world(
+        4, _replicated, [run_of(4, model=LLAMA | {"family": "qwen3"}, parallel={"tp": 2}, zero=zero) for zero in zeros]
+    )
 
 
 def _sender(rank: int) -> int:
