@@ -9,9 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 from harness import run_world
 from worlds import LLAMA, difference, engine_on, run_of, train_on, train_plainly
 
+from megazero.comm.collectives import gather_objects
 from megazero.comm.two_level import TwoLevelBackend
 from megazero.config import ResolvedRun
 from megazero.parallel_state import ParallelState, RankGrid
@@ -27,12 +29,21 @@ def _plain() -> dict[str, Any]:
 
 def _train(rank: int, runs: list[ResolvedRun], neighbours: int, two_levels: list[str]) -> list[dict[str, Any] | None]:
     parallel = runs[0].config.parallel
-    grid = RankGrid(tp=parallel.tp, pp=parallel.pp, dp=runs[0].dp)
+    grid = RankGrid(tp=parallel.tp, pp=parallel.pp, dp=runs[0].dp, order=parallel.order)
     state = ParallelState(grid, rank, timeout_seconds=60, neighbours=neighbours)
     results = []
     for run in runs:
         engine = engine_on(rank, run, state=state)
         results.append(train_on(engine, run))
+        if run.config.zero.stage < 3:  # what each rank of tp has whole is the same on each, bit for bit
+            held = [
+                bucket.weights[slot.start : slot.stop].clone()
+                for bucket in engine.sharded_model.parameters.buckets
+                for slot in bucket.layout.slots
+                if slot.info.spec.split is None
+            ]
+            for others in gather_objects(held, state.tp):
+                assert all(map(torch.equal, others, held))
         engine.sharded_model.close()
     for name in two_levels:
         axis = getattr(state, name)
@@ -61,3 +72,28 @@ def test_a_run_on_two_hosts_is_the_same_run(
         assert got["norm"] == pytest.approx(wanted["norm"], rel=TOLERANCE), stage
         for name, tensor in wanted["weights"].items():
             assert difference(got["weights"][name], tensor) < TOLERANCE, (stage, name)
+
+
+def test_where_some_groups_lie_within_a_host_and_others_cross_all_are_the_same_run() -> None:
+    """Of the data-parallel groups, two ranks each, the first and the last share memory, that between them spans the hosts.
+
+    Gradients of norms are summed over tp: all its ranks must have whole sums, or all of them a shard.
+    """
+    model = {
+        "num_heads": 3,
+        "num_kv_heads": 3,
+        "hidden_size": 24,
+        "ffn_hidden_size": 48,
+        "seq_len": 18,
+        "tie_embeddings": False,
+    }
+    parallel = {"tp": 3, "sequence_parallel": True, "order": "dp-tp-cp-pp"}
+    runs = [
+        run_of(6, model=model, parallel=parallel, zero={"stage": stage, "bucket_bytes": 4096}) for stage in (0, 1, 3)
+    ]
+    wanted = train_plainly(runs[0])
+    for got in run_world(6, _train, runs, 3, [])[0]:
+        assert got["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)
+        assert got["norm"] == pytest.approx(wanted["norm"], rel=TOLERANCE)
+        for name, tensor in wanted["weights"].items():
+            assert difference(got["weights"][name], tensor) < TOLERANCE, name
