@@ -72,6 +72,7 @@ class ModuleEngine(TrainingEngine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward; floating-point inputs are cast to the format of the weights."""
+        self.sharded_model.parameters.gathers.check()
         if self._casts:
             args, kwargs = tree_map(self._cast, (args, kwargs))
         with self._report.timed("forward"):

@@ -137,6 +137,7 @@ class PipelineEngine(TrainingEngine):
 
     def _run(self, batches: Batches, *, trains: bool) -> Tensor:
         """Run the schedule; the sum of this rank's losses."""
+        self.sharded_model.parameters.gathers.check()
         if trains not in self._inputs:
             self._inputs[trains] = self._find_inputs(batches)
         losses = self.config.accumulation * self.dp_world_size

@@ -349,6 +349,7 @@ class Engine:
     def _run(self, batches: Sequence[MicroBatch], *, trains: bool) -> tuple[Tensor, Tensor]:
         """Run the schedule; this rank's sums of losses and of counted tokens, fp64, 0 where another stage has the loss."""
         model = self.sharded_model
+        model.parameters.gathers.check()
         tokens = torch.zeros((), dtype=torch.float64, device=self.state.device)
         for batch in batches:
             if self.share.labels and batch.labels is not None:

@@ -28,7 +28,6 @@ from megazero.zero.file_stepper import FileStepper, Part
 from megazero.zero.offload import FILE_PART_ELEMENTS, Offload
 from megazero.zero.parameters import memory_kind
 from megazero.zero.storage import PendingCopy
-from megazero.zero.weight_gathers import HalfSteppedError
 
 # torch's fused kernels of these divide gradients by `grad_scale`; another class may only say that it is fused.
 _SCALE_INSIDE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -106,8 +105,8 @@ class ShardedOptimizer:
             parts[part.group].append(part.parameter)
         self.torch_optimizer = recipe.build(parts)
         self.steps_taken = 0
-        self._before_step: list[dict[str, Any]] = []  # the optimizer's groups
-        self._stepping: set[Bucket] = set()  # those whose late step has begun and not ended
+        self._groups = self.torch_optimizer.param_groups
+        self._before_step: list[dict[str, Any]] = []  # they as they were
         is_fused = all(group.get("fused") for group in self.torch_optimizer.param_groups)
         self._scales_inside = type(self.torch_optimizer) in _SCALE_INSIDE and is_fused
         self._file = FileStepper(self._parts, self.known_states, offload)
@@ -124,7 +123,7 @@ class ShardedOptimizer:
         share buckets; with one that gathers gradients before it is stepped, and with what steps it then.
         """
         self.steps_taken += 1
-        self._before_step = [dict(group) for group in self.torch_optimizer.param_groups]
+        self._before_step = [dict(group) for group in self._groups]
         if factor != 1.0 and not self._scales_inside:  # inside, clipping and unscaling cost no pass of their own
             for bucket in self._of_bucket:
                 bucket.gradient.mul_(factor)
@@ -157,26 +156,14 @@ class ShardedOptimizer:
         finish_all_but(0)
 
     def _step_late(self, step: Callable[[Sequence[Part]], None], bucket: Bucket, parts: Sequence[Part]) -> None:
-        """Step a bucket whose gradients have come as in the step that began last; what was set in the groups since stays.
-
-        Raises: HalfSteppedError: it was interrupted half-way before.
-        """
-        if bucket in self._stepping:
-            self._stepping.clear()
-            raise HalfSteppedError(
-                f"the step of {bucket.layout.name} was interrupted half-way: its weights are neither the old nor the new "
-                "ones; load a checkpoint"
-            )
-        self._stepping.add(bucket)
-        groups, nothing = self.torch_optimizer.param_groups, object()
-        found = [dict(group) for group in groups]
+        """Step a bucket whose gradients have come as in the step that began last; what was set in the groups since stays."""
+        found, nothing = [dict(group) for group in self._groups], object()
         with torch.inference_mode(False):  # an evaluation may be who waits: what it made could not be stepped again
             step(parts)
-        for group, values, before in zip(groups, found, self._before_step, strict=True):
+        for group, values, before in zip(self._groups, found, self._before_step, strict=True):
             group.update({key: value for key, value in values.items() if value is not before.get(key, nothing)})
         if (copy := _start_copy(bucket)) is not None:
             copy.wait()
-        self._stepping.discard(bucket)
 
     def _step_parts(self, scale: float | None, parts: Sequence[Part]) -> None:
         """Step some parts; a fused kernel divides their gradients by `scale`.
@@ -185,7 +172,6 @@ class ShardedOptimizer:
         and what it counts in a group it counts once a step.
         """
         optimizer: Any = self.torch_optimizer
-        every: list[dict[str, Any]] = optimizer.param_groups
         of_groups: dict[int, list[nn.Parameter]] = {}
         for part in parts:
             part.parameter.grad = part.bucket.owned_part(part.bucket.gradient, part.run)
@@ -194,19 +180,16 @@ class ShardedOptimizer:
             # Made where it is used: a copy from the device would not wait for the host's kernel to read it.
             device = parts[0].parameter.device
             optimizer.grad_scale = None if scale is None else torch.full((), scale, device=device)
-        whole = {number: every[number]["params"] for number in of_groups}
-        for number, params in of_groups.items():
-            every[number].clear()
-            every[number].update(self._before_step[number], params=params)
-        optimizer.param_groups = [every[number] for number in sorted(of_groups)]
+        groups = {number: {**self._before_step[number], "params": of_groups[number]} for number in sorted(of_groups)}
+        optimizer.param_groups = list(groups.values())  # copies: an interrupt leaves the groups themselves whole
         try:
             optimizer.step()
         finally:
-            optimizer.param_groups = every
-            for number, params in whole.items():
-                every[number]["params"] = params
+            optimizer.param_groups = self._groups
             for part in parts:
                 part.parameter.grad = None
+        for number, group in groups.items():
+            self._groups[number].update(group, params=self._groups[number]["params"])
 
     def _start_state(self, part: Part) -> None:
         """Give a part the state it has before its first step."""
@@ -273,7 +256,7 @@ class ShardedOptimizer:
 
     def resume(self, steps_taken: int, scalars: dict[str, dict[str, float]]) -> None:
         """Go on as after so many steps, with element-wise state that has been written and the `scalars` of all ranks."""
-        self.steps_taken = steps_taken
+        self.steps_taken, self.torch_optimizer.param_groups = steps_taken, self._groups
         for part in self._parts:
             state = self.torch_optimizer.state[part.parameter]
             if not state and part.location != "file":

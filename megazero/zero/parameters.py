@@ -283,13 +283,12 @@ class ShardedParameters:
         `gathers`: False where `weights` holds the others' already.  `changed`: the buckets that have changed; None for all.
         """
         buckets = self.buckets if changed is None else changed
-        for bucket in buckets if gathers else ():
-            self.gathers.start(bucket)
-        self.gathers.wait()
         self.note_change(buckets)
+        self.gathers.gather(buckets if gathers else ())
 
     def note_change(self, buckets: Sequence[Bucket]) -> None:
-        """The weights of these buckets have changed, or will before the next forward of their units begins."""
+        """The weights of these buckets have changed, or will before the next forward of their units begins: what has been
+        gathered is forgotten."""
         parameters = [self.by_name[slot.info.name] for bucket in buckets for slot in bucket.layout.slots]
         increment_version(parameters)  # a backward of an earlier forward must not use them
         if self.gatherer is not None:

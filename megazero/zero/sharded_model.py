@@ -181,6 +181,8 @@ class ShardedModel:
         Raises:
             LossScaleError: on every rank, an overflow at the smallest loss scale.
             StorageError: an offloaded state could not be read or written.
+            LostPeerError, HalfSteppedError: the last update did not come to its end.  After an error of any kind while
+                weights are stepped nobody sees them before a checkpoint is loaded.
         """
         overflowed = not isfinite(norm)
         self.steps += 1
@@ -189,12 +191,13 @@ class ShardedModel:
             # Unscaled by the scale that was used; it changes only afterwards.
             parameters, trained = self.parameters, self.reducer.buckets
             parameters.gathers.wait()  # what no forward has used
-            if parameters.hides_gathers:
-                self.optimizer.step(clip / self.scale, parameters.gathers.start)
-                parameters.note_change(trained)
-            else:
-                self.optimizer.step(clip / self.scale)
-                parameters.all_gather_weights(changed=trained)
+            parameters.note_change(trained)
+            with parameters.gathers.changing():
+                if parameters.hides_gathers:
+                    self.optimizer.step(clip / self.scale, parameters.gathers.start)
+                else:
+                    self.optimizer.step(clip / self.scale)
+                    parameters.gathers.gather(trained)
         if self.scaler is not None:
             self.scaler.update(overflowed)
         return not overflowed
@@ -232,7 +235,8 @@ class ShardedModel:
     def detach(self) -> None:
         """Take all hooks off the module and its parameters."""
         self.reducer.detach()
-        self.parameters.gathers.wait()
+        with suppress(HalfSteppedError):
+            self.parameters.gathers.wait()
         self.parameters.gathers.detach()
         if self.parameters.gatherer is not None:
             self.parameters.gatherer.detach()

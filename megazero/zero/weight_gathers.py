@@ -21,7 +21,7 @@ the part that this rank owns, which travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -33,16 +33,16 @@ from megazero.zero.units import Unit, is_hooked, reading_no_weights
 
 
 class HalfSteppedError(RuntimeError):
-    """An interrupt ended the step of some weights half-way."""
+    """Something ended an update half-way: weights are neither the old nor the new ones."""
 
 
 class WeightGathers:
-    """Gathers over `axis` that are under way, by bucket."""
+    """Gathers over `axis` that are under way; after an update that did not come to its end nobody sees weights."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._under_way: dict[Bucket, Pending] = {}
-        self._broken: RuntimeError | None = None  # by which weights are neither the old nor the new ones
+        self._under_way: dict[Bucket, tuple[Pending, Callable[[], object] | None]] = {}  # and what steps it then
+        self._broken: RuntimeError | None = None  # what has left weights that are neither the old nor the new ones
         self._hooks: list[RemovableHandle] = []
 
     def attach(self, units: Sequence[Unit], home: Mapping[int, Bucket]) -> None:
@@ -83,23 +83,34 @@ class WeightGathers:
         whole, mine = bucket.weights, bucket.weights[bucket.owned.start : bucket.owned.stop]
         if step is not None:
             whole, mine = bucket.gradient, bucket.gradient_shard
-        self._under_way[bucket] = Pending(all_gather(whole, mine, self._axis).wait, step)
+        self._under_way[bucket] = all_gather(whole, mine, self._axis), step
 
-    def wait_for(self, buckets: Iterable[Bucket]) -> None:
-        """Wait until the whole weights of some buckets are here.
+    def gather(self, buckets: Iterable[Bucket]) -> None:
+        """Gather some buckets now."""
+        for bucket in buckets:
+            self.start(bucket)
+        self.wait()
 
-        Raises: LostPeerError, HalfSteppedError: now and at every later call, nothing is under way any more.
-        """
+    def check(self) -> None:
+        """Raises: LostPeerError, HalfSteppedError: the last update did not come to its end, and nothing was loaded since."""
         if self._broken is not None:
             raise self._broken
+
+    def wait_for(self, buckets: Iterable[Bucket]) -> None:
+        """Wait until the whole weights of some buckets are here.  Raises: as `check`."""
+        self.check()
         try:
             for bucket in buckets:
-                if (pending := self._under_way.get(bucket)) is not None:
-                    pending.wait()
+                if bucket in self._under_way:
+                    gather, step = self._under_way[bucket]
+                    gather.wait()
+                    if step is not None:
+                        with self.changing():
+                            step()
                     del self._under_way[bucket]  # not before: after an interrupt whoever reads it must wait
         except RuntimeError as error:
             self._under_way.clear()
-            self._broken = error
+            self._broken = self._broken or error
             raise
 
     def wait(self) -> None:
@@ -107,10 +118,23 @@ class WeightGathers:
         self.wait_for(list(self._under_way))
 
     @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A context that steps weights, and has stepped all of them unless it raises."""
+        try:
+            yield
+        except BaseException as error:
+            self._broken = self._broken or HalfSteppedError(
+                f"an update was interrupted half-way ({error!r}): weights are neither the old nor the new ones; "
+                "load a checkpoint"
+            )
+            raise
+
+    @contextmanager
     def renewing(self) -> Iterator[None]:
-        """A context that writes all weights anew: a late step that was interrupted does not matter, unless it raises."""
-        with suppress(HalfSteppedError):
-            self.wait()
+        """A context that writes all weights anew, unless it raises: what has become of the last update does not matter."""
+        for gather, _ in self._under_way.values():
+            gather.wait()
+        self._under_way.clear()
         broken, self._broken = self._broken, None
         try:
             yield

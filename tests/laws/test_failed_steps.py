@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -10,13 +13,16 @@ from harness import run_world
 from torch import Tensor
 from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
 
+from megazero.checkpoint.gather import gather_logical
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
+from megazero.engine.trainer_state import Position
 from megazero.layers.activation_offload import Copier
 from megazero.zero.buffer_pool import BufferPool
 from megazero.zero.gradients import GradientReducer
 from megazero.zero.quantized import BlockFormat
 from megazero.zero.reductions import ReductionQueue
+from megazero.zero.weight_gathers import HalfSteppedError, WeightGathers
 
 PLACES = [
     (Copier, "start"),
@@ -102,3 +108,107 @@ def _without_gradients(rank: int, run: ResolvedRun) -> bool:
 def test_a_training_step_without_gradients_is_refused() -> None:
     """It moved the weights: by momentum and decay, at norm 0."""
     assert run_world(1, _without_gradients, run_of(1, model=LLAMA)) == [True]
+
+
+class _Interrupts:
+    """Counts the places in an update, and interrupts it at one of them.
+
+    `world`: one rank is interrupted before any line that moves weights; several, which do not own as many parts, all
+    before the gather of the same bucket.
+    """
+
+    files = ("optimizer.py", "sharded_model.py", "weight_gathers.py", "parameters.py", "file_stepper.py")
+
+    def __init__(self, world: int, at: int | None = None) -> None:
+        self.world, self.at, self.places = world, at, 0
+
+    def __enter__(self) -> _Interrupts:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
+        path = Path(frame.f_code.co_filename)
+        if path.parent.name != "zero" or path.name not in self.files:
+            return None
+        if self.world > 1:
+            if frame.f_code is WeightGathers.start.__code__:
+                self._come()
+            return None
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line":
+            self._come()
+        return self._line
+
+    def _come(self) -> None:
+        self.places += 1
+        if self.places == self.at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+
+def _state_of(engine: Engine) -> dict[str, Tensor]:
+    state, found = engine.sharded_model.sharded_state, dict[str, Tensor]()
+    for kind in state.kinds:
+        found |= {f"{kind} {name}": value.clone() for name, value in gather_logical(state, kind, engine.state)}
+    return found
+
+
+def _interrupted_updates(rank: int, runs: list[ResolvedRun], shares_memory: bool, folder: Path) -> list[int]:
+    """How many of the interrupts of each run were told afterwards."""
+    state, told = state_on(rank, runs[0], on_one_machine=shares_memory, shares_memory=shares_memory), []
+    for number, run in enumerate(runs):
+        engine, saved = engine_on(rank, run, state=state), folder / str(number)
+        engine.train_step(micro_batches(run, state, 0), LR)
+        engine.save(saved, Position(1), "data")
+        old = _state_of(engine)
+        engine.compute_gradients(micro_batches(run, state, 1))
+        with _Interrupts(state.world.size) as whole:
+            engine.update(LR)
+        new, count = _state_of(engine), 0
+        for at in range(1, whole.places + 1, max(1, whole.places // 10)):
+            engine.load(saved, "data")
+            engine.compute_gradients(micro_batches(run, state, 1))
+            with pytest.raises(KeyboardInterrupt), _Interrupts(state.world.size, at):
+                engine.update(LR)
+            try:
+                found = _state_of(engine)
+            except HalfSteppedError:
+                count += 1
+                for look in (
+                    lambda engine=engine: engine.chunks,
+                    lambda engine=engine, run=run: engine.train_step(micro_batches(run, engine.state, 1), LR),
+                    lambda engine=engine, run=run: engine.evaluate(micro_batches(run, engine.state, 1)),
+                    lambda engine=engine: engine.save(folder / "never", Position(1), "data"),
+                ):
+                    with pytest.raises(HalfSteppedError, match="load a checkpoint"):
+                        look()
+            else:
+                same = [name for name in found if torch.equal(found[name], old[name])]
+                assert len(same) == len(old) or all(torch.equal(found[name], new[name]) for name in new), (run, at)
+        assert not (folder / "never").exists()
+        engine.load(saved, "data")
+        engine.train_step(micro_batches(run, state, 1), LR)
+        again = _state_of(engine)
+        assert all(torch.equal(again[name], new[name]) for name in new)
+        engine.sharded_model.close()
+        told.append(count)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("world", "shares_memory"), [(1, True), (2, True), (2, False)], ids=["alone", "on one host", "between hosts"]
+)
+def test_an_update_that_was_interrupted_is_not_seen_saved_or_gone_on_with(
+    world: int, shares_memory: bool, tmp_path: Path
+) -> None:
+    """Before any line: the old state, the new one, or an error at every look until a checkpoint is loaded."""
+    zeros: list[dict[str, Any]] = [{"stage": stage, "bucket_bytes": 4096} for stage in range(4)]
+    zeros.append({"stage": 2, "offload": {"optimizer": "nvme", "nvme_path": str(tmp_path), "ratio": 0.5}})
+    runs = [run_of(world, model=LLAMA, zero=zero) for zero in zeros]
+    for told in run_world(world, _interrupted_updates, runs, shares_memory, tmp_path / "saved", timeout=120):
+        assert min(told) > 3
