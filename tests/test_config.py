@@ -1161,6 +1161,17 @@ def test_saving_replaces_the_file_whole_and_leaves_nothing_beside_it(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["run.toml"]
 
 
+def test_saving_keeps_a_file_that_no_run_has_written(tmp_path):
+    path = tmp_path / "config.toml"
+    for number, text in enumerate(["# my notes\n[model]\nnum_layers = 2\n", ""], 1):
+        path.write_text(text)
+        aside = save_config(RunConfig(), path)
+        assert aside == tmp_path / f"config.toml.before-{number}"
+        assert aside.read_text() == text
+        assert save_config(RunConfig(), path) is None
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 # The schema itself
 
 

@@ -7,6 +7,8 @@ A file has every key that has a value; an unset one is left out, and is unset ag
 """
 
 import os
+import shutil
+from itertools import count
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,6 +21,7 @@ from megazero.config.schema import RunConfig, is_section, keys, sections
 from megazero.registry import NameIn
 from megazero.settings import LARGEST_COUNT, ActsWhere, Spelling, hide_passwords, toml_value
 
+_OURS = "# Written by megazero when a run starts, with every key: a later start writes it anew.\n"
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -33,23 +36,43 @@ def to_toml(run: RunConfig | ResolvedRun) -> str:
     return "\n".join(tables)
 
 
-def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> None:
+def copy_aside(path: Path) -> Path:
+    """Copy a file that is going to be overwritten; the copy: `path` with .before-1, or .before-2 and so on.
+
+    Raises: OSError: it cannot be copied; nothing is left of the copy.
+    """
+    names = (path.with_name(f"{path.name}.before-{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    try:
+        shutil.copyfile(path, aside)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    return aside
+
+
+def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> Path | None:
     """Write a run to a file, as `to_toml`; a reader sees the whole old file or the whole new one.
+
+    Returns the copy of an older file that somebody else has written, if there was one.
 
     Raises:
         OSError: the file cannot be written; an older one is unchanged.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_ours = not path.exists() or path.read_bytes().startswith(_OURS.encode())
+    aside = None if is_ours else copy_aside(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("w", encoding="utf-8") as file:
-            file.write(to_toml(run))
+            file.write(_OURS + to_toml(run))
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+    return aside
 
 
 def to_markdown() -> str:

@@ -127,10 +127,12 @@ def _close(callbacks: Sequence[Callback], error: BaseException | None, say: Call
 def _prepare_run_dir(run: ResolvedRun, say: Callable[[str], None]) -> None:
     run_dir = Path(run.config.training.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    saved = run_dir / SAVED_CONFIG
     try:
-        save_config(run, run_dir / SAVED_CONFIG)
+        if aside := save_config(run, saved):
+            say(f"{saved} was not written by a run: it is kept as {aside}")
     except OSError as error:
-        say(f"{run_dir / SAVED_CONFIG} could not be written ({error}); the run goes on without it")
+        say(f"{saved} could not be written ({error}); the run goes on without it")
 
 
 def _own_schedule(run: ResolvedRun) -> Schedule | None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Mapping
-from itertools import count
 from math import isfinite
 
+from megazero.config import copy_aside
 from megazero.training.callbacks.record_file import RecordFile
 from megazero.training.record import Metric, StepRecord
 
@@ -46,15 +45,9 @@ class MetricsFile(RecordFile):
         self._file.truncate(kept)
 
     def _set_aside(self, after_step: int) -> None:
-        names = (self._path.with_name(f"{self._path.name}.before-{number}") for number in count(1))
-        aside = next(path for path in names if not path.exists())
-        try:
-            shutil.copyfile(self._path, aside)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
         self._say(
-            f"{self._path} has lines that this run, which begins after step {after_step}, did not write: see {aside}"
+            f"{self._path} has lines that this run, which begins after step {after_step}, did not write: see "
+            f"{copy_aside(self._path)}"
         )
 
     def _write(self, record: StepRecord) -> None:
