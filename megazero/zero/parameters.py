@@ -125,7 +125,9 @@ class ShardedParameters:
         home = {slot.info.name: bucket for bucket in self.buckets for slot in bucket.layout.slots}
         self.gathers = WeightGathers(policy.shard)
         self.hides_gathers = hides_gathers and runs_by_itself(policy.shard)
-        if hides_gathers and hides_gradients and policy.zero_stage == 0 and not self._some_wait(world):
+        # What tp sums afterwards must be whole on all of its ranks or a shard on all, so all ranks choose alike.
+        may_hide_gradients = hides_gathers and hides_gradients and policy.zero_stage == 0
+        if may_hide_gradients and not largest([not self.hides_gathers], world)[0]:
             self._choose_late_gradients()
         if self.hides_gathers:
             self.gathers.attach(units, {id(self.by_name[name]): bucket for name, bucket in home.items()})
@@ -134,13 +136,6 @@ class ShardedParameters:
             self.gatherer = UnitGatherer(
                 units, home, self.by_name, policy, zero.prefetch_bytes, checks_order=checks_order
             )
-
-    def _some_wait(self, world: Axis) -> bool:
-        """Whether operations of some ranks, over those that share their parameters, want their help.  All ranks ask.
-
-        What tp sums afterwards must be whole on all of its ranks, or a shard on all.
-        """
-        return bool(largest([not runs_by_itself(self.policy.shard)], world)[0])
 
     def _choose_late_gradients(self) -> None:
         """Choose the buckets of stage 0 whose gradients are gathered behind the next forward: the first in its order.
