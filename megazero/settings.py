@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 # No count of a run comes near it, and below it the search for divisors is short.
 LARGEST_COUNT = 2**40
+LARGEST_NUMBER = 1e30  # whose products fp32 still holds
 
 # A URL in a text: a password may hold quotes and spaces, and ends before an `@`; no port is one.
 _URL = re.compile(
@@ -32,8 +33,9 @@ _TOKEN = re.compile(r"(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|xox\w-).+|(?=.*\d
 
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
-Positive = Annotated[float, Field(gt=0)]
-PositiveOrZero = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST_NUMBER)]
+PositiveOrZero = Annotated[float, Field(ge=0, le=LARGEST_NUMBER)]
+Seconds = Annotated[int, Field(ge=1, le=2_000_000)]  # waits of the system count milliseconds in 31 bits
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]

@@ -315,6 +315,11 @@ _NAMES = ", ".join(f'"{name}"' for name in _NAMES)
             "model.num_heads=9999999999999999",
             "model.num_heads = 9999999999999999: must be <= 1099511627776; write 1099511627776",
         ),
+        (
+            "parallel.timeout_seconds=9000000000",
+            "parallel.timeout_seconds = 9000000000: must be <= 2000000; write 2000000",
+        ),
+        ("optimizer.lr=1e38", "optimizer.lr = 1e+38: must be <= 1e+30; write 1e+30"),
         ("training.steps=true", "training.steps = true: must be an integer; the default is 1000"),
         ("training.run_dir=3", 'training.run_dir = 3: must be a string; write "3"'),
         ("training.run_dir=", 'training.run_dir = "": must not be empty; the default is "runs/default"'),
@@ -1120,7 +1125,7 @@ shares = st.floats(0, 1, exclude_max=True)
 configs = st.fixed_dictionaries(
     {
         "model": st.fixed_dictionaries(
-            {"dropout": shares, "norm_eps": st.floats(1e-300, 1e300)},
+            {"dropout": shares, "norm_eps": st.floats(1e-300, 1e30)},
             optional={"num_kv_heads": st.sampled_from([1, 2, 4, 8, 16]), "tie_embeddings": st.booleans()},
         ),
         "optimizer": st.fixed_dictionaries({"betas": st.tuples(shares, shares)}),

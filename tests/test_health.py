@@ -29,7 +29,7 @@ from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
 from megazero.training.callbacks.metrics import MetricsFile
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
+from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback, name_problems
 from megazero.training.callbacks.stragglers import RankWork, Stragglers, _Look, slow_ranks, spread_of
 from megazero.training.loop import train
 from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord
@@ -548,3 +548,17 @@ def test_a_look_at_many_ranks_reads_each_once_while_it_waits_for_the_last() -> N
     look.join(5)
     assert [work.rank for work in look.found] == list(range(1000))
     assert store.read < 1100
+
+
+class _WithoutContext(Callback):
+    """Has hooks alone."""
+
+
+def test_a_callback_that_cannot_be_made_of_the_context_is_told_before_a_run_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CALLBACKS._registered, "mine", _WithoutContext)
+    monkeypatch.setitem(CALLBACKS._registered, "right", lambda context: _WithoutContext())
+    (problem,) = name_problems(TrainingConfig(callbacks=("mine", "right")))
+    assert "mine(context)" in str(problem)
+    assert "__init__(self, context)" in str(problem)

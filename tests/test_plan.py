@@ -110,12 +110,18 @@ def _check_page(text: str) -> None:
 def test_a_search_writes_a_run_file_that_check_accepts(file: Path, tmp_path: Path) -> None:
     best = tmp_path / "best.toml"
     words = ["--gpu", "h100", "--gpus", 2, "--per-node", 1, "--network", "ib200", "--processes", 1]
+    words += ["elastic.enabled=true", "elastic.shapes=[{world_size=2,tp=1,pp=1}]"]
+    words += ["activations.contiguous=true"]
     status, out, err = _plan(file, *words, "--search", "--write", best, "--html", tmp_path / "page.html")
     assert status == 0, err
     assert "why 1" in out
     _check_page((tmp_path / "page.html").read_text())
     run = load_config(best, (), 2)
     assert run.global_batch_size == 16
+    changed = next(line for line in out.splitlines() if line.startswith("changed  "))
+    assert "elastic.enabled true -> false" in changed
+    assert "activations.contiguous true -> false" in changed
+    assert best.read_text().splitlines()[2] == "# changed: " + changed.removeprefix("changed  ")
     assert CliRunner().invoke(app, ["check", str(best), "--world-size", "2"]).exit_code == 0
 
 

@@ -273,11 +273,14 @@ def _search(
         return None, found
     if write is not None:
         from megazero.config import to_toml
+        from megazero.engine.phases import changed_keys, changes_text
         from megazero.schedules.table import write_text
 
-        head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n\n"
+        changed = changes_text(changed_keys(run.written, best.written))
+        head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n# changed: {changed or 'nothing'}\n\n"
         write_text(write, head + to_toml(best))
         say(f"\nwritten  {write}: megazero check {write} --world-size {cluster.ranks}")
+        say(f"changed  {changed or 'nothing'}")
     say("\nthe best of them\n")
     return best, found
 

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from megazero.config.load import ResolvedRun
 from megazero.config.schema import RunConfig, is_section, keys, sections
 from megazero.registry import NameIn
-from megazero.settings import LARGEST_COUNT, ActsWhere, Spelling, hide_passwords, toml_value
+from megazero.settings import LARGEST_COUNT, LARGEST_NUMBER, ActsWhere, Spelling, hide_passwords, toml_value
 
 _OURS = "# Written by megazero when a run starts, with every key: a later start writes it anew.\n"
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}
@@ -122,5 +122,7 @@ def _text(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     if is_section(annotation):
         return "{ " + ", ".join(annotation.model_fields) + " }"
     bounds = [(sign, getattr(item, name, None)) for item in metadata for name, sign in _SIGNS.items()]
-    shown = [f"{sign} {bound}" for sign, bound in bounds if bound not in (None, LARGEST_COUNT, 2**63 - 1)]
+    shown = [
+        f"{sign} {bound}" for sign, bound in bounds if bound not in (None, LARGEST_COUNT, LARGEST_NUMBER, 2**63 - 1)
+    ]
     return f"{_NAMES[annotation]} {' and '.join(shown)}".rstrip()

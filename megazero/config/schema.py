@@ -33,6 +33,7 @@ from megazero.settings import (
     PathText,
     Positive,
     PositiveOrZero,
+    Seconds,
     Section,
     Share,
     ShareBelowOne,
@@ -125,7 +126,7 @@ class ParallelConfig(Section):
     """How layers are cut into stages: "even", by "cost" (the head weighed), or by list: [["embed", 4], [5], [4, "head"]]."""
     order: Annotated[str, _MANY_RANKS] = "tp-cp-dp-pp"
     """Axes from the one whose ranks lie closest together to the one whose ranks lie farthest apart."""
-    timeout_seconds: Count = 600
+    timeout_seconds: Seconds = 600
     """How long a collective may wait for a rank before the run ends."""
 
     @field_validator("order")
@@ -371,7 +372,7 @@ class CheckpointConfig(Section):
         CountOrZero | Auto, ActsWhere("checkpoint.asynchronous", (), "training waits for every save")
     ] = "auto"
     """Largest copy on each rank; a larger state is written while training waits. "auto": half of the free memory."""
-    timeout_seconds: Count = 3600
+    timeout_seconds: Seconds = 3600
     """How long the ranks may wait for one another while a checkpoint is written."""
     verify: Literal["hash", "size"] = "hash"
     """What is checked of every file before it is loaded, or older ones are removed: size and hash, or the size alone."""

@@ -12,7 +12,7 @@ command, repeated, goes on within the phase.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from megazero.config.schema import sections
 from megazero.data.identity import changes_between
 from megazero.optim.config import LrScheduleConfig
 from megazero.optim.lr_schedule import learning_rate_factor
+from megazero.settings import toml_value
 
 # The keys that each name of checkpoint.accept_changes stands for.
 KEYS_OF = {
@@ -32,6 +33,7 @@ KEYS_OF = {
     "lr_schedule": (*(f"lr_schedule.{key}" for key in LrScheduleConfig.model_fields), "optimizer.lr", "training.steps"),
     "batch": ("training.global_batch_size",),
 }
+_TOLD_LETTERS = 200  # of a value
 FINGERPRINT = "data fingerprint"  # among the changes of a phase, where its samples are others
 
 
@@ -105,6 +107,22 @@ def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
     old = _by_key(defaults if trainer.config else {"model": defaults["model"]})
     old |= _by_key(trainer.config) | _by_key({"model": trainer.model})
     return {key: [old[key], value] for key, value in new.items() if key in old and old[key] != value}
+
+
+def changed_keys(before: RunConfig, after: RunConfig) -> dict[str, list[Any]]:
+    """[old, new] of every key that differs."""
+    old, new = (_by_key(one.model_dump(mode="json")) for one in (before, after))
+    return {key: [old.get(key), value] for key, value in new.items() if old.get(key) != value}
+
+
+def changes_text(changed: Mapping[str, Sequence[Any]]) -> str:
+    """a.b 1 -> 2, c.d "x" -> "y" """
+
+    def shown(value: Any) -> str:
+        text = "unset" if value is None else toml_value(value)
+        return text if len(text) <= _TOLD_LETTERS else text[:_TOLD_LETTERS] + "…"
+
+    return ", ".join(f"{key} {shown(old)} -> {shown(new)}" for key, (old, new) in changed.items())
 
 
 def _by_key(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -206,7 +206,7 @@ class _Walk:
             peak = sum(kinds.values())
         counted = dict(self._state.counted)
         if self._in_arena:
-            counted["activation_arena"] += self._most_moved
+            counted["activation_arena"] = counted.get("activation_arena", 0) + self._most_moved
         away = self._state.off_device
         away |= {f"{ACTIVATIONS} on host": self._most_moved} if self._most_moved and not on_device else {}
         return RankMemory(self._stage, kinds, away, peak, moment, counted)

@@ -171,7 +171,10 @@ def search_text(found: Found, capacity: int) -> str:
     """The best, why each is not better, the front, and what happened to the others."""
     lines = [f"search   {found.counted.shapes:,} shapes: {_counts(found)}"]
     if not found.best:
-        lines.append(f"         nothing fits {size_text(capacity)}")
+        late = f"; {found.counted.left_out:,} were left out for want of time: raise --seconds"
+        lines.append(
+            f"         nothing fits {size_text(capacity)} of what was computed{late if found.counted.left_out else ''}"
+        )
         if found.least is not None:
             least = found.least
             lines.append(f"         the least that any needs: {size_text(least.need.peak)}, with {least.choice}")

@@ -8,10 +8,9 @@ path or URL          that step, at the first start; after an interruption the ne
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import (
@@ -26,7 +25,15 @@ from megazero.checkpoint.index import (
 )
 from megazero.config import RunConfig
 from megazero.engine import Position
-from megazero.engine.phases import KEYS_OF, begins_anew, changes, current, learning_rate, recorded_phases
+from megazero.engine.phases import (
+    KEYS_OF,
+    begins_anew,
+    changes,
+    changes_text,
+    current,
+    learning_rate,
+    recorded_phases,
+)
 from megazero.engine.trainer_state import check_same_run, position_after
 from megazero.optim.config import LrScheduleConfig
 from megazero.settings import hide_passwords, toml_value
@@ -34,7 +41,6 @@ from megazero.settings import hide_passwords, toml_value
 CHECKPOINTS = "checkpoints"
 # These keys say where a run is, not what it does; a URL may hold a password.
 _PLACES = {"training.run_dir", "checkpoint.directory", "checkpoint.resume", "checkpoint.accept_changes"}
-_TOLD_LETTERS = 200  # of a value
 
 
 def checkpoints_of(config: RunConfig) -> Folder:
@@ -141,7 +147,7 @@ def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -
     elif is_new:
         changed = phase.changed
         found = {key: values for key, values in found.items() if key not in changed}
-        lines.append(f"{number} begins (checkpoint.accept_changes): {_told(changed)}")
+        lines.append(f"{number} begins (checkpoint.accept_changes): {changes_text(changed)}")
         new_data, new_schedule = begins_anew(changed)
         if new_data:
             lines.append(f"its data is read from the first sample, which is sample {position.samples} of the run")
@@ -152,7 +158,7 @@ def tell_changes(trainer: TrainerState, config: RunConfig, position: Position) -
         lines.append(f"in {number}, which began after step {phase.step}")
     found = {key: values for key, values in found.items() if key not in _PLACES}
     if found:
-        lines.append(f"changed since the checkpoint was written: {_told(found)}")
+        lines.append(f"changed since the checkpoint was written: {changes_text(found)}")
     return lines + _tell_learning_rate(trainer, config, position)
 
 
@@ -172,13 +178,3 @@ def _tell_learning_rate(trainer: TrainerState, config: RunConfig, position: Posi
             f"learning rate of step {position.step + 1}: {before:.4g} {by}; now {now:.4g}, in a run of {steps} steps"
         ]
     return []
-
-
-def _told(changed: Mapping[str, list[Any]]) -> str:
-    """a.b 1 -> 2, c.d "x" -> "y" """
-
-    def shown(value: Any) -> str:
-        text = "unset" if value is None else toml_value(value)
-        return text if len(text) <= _TOLD_LETTERS else text[:_TOLD_LETTERS] + "…"
-
-    return ", ".join(f"{key} {shown(old)} -> {shown(new)}" for key, (old, new) in changed.items())

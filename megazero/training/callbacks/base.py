@@ -28,6 +28,8 @@ class Callback:
     All ranks call the same hooks in the same order, so a hook may make collective calls if it makes them on every rank;
     what makes a callback must make none.  A decision must be the same on all ranks.  A rank that alone wants the run to end
     sets `context.engine.wants_stop`: the next step tells all ranks.
+
+    A class that a script registers is made of the run's `RunContext`, so it has an `__init__(self, context)`.
     """
 
     def on_start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,7 +53,14 @@ def name_problems(training: TrainingConfig) -> list[Problem]:
         "must be the name of a registered callback",
     )
     unknown = [name for name in training.callbacks if name not in CALLBACKS]
-    return problems + [Problem("training.callbacks", name, rule, hint) for name in unknown]
+    problems += [Problem("training.callbacks", name, rule, hint) for name in unknown]
+    for name in set(training.callbacks) - set(unknown):
+        try:
+            signature(CALLBACKS[name]).bind(None)
+        except TypeError as error:
+            rule = f"must be made of the run's context, as {name}(context): {error}"
+            problems.append(Problem("training.callbacks", name, rule, "give its class an __init__(self, context)"))
+    return problems
 
 
 class RegisteredCallback(Callback):
