@@ -126,8 +126,7 @@ class ShardedParameters:
         self.gathers = WeightGathers(policy.shard)
         self.hides_gathers = hides_gathers and runs_by_itself(policy.shard)
         # What tp sums afterwards must be whole on all of its ranks or a shard on all, so all ranks choose alike.
-        may_hide_gradients = hides_gathers and hides_gradients and policy.zero_stage == 0
-        if may_hide_gradients and not largest([not self.hides_gathers], world)[0]:
+        if hides_gathers and hides_gradients and not largest([not self.hides_gathers], world)[0]:
             self._choose_late_gradients()
         if self.hides_gathers:
             self.gathers.attach(units, {id(self.by_name[name]): bucket for name, bucket in home.items()})
