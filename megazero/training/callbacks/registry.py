@@ -54,10 +54,10 @@ def name_problems(training: TrainingConfig) -> list[Problem]:
     )
     unknown = [name for name in training.callbacks if name not in CALLBACKS]
     problems += [Problem("training.callbacks", name, rule, hint) for name in unknown]
-    for name in set(training.callbacks) - set(unknown):
+    for name in sorted(set(training.callbacks) - set(unknown)):
         try:
             signature(CALLBACKS[name]).bind(None)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             rule = f"must be made of the run's context, as {name}(context): {error}"
             problems.append(Problem("training.callbacks", name, rule, "give its class an __init__(self, context)"))
     return problems
