@@ -383,8 +383,10 @@ def test_the_command_writes_whole_files_and_compares_ones_own(tmp_path: Path) ->
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
     rows = [line.split() for line in done.stdout.splitlines()]
     assert next(row for row in rows if row[:1] == ["mine"])[1:] == next(row for row in rows if row[:1] == ["zbv"])[1:]
-    failed = show(*words, "--svg", tmp_path / "none" / "a.svg")
-    assert (failed.exit_code, failed.stderr.count("\n")) == (1, 1)
+    for wrong in (tmp_path / "none" / "a.svg", "."):
+        failed = show(*words, "--svg", wrong)
+        assert (failed.exit_code, failed.stderr.count("\n")) == (1, 1)
+        assert f"{wrong} cannot be written" in failed.stderr
 
 
 def test_the_command_starts_without_torch_and_without_colour_in_a_pipe() -> None:

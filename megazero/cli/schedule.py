@@ -73,8 +73,8 @@ def show(
             write_text(svg, draw_svg(timeline))
         if trace:
             write_text(trace, json.dumps(chrome_trace(timeline)))
-    except OSError as error:
-        fail(str(error), 1)
+    except (OSError, ValueError) as error:  # pathlib's own for a name that is none
+        fail(f"{svg or trace} cannot be written: {error}", 1)
 
 
 def _parse_costs(text: str) -> Costs:
