@@ -165,7 +165,9 @@ def main() -> None:
     parser.add_argument("--mbit", type=positive, default=1000, help="rate of each direction of the link")
     parser.add_argument("--megabytes", type=float, default=14.7, help="of a step, each way")
     parser.add_argument("--messages", type=positive, default=16, help="of a step, each way")
-    parser.add_argument("--products", type=positive, default=144, help="of a step: --messages three times, or oftener")
+    parser.add_argument(
+        "--products", type=positive, default=144, help="of a step: a multiple of three times --messages"
+    )
     parser.add_argument("--rounds", type=positive, default=10)
     given = parser.parse_args()
     if given.products % (3 * given.messages):

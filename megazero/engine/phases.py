@@ -105,14 +105,16 @@ def changes(trainer: TrainerState, config: RunConfig) -> dict[str, list[Any]]:
     new = _by_key(config.model_dump(mode="json"))
     defaults = RunConfig().model_dump(mode="json")
     old = _by_key(defaults if trainer.config else {"model": defaults["model"]})
-    old |= _by_key(trainer.config) | _by_key({"model": trainer.model})
-    return {key: [old[key], value] for key, value in new.items() if key in old and old[key] != value}
+    return _differing(old | _by_key(trainer.config) | _by_key({"model": trainer.model}), new)
 
 
 def changed_keys(before: RunConfig, after: RunConfig) -> dict[str, list[Any]]:
     """[old, new] of every key that differs."""
-    old, new = (_by_key(one.model_dump(mode="json")) for one in (before, after))
-    return {key: [old.get(key), value] for key, value in new.items() if old.get(key) != value}
+    return _differing(*(_by_key(one.model_dump(mode="json")) for one in (before, after)))
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    return {key: [old[key], value] for key, value in new.items() if key in old and old[key] != value}
 
 
 def changes_text(changed: Mapping[str, Sequence[Any]]) -> str:

@@ -11,9 +11,8 @@ import pytest
 import torch
 from harness import run_world
 from torch import Tensor
-from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_on
+from worlds import LLAMA, LR, engine_on, micro_batches, run_of, state_of, state_on
 
-from megazero.checkpoint.gather import gather_logical
 from megazero.config import ResolvedRun
 from megazero.engine import Engine
 from megazero.engine.trainer_state import Position
@@ -151,13 +150,6 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def _state_of(engine: Engine) -> dict[str, Tensor]:
-    state, found = engine.sharded_model.sharded_state, dict[str, Tensor]()
-    for kind in state.kinds:
-        found |= {f"{kind} {name}": value.clone() for name, value in gather_logical(state, kind, engine.state)}
-    return found
-
-
 def _interrupted_updates(rank: int, runs: list[ResolvedRun], shares_memory: bool, folder: Path) -> list[int]:
     """How many of the interrupts of each run were told afterwards."""
     state, told = state_on(rank, runs[0], on_one_machine=shares_memory, shares_memory=shares_memory), []
@@ -165,18 +157,18 @@ def _interrupted_updates(rank: int, runs: list[ResolvedRun], shares_memory: bool
         engine, saved = engine_on(rank, run, state=state), folder / str(number)
         engine.train_step(micro_batches(run, state, 0), LR)
         engine.save(saved, Position(1), "data")
-        old = _state_of(engine)
+        old = state_of(engine)
         engine.compute_gradients(micro_batches(run, state, 1))
         with _Interrupts(state.world.size) as whole:
             engine.update(LR)
-        new, count = _state_of(engine), 0
+        new, count = state_of(engine), 0
         for at in range(1, whole.places + 1, max(1, whole.places // 10)):
             engine.load(saved, "data")
             engine.compute_gradients(micro_batches(run, state, 1))
             with pytest.raises(KeyboardInterrupt), _Interrupts(state.world.size, at):
                 engine.update(LR)
             try:
-                found = _state_of(engine)
+                found = state_of(engine)
             except HalfSteppedError:
                 count += 1
                 for look in (
@@ -193,7 +185,7 @@ def _interrupted_updates(rank: int, runs: list[ResolvedRun], shares_memory: bool
         assert not (folder / "never").exists()
         engine.load(saved, "data")
         engine.train_step(micro_batches(run, state, 1), LR)
-        again = _state_of(engine)
+        again = state_of(engine)
         assert all(torch.equal(again[name], new[name]) for name in new)
         engine.sharded_model.close()
         told.append(count)

@@ -21,9 +21,8 @@ import pytest
 import torch
 from harness import DEVICE, run_world
 from torch import Tensor, nn
-from worlds import LR, engine_on, micro_batches, run_of, state_on
+from worlds import LR, engine_on, micro_batches, run_of, state_of, state_on
 
-from megazero.checkpoint.gather import gather_logical
 from megazero.checkpoint.index import CheckpointError
 from megazero.comm.backend import GlooBackend
 from megazero.comm.collectives import LostPeerError, Pending, all_gather
@@ -39,7 +38,7 @@ from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback
 from megazero.training.record import StepRecord
 from megazero.zero.bucket import Bucket, in_order_of_use
 from megazero.zero.parameters import ShardedParameters
-from megazero.zero.state import GRADIENT, ShardedState
+from megazero.zero.state import GRADIENT
 from megazero.zero.weight_gathers import HalfSteppedError, WeightGathers
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the test double stands for gloo")
@@ -306,17 +305,6 @@ def test_a_scripts_hook_on_a_block_sees_all_its_weights() -> None:
     assert all(one == pytest.approx(plain, rel=1e-6) for one in found)
 
 
-def _state_of(engine: Engine, kinds: Sequence[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for kind in kinds:
-        found |= {f"{kind} {name}": value.clone() for name, value in gather_logical(_state(engine), kind, engine.state)}
-    return found
-
-
-def _state(engine: Engine) -> ShardedState:
-    return engine.sharded_model.sharded_state
-
-
 def _gradients_behind(rank: int, run: ResolvedRun, folder: Path) -> None:
     """Beside a run whose sums are whole before the update."""
     state, found = state_on(rank, run, shares_memory=False), []
@@ -338,7 +326,7 @@ def _gradients_behind(rank: int, run: ResolvedRun, folder: Path) -> None:
             batches, lr = micro_batches(run, state, step), LR / (1 + step)
             if step == 3:  # a script that looks at the gradients, and then steps
                 statistics = engine.compute_gradients(batches)
-                numbers.append(_state_of(engine, [GRADIENT]))
+                numbers.append(state_of(engine, [GRADIENT]))
                 assert engine.update(lr)
             else:
                 statistics = engine.train_step(batches, lr)
@@ -352,13 +340,13 @@ def _gradients_behind(rank: int, run: ResolvedRun, folder: Path) -> None:
                 numbers.append(engine.evaluate(micro_batches(run, state, 50)).loss)
             if step == 2:
                 engine.save(path, Position(3), "data")
-        numbers.append(_state_of(engine, [GRADIENT, *_state(engine).kinds]))
+        numbers.append(state_of(engine, [GRADIENT, *engine.sharded_model.sharded_state.kinds]))
         engine.load(path, "data")
-        numbers.append(_state_of(engine, _state(engine).kinds))
+        numbers.append(state_of(engine))
         engine.train_step(micro_batches(run, state, 7), LR)
         optimizer = engine.sharded_model.optimizer
         optimizer.torch_optimizer.param_groups[0]["lr"] = 2 * LR  # by a script; not for the last step
-        numbers.append(_state_of(engine, _state(engine).kinds))
+        numbers.append(state_of(engine))
         assert optimizer.torch_optimizer.param_groups[0]["lr"] == 2 * LR
         numbers.append(optimizer.scalars())
         engine.sharded_model.close()
@@ -418,7 +406,7 @@ def _half_stepped(rank: int, run: ResolvedRun, folder: Path) -> list[str]:
     engine = engine_on(rank, run, state=state_on(rank, run, shares_memory=False))
     optimizer, said = engine.sharded_model.optimizer, []
     engine.save(folder, Position(0), "data")
-    whole = _state_of(engine, _state(engine).kinds)
+    whole = state_of(engine)
     engine.train_step(micro_batches(run, engine.state, 0), LR)
     step = optimizer.torch_optimizer.step
 
@@ -445,7 +433,7 @@ def _half_stepped(rank: int, run: ResolvedRun, folder: Path) -> list[str]:
     with patch.object(optimizer.torch_optimizer, "step", interrupted), pytest.raises(KeyboardInterrupt):
         _ = engine.chunks
     engine.load(folder, "data")
-    again = _state_of(engine, _state(engine).kinds)
+    again = state_of(engine)
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     engine.train_step(micro_batches(run, engine.state, 0), LR)
     engine.sharded_model.close()
