@@ -276,11 +276,10 @@ def _search(
         from megazero.engine.phases import changed_keys, changes_text
         from megazero.schedules.table import write_text
 
-        changed = changes_text(changed_keys(run.written, best.written))
-        head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n# changed: {changed or 'nothing'}\n\n"
+        changed = changes_text(changed_keys(run.written, best.written)) or "nothing"
+        head = f"{_FOUND_BY} {asked.config} --search for {cluster}:\n# {words}\n# changed: {changed}\n\n"
         write_text(write, head + to_toml(best))
-        say(f"\nwritten  {write}: megazero check {write} --world-size {cluster.ranks}")
-        say(f"changed  {changed or 'nothing'}")
+        say(f"\nwritten  {write}: megazero check {write} --world-size {cluster.ranks}\nchanged  {changed}")
     say("\nthe best of them\n")
     return best, found
 
