@@ -341,6 +341,15 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(tmp
     assert sorted(run_dir.rglob("*")) == before
 
 
+def test_a_run_directory_must_be_one(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    for run_dir in (file, file / "runs" / "a"):
+        (told,) = _problems(f"training.run_dir={run_dir}")
+        assert told == f'training.run_dir = "{run_dir}": must be a directory, or not exist; {file} is none'
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert _problems(f"training.run_dir={tmp_path / 'link' / 'a'}")
+
+
 def test_a_schedule_file_is_proved_and_must_be_for_this_run(tmp_path: Path) -> None:
     table = tmp_path / "mine.csv"
     words = ["parallel.pp=2", "launch.nproc_per_node=2", f"parallel.schedule_file={table}", "training.accumulation=2"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megazero.data import load_tokenizer, open_corpus
+from megazero.data.stdlib import build_python_stdlib
 from megazero.data.writer import IndexedWriter
 
 
@@ -123,3 +124,9 @@ def test_the_data_room_is_imported_without_torch_or_what_it_may_not_need():
     code = f"import sys, megazero.data; print(sorted({slow!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_cache_that_cannot_be_made_names_its_key(tmp_path: Path) -> None:
+    (tmp_path / "cache").touch()
+    with pytest.raises(OSError, match=r"cache cannot be written .*, where python-stdlib is kept; set data\.cache_dir"):
+        build_python_stdlib(tmp_path / "cache", "byte")

@@ -221,6 +221,20 @@ def test_a_url_that_cannot_be_used_says_why() -> None:
         folder_at("nope://x/y")
 
 
+def test_a_library_s_own_error_is_one_of_the_storage(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    import fsspec
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "_cache", {})  # one that has credentials would be used again
+    folder = folder_at(f"{bucket}/a")
+    for call in (folder.files, lambda: folder.size("x"), lambda: folder.write("x", b"1")):
+        with pytest.raises(OSError, match=r"the storage refuses: Unable to locate credentials"):
+            call()
+
+
 def test_what_we_write_the_safetensors_library_reads_and_back(tmp_path: Path) -> None:
     tensors = {
         "a": torch.randn(3, 5),

@@ -23,6 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeGuard
 
@@ -242,7 +243,7 @@ def folder_at(location: Location) -> Folder:
         raise ValueError(f"{location} cannot be used: {error}") from error
     if type(system).__name__ == "LocalFileSystem":  # file://
         return LocalFolder(Path(path))
-    return RemoteFolder(system, path.rstrip("/"))
+    return RemoteFolder(_Library(system), path.rstrip("/"))
 
 
 @dataclass(frozen=True)
@@ -389,10 +390,33 @@ class _LocalOutput(Output):
 
 
 @dataclass(frozen=True)
+class _Library:
+    """A file system or a file of fsspec, whose methods raise OSError alone: its libraries have errors of their own."""
+
+    wrapped: Any
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):  # copy and pickle ask an object that has no attributes yet
+            raise AttributeError(name)
+        method = getattr(self.wrapped, name)
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except OSError:
+                raise
+            except Exception as error:  # such as botocore's NoCredentialsError
+                raise OSError(f"the storage refuses: {error} ({type(error).__name__})") from error
+
+        return call
+
+
+@dataclass(frozen=True)
 class RemoteFolder(Folder):
     """A prefix of an fsspec file system."""
 
-    system: Any  # an `fsspec.AbstractFileSystem`
+    system: _Library
     path: str  # without the protocol
     fence: Fence = field(default=_no_fence, compare=False, repr=False)
     created: list[str] | None = field(default=None, compare=False, repr=False)
@@ -440,7 +464,7 @@ class RemoteFolder(Folder):
     def create(self, name: str) -> Output:
         self._note(name)
         file = self.system.open(self._at(name), "wb", autocommit=False, block_size=_PART_BYTES)
-        return _RemoteOutput(file, self.fence)
+        return _RemoteOutput(_Library(file), self.fence)  # type: ignore[arg-type]
 
     def create_new(self, name: str, data: bytes) -> bool:
         with suppress(FileExistsError):  # also where a repeated request finds what the first one wrote
@@ -477,7 +501,7 @@ class RemoteFolder(Folder):
 
 
 class _RemoteOutput(Output):
-    _file: Any  # fsspec's own methods
+    _file: Any  # a `_Library`
 
     def _flush(self) -> None:
         self._file.close()
@@ -489,4 +513,4 @@ class _RemoteOutput(Output):
         with suppress(Exception):  # errors of abandoning an upload do not matter
             self._file.discard()
         with suppress(Exception):
-            self._file.closed = True  # otherwise its destructor would try to finish it
+            self._file.wrapped.closed = True  # otherwise its destructor would try to finish it

@@ -410,6 +410,9 @@ def _options_are_of_a_registered_optimizer(config: RunConfig, _: int) -> Iterato
     optimizer = config.optimizer
     if not OPTIMIZERS.is_built_in(optimizer.name):
         own = OPTIMIZERS[optimizer.name]
+        for key in sorted({"lr", "weight_decay"} & set(dict(optimizer.options))):
+            rule = f"must not have {key}: the lr schedule and the parameter groups set it in every step"
+            yield Problem("optimizer.options", dict(optimizer.options), rule, f"write optimizer.{key}")
         try:
             check_keywords(optimizer.name, own.settings(optimizer), keywords_of(own.cls, positional=1))
         except ValueError as error:

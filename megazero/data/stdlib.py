@@ -41,6 +41,8 @@ def build_python_stdlib(
 
     Any number of processes of a node may call it at once: one builds, the others wait up to ten minutes.  Files that are
     not UTF-8 are left out.  The pair's name holds the Python version and the tokenizer's fingerprint.
+
+    Raises: OSError: `cache_dir` cannot be written, or the others take longer.
     """
     from filelock import FileLock, Timeout
 
@@ -48,20 +50,25 @@ def build_python_stdlib(
     prefix = Path(cache_dir) / f"python-stdlib-{platform.python_version()}-{fingerprint}"
     if _is_complete(prefix):
         return prefix
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    lock = f"{prefix}.lock"
     try:
-        with FileLock(lock, timeout=_LOCK_SECONDS):
-            if not _is_complete(prefix):  # it may have been built while this process waited
-                from megazero.data.tokenize import tokenize_files  # a run that finds its data imports no writer
-
-                tokenize_files(
-                    stdlib_files(), prefix, tokenizer, eod_token=eod_token, overwrite=True, go_on_without=lambda _: True
-                )
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(lock := f"{prefix}.lock", timeout=_LOCK_SECONDS).acquire()
     except Timeout as error:
         raise TimeoutError(
             f"waited {_LOCK_SECONDS:.0f} s for another process to build {prefix}; see who holds {lock}"
         ) from error
+    except OSError as error:
+        raise OSError(
+            f"{cache_dir} cannot be written ({error}), where python-stdlib is kept; "
+            "set data.cache_dir to a directory that can"
+        ) from error
+    with held:
+        if not _is_complete(prefix):  # it may have been built while this process waited
+            from megazero.data.tokenize import tokenize_files  # a run that finds its data imports no writer
+
+            tokenize_files(
+                stdlib_files(), prefix, tokenizer, eod_token=eod_token, overwrite=True, go_on_without=lambda _: True
+            )
     return prefix
 
 

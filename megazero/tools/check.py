@@ -8,6 +8,7 @@ A file that is not on this machine is said to be unchecked; one that is there mu
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -64,6 +65,16 @@ def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("model.vocab_size", rows, f"must be >= {ids}, the ids of data.tokenizer={name}", f"write {ids}")
 
 
+def _run_dir_problems(config: RunConfig, _: int) -> Iterator[Problem]:
+    """Nothing but directories lies where the run's directory is to be made."""
+    run_dir = Path(config.training.run_dir).absolute()
+    there = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        yield Problem(
+            "training.run_dir", config.training.run_dir, "must be a directory, or not exist", f"{there} is none"
+        )
+
+
 def _source_problems(config: RunConfig, _: int) -> Iterator[Problem]:
     """Every source that is here, to train on or to evaluate, can be read by this model, one by one."""
     missing = not_here(config)
@@ -118,6 +129,7 @@ FILE_RULES = (
         _source_problems,
     ),
     Rule((*WORLD, *BATCH, "parallel.schedule_file", "parallel.schedule_placement"), _schedule_problems),
+    Rule(("training.run_dir",), _run_dir_problems),
 )
 
 

@@ -125,8 +125,7 @@ def _close(callbacks: Sequence[Callback], error: BaseException | None, say: Call
 
 
 def _prepare_run_dir(run: ResolvedRun, say: Callable[[str], None]) -> None:
-    run_dir = Path(run.config.training.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir := Path(run.config.training.run_dir)).mkdir(parents=True, exist_ok=True)
     saved = run_dir / SAVED_CONFIG
     try:
         if aside := save_config(run, saved):
@@ -136,11 +135,14 @@ def _prepare_run_dir(run: ResolvedRun, say: Callable[[str], None]) -> None:
 
 
 def _own_schedule(run: ResolvedRun) -> Schedule | None:
-    """Read and prove `parallel.schedule_file`; None where the run has none.  Raises: ScheduleError."""
+    """Read and prove `parallel.schedule_file`; None where the run has none.  Raises: ScheduleError, OSError."""
     parallel = run.config.parallel
     if parallel.schedule_file is None:
         return None
-    schedule = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
+    try:
+        schedule = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
+    except OSError as error:
+        raise OSError(f"parallel.schedule_file cannot be read: {error}") from error
     GivenSchedule(schedule).build(parallel.pp, run.accumulation, schedule.chunks)
     try:
         program(schedule)

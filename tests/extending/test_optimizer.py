@@ -75,6 +75,11 @@ def test_options_are_for_registered_optimizers_and_must_exist(tmp_path: Path) ->
     wrong = r"optimizer\.options = .*: softsign has no parameter 'momentun' \(did you mean momentum\?\)"
     with pytest.raises(ConfigError, match=wrong):
         run_with(tmp_path, optimizer={"name": "softsign", "eps": 1e-8, "options": {"momentun": 0.5}})
+    for key in ("lr", "weight_decay"):  # which the engine would set anew in every step
+        with pytest.raises(
+            ConfigError, match=rf"optimizer\.options = .* must not have {key}: .*; write optimizer\.{key}"
+        ):
+            run_with(tmp_path, optimizer={"name": "softsign", "eps": 1e-8, "options": {key: 0.5}})
 
 
 def test_a_key_that_it_does_not_take_is_refused(tmp_path: Path) -> None:
