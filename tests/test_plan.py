@@ -150,6 +150,7 @@ def test_a_search_writes_a_run_file_that_check_accepts(file: Path, tmp_path: Pat
             "for more ranks say --gpus",
         ),
         (["--gpu", "h100", "--tokens", 0], "--tokens 0 must be above 0"),
+        (["--gpu", "h100", "--tokens", "inf"], "--tokens inf must be above 0 and finite"),
         (["--gpu", "h100", "--tokens", "nan"], "--tokens nan must be above 0"),
         (["--gpu", "h100", "--storage-gb-per-second", 0], "must be above 0"),
         (["--gpu", "h100", "--restart-minutes", -1], "--restart-minutes -1 must be 0 or more"),

@@ -254,7 +254,7 @@ class _Reader:
             if stored is None or (kind == MASTER and not spec.logical_shapes().keys() <= stored.files.keys()):
                 stored = self.stored[MODEL]
             read = _read_range(stored, spec, out, run.start - slot.start, tp)
-        except Exception as error:  # an object store has errors of its own
+        except Exception as error:  # whatever it is, all ranks must hear of it
             self.error = self.error or error
             return
         if counts and not bucket.is_second_copy and (spec.split is not None or tp.index == 0):

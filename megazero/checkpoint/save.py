@@ -156,7 +156,7 @@ class _Written:
         if self.error is None:
             try:
                 return action()
-            except Exception as error:  # an object store has errors of its own
+            except Exception as error:  # whatever it is, all ranks must hear of it
                 self.error = f"{path}: {getattr(error, 'strerror', None) or error}"
         return None
 

@@ -175,7 +175,7 @@ class Saver:
         if error is None:
             try:
                 self._after(folder)
-            except Exception as failure:  # an object store has errors of its own
+            except Exception as failure:  # whatever it is, the checkpoint is there
                 error = f"{folder.name} was saved, but the work after it failed: {failure!r}"
                 self._failure = failure if isinstance(failure, LostPeerError | OwnerError) else None
         if self._at.rank == 0:

@@ -218,10 +218,10 @@ def _check_numbers(positive: _Numbers, others: _Numbers) -> None:
     """Raises: ValueError: one is not above 0, or below it; inf and nan are no numbers here."""
     for name, value in positive:
         if value is not None and not 0 < value < inf:
-            raise ValueError(f"{name} {value:g} must be above 0")
+            raise ValueError(f"{name} {value:g} must be above 0{' and finite' if value == inf else ''}")
     for name, value in others:
         if value is not None and not 0 <= value < inf:
-            raise ValueError(f"{name} {value:g} must be 0 or more")
+            raise ValueError(f"{name} {value:g} must be 0 or more{' and finite' if value == inf else ''}")
 
 
 def _check_files(html: Path | None, as_json: Path | None, write: Path | None) -> None:

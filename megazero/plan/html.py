@@ -250,7 +250,7 @@ def _search(found: Found, capacity: int) -> str:
         need, choice = one.candidate.need, str(one.candidate.choice)
         limits = "".join(f"<li>{escape(line)}</li>" for line in one.limits)
         cell = f"<details><summary>{escape(choice)}</summary><ul>{limits}</ul></details>"
-        rows.append(f"<tr><td>{index}<td>{one.candidate.seconds:.3f}<td>{need.peak / 2**30:.1f}<td class=w>{cell}</tr>")
+        rows.append(f"<tr><td>{index}<td>{one.candidate.seconds:.3f}<td>{need.peak / 2**30:.2f}<td class=w>{cell}</tr>")
     if own := found.own_row(capacity):
         *numbers, words = map(escape, own)
         rows.append(f"<tr>{''.join(f'<td>{one}' for one in numbers)}<td class=w>{words}</tr>")

@@ -137,7 +137,7 @@ class Found:
             return []
         fits = "" if self.own.peak <= capacity else ", which does not fit"
         words = f"the run file's own shape{', better than these' if self.beats_best(capacity) else fits}"
-        return ["own", f"{self.own.seconds:.3f}", f"{self.own.peak / 2**30:.1f}", words]
+        return ["own", f"{self.own.seconds:.3f}", f"{self.own.peak / 2**30:.2f}", words]
 
 
 def search(

@@ -182,14 +182,14 @@ def search_text(found: Found, capacity: int) -> str:
     rows = [["", "s a step", "GiB", ""]]
     for index, one in enumerate(found.best, 1):
         need = one.candidate.need
-        rows.append([f"{index}", f"{one.candidate.seconds:.3f}", f"{need.peak / 2**30:.1f}", str(one.candidate.choice)])
+        rows.append([f"{index}", f"{one.candidate.seconds:.3f}", f"{need.peak / 2**30:.2f}", str(one.candidate.choice)])
     own = found.own_row(capacity)
     lines += ["", *_table("best", [*rows, own] if own else rows, left=(3,))]
     lines += ["", *_limits(found.best[:3])]
     shown = _thinned(found.front, 12)
     more = f"{len(shown)} of {len(found.front)}, all in --json" if len(shown) < len(found.front) else ""
     rows = [["s a step", "GiB", more]]
-    rows += [[f"{one.seconds:.3f}", f"{one.need.peak / 2**30:.1f}", str(one.choice)] for one in shown]
+    rows += [[f"{one.seconds:.3f}", f"{one.need.peak / 2**30:.2f}", str(one.choice)] for one in shown]
     lines += ["", *_table("front", rows, left=(2,))]
     return "\n".join(lines)
 

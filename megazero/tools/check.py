@@ -44,7 +44,7 @@ from megazero.plan.state_bytes import formula_of
 from megazero.schedules.action import Schedule
 from megazero.schedules.proof import ScheduleError, peak_activations, program, simulate
 from megazero.schedules.table import read_schedule
-from megazero.settings import Problem
+from megazero.settings import Problem, counted
 from megazero.tools.context_report import describe_context
 from megazero.tools.out_of_memory import advise
 
@@ -195,7 +195,7 @@ def _shape(run: ResolvedRun, ranks_per_node: int) -> str:
                 where = f"Ulysses {ulysses} {near}, ring {size // ulysses} {where}"
             parts.append(f"{axis} {size} ({where})")
     where = f"{nodes} nodes of {'up to ' if rest else ''}{ranks_per_node}" if nodes > 1 else "one node"
-    return f"{run.world_size} ranks on {where}: {' x '.join(parts) or 'nothing is split'}"
+    return f"{counted(run.world_size, 'rank')} on {where}: {' x '.join(parts) or 'nothing is split'}"
 
 
 def _pipeline(schedule: Schedule) -> str:
