@@ -455,6 +455,42 @@ def test_a_file_of_the_user_under_a_name_of_the_output_stays(tmp_path, name):
     assert sorted(os.listdir(tmp_path)) == sorted(["a.txt", name])
 
 
+@pytest.mark.parametrize("name", ["out.bin", "out.identity.json"])
+def test_a_file_of_the_user_stays_also_beside_what_an_interrupted_command_has_kept(tmp_path, name):
+    (tmp_path / "a.txt").write_text("text")
+
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte", on_progress=interrupt)
+    (tmp_path / name).write_text("my own")
+    with pytest.raises(FileExistsError, match=rf"{re.escape(name)} exists; .*--overwrite"):
+        tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+    assert (tmp_path / name).read_text() == "my own"
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_of_the_folder_of_shards_only_shards_are_removed_and_nothing_through_a_link(tmp_path, is_linked):
+    (tmp_path / "a.txt").write_text("text")
+    folder = tmp_path / ("elsewhere" if is_linked else "out.tokenizing")
+    folder.mkdir()
+    if is_linked:
+        (tmp_path / "out.tokenizing").symlink_to(folder)
+    mine = {f"{'ab' * 16}{end}" for end in (".pdf", ".tar.gz", ".json", ".bin")}
+    for name in mine:
+        (folder / name).write_text("my own")
+    (folder / f"{'cd' * 16}.bin").mkdir()
+    tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+    assert texts_of(tmp_path / "out") == ["text"]
+    left = {path.name for path in folder.iterdir()} - {f"{'cd' * 16}.bin"}
+    assert left > mine if is_linked else left == mine
+    assert all((folder / name).read_text() == "my own" for name in mine)
+    (tmp_path / "out.idx").unlink()  # what is left does not make the pair an interrupted one
+    with pytest.raises(FileExistsError):
+        tokenize_files([tmp_path / "a.txt"], tmp_path / "out", "byte")
+
+
 def test_of_two_commands_with_one_output_the_second_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("mine")
     with IndexedWriter(tmp_path / "out", np.uint16) as writer:

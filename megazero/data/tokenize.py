@@ -11,12 +11,13 @@ import functools
 import hashlib
 import json
 import os
+import re
 import secrets
 import signal
 import threading
 import time
 from array import array
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
@@ -37,6 +38,8 @@ from megazero.data.writer import IndexedWriter, flush_to_disk, token_dtype
 _SHARDS: Final = 4096  # about so many, whose bytes are between these two powers of two
 _SHARD_BITS: Final = (20, 28)
 _CONTENTS: Final = (".bin", ".lengths")  # of a shard; its `.json` says what they hold
+_SHARD_FILE: Final = re.compile(r"([0-9a-f]{32})\.(?:bin|lengths|json)(\.[0-9a-f]{8}\.partial)?")
+_RENAMING: Final = "renaming"  # in the folder from the first rename on: a file under a name of the output is ours
 _CHECKS: Final = 8  # kept shards that are read at once
 _NAMED: Final = 20  # problems that a message names; the others are counted
 
@@ -146,10 +149,11 @@ def tokenize_files(
         if count and not go_on_without(text):
             raise ValueError(f"{text}\nmend them, or leave them out with --skip-bad; what is done is kept")
 
-    with IndexedWriter(out_prefix, dtype, encoder.fingerprint) as writer:
+    renaming = folder / _RENAMING
+    with IndexedWriter(out_prefix, dtype, encoder.fingerprint, renaming.touch) as writer:
         taken = [path for path in (identity_path(out_prefix), *pair_paths(out_prefix)) if path.exists()]
-        # Without an `.idx` it is no pair: a command that was killed between its renames leaves that, and shards with it.
-        if taken and not overwrite and (taken[-1].suffix == ".idx" or not folder.exists()):
+        # Without an `.idx` it is no pair: a command that was killed between its renames leaves that, and says so.
+        if taken and not overwrite and (taken[-1].suffix == ".idx" or not renaming.exists()):
             raise FileExistsError(f"{taken[-1]} exists; name another output, or replace it with --overwrite")
         files, unread, hidden = find_files(inputs, {folder, *writer.paths})
         shards, uncut = make_shards(files, job)
@@ -164,7 +168,8 @@ def tokenize_files(
         for shard, one in zip(shards, done, strict=True):
             ids, lengths = (_read_whole(job.path(shard, suffix), one.hashes[suffix]) for suffix in _CONTENTS)
             writer.add_documents(np.frombuffer(ids, dtype), array("i", lengths))
-    _remove(folder)
+    renaming.unlink(missing_ok=True)
+    _remove(folder, {shard.key for shard in shards})
     empty = sum(one.empty for one in done)
     counts = {
         f"empty documents:{_listed(empty, [problem for one in done for problem in one.named_empty])}": empty,
@@ -370,9 +375,22 @@ def _read_tokenized(path: Path) -> _Tokenized:
     return _Tokenized(**{**known, **named})
 
 
-def _remove(folder: Path) -> None:
-    """Remove what shards have left in a folder, and the folder if nothing else is in it."""
-    for path in folder.glob("[0-9a-f]" * 32 + ".*"):
-        path.unlink()
+def _remove(folder: Path, keys: Set[str]) -> None:
+    """Remove what shards have left in a folder, and the folder if nothing else is in it; nothing through a link.
+
+    The shards are those of `keys`, and stale ones, whose inputs have changed since: these have a whole `.json`.
+    """
+    if folder.is_symlink():
+        return
+
+    def is_stale(key: str) -> bool:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return bool(_read_tokenized(folder / f"{key}.json"))
+        return False
+
+    found = {path: named for path in folder.iterdir() if (named := _SHARD_FILE.fullmatch(path.name))}
+    own = [path for path, named in found.items() if named[1] in keys or named[2] or is_stale(named[1])]
     with suppress(OSError):
+        for path in own:
+            path.unlink()
         folder.rmdir()

@@ -10,7 +10,7 @@ import glob
 import os
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
@@ -45,6 +45,7 @@ class IndexedWriter:
         prefix: path of the pair without `.bin` or `.idx`; its directory is made when missing.
         dtype: integer dtype of the stored ids (see `token_dtype`).
         tokenizer: fingerprint of the tokenizer of the ids, where one is known.
+        before_renames: called when the first file is about to appear under its final name.
 
     Raises:
         FileExistsError: another process is writing this pair.
@@ -55,12 +56,18 @@ class IndexedWriter:
     Source: Megatron-LM, indexed_dataset.py (`IndexedDatasetBuilder`).
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: DTypeLike, tokenizer: str = "") -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: DTypeLike,
+        tokenizer: str = "",
+        before_renames: Callable[[], object] = lambda: None,
+    ) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         codes = [code for code, name in DTYPE_OF_CODE.items() if np.dtype(name) == self.dtype]
         if not codes:
             raise ValueError(f"dtype {np.dtype(dtype).name} cannot hold token ids here; use uint16 or int32")
-        self._code, self._tokenizer = codes[0], tokenizer
+        self._code, self._tokenizer, self._before_renames = codes[0], tokenizer, before_renames
         self._bin_path, self._idx_path = pair_paths(prefix)
         self._identity_path = identity_path(prefix)
         finals = (self._bin_path, self._identity_path, self._idx_path)  # in the order in which they appear
@@ -135,6 +142,7 @@ class IndexedWriter:
                 file.write(values.data)
             flush_to_disk(file)
         write_identity(own_identity, read_identity(bin_path, idx_path, self.dtype, self._tokenizer))
+        self._before_renames()
         # An old index or identity must never describe new tokens, so they go first, and the new index comes last.
         self._idx_path.unlink(missing_ok=True)
         self._identity_path.unlink(missing_ok=True)
