@@ -21,9 +21,10 @@ from pydantic_core import PydanticCustomError
 LARGEST_COUNT = 2**40
 LARGEST_NUMBER = 1e30  # whose products fp32 still holds
 
-# A URL in a text: a password may hold quotes and spaces, and ends before an `@`; no port is one.
+# A URL in a text: a password may hold quotes and spaces, and ends before an `@`; no port is one.  pathlib leaves one slash.
+_MARK = re.compile(r"(?<=[\w+.-]{2}):/{1,3}")  # after a scheme, which is longer than the drive in C:/
 _URL = re.compile(
-    r"""\w[\w+.-]*://(?:[^\s/?#:@"']*:(?=\S)(?!\d+(?:[/\s"',;)]|$))[^\n]*?@)?[^\s"']*""",
+    r"""\w[\w+.-]+:/{1,3}(?:[^\s/?#:@"']*:(?=\S)(?!\d+(?:[/\s"',;)]|$))[^\n]*?@)?[^\s"']*""",
 )
 # What a key of a URL's query names as secret, and user names that are tokens.
 _SECRET = re.compile(
@@ -175,14 +176,14 @@ def hide_passwords(value: Any) -> Any:
 
 
 def _url_without_password(url: str) -> str:
-    return _SECRET.sub(r"\1***", _without_user_info(url)) if "://" in url else url
+    return _SECRET.sub(r"\1***", _without_user_info(url)) if _MARK.search(url) else url
 
 
 def _without_user_info(url: str) -> str:
     """Of the URL, and of those in its query."""
-    scheme, mark, rest = url.partition("://")
-    if not mark:
+    if (found := _MARK.search(url)) is None:
         return url
+    scheme, mark, rest = url[: found.start()], found[0], url[found.end() :]
     host = re.split("[/?#]", rest, maxsplit=1)[0]
     has_port = scheme.endswith(("http", "https")) and re.search(r":\d+$", host)
     if "@" in host:

@@ -195,6 +195,14 @@ def test_ranks_of_one_machine_and_their_launcher_listen_on_loopback_only(tmp_pat
         ("sftp://u:2024/x@host/d", "sftp://u:***@host/d"),
         ("s3://k:s@b?endpoint=http://a:p@h/", "s3://k:***@b?endpoint=http://a:***@h/"),
         ("https://ghp_abc@host/x?code=a&author=b", "https://***@host/x?code=***&author=b"),
+        # as pathlib and fsspec leave them
+        (
+            "no foo:/u:p/w@host/d.bin: a pair foo:/u:p/w@host/d.bin",
+            "no foo:/u:***@host/d.bin: a pair foo:/u:***@host/d.bin",
+        ),
+        ("memory:///u:pw@x/y", "memory:///u:***@x/y"),
+        ("http:/host/x?token=abc.bin", "http:/host/x?token=***"),
+        (r"C:/u:p@ss and a:/b:c@d", r"C:/u:p@ss and a:/b:c@d"),
     ],
 )
 def test_the_password_of_a_url_is_not_shown(text: str, shown: str) -> None:
@@ -211,6 +219,13 @@ def test_passwords_reach_no_file_and_no_line(tmp_path: Path) -> None:
     refused = run_command("train", QUICKSTART, *words, secret)
     assert refused.returncode == 1
     assert "memory://me:***@host/step-00000001 is not a complete checkpoint" in refused.stderr
+    for more, status in (
+        ("http://host/x?token=s3cr3t", 2),
+        ("training.run_dir=simplecache::foo://me:s3cr3t@host/x", 1),
+    ):
+        odd = run_command("train", QUICKSTART, *words, more)
+        assert odd.returncode == status
+        assert not [word for word in ("s3cr3t", "Traceback") if word in odd.stdout + odd.stderr]
     run = resolve(RunConfig.model_validate({"checkpoint": {"resume": secret.partition("=")[2]}}), 1)
     assert 'resume = "memory://me:***@host/step-00000001"' in to_toml(run)
     engine = engine_on(0, run_of(1, model=LLAMA, checkpoint={"resume": secret.partition("=")[2]}))

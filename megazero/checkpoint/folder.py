@@ -35,7 +35,7 @@ _READ_BYTES = 1 << 22
 _WRITE_BYTES = 1 << 23  # written at once; after each so many bytes the disk begins to write
 _PART_BYTES = 1 << 26  # of an object: it is uploaded in parts, 10,000 at most, with one of them in memory
 _PARTIAL = ".partial"
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # as pathlib leaves it
+_URL = re.compile(r"([A-Za-z](?:::|[A-Za-z0-9+.-])+):/")  # as pathlib leaves it, also simplecache::s3:/
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 ReadBytes: TypeAlias = Callable[[int, int], Tensor]  # bytes [start, stop) of a file as uint8; read-only; raises OSError

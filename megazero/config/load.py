@@ -241,7 +241,7 @@ def _override(tables: Tables, text: str) -> Problem | None:
     name, separator, written = (part.strip() for part in text.partition("="))
     name = RENAMED.get(name, name)
     *outer, key = name.split(".")
-    if not separator or not all((*outer, key)):
+    if not separator or not all((*outer, key)) or "://" in name:  # a URL holds "=" where it has a query
         return Problem("override", text, "must have the form section.key=value", "for example training.steps=100")
     if name in sections():
         return Problem("override", text, f"{name} is a section", f"name one of its keys: {name}.key=value")

@@ -106,12 +106,12 @@ class Ownership(Callback):
             self._answers.wait_for(lambda: self._answered > asked or self._error is not None, _ANSWER_SECONDS)
 
     def _own(self) -> None:
-        world = self._state.world
-        root = agree(lambda: checkpoints_of(self._config), world, CheckpointError)
+        world, run_dir = self._state.world, self._config.training.run_dir
+        own, root = agree(lambda: (folder_at(run_dir), checkpoints_of(self._config)), world, CheckpointError)
         by_launcher = "TORCHELASTIC_RUN_ID" in os.environ
         launchers = set(gather_objects(identity_of(os.getppid()) if by_launcher else "", world)) - {""}
         if self._state.rank == 0:
-            folders = {_real(folder): folder for folder in (folder_at(self._config.training.run_dir), root)}
+            folders = {_real(folder): folder for folder in (own, root)}
             self._leases = [Lease(folder, launchers) for folder in folders.values()]
         is_told = False
         while waits_for := self._on_first(self._take):
