@@ -38,6 +38,8 @@ BEFORE, THEN = 2, 2  # steps there before the checkpoint, and then there and her
 WORLD, DECAY, CLIP = 2, 0.1, 0.5
 FROZEN = "model.layers.1.mlp.up_proj.weight"  # where a case says so
 KINDS = ("exp_avg", "exp_avg_sq")
+MODEL_FILE, STATE = "mp_rank_00_model_states.pt", "optimizer_state_dict"
+OPTIMIZER_FILES = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(WORLD)]
 ROUND_ROBIN = (
     "stage-2"  # there what DeepSpeed gathers in the process is of other parameters; that of stage 1 is the same
 )
@@ -300,7 +302,7 @@ def refused(case: Case, source: Path, out: Path, match: str) -> None:
 
 def test_what_is_wrong_is_named_and_nothing_is_left(made: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = made
-    model, optimizer = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    model, optimizer = MODEL_FILE, OPTIMIZER_FILES[1]
     case, origin, out = CASES["stage-1"], folder / "stage-1", tmp_path / "ours"
 
     lost = shutil.copytree(origin, tmp_path / "lost")
@@ -369,6 +371,46 @@ def test_what_is_wrong_is_named_and_nothing_is_left(made: tuple[Path, dict[str, 
     refused(case, other, tmp_path / "none", "file layer_0_expert_0_mp_rank_00_model_states.pt is not understood")
     (other / "global_step2" / "mp_rank_01_model_states.pt").touch()
     refused(case, other, tmp_path / "none", "tensor parallelism.*universal")
+
+
+ODD: dict[str, tuple[str, str, Callable[[dict[str, Any]], None]]] = {  # by what is odd: the file, the error, the change
+    "samples below 0": (MODEL_FILE, "counts -12 samples, which no run has", lambda it: it.update(global_samples=-12)),
+    "samples": (MODEL_FILE, f"counts {2**53} samples, which no run has", lambda it: it.update(global_samples=2**53)),
+    "steps": (MODEL_FILE, "counts -3 steps, which no run has", lambda it: it.update(global_steps=-3)),
+    "rate": (
+        OPTIMIZER_FILES[0],
+        r"param_groups\.0\.initial_lr=nan is not understood",
+        lambda it: it[STATE]["base_optimizer_state"]["param_groups"][0].update(initial_lr=float("nan")),
+    ),
+    "longer": (
+        OPTIMIZER_FILES[1],
+        rf"{OPTIMIZER_FILES[1]} is damaged: exp_avg of group 0 has \d+ elements",
+        lambda it: change_moment(it, lambda held: torch.cat([torch.zeros(3), held])),
+    ),
+    "integer": (
+        OPTIMIZER_FILES[1],
+        rf"{OPTIMIZER_FILES[1]} is damaged: exp_avg of group 0 has \d+ elements of torch.int64",
+        lambda it: change_moment(it, Tensor.long),
+    ),
+    "meta": (
+        OPTIMIZER_FILES[1],
+        f"{OPTIMIZER_FILES[1]} cannot be read: it holds tensors without values",
+        lambda it: change_moment(it, lambda held: held.to("meta")),
+    ),
+}
+
+
+def change_moment(state: dict[str, Any], change: Callable[[Tensor], Tensor]) -> None:
+    one = state[STATE]["base_optimizer_state"]["state"][0]
+    one["exp_avg"] = change(one["exp_avg"])
+
+
+def test_counts_settings_and_moments_that_no_run_has_are_refused(
+    made: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    for name, (file, match, change) in ODD.items():
+        odd = broken(made[0] / "stage-1", file, change, tmp_path / name)
+        refused(CASES["stage-1"], odd, tmp_path / "none", match)
 
 
 class Runs:

@@ -209,6 +209,20 @@ class _Reader:
                     )
                 tensor = ForeignTensor(shape, groups[0][0].dtype, partial(_joined, groups, held, shape))
                 self.found.tensors.setdefault(kind, {})[name] = tensor
+        self._check_moments(ranks, flat)
+
+    def _check_moments(self, ranks: Sequence[Mapping[str, Any]], flat: Sequence[Mapping[str, list[Tensor]]]) -> None:
+        """A group's moments are floats and as long as its masters, from which its padding may have been cut."""
+        for rank, kinds in enumerate(flat):
+            paddings = ranks[rank].get("group_paddings", [0] * len(kinds[MASTER]))
+            for kind, held in ((kind, groups) for kind, groups in kinds.items() if kind != MASTER):
+                for number, (one, master) in enumerate(zip(held, kinds[MASTER], strict=True)):
+                    more = one.numel() - master.numel()
+                    if more not in (0, paddings[number]) or not one.is_floating_point():
+                        raise CheckpointError(
+                            f"{self.folder}/{self.optimizers[rank]} is damaged: {kind} of group {number} has {one.numel()} "
+                            f"elements of {one.dtype}, and its masters {master.numel()}"
+                        )
 
     def _flat_groups(self, rank: Mapping[str, Any]) -> dict[str, list[Tensor]]:
         """By kind, the flat groups of a rank."""

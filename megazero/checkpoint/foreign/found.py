@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ ADAM = ("exp_avg", "exp_avg_sq")
 # The keys of AdamW's groups: its settings; how it is computed; and what ours computes in one way only.
 _SETTINGS = ("name", "betas", "eps", "weight_decay", "lr", "initial_lr")
 _COMPUTED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "step")
+_COUNTS = 2**53  # none is as large: a float does not count that far
 _CONSTANT = {"amsgrad": False, "maximize": False, "bias_correction": True}
 
 
@@ -60,13 +62,19 @@ class Found:
         return first == entry
 
     def add_setting(self, name: str, key: str, value: Any) -> None:
-        """Take a setting of one of the optimizer's groups; `name` is that of the entry, for messages."""
+        """Take a setting of one of the optimizer's groups; `name` is that of the entry, for messages.
+
+        One that is not finite is not understood.
+        """
         if key in _COMPUTED:
             return
         if key == "decoupled_weight_decay":
             key, value = "name", "adamw" if value else "adam"
         value = value.item() if isinstance(value, Tensor) else list(value) if isinstance(value, tuple) else value
-        if key in _SETTINGS:
+        parts = value if isinstance(value, list) else [value]
+        if not all(isfinite(one) for one in parts if isinstance(one, float)):
+            self.unknown.append(f"{name}={value}")
+        elif key in _SETTINGS:
             seen = self.settings.setdefault(key, [])
             seen += [] if value in seen else [value]
         elif key not in _CONSTANT or value != _CONSTANT[key]:
@@ -86,7 +94,11 @@ class Found:
         return False
 
     def checkpoint(self, path: str) -> ForeignCheckpoint:
-        """All of it.  Raises: CheckpointError if some tensors were updated more often than others."""
+        """All of it.  Raises: CheckpointError if some tensors were updated more often than others, or a count is none."""
+        counts = {"steps": self.step or 0, "samples": self.samples or 0, "updates": max(self.updates, default=0)}
+        for what, count in counts.items():
+            if not 0 <= count < _COUNTS:
+                raise CheckpointError(f"{path} counts {count} {what}, which no run has: it is damaged")
         if len(self.updates) > 1:
             raise CheckpointError(
                 f"{path}: AdamW has updated some tensors {min(self.updates)} times and others {max(self.updates)}"

@@ -25,6 +25,7 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.serialization import _get_layout, get_unsafe_globals_in_checkpoint, safe_globals
+from torch.utils._pytree import tree_leaves
 
 # Classes that hold values and do nothing when they are made.  torch's own list for torch.save is `weights_only`.
 _RECORDS = (
@@ -159,7 +160,10 @@ def load_tensors(file: Path | memoryview) -> tuple[Any, list[str]]:
 
     def load(*stand_ins: tuple[Any, str]) -> Any:
         with safe_globals([*((one, name) for name, one in _PLAIN.items()), *stand_ins]):
-            return torch.load(source(), map_location="cpu", weights_only=True, mmap=is_mapped or None)
+            value = torch.load(source(), map_location="cpu", weights_only=True, mmap=is_mapped or None)
+        if any(isinstance(one, torch.Tensor) and one.is_meta for one in tree_leaves(value)):
+            raise ValueError("it holds tensors without values, of device meta")
+        return value
 
     unknown: list[str] = []
     try:
