@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import resource
 from dataclasses import replace
 from math import cos, inf, nan, pi
@@ -15,6 +17,7 @@ from harness import run_world
 from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megazero.config import RunConfig, save_config
 from megazero.engine import BatchShare, Position, StepStatistics
 from megazero.layers.cross_entropy import IGNORED_LABEL
 from megazero.optim.config import LrScheduleConfig
@@ -123,7 +126,14 @@ def test_a_resumed_run_drops_the_steps_it_will_do_again_and_a_half_written_line(
     assert "skipped" not in lines[0]
 
 
-@pytest.mark.parametrize(("text", "after_step"), [('{"epoch": 1}\n', 0), ('{"step": 1}\n', 0), ('{"epoch": 1}\n', 3)])
+ODD_STEPS = ['{"step": Infinity}\n', '{"step": 1e400}\n', f'{{"step": {"[" * 100_000}\n']
+
+
+@pytest.mark.parametrize(
+    ("text", "after_step"),
+    [('{"epoch": 1}\n', 0), ('{"step": 1}\n', 0), ('{"epoch": 1}\n', 3), *((text, 3) for text in ODD_STEPS)],
+    ids=range(6),
+)
 def test_what_another_program_or_run_has_left_under_the_name_stays_beside_it(
     tmp_path: Path, text: str, after_step: int
 ) -> None:
@@ -139,6 +149,25 @@ def test_what_another_program_or_run_has_left_under_the_name_stays_beside_it(
         assert (tmp_path / f"metrics.jsonl.before-{number}").read_text() == text
         assert said[number - 1].endswith(f"see {path}.before-{number}")
     assert len(said) == len(list(tmp_path.iterdir())) - 1 == 2
+
+
+def _write_beside_pipes(folder: Path) -> None:
+    said: list[str] = []
+    file = MetricsFile(folder / "metrics.jsonl", 0, said.append)
+    for step in (1, 2):
+        file.after_step(_record(step))
+    assert [line.count("no regular file") for line in said] == [1]
+    with pytest.raises(FileExistsError, match="no regular file"):
+        save_config(RunConfig(), folder / "config.toml")
+
+
+def test_a_pipe_under_the_name_of_a_file_of_the_run_is_told_once_and_not_opened(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "config.toml"):
+        os.mkfifo(tmp_path / name)
+    process = multiprocessing.get_context("fork").Process(target=_write_beside_pipes, args=(tmp_path,), daemon=True)
+    process.start()
+    process.join(timeout=30)
+    assert process.exitcode == 0
 
 
 class _Disk:

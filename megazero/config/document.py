@@ -6,6 +6,7 @@
 A file has every key that has a value; an unset one is left out, and is unset again when read.
 """
 
+import errno
 import os
 import shutil
 from itertools import count
@@ -51,6 +52,12 @@ def copy_aside(path: Path) -> Path:
     return aside
 
 
+def check_regular(path: Path) -> None:
+    """Raises: FileExistsError: what has the path is no file.  To open a pipe would wait until somebody writes into it."""
+    if path.exists() and not path.is_file():
+        raise FileExistsError(errno.EEXIST, "it is no regular file", str(path))
+
+
 def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> Path | None:
     """Write a run to a file, as `to_toml`; a reader sees the whole old file or the whole new one.
 
@@ -61,6 +68,7 @@ def save_config(run: RunConfig | ResolvedRun, path: str | Path) -> Path | None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    check_regular(path)
     is_ours = not path.exists() or path.read_bytes().startswith(_OURS.encode())
     aside = None if is_ours else copy_aside(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")

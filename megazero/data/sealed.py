@@ -1,4 +1,5 @@
-"""JSON records that notice when a bit of them flips: each holds a checksum of the rest of it."""
+"""JSON that somebody else may have written, and records that notice when a bit of them flips: each holds a checksum of
+the rest of it."""
 
 import json
 from typing import Any
@@ -11,9 +12,17 @@ def seal(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "checksum": _checksum(record)}
 
 
+def parse_json(content: str | bytes) -> Any:
+    """The value in the text of a file.  Raises: ValueError: it is no JSON, or nested deeper than Python reads."""
+    try:
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
 def unseal(content: bytes) -> dict[str, Any]:
     """The record in the bytes of a file.  Raises: ValueError: it is not what `seal` was given."""
-    record = json.loads(content)
+    record = parse_json(content)
     if not isinstance(record, dict) or record.pop("checksum", None) != _checksum(record):
         raise ValueError("its checksum does not match")
     return record

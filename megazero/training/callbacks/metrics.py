@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 from math import isfinite
 
-from megazero.config import copy_aside
+from megazero.config import check_regular, copy_aside
+from megazero.data.sealed import parse_json
 from megazero.training.callbacks.record_file import RecordFile
 from megazero.training.record import Metric, StepRecord
 
@@ -29,6 +30,7 @@ class MetricsFile(RecordFile):
     def _open(self, after_step: int) -> None:
         kept = end = 0
         dropped: list[bytes] = []
+        check_regular(self._path)
         if self._path.exists():
             with self._path.open("rb") as lines:
                 for line in lines:  # one without an end is of a run that was killed
@@ -83,6 +85,6 @@ def _is_done_again(line: bytes, after_step: int) -> bool:
 
 def _step_of(line: bytes) -> float:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return int(parse_json(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return float("inf")
