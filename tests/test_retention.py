@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -139,7 +140,19 @@ def test_a_reader_elsewhere_counts_until_it_has_been_seen_for_a_day_whatever_its
     assert _steps(tmp_path) == [2]
 
 
-def test_a_reader_that_was_killed_on_this_host_holds_nothing_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_others", [False, True])
+def test_a_reader_that_was_killed_on_this_host_holds_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_others: bool
+) -> None:
+    """Also where its marker cannot be removed, because another user has written it."""
+    inner = LocalFolder.remove
+
+    def remove(folder: LocalFolder, *names: str) -> None:
+        if is_others and folder.path.name == "reading":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        inner(folder, *names)
+
+    monkeypatch.setattr(LocalFolder, "remove", remove)
     for step in (1, 2):
         _write(tmp_path, step)
     child = os.fork()

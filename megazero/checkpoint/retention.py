@@ -193,7 +193,8 @@ class Pruner:
             gone = is_gone(_read_marker(markers, marker))
             first = self._seen.setdefault(marker, self._clock())
             if gone or (gone is None and self._clock() - first > _MARKER_SECONDS):
-                markers.remove(marker)
+                with suppress(OSError):  # another user's: it stays, and counts no more
+                    markers.remove(marker)
             else:
                 is_read = True
         return is_read
