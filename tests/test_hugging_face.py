@@ -360,6 +360,13 @@ def test_files_that_are_missing_or_broken_are_named(hub_models: dict[str, Path],
     refused(hub, "part.safetensors is missing")
     save_file({"lm_head.weight": torch.ones(3)}, hub / "part.safetensors")
     refused(hub, "part.safetensors does not hold")
+    for name in ("model.safetensors.index.json", "generation_config.json", "config.json"):
+        deep = linked(hub_models["llama"], tmp_path / f"deep-{name}")
+        (deep / "model.safetensors").rename(deep / "part.safetensors")
+        (deep / "model.safetensors.index.json").write_text(json.dumps(index))
+        (deep / name).unlink(missing_ok=True)
+        (deep / name).write_text("[" * 100_000)  # more than Python reads
+        refused(deep, f"deep-{name}/{name}")
     good = linked(hub_models["llama"], tmp_path / "good")
     assert "is not empty: it holds" in command("import", good, hub).stderr
     assert "--dtype int8 must be fp32, bf16, fp16" in command("import", good, tmp_path / "no", "--dtype", "int8").stderr

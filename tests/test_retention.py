@@ -26,6 +26,7 @@ from megazero.checkpoint.index import (
     is_complete,
     note_val_loss,
     read_manifest,
+    read_trainer_state,
     step_folder,
     step_folders,
     step_of,
@@ -39,6 +40,8 @@ from megazero.checkpoint.retention import Pruner, Retention, kept_steps, mark_da
 from megazero.config import load_config
 from megazero.parallel_state import Axis, ParallelState, RankGrid
 from megazero.training.loop import train
+
+DEEP = b"[" * 100_000  # more than Python reads
 
 
 def _write(root: Path, step: int, val_loss: float | None = None) -> Folder:
@@ -163,6 +166,41 @@ def test_a_reader_that_was_killed_on_this_host_holds_nothing_back(
     assert len(list((tmp_path / "reading").iterdir())) == 1
     _prune(tmp_path, Retention(keep_last=1))
     assert _steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", 10**400),
+        ("consumed_samples", None),
+        ("consumed_tokens", "7"),
+        ("optimizer_steps", -1),
+        ("shape", None),
+        ("phases", "x"),
+        ("val_loss", 10**400),
+        ("trained", {"a": []}),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_a_trainer_state_with_a_value_of_another_type_is_damaged_and_the_key_is_named(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    state = vars(TrainerState(1, 0, 0, 0, "", {}, {}, {}, {}, val_loss=float("nan")))
+    LocalFolder(tmp_path).write("trainer_state.json", to_json(state | {"of_a_later_release": 1}))
+    assert read_trainer_state(tmp_path).step == 1
+    LocalFolder(tmp_path).write("trainer_state.json", to_json(state | {key: value}))
+    with pytest.raises(DamagedError, match=rf"trainer_state\.json is damaged .ValueError.*{key}"):
+        read_trainer_state(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "unfinished.json"])
+def test_a_list_that_is_nested_too_deep_names_nothing(tmp_path: Path, name: str) -> None:
+    _write(tmp_path, 2)
+    foreign = step_folder(tmp_path, 1)
+    foreign.make()
+    foreign.write(name, DEEP)
+    assert _prune(tmp_path, Retention(keep_last=1)) == []
+    assert foreign.files() == [name]
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:
@@ -410,14 +448,19 @@ def test_a_list_of_another_program_names_no_files_of_ours(tmp_path: Path, name: 
         assert foreign.files() == ["data.csv", MANIFEST]
 
 
-@pytest.mark.parametrize("bit", range(8))
-def test_one_whose_validation_loss_is_damaged_counts_as_one_of_the_best(tmp_path: Path, bit: int) -> None:
+ODD_NOTES = [DEEP, b"[]", b'{"val_loss": 1' + b"0" * 400 + b"}"]
+
+
+@pytest.mark.parametrize(
+    "odd", [*range(8), *ODD_NOTES], ids=range(8 + len(ODD_NOTES))
+)  # a bit that flips, or all of it
+def test_one_whose_validation_loss_is_damaged_counts_as_one_of_the_best(tmp_path: Path, odd: int | bytes) -> None:
     for step, loss in enumerate((1.0, 2.0, 3.0), start=1):
         note_val_loss(_write(tmp_path, step), loss)
     path = tmp_path / "step-00000001" / "evaluation.json"
     data = bytearray(path.read_bytes())
-    data[data.index(b"1.0")] ^= 1 << bit
-    path.write_bytes(bytes(data))
+    data[data.index(b"1.0")] ^= 1 << (odd if isinstance(odd, int) else 0)
+    path.write_bytes(odd if isinstance(odd, bytes) else bytes(data))
     with pytest.raises(DamagedError, match=r"evaluation\.json is damaged"):
         val_loss_of(step_folder(tmp_path, 1))
     _prune(tmp_path, Retention(keep_last=1, keep_best=1))

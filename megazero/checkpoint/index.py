@@ -23,13 +23,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Final
 
 import torch
 import xxhash
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megazero.checkpoint.folder import FileRecord, Folder, Location, folder_at, partial_of
-from megazero.data.sealed import seal
+from megazero.data.sealed import parse_json, seal
 
 FORMAT_VERSION = 1
 MANIFEST, TRAINER_STATE, LATEST, HF_CONFIG = "manifest.json", "trainer_state.json", "latest", "config.json"
@@ -51,14 +52,17 @@ class OwnerError(CheckpointError):
     """A directory belongs to another run; the message says to which, and since when."""
 
 
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+
+
 @dataclass(frozen=True)
 class TrainerState:
     """The position of a run and its small state, independent of its shape."""
 
-    step: int  # optimizer steps done
-    consumed_samples: int  # since the start; the next sample's global index
-    consumed_tokens: int  # counted tokens since the start
-    optimizer_steps: int  # that changed the weights, for the bias correction
+    step: Count  # optimizer steps done
+    consumed_samples: Count  # since the start; the next sample's global index
+    consumed_tokens: Count  # counted tokens since the start
+    optimizer_steps: Count  # that changed the weights, for the bias correction
     data_fingerprint: str
     model: dict[str, Any]  # the model section of the configuration
     config: dict[str, Any]  # all of it; this and the next two are information
@@ -72,6 +76,9 @@ class TrainerState:
     trained: dict[str, int] = field(
         default_factory=dict
     )  # by content of a source, the token up to which it is trained on
+
+
+_TRAINER_STATE: Final = TypeAdapter(TrainerState)
 
 
 def index_name(kind: str) -> str:
@@ -125,8 +132,8 @@ def write_unfinished(folder: Folder, names: Iterable[str]) -> None:
 
 def _named_in(folder: Folder, name: str) -> set[str]:
     """The files that a list of ours names; nothing if there is none, it is damaged, or another program's."""
-    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-        found = json.loads(folder.read(name))
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        found = parse_json(folder.read(name))
         if found["checksum"] == _checksum(found.get("format", 1), found["files"]):
             return {*_LISTS, EVALUATION, *found["files"]}
     return set()
@@ -154,7 +161,7 @@ def files_of_save(folder: Folder) -> list[str]:
     files = folder.files()
     is_ours = False
     with suppress(DamagedError):
-        is_ours = TRAINER_STATE in files and read_trainer_state(folder).step >= 0
+        is_ours = TRAINER_STATE in files and bool(read_trainer_state(folder))
     if not is_ours:
         raise CheckpointError(
             f"{folder} has a {MANIFEST} that no checkpoint of ours has written, or a damaged one and no {TRAINER_STATE} of "
@@ -206,7 +213,7 @@ def read_errors(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise unreadable(path, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise DamagedError(f"{path} is damaged ({error!r}); resume from another step directory") from error
 
 
@@ -234,7 +241,7 @@ def read_manifest(location: Location) -> dict[str, FileRecord]:
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
     with read_errors(f"{folder}/{MANIFEST}"):
         data = folder.read(MANIFEST)
-        manifest = json.loads(data)
+        manifest = parse_json(data)
         listed = manifest["files"]
         # compared byte for byte, so that no flipped bit goes unseen
         if manifest["checksum"] != _checksum(manifest["format"], listed) or to_json(manifest) != data:
@@ -274,10 +281,15 @@ def find_damage(
 
 
 def read_trainer_state(location: Location) -> TrainerState:
-    """The state of the run that wrote it.  Raises: as `read_errors`."""
+    """The state of the run that wrote it.  Raises: as `read_errors`, also for a value of another type."""
     folder = folder_at(location)
     with read_errors(f"{folder}/{TRAINER_STATE}"):
-        stored = json.loads(folder.read(TRAINER_STATE))
+        stored = parse_json(folder.read(TRAINER_STATE))
+        try:
+            _TRAINER_STATE.validate_python(stored)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
         known = {one.name for one in fields(TrainerState)}  # a later release may have written more
         return TrainerState(**{name: value for name, value in stored.items() if name in known})
 
@@ -302,8 +314,8 @@ def val_loss_of(folder: Folder) -> float | None:
         data = folder.read(EVALUATION) if folder.has(EVALUATION) else None
     if data is None:
         return read_trainer_state(folder).val_loss
-    with suppress(ValueError, KeyError, TypeError):
-        val_loss = float(json.loads(data)["val_loss"])
+    with suppress(ValueError, KeyError, TypeError, OverflowError):
+        val_loss = float(parse_json(data)["val_loss"])
         if _note(val_loss) == data:
             return val_loss
     raise DamagedError(

@@ -18,7 +18,6 @@ compared.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -31,6 +30,7 @@ from pathlib import Path
 
 from megazero.checkpoint.folder import Folder
 from megazero.checkpoint.index import OwnerError, to_json
+from megazero.data.sealed import parse_json
 
 RENEW_SECONDS = 10.0  # between two renewals
 GONE_SECONDS = 60.0  # an owner that has not renewed its lease for so long has ended
@@ -237,7 +237,7 @@ def _launchers_of(name: str) -> str:
 
 def _launchers(files: Folder, name: str) -> set[str]:
     with suppress(ValueError, TypeError):  # there is none, or it is of another version
-        return set(json.loads(_read(files, _launchers_of(name))))
+        return set(parse_json(_read(files, _launchers_of(name))))
     return set()
 
 
@@ -250,6 +250,6 @@ def _read(files: Folder, name: str) -> bytes:
 
 def _parsed(data: bytes) -> Claim | None:
     try:
-        return Claim(**json.loads(data))
+        return Claim(**parse_json(data))
     except (ValueError, TypeError):  # half written, or of another version
         return None

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from megazero.data.indexed import IndexedDataset, pair_paths
-from megazero.data.sealed import seal, unseal
+from megazero.data.sealed import parse_json, seal, unseal
 
 _BLOCK_BYTES: Final = 1 << 24  # part of the format: the content's hash is a hash of the blocks' hashes
 _LARGE_BYTES: Final = 1 << 30  # reading more takes long enough to say so
@@ -145,7 +145,7 @@ def _verify(dataset: IndexedDataset, pair: Sequence[Path]) -> Identity:
     path = identity_path(dataset.prefix)
     found = read_identity(pair[0], pair[1], dataset.dtype)
     try:
-        stored = json.loads(path.read_bytes())
+        stored = parse_json(path.read_bytes())
         if stored.pop("format") != 1:
             raise ValueError("it is of a later release")
         stored = Identity(**stored)

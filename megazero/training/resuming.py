@@ -103,7 +103,7 @@ def foresee(config: RunConfig, fingerprint_at: Callable[[int], str] | None) -> l
         if config.checkpoint.on_damage == "stop":
             raise
         return [f"{error}; the run goes back to an older one, or ends (checkpoint.on_damage)"]
-    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"the checkpoint to go on from cannot be read: {error}") from error
     return lines if fingerprint_at is not None else [*lines, "its data was not compared: that of this run is not here"]
 

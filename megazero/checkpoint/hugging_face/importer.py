@@ -11,7 +11,6 @@ One tensor is read, converted and written at a time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from megazero.checkpoint.index import (
     versions,
 )
 from megazero.checkpoint.shards import new_folder
+from megazero.data.sealed import parse_json
 from megazero.models.config import ModelConfig
 from megazero.settings import toml_value
 from megazero.zero.state import MODEL
@@ -99,7 +99,7 @@ def import_model(
 
 def _read_config(folder: Folder) -> dict[str, Any]:
     try:
-        found = json.loads(folder.read(HF_CONFIG))
+        found = parse_json(folder.read(HF_CONFIG))
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is not a transformers model directory: it has no {HF_CONFIG}") from error
     except (OSError, ValueError) as error:

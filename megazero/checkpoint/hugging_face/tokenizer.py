@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megazero.checkpoint.folder import Folder, LocalFolder
 from megazero.checkpoint.index import HF_CONFIG, CheckpointError, TrainerState, to_json
 from megazero.data.identity import tokenizer_part
+from megazero.data.sealed import parse_json
 from megazero.data.tokenizer import END_OF_DOCUMENT_TOKENS, ByteTokenizer, fingerprint_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def tokenizer_files(folder: Folder) -> dict[str, bytes]:
 
 def _parsed(text: bytes) -> object:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from megazero.checkpoint.folder import LocalFolder
 from megazero.checkpoint.foreign.pickles import load_tensors
 from megazero.checkpoint.foreign.source import ForeignTensor
 from megazero.checkpoint.index import CheckpointError
+from megazero.data.sealed import parse_json
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
@@ -55,7 +55,7 @@ def _find(folder: LocalFolder) -> tuple[list[str], dict[str, str]]:
         index = f"{name}.index.json"
         if folder.has(index):
             try:
-                listed = dict(json.loads(folder.read(index))["weight_map"])
+                listed = dict(parse_json(folder.read(index))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{folder}/{index} cannot be read ({error!r})") from error
             for tensor, file in listed.items():
