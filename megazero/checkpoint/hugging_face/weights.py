@@ -23,7 +23,8 @@ def open_weights(folder: LocalFolder) -> tuple[dict[str, ForeignTensor], list[st
     Also the names of what is no tensor.
 
     Raises:
-        CheckpointError: there are no weights, a file is missing or cannot be read, or does not hold what the index says.
+        CheckpointError: there are no weights, a file is missing or cannot be read, a tensor is in two files, or one that the
+            index names is in none of them; which file the index gives it does not matter.
     """
     files, listed = _find(folder)
     tensors: dict[str, ForeignTensor] = {}
