@@ -28,6 +28,7 @@ from harness import RankFailedError, run_program, run_world
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -980,6 +981,58 @@ def _frozen_and_undone(rank: int) -> None:
 
 def test_a_step_after_a_refused_freeze_is_the_plain_one() -> None:
     run_world(2, _frozen_and_undone)
+
+
+def _other_vector(module: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(vector, module.parameters())
+
+
+REPLACEMENTS: tuple[Callable[[nn.Module], Any], ...] = (
+    lambda module: setattr(module.first.weight, "data", module.first.weight.data.clamp(-0.1, 0.1)),
+    lambda module: setattr(module.first, "weight", nn.Parameter(module.first.weight.detach().clone())),
+    lambda module: module.load_state_dict(seeded(Net, 7).state_dict(), assign=True),
+    _other_vector,
+)
+
+
+def _replaced(rank: int, folder: Path) -> None:
+    for stage, kept in ((0, 0), (1, 0), (2, 0), (3, 0), (3, 1000)):
+        for number, replace in enumerate(REPLACEMENTS):
+            zero = {"stage": stage, "stage3_param_persistence_threshold": kept}
+            engine = bring(Net, settings(zero_optimization=zero))
+            if stage == 3 and not kept and number in (0, 3):  # there is nothing to give other data to
+                refuses(RuntimeError, "__set__ on first.weight", lambda engine=engine, it=replace: it(engine.module))
+                continue
+            replace(engine.module)
+            text = r"parameter (first|rest\.1)\.(weight|bias) has got other data, or is another Parameter"
+            refuses(RuntimeError, text, lambda engine=engine: train(engine, [0]))
+            refuses(CheckpointError, text, lambda engine=engine: engine.save_checkpoint(folder))
+
+
+def test_weights_that_are_no_longer_what_is_trained_are_told_by_name(tmp_path: Path) -> None:
+    run_world(2, _replaced, tmp_path)
+
+
+def test_weights_that_are_changed_in_place_or_put_back_train_as_in_plain_torch() -> None:
+    plain = seeded(Net)
+    optimizer = sgd(plain.parameters())
+    train_plain(plain, optimizer, [0])
+    plain.load_state_dict(seeded(Net, 7).state_dict())
+    train_plain(plain, optimizer, [1, 2])
+    for stage in STAGES:
+        engine = bring(Net, settings(stage))
+        train(engine, [0])
+        engine.module.load_state_dict(seeded(Net, 7).state_dict())
+        train(engine, [1])
+        kept = [one.data for one in engine.module.parameters()]
+        for one in engine.module.parameters():
+            one.data = torch.zeros_like(one)
+        for one, data in zip(engine.module.parameters(), kept, strict=True):
+            one.data = data
+        parametrize.register_parametrization(engine.module.first, "weight", nn.Identity())  # moves the Parameter
+        train(engine, [2])
+        assert_equal(engine, plain, stage)
 
 
 def _unsafe(rank: int, folder: Path) -> None:

@@ -123,11 +123,13 @@ class CheckpointedEngine(nn.Module):
             asynchronous: return once the state is copied to host memory; see `finish_saving`.
 
         Raises:
-            CheckpointError: on every rank; older checkpoints are untouched.  Also if the call comes within a step.
+            CheckpointError: on every rank; older checkpoints are untouched.  Also if the call comes within a step, or
+                the module no longer computes with the weights that are trained.
         """
         model, state = self.sharded_model, self.parallel_state
         agree(self._check_between_steps, state.world, CheckpointError)
         agree(self._check_no_extra_state, state.world, CheckpointError)
+        agree(model.parameters.check_bound, state.world, CheckpointError)
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._check_tag(tag)
         groups = [_plain_settings(group) for group in self.optimizer.param_groups]

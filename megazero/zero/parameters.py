@@ -20,6 +20,7 @@ from torch.autograd.graph import increment_version
 
 from megazero.comm.collectives import agree, broadcast, largest, runs_by_itself
 from megazero.comm.host_memory import StorageError
+from megazero.comm.identity import address_of, storage_of
 from megazero.config.schema import ZeroConfig
 from megazero.layers.spec import numel
 from megazero.parallel_state import Axis
@@ -36,6 +37,7 @@ from megazero.zero.bucket_sizes import BucketSizes, bucket_sizes
 from megazero.zero.gather import UnitGatherer
 from megazero.zero.gather_buffers import BufferPlan, plan_buffers
 from megazero.zero.offload import Offload
+from megazero.zero.param_proxy import real
 from megazero.zero.storage import Location
 from megazero.zero.units import Described, Unit
 from megazero.zero.weight_gathers import WeightGathers
@@ -188,6 +190,27 @@ class ShardedParameters:
             for part, key in unit.attributes:
                 parameter = part._parameters[key]
                 part._parameters[key] = bound.get(id(parameter), parameter)
+        self._attributes = [(part, key, part._parameters[key]) for unit in units for part, key in unit.attributes]
+
+    def check_bound(self) -> None:
+        """Raises: RuntimeError: a module computes with another tensor than the one that its bucket holds."""
+        replaced, bound = list[str](), {id(one): name for name, one in self.by_name.items()}
+        for bucket in self.buckets:
+            memory, itemsize = storage_of(bucket.weights), bucket.weights.itemsize
+            for slot in bucket.layout.slots:
+                if address_of(self.by_name[slot.info.name]) != (memory, slot.start * itemsize):
+                    replaced.append(slot.info.name)
+        for part, key, parameter in self._attributes:  # one that is gone may have moved, as a parametrization does it
+            now = part._parameters.get(key)
+            if now is not None and id(real(now)) not in bound:
+                replaced.append(bound[id(parameter)])
+        if replaced:
+            raise RuntimeError(
+                f"parameter {replaced[0]} has got other data, or is another Parameter, since megazero.initialize: what is "
+                "trained is no longer what the module computes with. Write in place (p.copy_(new) under torch.no_grad(), or "
+                "load_state_dict without assign=True); weights with masters of their own, as of bf16, fp16 and an offloaded "
+                "optimizer, within zero.GatheredParameters(parameters, modifier_rank=0)"
+            )
 
     def init_weights(self, seed: int, tp: Axis) -> None:
         """Give every parameter its initial value, a function of (seed, canonical name, element) alone."""

@@ -146,10 +146,11 @@ class ShardedModel:
     def finish_gradients(self) -> None:
         """Have the whole step's gradients, times `scale`, in the buckets; this rank's shard of those that gather them later.
 
-        Raises: RuntimeError: a parameter was frozen or unfrozen since the model was sharded.
+        Raises: RuntimeError: a parameter was frozen, unfrozen or replaced since the model was sharded.
         """
         buckets = self.reducer.buckets
         self._check_still_trains()
+        self.parameters.check_bound()
         self.reducer.finish()
         sum_partial_over_tp(buckets, self.state.tp)
         sum_tied(buckets, self.ties)
