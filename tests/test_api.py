@@ -349,6 +349,7 @@ def _accumulates(rank: int) -> None:
                 if way != "no_sync" or is_last:
                     engine.backward(F.mse_loss(engine(x), y))
                     engine.step()
+                    assert engine.was_step_applied() is is_last
                     continue
                 with engine.no_sync():
                     out = engine(x)
@@ -359,6 +360,7 @@ def _accumulates(rank: int) -> None:
                     assert stage == 3 or after == before
                     assert not any("reduce" in operation for _, operation in sent if engine.global_steps == 0)
                 engine.step()
+                assert not engine.was_step_applied()
             assert engine.global_steps == 2
             assert_equal(engine, plain, (stage, way))
 

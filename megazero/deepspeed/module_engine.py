@@ -181,6 +181,7 @@ class ModuleEngine(TrainingEngine):
         if not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
             self._ended += 1
+            self._step_applied = False
             return
         if not self._passes:
             raise RuntimeError("engine.step() without engine.backward(loss): there are no gradients")

@@ -141,7 +141,7 @@ class TrainingEngine(CheckpointedEngine):
         self._report = StepReport(config, model, self._show)
         self._last_step: StepStatistics | None = None
         self._repeating: RepeatingLoader | None = None
-        self.runs_backward = self._is_closed = False
+        self.runs_backward = self._is_closed = self._step_applied = False
         ENGINES[id(self)] = self
         weakref.finalize(self, model.detach).atexit = False  # an engine that is dropped takes no gradients either
 
@@ -153,7 +153,7 @@ class TrainingEngine(CheckpointedEngine):
         Raises: NonFiniteError (on every rank, before any weight has changed), LossScaleError, StorageError; RuntimeError,
         the engine is closed.
         """
-        model = self.sharded_model
+        model, self._step_applied = self.sharded_model, False
         if self._is_closed:
             raise RuntimeError(
                 "the engine is closed and takes no gradients; make another one of the module by initialize"
@@ -166,13 +166,13 @@ class TrainingEngine(CheckpointedEngine):
             measured = replace(measured, finite=model.scaler is not None or isfinite(measured.grad_norm))
             self._last_step = check_finite(measured)
             with self._report.timed("step"):
-                changed = model.update(measured.grad_norm, self.config.keys.gradient_clipping)
+                self._step_applied = model.update(measured.grad_norm, self.config.keys.gradient_clipping)
         except BaseException:  # an interrupt, too
             model.begin_step(self.config.accumulation)
             raise
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
-        if not changed:
+        if not self._step_applied:
             self.skipped_steps += 1
             self._show(
                 f"step {self.global_steps}: skipped, gradients overflow at loss scale {measured.loss_scale:g}; "
@@ -423,8 +423,8 @@ class TrainingEngine(CheckpointedEngine):
         return DTYPES[self.config.precision.dtype], DTYPES[self.config.precision.accumulate_dtype]
 
     def was_step_applied(self) -> bool:
-        """Whether the last step changed the weights."""
-        return self._last_step is not None and isfinite(self._last_step.grad_norm)
+        """Whether the last `step()` or `train_batch()` changed the weights: not one that only ended a micro-batch."""
+        return self._step_applied
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of model state on this rank, by kind; kinds off the device name where they are."""
