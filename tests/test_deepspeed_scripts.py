@@ -6,6 +6,7 @@ import gc
 import os
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import ref
@@ -412,6 +413,10 @@ def _check_names() -> None:
         own = {name for name in dir(ours) if not name.startswith("_")}
         assert not names - own - known
         assert not own & known
+        for call in ("save_checkpoint", "load_checkpoint", "save_16bit_model"):
+            mine = signature(getattr(ModuleEngine, call)).parameters.values()
+            by_position = [one.name for one in mine if one.kind is not Parameter.KEYWORD_ONLY]
+            assert by_position == list(signature(getattr(theirs, call)).parameters), call
 
 
 def test_the_page_has_every_name_that_an_engine_answers_or_refuses() -> None:
