@@ -417,6 +417,33 @@ def test_a_parameter_that_a_step_does_not_use_gets_no_gradient_from_an_earlier_o
     run_world(world, _unused, dtype, tolerance)
 
 
+class Words(nn.Module):
+    """Two tables, whose gradients have the rows alone that were looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bags = nn.Embedding(9, WIDTH, sparse=True), nn.EmbeddingBag(9, WIDTH, sparse=True)
+        self.rest = nn.Sequential(nn.Linear(WIDTH, OUT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x[:, :2].mul(3).long().clamp(0, 8)
+        return self.rest(self.words(ids).sum(1) + self.bags(ids))
+
+
+def _sparse(rank: int) -> None:
+    plain = seeded(Words)
+    plain.words.sparse = plain.bags.sparse = False
+    train_plain(plain, sgd(plain.parameters()), range(2), accumulation=2)
+    for stage in STAGES:
+        engine = bring(Words, settings(stage, accumulation=2))
+        train(engine, range(2))
+        assert_equal(engine, plain, stage)
+
+
+def test_sparse_gradients_of_an_embedding_count_as_dense_ones() -> None:
+    run_world(2, _sparse)
+
+
 def _uneven_in_no_sync(rank: int) -> None:
     """The last micro-batch of a step stays in no_sync, and uses the second branch on rank 0 alone."""
     for stage in STAGES:

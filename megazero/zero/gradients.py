@@ -313,7 +313,7 @@ class GradientReducer:
         if wgrad_queue is not None and wgrad_queue.defers:
             wgrad_queue.defer(parameter, gradient)
         else:
-            self.add(parameter, gradient)
+            self.add(parameter, gradient.to_dense())  # of Embedding(sparse=True)
 
     def begin_step(self, micro_batches: int, step: int = 0) -> None:
         """Forget the last step.  Each parameter is expected once per micro-batch.  `step`: see `ReductionQueue`."""
