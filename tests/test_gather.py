@@ -73,6 +73,19 @@ class _Twice(_Chain):
         return x.square().mean()
 
 
+class _TwoContainers(_Chain):
+    """Blocks that a second container holds, each computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Sequential(*self.blocks[2:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks[:2], *self.tail):
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
 class _OtherOrder(_Chain):
     """Blocks run in another order than they are registered in, one of them not at all."""
 
@@ -422,6 +435,7 @@ MODELS = [
     _PartlyFrozen,
     _Adapters,
     _FrozenFirst,
+    _TwoContainers,
 ]
 NAMES = [make.__name__.strip("_<>") for make in MODELS]
 

@@ -87,6 +87,18 @@ def test_every_parameter_is_in_one_unit(make) -> None:
     assert {id(part._parameters[key]) for part, key in places} == {id(p) for p in model.parameters()}
 
 
+def test_a_module_that_two_containers_hold_is_one_unit() -> None:
+    class Own(_Model):
+        def units(self) -> list[nn.Module]:
+            return [self.embedding, *self.blocks, *self.blocks[1:], self]
+
+    model = _Model()
+    model.tail = nn.Sequential(*model.blocks[1:], nn.Dropout())
+    assert [unit.module for unit in units_of([model])] == [model, model.embedding, *model.blocks, model.head]
+    own = Own()
+    assert [unit.module for unit in units_of([own])] == [own.embedding, *own.blocks, own]
+
+
 def test_a_shared_parameter_is_in_each_unit_that_has_it_and_described_once() -> None:
     model = _Model()
     model.head.weight = model.embedding.weight

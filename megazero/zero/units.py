@@ -75,11 +75,12 @@ def units_of(chunks: Sequence[nn.Module], *, by_layer: bool = False) -> list[Uni
         own = getattr(model, "units", None)
         if callable(own):
             readers_of = getattr(model, "readers", None) if by_layer else None
-            for module in own():
+            for module in dict.fromkeys(own()):
                 readers = tuple(readers_of(module)) if callable(readers_of) else ()
                 found.append(Unit(module, _attributes(module.modules()), chunk, readers=readers))
         else:
-            found += _find(model, chunk, False)
+            by_module = {unit.module: unit for unit in _find(model, chunk, False)}  # one may stand in two containers
+            found += by_module.values()
     return found
 
 
