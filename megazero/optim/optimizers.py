@@ -200,7 +200,10 @@ def check_elementwise(optimizer: torch.optim.Optimizer, allow_untested: bool) ->
     cls = type(optimizer)
     for base in cls.__mro__:
         if reason := _NOT_ELEMENTWISE.get(base.__name__.lower()):
-            raise ValueError(f"{cls.__name__} {reason}. Use ZeRO stage 0, or an optimizer such as AdamW or Lion")
+            raise ValueError(
+                f"{cls.__name__} {reason}. Weights are stepped as one-dimensional shards at every ZeRO stage, 0 included: "
+                "use an optimizer that acts element by element, such as AdamW or Lion"
+            )
     known = {*(getattr(torch.optim, name) for name in _ELEMENTWISE), *(OPTIMIZERS[name].cls for name in OPTIMIZERS)}
     if cls not in known and not allow_untested:
         raise ValueError(
