@@ -398,6 +398,9 @@ def test_an_engine_answers_for_deepspeeds_names_and_for_its_module() -> None:
     for index in range(3):
         assert engine.global_steps == 0
         engine.backward(engine(data(index)).square().mean())
+        for change in (engine.set_train_batch_size, engine.set_train_micro_batch_size):
+            with pytest.raises(RuntimeError, match=f"{index + 1} of 3 micro-batches .* sizes of a step cannot change"):
+                change(BATCH)
         engine.step()
     assert engine.global_steps == 1
     engine.destroy()

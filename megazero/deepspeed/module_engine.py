@@ -238,12 +238,10 @@ class ModuleEngine(TrainingEngine):
 
     save_fp16_model = save_16bit_model
 
-    def _check_between_steps(self) -> None:
-        if self._passes:
-            raise CheckpointError(
-                f"{self._passes} of {self.config.accumulation} micro-batches of step {self.global_steps + 1} have run, and "
-                "a checkpoint does not hold their gradients; save after the engine.step() that ends the step"
-            )
+    def _begun(self) -> str:
+        if not self._passes:
+            return ""
+        return f"{self._passes} of {self.config.accumulation} micro-batches of step {self.global_steps + 1} have run"
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A whole step, on a module that returns its loss, or a tuple that begins with it; the mean loss over all ranks.

@@ -262,8 +262,16 @@ class CheckpointedEngine(nn.Module):
         """The name in a checkpoint of a tensor of the module."""
         return name
 
+    def _begun(self) -> str:
+        """What has run of a step that has begun; empty between steps."""
+        return ""
+
     def _check_between_steps(self) -> None:
         """Refuse to save where gradients of a step that has begun would be lost.  Raises: CheckpointError."""
+        if begun := self._begun():
+            raise CheckpointError(
+                f"{begun}, and a checkpoint does not hold their gradients; save after the engine.step() that ends the step"
+            )
 
     def _check_no_extra_state(self) -> None:
         """Refuse to save without what a module adds to its `state_dict`.  Raises: CheckpointError."""

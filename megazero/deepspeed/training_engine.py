@@ -266,7 +266,10 @@ class TrainingEngine(CheckpointedEngine):
     compile = refuses("compile the module with torch.compile, and give that to initialize")
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples of a step by its number of micro-batches.  Raises: ValueError, it is no multiple."""
+        """Change the samples of a step by its number of micro-batches.
+
+        Raises: ValueError, it is no multiple; RuntimeError, a step has begun.
+        """
         micro_batches = self.config.micro_batch_size * self.dp_world_size
         if train_batch_size < micro_batches or train_batch_size % micro_batches:
             raise ValueError(
@@ -279,7 +282,10 @@ class TrainingEngine(CheckpointedEngine):
         self._set_sizes(micro_batch_size, self.config.accumulation)
 
     def _set_sizes(self, micro_batch_size: int, accumulation: int) -> None:
-        self._check_between_steps()
+        if begun := self._begun():
+            raise RuntimeError(
+                f"{begun}: the sizes of a step cannot change within it; set them after the engine.step() that ends the step"
+            )
         whole = micro_batch_size * accumulation * self.dp_world_size
         self.config = replace(
             self.config, micro_batch_size=micro_batch_size, accumulation=accumulation, train_batch_size=whole
