@@ -382,6 +382,8 @@ def test_an_engine_answers_for_deepspeeds_names_and_for_its_module() -> None:
     assert engine.label == "of the module"
     assert engine.steps_per_print() == 10**9
     assert not engine.random_ltd_enabled()
+    assert engine.zero_offload_optimizer() is engine.zero_offload_param() is None
+    assert engine.optimizer_name() == "AdamW"
     assert engine.get_data_types() == (torch.bfloat16, torch.float32)
     assert engine.zero_optimization_partition_gradients()
     assert not engine.zero_optimization_partition_weights()
@@ -404,6 +406,11 @@ def test_an_engine_answers_for_deepspeeds_names_and_for_its_module() -> None:
         engine.step()
     assert engine.global_steps == 1
     engine.destroy()
+    config = settings(2)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    engine = engine_of(_Model(WIDTH, 2), config)
+    assert engine.zero_offload_optimizer().device == "cpu"
+    assert engine.zero_offload_param() is None
 
 
 def _check_names() -> None:

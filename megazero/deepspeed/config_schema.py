@@ -152,6 +152,16 @@ class ZeroBlock(Section):
         """Give the device of one of these two blocks, or of the deprecated key that says the same."""
         return self.offload(name).device or ("cpu" if getattr(self, OFFLOAD[name]) else "none")
 
+    @property
+    def offloaded_optimizer(self) -> OffloadParamBlock | None:
+        """What `offload_optimizer` says, None where nothing is offloaded, as DeepSpeed's engine answers."""
+        return self.offload_optimizer if self.device("offload_optimizer") != "none" else None
+
+    @property
+    def offloaded_param(self) -> OffloadParamBlock | None:
+        """What `offload_param` says, None where nothing is offloaded."""
+        return self.offload_param if self.device("offload_param") != "none" else None
+
     def nvme_paths(self) -> list[str]:
         """Give the different directories that the two blocks name for their files."""
         paths = [block.nvme_path for block in map(self.offload, OFFLOAD) if block.device == "nvme"]

@@ -428,6 +428,10 @@ class TrainingEngine(CheckpointedEngine):
         """The formats of the weights and of the gradients that add up."""
         return DTYPES[self.config.precision.dtype], DTYPES[self.config.precision.accumulate_dtype]
 
+    def optimizer_name(self) -> str:
+        """The optimizer's name in the configuration, else its class."""
+        return self.config.keys.optimizer.type or type(self.optimizer.inner).__name__
+
     def was_step_applied(self) -> bool:
         """Whether the last `step()` or `train_batch()` changed the weights: not one that only ended a micro-batch."""
         return self._step_applied
