@@ -892,6 +892,27 @@ def test_a_shared_buffer_stays_shared_and_one_without_values_is_an_error() -> No
     refuses(ValueError, "buffer running_mean is on the meta device", lambda: bring(lambda: model, settings()))
 
 
+def test_buffers_that_overlap_are_saved_and_come_back(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model, whole = Net(), torch.arange(12.0).view(3, 4)
+        for name, buffer in (
+            ("whole", whole),
+            ("rows", whole[1:]),
+            ("columns", whole.t()),
+            ("other", whole.new_ones(2)),
+        ):
+            model.register_buffer(name, buffer)
+        return model
+
+    bring(make, settings(1)).save_checkpoint(tmp_path)
+    engine = bring(make, settings(1))
+    for buffer in engine.module.buffers():
+        buffer.zero_()
+    engine.load_checkpoint(tmp_path)
+    for (name, buffer), expected in zip(engine.module.named_buffers(), make().buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
+
+
 class RandomBuffer(nn.Module):
     """Its features are drawn once and never trained: they are a buffer."""
 

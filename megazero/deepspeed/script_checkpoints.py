@@ -326,7 +326,11 @@ class CheckpointedEngine(nn.Module):
         at = self.parallel_state.at
         own = {}
         if at.tp == at.dp == at.cp == 0:
-            own = {self._canonical(path): buffer.detach().cpu().contiguous() for path, buffer in self._named_buffers()}
+            # copies: safetensors writes no tensors that overlap
+            own = {
+                self._canonical(path): buffer.detach().cpu().clone(memory_format=torch.contiguous_format)
+                for path, buffer in self._named_buffers()
+            }
         return {
             name: buffer for part in gather_objects(own, self.parallel_state.world) for name, buffer in part.items()
         }
