@@ -19,7 +19,15 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from worlds import state_on
 
 from megazero.checkpoint.folder import Folder
-from megazero.checkpoint.index import find_newest, read_trainer_state, step_folders, step_of, val_loss_of
+from megazero.checkpoint.index import (
+    CheckpointError,
+    find_newest,
+    is_complete,
+    read_trainer_state,
+    step_folders,
+    step_of,
+    val_loss_of,
+)
 from megazero.config import ResolvedRun, RunConfig, resolve
 from megazero.config.schema import LoggingConfig, TrainingConfig
 from megazero.engine import Engine, NonFiniteError, Position, StepStatistics
@@ -467,6 +475,38 @@ def test_a_step_that_is_rolled_back_after_its_evaluation_leaves_no_checkpoint(tm
     assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4, 5]
     state = read_trainer_state(tmp_path / "checkpoints" / "step-00000004")
     assert state.consumed_samples == 6 * BATCH  # of the second time
+
+
+def _train_with_damage(rank: int, run: ResolvedRun) -> str:
+    """Step 2 is damaged before step 4 is rolled back."""
+    reject = _RollsBack.after_step
+
+    def damage(self: _RollsBack, record: StepRecord) -> StepDecision | None:
+        if (decision := reject(self, record)) is not None and rank == 0:
+            file = next(Path(run.config.training.run_dir, "checkpoints", "step-00000002").glob("model-*.safetensors"))
+            file.write_bytes(file.read_bytes()[:-4] + b"\1\2\3\4")
+        return decision
+
+    _RollsBack.after_step = damage  # type: ignore[method-assign]
+    try:
+        _train_with_rollback(rank, run)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_rollback_removes_nothing_before_another_step_is_loaded(damaged: bool, tmp_path: Path) -> None:
+    """Step 2, where the run began, is pruned when step 4 is saved, which is before that is evaluated; or it is damaged."""
+    checkpoint = {"keep_last": 0 if damaged else 1, "on_damage": "fallback"}
+    run_world(2, _train, _run(2, tmp_path, save=2, steps=2, checkpoint=checkpoint))
+    run = _run(2, tmp_path, save=2, steps=5, eval_every_steps=2, checkpoint=checkpoint, callbacks=["rolls-back"])
+    if damaged:
+        for told in run_world(2, _train_with_damage, run):
+            assert "no older checkpoint is left" in told
+    else:
+        assert "there is no checkpoint to roll back to" in run_world(2, _train_with_rollback, run)[0]["error"]
+    assert is_complete(tmp_path / "checkpoints" / "step-00000004")
 
 
 def test_every_hook_of_a_registered_callback_is_called() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -266,6 +267,23 @@ def test_damage_of_one_that_is_kept_is_told(tmp_path: Path) -> None:
     removed, damage = Pruner(tmp_path, Retention(keep_last=2), Axis("world")).prune()
     assert [step_of(folder) for folder in removed] == [1]
     assert "model-00001-of-00001.safetensors has changed" in damage[0]
+
+
+def test_what_is_newer_than_the_newest_intact_one_that_is_kept_stays(tmp_path: Path) -> None:
+    """Of 3 and 9 the regular step is intact, the newest is not: 8, which no rule keeps, is the best that there is."""
+    for step in range(1, 10):
+        _write(tmp_path, step)
+    (tmp_path / "step-00000009" / "model-00001-of-00001.safetensors").write_bytes(b"y" * 64)
+    Pruner(tmp_path, Retention(keep_last=1, keep_every_steps=3), Axis("world")).prune()
+    assert _steps(tmp_path) == [3, 6, 7, 8, 9]
+
+
+def test_a_copy_of_a_step_under_a_name_of_the_users_own_takes_nobodys_place(tmp_path: Path) -> None:
+    for step in (2, 3, 4):
+        _write(tmp_path, step)
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-2")
+    _prune(tmp_path, Retention(keep_last=1, keep_every_steps=2))
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004", "step-2"]
 
 
 def _prune_together(rank: int, root: Path) -> tuple[list[str], int]:

@@ -38,6 +38,7 @@ from megazero.checkpoint.index import (
     own_files,
     read_trainer_state,
     remove_own_files,
+    step_folder,
     step_folders,
     step_of,
     val_loss_of,
@@ -122,7 +123,10 @@ class Pruner:
         keep, remove, unfinished = self._on_first(self._plan)
         damage: list[str] = []
         for name in reversed(keep if remove else []):
-            if not (found := find_damage_together(self._root.child(name), self._world, by_hash=self._by_hash)):
+            intact = self._root.child(name)
+            if not (found := find_damage_together(intact, self._world, by_hash=self._by_hash)):
+                # what is newer than this one may be intact, too
+                remove = [one for one in remove if step_of(self._root.child(one)) < step_of(intact)]
                 break
             damage += found
         else:
@@ -148,7 +152,8 @@ class Pruner:
 
     def _plan(self) -> tuple[list[str], list[str], list[str]]:
         """Names of those to keep, of those to remove, and of unfinished ones with files to remove; in order of steps."""
-        folders = [folder for folder in step_folders(self._root) if not folder.is_link]
+        every = [folder for folder in step_folders(self._root) if not folder.is_link]
+        folders = [one for one in every if one.name == step_folder(self._root, step_of(one)).name]  # step-2 is a user's
         complete = {step_of(folder): folder for folder in folders if is_complete(folder)}
         ranked = complete if self._policy.keep_best else {}
         states = {step: _state(folder) for step, folder in ranked.items()}

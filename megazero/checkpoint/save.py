@@ -122,6 +122,10 @@ def _prepare(folder: Folder, kinds: Sequence[str], numbers: Iterable[str], files
     names = [f"{kind}-{number}.safetensors" for kind in kinds for number in numbers]
     names += [*map(index_name, kinds), TRAINER_STATE, *files]
     try:
+        if folder.is_link:
+            raise CheckpointError(
+                f"{folder} is a link: what it holds belongs elsewhere. Remove it, or choose another name"
+            )
         if is_complete(folder):
             raise CheckpointError(f"{folder} already holds a complete checkpoint")
         ours = set(own_files(folder))

@@ -161,6 +161,16 @@ def test_a_complete_checkpoint_is_never_overwritten(saved: Path) -> None:
     assert find_damage(saved) == []
 
 
+def test_nothing_is_saved_through_a_link(tmp_path: Path) -> None:
+    (theirs := tmp_path / "theirs").mkdir()
+    write_unfinished(folder_at(theirs), ["model-00001-of-00001.safetensors"])
+    (theirs / "model-00001-of-00001.safetensors").write_bytes(b"theirs")
+    (link := tmp_path / "step-00000001").symlink_to(theirs)
+    (error,) = run_world(1, _save, run_of(1, model=TIED), link, 1)
+    assert "is a link" in error
+    assert (theirs / "model-00001-of-00001.safetensors").read_bytes() == b"theirs"
+
+
 @pytest.mark.parametrize("parallel", [{}, {"pp": 2}])
 def test_nothing_is_removed_that_no_checkpoint_has_written(tmp_path: Path, parallel: dict[str, int]) -> None:
     """A model of somebody else, whose files have the names of ours, lies where a checkpoint is to be written."""

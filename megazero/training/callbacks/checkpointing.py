@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
+from math import inf
 
 from megazero.checkpoint.folder import Folder, folder_at
 from megazero.checkpoint.index import (
@@ -154,24 +155,30 @@ class Checkpointing(Callback):
             except CheckpointError:  # already reported
                 pass
         newest = self._look(lambda: self._newest_of_this_run(step))
-        return None if newest is None else self._load(newest)
+        if newest is None:
+            return None
+        rejected, was_saved = step_folder(self._root, step), self._last == step_folder(self._root, step)
+        position = self._load(newest, before=step)
+
+        def forget() -> None:
+            if was_saved and self._state.rank == 0 and is_complete(rejected):
+                discard(rejected)
+
+        agree(forget, self._state.world, CheckpointError)  # saved before its evaluation, and now another one is loaded
+        return position
 
     def _newest_of_this_run(self, before: int) -> Folder | None:
-        """The newest step.  Those before the step that was loaded may belong to another run in the same directory.
+        """The newest step.  Those before the step that was loaded may belong to another run in the same directory."""
+        older = [one for one in self._complete_before(before) if self._loaded_step <= step_of(one)]
+        if older or self._origin is None:
+            return older[-1] if older else None
+        return self._origin if is_complete(self._origin) else None  # it may have been pruned
 
-        The step that is rolled back may have been saved before its evaluation: it does not count any more.
-        """
-        rejected = step_folder(self._root, before)
-        older = [
-            one for one in step_folders(self._root) if self._loaded_step <= step_of(one) < before and is_complete(one)
-        ]
-        found = older[-1] if older else self._origin
-        if found is not None and self._last == rejected:
-            discard(rejected)
-        return found
+    def _complete_before(self, step: float) -> list[Folder]:
+        return [one for one in step_folders(self._root) if step_of(one) < step and is_complete(one)]
 
-    def _load(self, origin: Folder) -> Position:
-        """Load a step, or an older one if it is damaged and `checkpoint.on_damage` allows it."""
+    def _load(self, origin: Folder, before: float = inf) -> Position:
+        """Load a step, or an older one, below `before`, if it is damaged and `checkpoint.on_damage` allows it."""
         try:
             with ExitStack() as until_read:
                 mark = partial(until_read.enter_context, reading(origin))
@@ -180,23 +187,23 @@ class Checkpointing(Callback):
         except DamagedError as error:
             if self._config.on_damage == "stop" or origin.parent != self._root:
                 raise
-            older = self._look(lambda: self._set_aside(origin))
+            older = self._look(lambda: self._set_aside(origin, before))
             if older is None:
                 raise CheckpointError(
                     f"{error}\nno older checkpoint is left in {self._root}; nothing was changed"
                 ) from error
             self._say(f"{error}\n{origin.name} is marked as damaged; going back to {older.name} (checkpoint.on_damage)")
-            return self._load(older)
+            return self._load(older, before)
         self._last = self._origin = origin
         self._loaded_step = position.step
         return position
 
-    def _set_aside(self, damaged: Folder) -> Folder | None:
+    def _set_aside(self, damaged: Folder, before: float) -> Folder | None:
         """Mark a damaged checkpoint; return the next one to try, which may be where this run began.
 
         The last one is not marked: without any checkpoint the same command would begin the run anew.
         """
-        older = [one for one in step_folders(self._root) if is_complete(one) and one.name != damaged.name]
+        older = [one for one in self._complete_before(before) if one.name != damaged.name]
         found, wish = older[-1] if older else None, self._config.resume
         if wish not in ("auto", "never") and (found is None or resume_setting_of(found) != hide_passwords(wish)):
             found = folder_at(wish)
