@@ -20,8 +20,10 @@ from megazero.config import ConfigError, load_config
 from megazero.data.tokenize import tokenize_files
 from megazero.plan.activations import elements_of_stages, kind_of
 from megazero.plan.cluster import cluster_of, with_memory
+from megazero.plan.report import Assumptions, plan_of
 from megazero.tools.check import FILE_RULES, describe
 
+_TWO_CHUNKS = "F0,F1,F0.1,F1.1,B0.1,B1.1,B0,B1\n" * 2
 SMALL = [*TINY, "parallel.tp=1", "parallel.pp=1", "launch.nproc_per_node=1", "training.steps=10"]
 
 
@@ -349,6 +351,45 @@ def test_a_run_directory_must_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert told == f'training.run_dir = "{run_dir}": must be a directory, or not exist; {tmp_path / "file"} is none'
     Path("link").symlink_to("nowhere")
     assert _problems("training.run_dir=link/a")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ['parallel.layout=[["embed"],[4,"head"]]'],
+        ['parallel.layout=[["embed",2],[0],[1],[1,"head"]]', "parallel.schedule=zbv"],
+        ["FILE", 'parallel.layout=[["embed",1],[1],[1],[1,"head"]]'],
+        ["FILE", "activations.recompute=full", "activations.layers=1"],
+    ],
+)
+def test_a_stage_without_a_layer_and_a_schedule_file_with_chunks_are_described_and_planned(
+    words: list[str], tmp_path: Path
+) -> None:
+    (table := tmp_path / "two.csv").write_text(_TWO_CHUNKS)
+    words = [word.replace("FILE", f"parallel.schedule_file={table}") for word in words]
+    words += ["parallel.pp=2", "model.num_layers=4", "training.accumulation=2", "training.global_batch_size=auto"]
+    described = _lines(*words, "launch.nproc_per_node=2")
+    assert len([line for line in described["memory"] if "keeps for its backward passes" in line]) == 2
+    assert plan_of(load_config(QUICKSTART, [*SMALL, *words], 2), cluster_of("h100", 2, 2), Assumptions()).fits
+
+
+def test_the_layout_is_for_the_chunks_of_the_schedule_file_and_leaves_no_rank_without_a_part(tmp_path: Path) -> None:
+    (table := tmp_path / "two.csv").write_text(_TWO_CHUNKS)
+    words = ["model.num_layers=4", "training.accumulation=2", "training.global_batch_size=auto", "parallel.pp=2"]
+    own = [*words, "launch.nproc_per_node=2", f"parallel.schedule_file={table}"]
+    (told,) = _problems(*own, 'parallel.layout=[["embed",2],[2,"head"]]')
+    assert "must have 4 stages with model.num_layers=4 layers in all; it has 2 with 4" in told
+    (told,) = _problems(*own, "model.num_layers=2")
+    assert "must be >= parallel.pp*chunks=2*2=4, a layer for each stage" in told
+    three = [*words, "parallel.pp=3", "launch.nproc_per_node=3"]
+    (told,) = _problems(*three, 'parallel.layout=[["embed",2],[0],[2,"head"]]')
+    assert "must leave pipeline rank 1 a part of the model; give it a layer" in told
+
+
+def test_a_choice_for_a_rank_of_another_elastic_shape_is_passed_over() -> None:
+    table = 'activations.stages=[{stage=1, recompute="full", layers=1}]'
+    elastic = ["elastic.enabled=true", "training.global_batch_size=8", "training.accumulation=auto", table]
+    assert not any("activations.stages" in line for line in _lines(*elastic).get("note", ()))
 
 
 def test_a_schedule_file_is_proved_and_must_be_for_this_run(tmp_path: Path) -> None:

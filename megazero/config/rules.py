@@ -14,7 +14,7 @@ unset is told too, but for one of a model family: another model than the file as
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -128,23 +128,19 @@ def idle_activations(config: RunConfig, told: Collection[str]) -> Iterator[str]:
         config: the run, fitted to its world, with its model complete.
         told: lines of keys that are known to be idle.
     """
-    own, parallel, (pp, chunks) = config.activations, config.parallel, _stages(config)
-    if own == ActivationsConfig():
+    own, pp, placement = config.activations, config.parallel.pp, _placement(config)
+    if own == ActivationsConfig() or placement is None:
         return
-    if parallel.schedule_file is None:
-        placement = SCHEDULES[parallel.schedule].placement(pp, chunks)
-    else:
-        try:
-            placement = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement).placement
-        except (ValueError, OSError):  # the start of a run and `megazero check` say why
-            return
-    layouts = cut_by_rank(config.model, parallel.layout, placement)
+    layouts = cut_by_rank(config.model, config.parallel.layout, placement)
     layers = [[layer for layout in own for layer in layout.layers] for own in layouts]
 
     def kept(choices: ActivationsConfig) -> list[dict[int, LayerPolicy]]:
         return [layer_policies(choices, layers[rank], rank) for rank in range(pp)]
 
     now, idle = kept(own), [line.partition(" = ")[0] for line in told]
+    idle += [
+        f"activations.stages[{index}]" for index, one in enumerate(own.stages) if one.stage >= pp
+    ]  # another shape's
     for key, value, without in _without_each(own):
         if not any(f"{key}.".startswith(f"{known}.") for known in idle) and kept(without) == now:
             idle.append(key)
@@ -206,10 +202,29 @@ def _family_rules(model: ModelConfig) -> list[Rule]:
     return [rule_of(rule) for rule in FAMILIES[model.family].rules()]
 
 
-def _stages(config: RunConfig) -> tuple[int, int]:
-    """Give pp and the number of model chunks on each of its ranks."""
+def _placement(config: RunConfig) -> Sequence[tuple[int, int]] | None:
+    """Rank and chunk of every virtual stage; None where no schedule of the user's own is found for this pp: the start of a
+    run and `megazero check` say why."""
     parallel = config.parallel
-    return parallel.pp, SCHEDULES[parallel.schedule].chunks or parallel.virtual_stages
+    if parallel.schedule_file is None:
+        return SCHEDULES[parallel.schedule].placement(parallel.pp, _named_chunks(config))
+    try:
+        schedule = read_schedule(Path(parallel.schedule_file), parallel.schedule_placement)
+    except (ValueError, OSError):
+        return None
+    return schedule.placement if schedule.pp == parallel.pp else None
+
+
+def _named_chunks(config: RunConfig) -> int:
+    """Model chunks on each rank of a named schedule."""
+    return SCHEDULES[config.parallel.schedule].chunks or config.parallel.virtual_stages
+
+
+def _chunks(config: RunConfig) -> int:
+    """Model chunks on each rank; 0 where that is not known."""
+    if config.parallel.schedule_file is None:
+        return _named_chunks(config)
+    return len(_placement(config) or ()) // config.parallel.pp
 
 
 def _kernels_take_the_heads(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -290,7 +305,7 @@ def _ulysses_splits_heads(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
-    layers, (pp, chunks) = config.model.num_layers, _stages(config)
+    layers, pp, chunks = config.model.num_layers, config.parallel.pp, _chunks(config)
     if layers < pp * chunks:
         stages = f"parallel.pp={pp}" if chunks == 1 else f"parallel.pp*chunks={pp}*{chunks}={pp * chunks}"
         hint = f"the nearest num_layers is {pp * chunks}"
@@ -299,15 +314,27 @@ def _every_stage_has_a_layer(config: RunConfig, _: int) -> Iterator[Problem]:
 
 
 def _layout_is_of_this_model(config: RunConfig, _: int) -> Iterator[Problem]:
-    layout, (pp, chunks), layers = config.parallel.layout, _stages(config), config.model.num_layers
+    layout, stages, layers = config.parallel.layout, config.parallel.pp * _chunks(config), config.model.num_layers
     counts = [] if isinstance(layout, str) else layer_counts(layout)
-    if counts and (len(counts), sum(counts)) != (pp * chunks, layers):
-        rule = f"must have {pp * chunks} stages with model.num_layers={layers} layers in all"
+    if not counts or not stages:
+        return
+    if (len(counts), sum(counts)) != (stages, layers):
+        rule = f"must have {stages} stages with model.num_layers={layers} layers in all"
         yield Problem("parallel.layout", layout, rule, f"it has {len(counts)} with {sum(counts)}")
+        return
+    placement = _placement(config) or ()
+    holds = {rank for (rank, _), count in zip(placement, counts, strict=True) if count}
+    holds |= {placement[0][0], placement[-1][0]}  # those with the embedding and the head
+    for rank in sorted(set(range(config.parallel.pp)) - holds):
+        yield Problem(
+            "parallel.layout", layout, f"must leave pipeline rank {rank} a part of the model", "give it a layer"
+        )
 
 
 def _schedule_has_its_chunks(config: RunConfig, _: int) -> Iterator[Problem]:
     chunks = config.parallel.virtual_stages
+    if config.parallel.schedule_file is not None:
+        return
     if wrong := SCHEDULES[config.parallel.schedule].wrong_chunks(chunks):
         yield Problem("parallel.virtual_stages", chunks, *wrong)
 
@@ -525,7 +552,7 @@ _ACTIVATIONS = tuple(f"activations.{key}" for key in ("layers", "offload_layers"
 _ELASTIC = ("elastic.enabled", "elastic.shapes")
 WORLD = ("world_size", "parallel.tp", "parallel.cp", "parallel.pp", "parallel.dp", *_ELASTIC)
 _CONTEXT = ("parallel.cp", "parallel.cp_method", "parallel.cp_ulysses")
-_CHUNKS = ("parallel.virtual_stages", "parallel.schedule")
+_CHUNKS = ("parallel.virtual_stages", "parallel.schedule", "parallel.schedule_file", "parallel.schedule_placement")
 _VALIDATION = ("training.eval_every_steps", "data.validation_fraction")
 BATCH = ("training.global_batch_size", "training.micro_batch_size", "training.accumulation")
 _SHAPE_RULES = (

@@ -118,8 +118,9 @@ class WeightGradQueue:
         The exchange of the next one runs while one is computed, so two gathered inputs at most are held.  Every tp rank
         starts the exchanges in the order of the queue.
         """
+        if not (entries := self._passes.popleft()):  # as of a stage without a layer, which has no accumulator
+            return
         assert self.accumulator is not None
-        entries = self._passes.popleft()
         with torch.no_grad():
             following = entries.popleft()() if entries else None
             while (finish := following) is not None:

@@ -201,7 +201,8 @@ def _of_rank(
         saved=peak(on_device, nothing),
         device=peak(on_device, queued) + min(moving, host),
         host=host,
-        again=again / FAMILIES[model.family].flops_per_token(part),
+        again=again
+        and again / FAMILIES[model.family].flops_per_token(part),  # a rank with the embedding alone has none
     )
 
 

@@ -108,7 +108,8 @@ def _chunk(layout: StageLayout, policies: Mapping[int, LayerPolicy], elements: t
         units.append((replace(policies[layer], offload=False), policies[layer].offload, elements[1]))
     if layout.has_head:
         units.append((HEAD, False, elements[2]))
-    return _Chunk(*(tuple(column) for column in zip(*units, strict=True)))
+    keys, moves, numels = zip(*units, strict=True) if units else ((), (), ())
+    return _Chunk(keys, moves, numels)
 
 
 def unit_elements(config: RunConfig, *, is_one_stage: bool) -> tuple[int, int, int]:

@@ -190,7 +190,7 @@ def _rank_zero(
     return RankZero(
         {} if waits else gathers,
         reductions,
-        {chunk: max(units) / max(1, counts[chunk]) for chunk, units in own.items()},
+        {chunk: max(units, default=0) / max(1, counts[chunk]) for chunk, units in own.items()},
         buckets,
         each_reduces=zero.stage >= 2 and formula.reduces_each and run.shards > 1,
         each_gathers=is_stage_3 and zero.gather_policy == "action" and not _stays(run, own, formula),
@@ -203,7 +203,9 @@ def _rank_zero(
 def _stays(run: ResolvedRun, own: Mapping[int, tuple[int, ...]], formula: StateFormula) -> bool:
     """Whether all weights fit into the buffers, a unit and what is gathered ahead: then none is gathered twice."""
     units = own.get(0, (0,))
-    return len(own) == 1 and (sum(units) - max(units)) * formula.weight_bytes <= run.config.zero.prefetch_bytes
+    return (
+        len(own) == 1 and (sum(units) - max(units, default=0)) * formula.weight_bytes <= run.config.zero.prefetch_bytes
+    )
 
 
 def _bucket_elements(run: ResolvedRun, links: Mapping[str, GroupLink], own: int, *, on_cpu: bool, hides: bool) -> int:
@@ -244,7 +246,7 @@ def _reduction(
 
 def _pieces(axis: GroupLink, operation: str, size: float, pieces: int) -> Cost:
     """Of a collective of `size` bytes, whole buffers counted, in equal pieces."""
-    sent = size * (axis.ranks - 1) / axis.ranks / pieces
+    sent = size * (axis.ranks - 1) / axis.ranks / max(1, pieces)  # a chunk without a layer has none
     return Cost(pieces * axis.seconds(operation, sent), pieces * axis.work_seconds(operation, sent), pieces)
 
 
