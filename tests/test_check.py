@@ -343,12 +343,18 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_compared_as_the_run_would(tmp
     assert sorted(run_dir.rglob("*")) == before
 
 
+def test_a_step_of_more_passes_than_can_be_listed_is_refused() -> None:
+    (told,) = _problems("training.accumulation=1099511627776", "training.global_batch_size=auto")
+    assert "must be at most 1,048,576 with 1 stage" in told
+
+
 def test_a_run_directory_must_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # so that paths are short enough to be told whole
     Path("file").touch()
-    for run_dir in ("file", "file/runs/a"):
-        (told,) = _problems(f"training.run_dir={run_dir}")
-        assert told == f'training.run_dir = "{run_dir}": must be a directory, or not exist; {tmp_path / "file"} is none'
+    for key in ("training.run_dir", "checkpoint.directory"):
+        for name in ("file", "file/runs/a"):
+            (told,) = _problems(f"{key}={name}")
+            assert told == f'{key} = "{name}": must be a directory, or not exist; {tmp_path / "file"} is none'
     Path("link").symlink_to("nowhere")
     assert _problems("training.run_dir=link/a")
 

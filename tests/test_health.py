@@ -37,7 +37,7 @@ from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.health import LossSpikes, NonFinitePolicy, count_skipped
 from megazero.training.callbacks.metrics import MetricsFile
 from megazero.training.callbacks.progress import ProgressLine
-from megazero.training.callbacks.registry import CALLBACKS, RegisteredCallback, name_problems
+from megazero.training.callbacks.registry import CALLBACKS, CallbackError, RegisteredCallback, name_problems
 from megazero.training.callbacks.stragglers import RankWork, Stragglers, _Look, slow_ranks, spread_of
 from megazero.training.loop import train
 from megazero.training.record import SampleRange, StepDecision, StepMeter, StepRecord
@@ -507,6 +507,38 @@ def test_a_rollback_removes_nothing_before_another_step_is_loaded(damaged: bool,
     else:
         assert "there is no checkpoint to roll back to" in run_world(2, _train_with_rollback, run)[0]["error"]
     assert is_complete(tmp_path / "checkpoints" / "step-00000004")
+
+
+class _Misspelt(Callback):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def after_stp(self, record: StepRecord) -> None:
+        raise AssertionError("no hook")
+
+    def after_step(self, record: StepRecord) -> None:
+        record.metrics["mine"] = self.value
+
+
+def _train_with(rank: int, run: ResolvedRun, made: Any) -> str | list[str]:
+    CALLBACKS.register("mine", lambda context: made)
+    try:
+        shown: list[str] = _train(rank, run)["shown"]
+        return shown
+    except CallbackError as error:
+        return str(error)
+
+
+def test_a_value_that_is_no_metric_a_class_that_is_no_callback_and_a_misspelt_hook_are_told(tmp_path: Path) -> None:
+    run = _run(1, tmp_path, steps=1, callbacks=["mine"])
+    (told,) = run_world(1, _train_with, run, _Misspelt(torch.tensor(3.0)))
+    assert "callback 'mine' (training.callbacks) failed" in told
+    assert "record.metrics['mine'] must be a number, a text or a table of numbers, got tensor(3.)" in told
+    (told,) = run_world(1, _train_with, run, object())
+    assert "callback 'mine' (training.callbacks) failed" in told
+    assert "must derive from" in told
+    (told,) = run_world(1, _train_with, run, _Misspelt({"a": 1.5}))
+    assert "note: callback 'mine' has after_stp, which a run never calls; did you mean after_step?" in told
 
 
 def test_every_hook_of_a_registered_callback_is_called() -> None:

@@ -171,6 +171,10 @@ def test_auto_takes_the_fastest_place_that_has_room(tmp_path: Path) -> None:
     assert _choose(3, 4_000, 18_000) == ("cpu", "none")  # the weights may stay
     assert _choose(3, 1_000, 23_000) == ("cpu", "cpu")
     assert _choose(3, 1_000, 1_000, disk=tmp_path) == ("nvme", "nvme")
+    with pytest.raises(
+        ValueError, match=r"zero.offload.nvme_path=.*/none cannot be used \(No such file or directory\)"
+    ):
+        _choose(3, 1_000, 1_000, disk=tmp_path / "none")
     assert _choose(0, 16_000, 0) == ("none", "none")
     assert _choose(0, 8_000, 18_000) == ("cpu", "none")
 

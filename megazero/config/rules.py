@@ -48,6 +48,8 @@ from megazero.settings import (
     toml_value,
 )
 
+_MOST_PASSES = 2**20  # of a step's micro-batches through all stages
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -389,6 +391,18 @@ def _micro_batches_fill_the_schedule(config: RunConfig, dp: int) -> Iterator[Pro
         yield Problem("training.accumulation", count, rule, nearest_text(nearest_multiples(count, multiple)))
 
 
+def _passes_can_be_listed(config: RunConfig, dp: int) -> Iterator[Problem]:
+    """A schedule is a list of them, which is proved before it runs."""
+    stages, count = config.parallel.pp * max(1, _chunks(config)), 0
+    with suppress(ConfigError):
+        count = batch_sizes(config, dp).accumulation
+    if count * stages > _MOST_PASSES:
+        rule = (
+            f"must be at most {_MOST_PASSES // stages:,} with {counted(stages, 'stage')}, of which each has all passes"
+        )
+        yield Problem("training.accumulation", count, rule, "larger micro-batches need fewer passes")
+
+
 def _shard_groups_fill_dp(config: RunConfig, dp: int) -> Iterator[Problem]:
     size, cp = config.zero.shard_group_size, config.parallel.cp
     if size and dp * cp % size:
@@ -578,6 +592,7 @@ RULES = (
     Rule((*WORLD, *BATCH, *_CHUNKS), _micro_batches_fill_the_schedule),
     Rule(("elastic.enabled", "training.global_batch_size"), _elastic_batch_is_a_number),
     Rule(("elastic.enabled", "parallel.schedule_file"), _own_schedule_has_one_shape),
+    Rule((*WORLD, *BATCH, *_CHUNKS), _passes_can_be_listed),
     Rule(_ELASTIC, _shapes_fill_their_worlds),
     Rule((*WORLD, "zero.shard_group_size"), _shard_groups_fill_dp),
     Rule((*WORLD, "zero.shard_group_size", "zero.secondary_shard_size"), _second_copies_fill_shard_groups),

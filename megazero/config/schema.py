@@ -35,7 +35,7 @@ from megazero.settings import (
     PositiveOrZero,
     Seconds,
     Section,
-    Share,
+    ShareAboveZero,
     ShareBelowOne,
     Spelling,
     Text,
@@ -152,7 +152,9 @@ class OffloadConfig(Section):
         Literal["none", "cpu", "nvme", "auto"], ActsWhere("zero.stage", (3,), "only stage 3 shards parameters")
     ] = "none"
     """Where stage 3 keeps its shard of the weights."""
-    ratio: Annotated[Share, ActsWhere("zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded")] = 1.0
+    ratio: Annotated[
+        ShareAboveZero, ActsWhere("zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded")
+    ] = 1.0
     """Share of the optimizer state that is offloaded; the rest stays on the device."""
     nvme_path: Annotated[
         PathText | None,

@@ -239,10 +239,10 @@ class CheckpointedEngine(nn.Module):
             schedule_state = None
         groups = trainer.script["groups"] if with_optimizer else None
         agree(lambda: self._check_loadable(groups, buffers, schedule_state), state.world, CheckpointError)
-        scaler, step = (None, None) if load_module_only else (trainer.loss_scaler, trainer.step)
+        scaler = None if load_module_only else trainer.loss_scaler
         with model.parameters.gathers.renewing():
             load_checkpoint(directory, model.sharded_state, state, with_optimizer=with_optimizer)
-            model.loaded(scaler, step, gathers=not fills_weights(directory, state))
+            model.loaded(scaler, gathers=not fills_weights(directory, state))
         for path, buffer in self._named_buffers():
             buffer.copy_(buffers[self._canonical(path)])
         for group, settings in zip(self.optimizer.param_groups, groups or [], strict=False):

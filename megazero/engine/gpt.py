@@ -334,7 +334,7 @@ class Engine:
                 by_hash=self.config.checkpoint.verify == "hash",
             )
             gathers = not fills_weights(path, self.state)
-            self.sharded_model.loaded(trainer.loss_scaler, trainer.step, gathers=gathers)
+            self.sharded_model.loaded(trainer.loss_scaler, gathers=gathers)
         return position_after(trainer, self.config, data_fingerprint)
 
     def memory_bytes(self) -> dict[str, int]:

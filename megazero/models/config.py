@@ -3,10 +3,12 @@
 from collections.abc import Collection
 from typing import Annotated
 
+from pydantic import Field
+
 from megazero.models.registry import FAMILIES
 from megazero.models.rope_scaling import RopeScaling
 from megazero.registry import NameIn
-from megazero.settings import ActsWhere, Count, Positive, Section, ShareBelowOne
+from megazero.settings import ActsWhere, Count, Epsilon, Positive, Section, ShareBelowOne
 
 
 def _of_families(key: str) -> ActsWhere:
@@ -21,9 +23,9 @@ class ModelConfig(Section):
 
     family: Annotated[str, NameIn(FAMILIES)] = "llama"
     """The layers and their names; see docs/models.md."""
-    hidden_size: Count = 1024
+    hidden_size: Annotated[int, Field(ge=1, le=2**20)] = 1024
     """Width of the residual stream; where head_dim is unset a multiple of num_heads (rotary positions: of twice that)."""
-    num_layers: Count = 24
+    num_layers: Annotated[int, Field(ge=1, le=2**14)] = 24
     """Number of transformer blocks; at least one for each pipeline stage."""
     num_heads: Count = 16
     """Attention heads; a multiple of parallel.tp."""
@@ -39,7 +41,7 @@ class ModelConfig(Section):
     """Tokens in a sample."""
     tie_embeddings: bool | None = None
     """Whether the output layer is the embedding table. Unset: true for gpt2, which has no other form; else false."""
-    norm_eps: Positive = 1e-5
+    norm_eps: Epsilon = 1e-5
     """Added to the variance in every norm."""
     rope_theta: Annotated[Positive, _of_families("rope_theta")] = 10000.0
     """Base of the rotary frequencies."""

@@ -11,6 +11,7 @@ from megazero.settings import (
     ActsWhere,
     AtMost,
     CountOrZero,
+    Epsilon,
     Positive,
     PositiveOrZero,
     Section,
@@ -49,7 +50,7 @@ class OptimizerConfig(Section):
     """Decay of the running means of the gradient and of its square."""
     momentum: Annotated[ShareBelowOne, _of_optimizers("momentum")] = 0.0
     """Share of the last update that is added to the next."""
-    eps: Annotated[Positive, _of_optimizers("eps")] = 1e-8
+    eps: Annotated[Epsilon, _of_optimizers("eps")] = 1e-8
     """Added to the denominator of the update."""
     weight_decay: PositiveOrZero = 0.1
     """Weight decay; on matrices only, not on norms and biases."""

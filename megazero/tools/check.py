@@ -65,14 +65,16 @@ def _tokenizer_problems(config: RunConfig, _: int) -> Iterator[Problem]:
         yield Problem("model.vocab_size", rows, f"must be >= {ids}, the ids of data.tokenizer={name}", f"write {ids}")
 
 
-def _run_dir_problems(config: RunConfig, _: int) -> Iterator[Problem]:
-    """Nothing but directories lies where the run's directory is to be made."""
-    run_dir = Path(config.training.run_dir).absolute()
-    there = next(path for path in (run_dir, *run_dir.parents) if os.path.lexists(path))
-    if not there.is_dir():
-        yield Problem(
-            "training.run_dir", config.training.run_dir, "must be a directory, or not exist", f"{there} is none"
-        )
+def _directory_problems(config: RunConfig, _: int) -> Iterator[Problem]:
+    """Nothing but directories lies where the run's are to be made."""
+    named = {"training.run_dir": config.training.run_dir, "checkpoint.directory": config.checkpoint.directory}
+    for key, name in named.items():
+        if name is None or "://" in name:
+            continue
+        path = Path(name).absolute()
+        there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+        if not there.is_dir():
+            yield Problem(key, name, "must be a directory, or not exist", f"{there} is none")
 
 
 def _source_problems(config: RunConfig, _: int) -> Iterator[Problem]:
@@ -129,7 +131,7 @@ FILE_RULES = (
         _source_problems,
     ),
     Rule((*WORLD, *BATCH, "parallel.schedule_file", "parallel.schedule_placement"), _schedule_problems),
-    Rule(("training.run_dir",), _run_dir_problems),
+    Rule(("training.run_dir", "checkpoint.directory"), _directory_problems),
 )
 
 

@@ -156,6 +156,14 @@ def choose_location(
     )
 
 
+def _free_disk(path: str) -> int:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError as error:
+        text = f"zero.offload.nvme_path={path} cannot be used ({error.strerror}); create it, or name another disk"
+        raise ValueError(text) from None
+
+
 def without_auto(
     config: OffloadConfig,
     policy: ShardingPolicy,
@@ -187,7 +195,8 @@ def without_auto(
     # More than leaves the device: on the host, gradients and, with fp32 weights, masters that are then separate.
     more = owned * 4 * (moments + 1) - movable["optimizer"]
     host = free(torch.device("cpu")) // neighbours
-    disk = shutil.disk_usage(config.nvme_path).free // neighbours if config.nvme_path else None
+    path = config.nvme_path
+    disk = None if path is None else agree(lambda: _free_disk(path), world, ValueError) // neighbours
     chosen: dict[str, str] = {}
     for key, size in movable.items():
         if getattr(config, key) != "auto":

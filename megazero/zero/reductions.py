@@ -62,7 +62,7 @@ class ReductionQueue:
         pool: all working buffers.
         most_bytes: their limit: what is more, while several parts fill at once, is freed at the end of the step.
         replicas: sums what is reduced over the ranks that hold the same shards.
-        step: the random numbers that round quantized gradients are those of this step.
+        step: updates so far; it keys the random numbers that round quantized gradients.
     """
 
     def __init__(self, buckets: Sequence[Bucket], reduce_dtype: torch.dtype, bucket_bytes: int = 0) -> None:

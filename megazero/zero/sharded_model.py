@@ -51,7 +51,6 @@ class ShardedModel:
     Attributes:
         names: qualified name by identity of the parameters that modules compute with.
         scale: what the losses of this step are multiplied by.
-        steps: that have updated the weights or skipped it, those before a checkpoint that was loaded included.
 
     Raises:
         ValueError, StorageError: on every rank, the configuration does not fit this machine.
@@ -128,7 +127,7 @@ class ShardedModel:
         self.optimizer = ShardedOptimizer(buckets, recipe, self.parameters.offload)
         self.sharded_state = ShardedState(buckets, self.optimizer, self.parameters.gathers.wait)
         self.scaler = LossScaler(precision) if precision.dtype == "fp16" else None
-        self.scale, self.steps = 1.0, 0
+        self.scale = 1.0
         self.begin_step(1)
 
     @property
@@ -138,7 +137,7 @@ class ShardedModel:
 
     def begin_step(self, micro_batches: int) -> None:
         """Forget the last step's gradients.  Each parameter is expected once per micro-batch."""
-        self.reducer.begin_step(micro_batches, self.steps)
+        self.reducer.begin_step(micro_batches, self.optimizer.steps_taken + self.skipped_steps)  # of a checkpoint, too
         if self.parameters.gatherer is not None:
             self.parameters.gatherer.begin_step()
         self.scale = 1.0 if self.scaler is None else self.scaler.scale
@@ -186,7 +185,6 @@ class ShardedModel:
                 weights are stepped nobody sees them before a checkpoint is loaded.
         """
         overflowed = not isfinite(norm)
-        self.steps += 1
         if not overflowed:
             clip = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
             # Unscaled by the scale that was used; it changes only afterwards.
@@ -203,15 +201,13 @@ class ShardedModel:
             self.scaler.update(overflowed)
         return not overflowed
 
-    def loaded(self, loss_scaler: dict[str, Any] | None, step: int | None = None, *, gathers: bool = True) -> None:
-        """Go on from a checkpoint that was read: let modules see the master weights, and take its loss scale and its step.
+    def loaded(self, loss_scaler: dict[str, Any] | None, *, gathers: bool = True) -> None:
+        """Go on from a checkpoint that was read: let modules see the master weights, and take its loss scale.
 
         Args:
             loss_scaler: a scaler's `state_dict`, or None.
-            step: None to go on counting, as where only the weights were read.
             gathers: see `ShardedParameters.all_gather_weights`.
         """
-        self.steps = self.steps if step is None else step
         if self.scaler is not None and loss_scaler is not None:
             self.scaler.load_state_dict(loss_scaler)
         self.parameters.sync_from_master(gathers=gathers)

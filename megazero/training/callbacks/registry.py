@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +11,7 @@ from megazero.comm.collectives import LostPeerError
 from megazero.config import ConfigError, to_toml
 from megazero.config.schema import TrainingConfig
 from megazero.engine import Position
-from megazero.registry import Registry
+from megazero.registry import Registry, closest
 from megazero.settings import Problem
 from megazero.training.callbacks.base import Callback, RunContext
 from megazero.training.callbacks.checkpointing import Checkpointing
@@ -71,7 +71,10 @@ class RegisteredCallback(Callback):
 
     def __init__(self, name: str, context: RunContext) -> None:
         self._name, self._gathers = name, context.engine.sharded_model.parameters.gathers
-        self._own = self._named(lambda: CALLBACKS[name](context))
+        self._own = self._named(lambda: _checked(CALLBACKS[name](context)))
+        for method in sorted(set(dir(self._own)) - set(dir(Callback))):
+            if method.startswith(("on_", "before_", "after_")) and (meant := closest(method, dir(Callback))):
+                context.say(f"note: callback {name!r} has {method}, which a run never calls; did you mean {meant[0]}?")
 
     def _named(self, call: Callable[[], T]) -> T:
         try:
@@ -92,7 +95,17 @@ class RegisteredCallback(Callback):
         return self._hook(lambda: self._own.before_step(position))
 
     def after_step(self, record: StepRecord) -> StepDecision | None:
-        return self._hook(lambda: self._own.after_step(record))
+        def call() -> StepDecision | None:
+            decision = self._own.after_step(record)
+            for key, value in record.metrics.items():
+                values = value.values() if isinstance(value, Mapping) else [value]
+                if not all(isinstance(one, float | int | str) for one in values):
+                    raise TypeError(
+                        f"record.metrics[{key!r}] must be a number, a text or a table of numbers, got {value!r}"
+                    )
+            return decision
+
+        return self._hook(call)
 
     def on_rollback(self, position: Position) -> None:
         self._hook(lambda: self._own.on_rollback(position))
@@ -102,6 +115,12 @@ class RegisteredCallback(Callback):
 
     def close(self) -> None:
         self._named(self._own.close)
+
+
+def _checked(made: Callback) -> Callback:
+    if not isinstance(made, Callback):
+        raise TypeError(f"it made {made!r}; its class must derive from megazero.training.callbacks.base.Callback")
+    return made
 
 
 def callbacks_of(
