@@ -229,7 +229,9 @@ def nearest_text(values: Sequence[int], name: str = "") -> str:
 
 def counted(number: float, what: str) -> str:
     """`1 layer`, `4 micro-batches`."""
-    return f"{number:g} {what}" + ("" if number == 1 else "es" if what.endswith("ch") else "s")
+    return f"{number if isinstance(number, int) else f'{number:g}'} {what}" + (
+        "" if number == 1 else "es" if what.endswith("ch") else "s"
+    )
 
 
 def divisors(number: int) -> list[int]:

@@ -119,7 +119,7 @@ def _named_schedule(name: str, pp: int, microbatches: int, virtual_stages: int |
     kind = SCHEDULES[name]
     if compares and kind.chunks is not None:  # the number of virtual stages is for another row of the table
         virtual_stages = None
-    return kind.build(pp, microbatches, kind.chunks_of(virtual_stages or 1))
+    return kind.build(pp, microbatches, kind.chunks_of(1 if virtual_stages is None else virtual_stages))
 
 
 def _print_comparison(

@@ -220,6 +220,8 @@ def _read(path: Path) -> Tables:
         number = int(found[1]) if found else len(lines)  # "at end of document"
         hint = f"the line reads: {lines[number - 1].strip()}"
         raise file_error(path, f"is not TOML: {error}", hint, number) from None
+    except (ValueError, RecursionError) as error:
+        raise file_error(path, f"cannot be read: {error}", "it holds a number or a table that is too long") from None
 
 
 def _rename(tables: Tables) -> list[Problem]:
@@ -262,7 +264,7 @@ def _override(tables: Tables, text: str) -> Problem | None:
 def _override_value(written: str) -> object:
     try:
         parsed = tomllib.loads(f"value = {written}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # a number of thousands of digits, or brackets as deep, is no TOML error
         return written
     # No key is a date, but a directory may well be named after one.
     return written if len(parsed) > 1 or isinstance(parsed["value"], date | time) else parsed["value"]

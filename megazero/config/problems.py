@@ -111,7 +111,8 @@ def _describe(tables: dict[str, Any], path: Path, errors: list[ErrorDetails]) ->
     if errors[0]["type"] == "extra_forbidden":
         return _unknown(key, _name(path[:-1]), str(path[-1]), value)
     phrases = list(dict.fromkeys(map(_must, errors)))
-    rule = "must " + " or ".join([phrases[0], *(phrase.removeprefix("be ") for phrase in phrases[1:])])
+    joint = " and " if errors[0]["type"] == "missing" else " or "  # all that is missing, or one of several types
+    rule = "must " + joint.join([phrases[0], *(phrase.removeprefix("be ") for phrase in phrases[1:])])
     return [(Problem(key, value, rule, _hint(tables, path, errors)), [])]
 
 
@@ -152,7 +153,7 @@ def candidates(value: object, errors: list[ErrorDetails]) -> Iterator[object]:
     kinds, contexts = {error["type"] for error in errors}, [error.get("ctx", {}) for error in errors]
     expected = [context.get("expected", "") for context in contexts]
     if isinstance(value, str):
-        with suppress(tomllib.TOMLDecodeError):
+        with suppress(ValueError, RecursionError):
             yield from tomllib.loads(f"value = {value.lower()}").values()
         words = [word for context in contexts for word in context.get("choices", ())]
         yield from (context["listed"] for context in contexts if context.get("listed"))
