@@ -477,6 +477,20 @@ def test_a_step_that_is_rolled_back_after_its_evaluation_leaves_no_checkpoint(tm
     assert state.consumed_samples == 6 * BATCH  # of the second time
 
 
+def _resume_by_name(rank: int, run: ResolvedRun) -> dict[str, Any]:
+    def fail(path: str) -> Folder:
+        raise AssertionError(f"{path} was read as a URL")
+
+    checkpointing.folder_at = fail  # type: ignore[assignment]
+    return _train(rank, run)
+
+
+def test_a_step_of_the_runs_own_directory_is_told_by_its_name(tmp_path: Path) -> None:
+    """The text of a folder is no URL where its system, such as ftp, leaves out the host."""
+    run_world(2, _train, _run(2, tmp_path, steps=2, save=2))
+    assert run_world(2, _resume_by_name, _run(2, tmp_path, steps=3, save=2))[0]["step"] == 3
+
+
 def _train_with_damage(rank: int, run: ResolvedRun) -> str:
     """Step 2 is damaged before step 4 is rolled back."""
     reject = _RollsBack.after_step

@@ -124,9 +124,12 @@ class Checkpointing(Callback):
     def _look(self, look: Callable[[], Folder | None]) -> Folder | None:
         """What rank 0 finds, on all ranks."""
         found = agree(look if self._state.rank == 0 else lambda: None, self._state.world, CheckpointError)
-        path = from_first(None if found is None else str(found), self._state.world)
-        folder = None if path is None else folder_at(path)
-        return self._root.child(folder.name) if folder is not None and folder.parent == self._root else folder
+        is_own = found is not None and found.parent == self._root  # then its name will do: not every URL names its host
+        told = from_first(None if found is None else (is_own, found.name if is_own else str(found)), self._state.world)
+        if told is None:
+            return None
+        is_own, path = told
+        return self._root.child(path) if is_own else folder_at(path)
 
     def resume(self, engine: Engine) -> Position:
         """Load what `find` has found, and say how far it had come.  Raises: CheckpointError for a damaged one."""
