@@ -219,6 +219,8 @@ def test_an_entry_that_cannot_be_read_does_not_make_a_folder_look_empty(tmp_path
 def test_a_url_that_cannot_be_used_says_why() -> None:
     with pytest.raises(ValueError, match="nope://x/y cannot be used: Protocol not known: nope"):
         folder_at("nope://x/y")
+    with pytest.raises(ValueError, match=r"ftp:///x/y cannot be used: .*host"):
+        folder_at("ftp:///x/y")
 
 
 def test_a_library_s_own_error_is_one_of_the_storage(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

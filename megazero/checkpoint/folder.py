@@ -239,7 +239,7 @@ def folder_at(location: Location) -> Folder:
 
     try:
         system, path = fsspec.core.url_to_fs(str(location))
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, TypeError) as error:  # TypeError: without the host that its system needs
         raise ValueError(f"{location} cannot be used: {error}") from error
     if type(system).__name__ == "LocalFileSystem":  # file://
         return LocalFolder(Path(path))
