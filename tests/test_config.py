@@ -681,6 +681,7 @@ training.accumulation=1        elastic.enabled=true training.global_batch_size=8
 elastic.shapes=[{world_size=8}] elastic.enabled=false
 """
 TOLD = """
+zero.offload.optimizer=cpu      zero.offload.ratio=0
 parallel.order=pp-dp-cp-tp
 parallel.sequence_parallel=true parallel.tp=1
 parallel.cp_method=ring        parallel.cp=1

@@ -35,7 +35,7 @@ from megazero.settings import (
     PositiveOrZero,
     Seconds,
     Section,
-    ShareAboveZero,
+    Share,
     ShareBelowOne,
     Spelling,
     Text,
@@ -146,15 +146,16 @@ class ParallelConfig(Section):
 class OffloadConfig(Section):
     """What is moved off the device between its uses."""
 
-    optimizer: Literal["none", "cpu", "nvme", "auto"] = "none"
+    optimizer: Annotated[
+        Literal["none", "cpu", "nvme", "auto"],
+        ActsWhere("zero.offload.ratio", (), "no share of the state is offloaded"),
+    ] = "none"
     """Where optimizer state and master weights live: on the device, in host memory, in files, or by free memory."""
     parameters: Annotated[
         Literal["none", "cpu", "nvme", "auto"], ActsWhere("zero.stage", (3,), "only stage 3 shards parameters")
     ] = "none"
     """Where stage 3 keeps its shard of the weights."""
-    ratio: Annotated[
-        ShareAboveZero, ActsWhere("zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded")
-    ] = 1.0
+    ratio: Annotated[Share, ActsWhere("zero.offload.optimizer", ("cpu", "nvme", "auto"), "no state is offloaded")] = 1.0
     """Share of the optimizer state that is offloaded; the rest stays on the device."""
     nvme_path: Annotated[
         PathText | None,

@@ -130,8 +130,6 @@ def _bucket_bytes(config: DeepSpeedJson) -> int:
 def _offload(config: DeepSpeedJson) -> OffloadConfig:
     zero = config.zero_optimization
     optimizer, parameters = map(zero.device, OFFLOAD)
-    if not zero.offload_optimizer.ratio:
-        optimizer = "none"
     return OffloadConfig.model_validate(
         {
             "optimizer": optimizer,
