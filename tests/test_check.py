@@ -236,6 +236,7 @@ def test_an_extension_is_loaded_and_named(tmp_path: Path) -> None:
         "LR_SCHEDULES.register('mine', lambda step, steps, section: 0.5)\n"
     )
     words = [f"launch.extensions=['{script}']", "lr_schedule.name=mine", "lr_schedule.warmup_steps=0"]
+    words.append(f"training.run_dir={tmp_path}")  # a quickstart may have run here
     done = megazero("check", QUICKSTART, *SMALL, *words)
     assert done.returncode == 0, done.stderr
     assert re.search(rf"imported +{script}", done.stdout)
