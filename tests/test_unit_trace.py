@@ -114,7 +114,10 @@ def test_what_is_sent_lives_until_the_wait() -> None:
         assert fake.live == 400
 
 
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="oneDNN's blocks were measured there")
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@pytest.mark.skipif(not HAS_AVX512, reason="oneDNN's blocks were measured there")
 @pytest.mark.usefixtures("one_thread")
 def test_a_product_takes_the_block_that_is_planned() -> None:
     for inner, columns in ((64, 96), (96, 512), (1536, 512), (96, 1536)):
@@ -122,6 +125,13 @@ def test_a_product_takes_the_block_that_is_planned() -> None:
             _takes_what_is_planned(
                 torch.ops.mkldnn._linear_pointwise.default, torch.zeros(64, inner), weight, None, "none", [], ""
             )
+
+
+@pytest.mark.skipif(
+    not HAS_AVX512 or torch.cpu._is_amx_tile_supported(), reason="oneDNN's blocks were measured there; AMX has others"
+)
+@pytest.mark.usefixtures("one_thread")
+def test_a_product_of_16_bits_takes_the_block_that_is_planned() -> None:
     for rows, inner, columns in ((128, 1024, 128), (320, 512, 96), (96, 1536, 2048), (256, 48, 512), (32, 768, 32)):
         a, b = (torch.zeros(size, dtype=torch.bfloat16) for size in ((inner, rows), (inner, columns)))
         for first in (a.t(), a.t().contiguous()):

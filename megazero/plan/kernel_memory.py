@@ -68,6 +68,7 @@ def _product(args: Any, _: Any) -> int:
 
     Of rows that do not lie one after the other a block is copied, and where k has several blocks the sums of all columns
     wait for the next one.  Blocks are even and have 256 rows, 1,024 columns and 512 of k at most, or 1,024 of a long k.
+    On processors with AMX they are others, which are not planned.
     """
     a, b = args[-2], args[-1]
     if a.dtype not in (torch.bfloat16, torch.float16) or 0 in (*a.shape, *b.shape):
